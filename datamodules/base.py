@@ -3,7 +3,7 @@
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -11,6 +11,7 @@ from pytorch_lightning import LightningDataModule
 from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.datamodules.loader import (
@@ -45,7 +46,7 @@ class LabelledInputs(NamedTuple):
 Split: TypeAlias = LabelledImages | LabelledInputs
 
 
-class InputDataModule(LightningDataModule, ABC):
+class InputDataModule(LoadsTrusted, LightningDataModule, ABC):
     """Base of all datamodules here: what is asked of data where labels do not matter.
 
     Batches are tuples that begin with the inputs, of shape ``[B, *input_shape]``.
@@ -63,6 +64,11 @@ class InputDataModule(LightningDataModule, ABC):
     regression: bool = False
     location_arguments: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments that say where the data lie, not what they are; not part of :meth:`identity`."""
+
+    @classmethod
+    def trusted_modules(cls) -> Iterable[str]:
+        """Return the modules of transforms that have been imported, which a checkpoint may name."""
+        return {path.rpartition(".")[0] for path in ImageTransform._known}
 
     @property
     def in_channels(self) -> int:
@@ -377,6 +383,7 @@ class ImageDataModule(InMemoryDataModule):
             self.input_shape = transform.output_shape(self.input_shape)
             self.num_classes = transform.output_classes(self.num_classes)
             self.class_names = transform.output_names(self.class_names)
+        check_integers(2, of=type(self).__name__, num_classes=self.num_classes)
 
         check_numbers("in (0, 1]", train_fraction=train_fraction)
         check_numbers("in [0, 1)", val_fraction=val_fraction)

@@ -14,9 +14,11 @@ from lightning_sym._random import generator
 from lightning_sym._text import name_of_callable
 from lightning_sym.datamodules.base import DataSplit, InMemoryDataModule, LabelledInputs
 from lightning_sym.datamodules.loader import Augmentation, augmented, check_tensors, too_large_batch
-from lightning_sym.weights import read_weights
+from lightning_sym.weights import check_dense, read_weights
 
 Pair: TypeAlias = tuple[Any, Any]
+# Where more are meant than there are data, somebody says so; networks have weights for each.
+_MOST_CLASSES, _MOST_TOKENS = 100_000, 1_000_000
 _NAMES = (("x", "inputs"), ("y", "targets"))  # what inputs and targets may be called in a file
 
 
@@ -207,6 +209,7 @@ class TensorDataModule(InMemoryDataModule):
             if (least := min(int(part.targets.min()) for part in parts)) < 0:
                 raise ValueError(f"{type(self).__name__}: class numbers must be >= 0, got {least}.")
             classes = max(int(part.targets.max()) for part in parts) + 1
+            self._check_classes(classes, sum(part.targets.numel() for part in parts))
         if self._given_classes is not None and self._given_classes < classes and not self.regression:
             raise ValueError(
                 f"{type(self).__name__}: num_classes {self._given_classes} is too small for class number {classes - 1}."
@@ -220,6 +223,25 @@ class TensorDataModule(InMemoryDataModule):
             if (least := min(int(part.inputs.min()) for part in parts)) < 0:
                 raise ValueError(f"{type(self).__name__}: tokens must be >= 0, got {least}.")
             self.tokens = max(int(part.inputs.max()) for part in parts) + 1
+            if self.tokens > max(_MOST_TOKENS, sum(part.inputs.numel() for part in parts)):
+                raise ValueError(
+                    f"{type(self).__name__}: inputs of integers are tokens, which go up to {self.tokens - 1}; number "
+                    "them from 0 on, or give floats if they are values."
+                )
+
+    def _check_classes(self, classes: int, count: int) -> None:
+        """Check that class numbers, of which the largest is one less than there are classes, can be learned."""
+        name = type(self).__name__
+        if (self._given_classes or classes) < 2:
+            raise ValueError(
+                f"{name}: all targets are class 0, so that there is nothing to tell apart; give class numbers of at "
+                "least two classes (num_classes for those that do not occur), or floats, which are values."
+            )
+        if self._given_classes is None and classes > max(_MOST_CLASSES, count):
+            raise ValueError(
+                f"{name}: class numbers go up to {classes - 1}, and there are {count} targets; number the classes from "
+                "0 on, give floats if they are values, or set num_classes."
+            )
 
     def _choose_statistics(self, inputs: Tensor) -> tuple[list[float], list[float]] | None:
         if not self._standardize:
@@ -321,6 +343,13 @@ def _as_split(pair: Any, where: str) -> LabelledInputs:
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ValueError(f"{where} must be a pair (inputs, targets), got {type(pair).__name__}.")
     inputs, targets = map(_tensor, pair)
+    for name, tensor in (("inputs", inputs), ("targets", targets)):
+        check_dense(tensor, name, where)
+        if tensor.is_complex():
+            raise ValueError(
+                f"{where}: {name} must be real numbers, got {tensor.dtype}; give real and imaginary parts as two "
+                "channels, or their absolute values."
+            )
     if inputs.dtype == torch.uint8:
         inputs = inputs / 255
     inputs = inputs.float() if inputs.is_floating_point() or inputs.dtype == torch.bool else inputs.long()

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from lightning_sym._documents import TooLargeError, load_json, load_yaml
 from lightning_sym._text import unknown
 
 CONFIG = "config.yaml"
@@ -100,6 +101,16 @@ def read_run(folder: Path, name: str = "") -> FinishedRun:
     Raises:
         ValueError: If there is no run, it has not ended, or a file is damaged.
     """
+    try:
+        return _read_run(folder, name)
+    except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"{folder} holds settings or results of another form than fit writes ({type(error).__name__}: {error}); "
+            "run it anew, or leave it out."
+        ) from None
+
+
+def _read_run(folder: Path, name: str) -> FinishedRun:
     config = _config(folder / CONFIG)
     logged, epochs = _last_values(folder / "metrics.csv")
     file = folder / "results" / "numbers.json"
@@ -110,7 +121,10 @@ def read_run(folder: Path, name: str = "") -> FinishedRun:
             f"{folder} has not ended: it has no results, and {epochs} of {most or 'all'} epochs; go on with it "
             f"(lightning-sym fit --config {shlex.quote(str(folder / CONFIG))} --ckpt_path last), or leave it out."
         )
-    numbers = {row["number"]: float(row["value"]) for row in final.get("rows", []) if row["value"] is not None}
+    try:
+        numbers = {row["number"]: float(row["value"]) for row in final.get("rows", []) if row["value"] is not None}
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); expected a table of results.") from None
     headline = final.get("headline")
     members = folder / "results" / "members.json"
     seeds = _json(members).get("seeds", []) if members.is_file() else []
@@ -143,7 +157,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _config(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = load_yaml(file.read_text(encoding="utf-8"), str(file))
+    except TooLargeError:
+        raise
     except (yaml.YAMLError, UnicodeDecodeError):
         content = None
     if not isinstance(content, dict) or "model" not in content:
@@ -153,7 +169,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = load_json(file.read_text(encoding="utf-8"))
     except ValueError:
         content = None
     if not isinstance(content, dict):
@@ -171,8 +187,11 @@ def _last_values(file: Path) -> tuple[dict[str, float], int]:
     """Return the last value of each column of ``metrics.csv`` and the number of epochs that it tells of."""
     values: dict[str, float] = {}
     if file.is_file():
-        for row in csv.DictReader(whole_lines(file)):
-            values |= {name: float(text) for name, text in row.items() if name and text}
+        try:
+            for row in csv.DictReader(whole_lines(file)):
+                values |= {name: float(text) for name, text in row.items() if name and text}
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{file} is damaged ({error}); expected numbers under names.") from None
     epochs = int(values.pop("epoch", -1)) + 1
     values.pop("step", None)
     return {name: value for name, value in values.items() if math.isfinite(value)}, epochs

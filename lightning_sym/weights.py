@@ -1,6 +1,7 @@
 """Weights from elsewhere: state dicts, checkpoints of Lightning and safetensors, fitted to a network."""
 
 import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_sym.networks import Network, WrappedNetwork
+
+_DEEPEST = 32  # dictionaries in each other; a state dict within a checkpoint needs three
 
 
 def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]:
@@ -42,18 +45,52 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
     try:
         with warnings.catch_warnings():  # of a pickle that torch.save did not write; whether it is read is said below
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            archive = mapped and zipfile.is_zipfile(file)  # of which alone torch makes a map
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=archive)
+            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
+            archive = zipfile.is_zipfile(file)
+            if program := _program(file) if archive else "":
+                raise _ProgramError(program)
+            # Of an archive alone torch makes a map.
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and archive)
     except OSError:
         raise
+    except _ProgramError as program:
+        raise ValueError(
+            f"{file} holds a program of {program}, and is not opened, because that could run code; save the "
+            "state_dict() of the module where you trust it, and give that file."
+        ) from None
     except Exception as error:  # whatever the bytes of another file make of the unpickler
         if isinstance(error, pickle.UnpicklingError) and _is_whole(file):
-            raise ValueError(
-                f"{file} holds more than tensors and plain values, such as a whole module, and is not opened, because "
-                "that could run code; save network.state_dict() where you trust it, and give that file."
-            ) from None
+            raise ValueError(_more_than_tensors(file, str(error))) from None
         raise ValueError(f"{file} is damaged or cut off, or no file that torch.save wrote.") from None
     return flat_weights(content, str(file))
+
+
+class _ProgramError(Exception):
+    """A file is a program, of the library that is named."""
+
+
+def _program(archive: Path) -> str:
+    """Return what wrote a program into an archive; empty if it holds none, as those of ``torch.save``."""
+    with zipfile.ZipFile(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.namelist()}
+    if "constants.pkl" in names:
+        return "TorchScript (torch.jit.save)"
+    return "torch.export" if "archive_format" in names else ""
+
+
+def _more_than_tensors(file: Path, error: str) -> str:
+    """Return the sentence for a file that holds objects, one of which the unpickler's error names."""
+    found = re.search(r"GLOBAL ([\w.]+)", error)
+    if found and found[1].startswith("numpy."):
+        return (
+            f"{file} holds numbers of numpy ({found[1]}) beside tensors, which are not opened; save them as float(x) "
+            "or torch.as_tensor(x)."
+        )
+    named = found[1] if found else "a whole module"
+    return (
+        f"{file} holds more than tensors and plain values, such as {named}, and is not opened, because that could run "
+        "code; save network.state_dict() where you trust it, and give that file."
+    )
 
 
 def _is_whole(file: Path) -> bool:
@@ -72,9 +109,9 @@ def flat_weights(content: object, source: str = "The state dict") -> dict[str, T
         source: Where it comes from, for messages.
 
     Raises:
-        ValueError: If it holds no tensors by name.
+        ValueError: If it holds no tensors by name, or itself.
     """
-    tensors = dict(_tensors(content))
+    tensors = dict(_tensors(content, source=source))
     if not tensors:
         raise ValueError(f"{source} holds no tensors by name; expected a state dict or a checkpoint of Lightning.")
     return tensors
@@ -143,7 +180,50 @@ def fit_weights(
                 f"{source} holds {start + name!r} of shape {list(tensors[start + name].shape)}, and {kind} has it of "
                 f"shape {list(wanted[name].shape)}; give the arguments that the network was built with."
             )
+        check_numbers_alike(tensors[start + name], wanted[name], start + name, source)
     return {own + name: tensors.get(start + name, value.detach()) for name, value in wanted.items()}
+
+
+def check_numbers_alike(found: Tensor, wanted: Tensor, name: str, source: str) -> None:
+    """Check that a tensor holds numbers of the kind that a network has there: real, complex, or whole.
+
+    Args:
+        found: The tensor.
+        wanted: That of the network.
+        name: What it is called where it comes from.
+        source: Where it comes from, for the message.
+
+    Raises:
+        ValueError: If not: torch would drop imaginary parts, and take codes of quantized weights for weights.
+    """
+    check_dense(found, name, source)
+
+    def kind(tensor: Tensor) -> str:
+        return "real" if tensor.is_floating_point() else "complex" if tensor.is_complex() else "whole"
+
+    if kind(found) != kind(wanted):
+        raise ValueError(
+            f"{source} holds {name!r} as {found.dtype}, and the network has it as {wanted.dtype}; give weights that "
+            f"are {kind(wanted)} numbers{', not quantized' * (kind(found) == 'whole')}."
+        )
+
+
+def check_dense(tensor: Tensor, name: str, source: str) -> None:
+    """Check that a tensor holds all of its numbers, one by one.
+
+    Args:
+        tensor: The tensor.
+        name: What it is called where it comes from.
+        source: Where it comes from, for the message.
+
+    Raises:
+        ValueError: If it is sparse, quantized, nested, or without memory (on torch's meta device).
+    """
+    if tensor.is_meta:
+        raise ValueError(f"{source} holds {name!r} without its numbers (on the meta device); save it with them.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        what, way = ("quantized", "dequantize") if tensor.is_quantized else (str(tensor.layout), "to_dense")
+        raise ValueError(f"{source} holds {name!r} as a tensor that is {what}; save {name}.{way}() in its place.")
 
 
 def as_network(network: Any) -> Network:
@@ -181,13 +261,18 @@ def _tied(wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:
     return {name: [name, *(one for one in sharing[where] if one != name)] for name, where in places.items()}
 
 
-def _tensors(content: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors(content: object, path: str = "", depth: int = 0, *, source: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(content, Tensor) and path:
         yield path, content
     elif isinstance(content, Mapping):
+        if depth > _DEEPEST:
+            raise ValueError(
+                f"{source} holds dictionaries in dictionaries, {_DEEPEST} deep or without end; expected a state dict "
+                "or a checkpoint of Lightning."
+            )
         for name, value in content.items():
             if isinstance(name, str):
-                yield from _tensors(value, f"{path}.{name}" if path else name)
+                yield from _tensors(value, f"{path}.{name}" if path else name, depth + 1, source=source)
 
 
 def _missing(tensors: Mapping[str, Tensor], needed: list[str], start: str, kind: str, source: str) -> str:

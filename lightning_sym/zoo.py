@@ -42,10 +42,11 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._claims import Claim
+from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, architecture_name, build
-from lightning_sym.weights import as_network, fit_weights, flat_weights, read_weights
+from lightning_sym.weights import as_network, check_numbers_alike, fit_weights, flat_weights, read_weights
 
 FORMAT = "lightning_sym.zoo/1"
 MANIFEST = "manifest.json"
@@ -274,25 +275,36 @@ class ModelZoo:
             raise ValueError(f"Member {number} cannot be used: {self.path / name}: {self.damaged[name]}; {_DAMAGED}.")
         raise ValueError(f"No member {number!r} in {self.path}; it has members {ranges(self.numbers)}.")
 
-    def state(self, number: int) -> dict[str, Tensor]:
+    def state(self, number: int, *, finite: bool = True) -> dict[str, Tensor]:
         """Return one member's parameters and buffers, on the CPU, after checking its checksum.
 
-        Raises:
-            ValueError: If there is no such member or its file is damaged.
-        """
-        return read_member(self.path / self.member(number).file)[1]
+        Args:
+            number: The member's number.
+            finite: Whether to refuse weights that are not finite, of a member that diverged: False gives them, too.
 
-    def load(self, number: int) -> Network:
+        Raises:
+            ValueError: If there is no such member, its file is damaged, or its weights are not finite.
+        """
+        state = read_member(self.path / self.member(number).file)[1]
+        if finite and (name := next((name for name, value in state.items() if not value.isfinite().all()), None)):
+            raise ValueError(
+                f"Member {number} of {self.path} has values that are not finite in {name}: it diverged; choose other "
+                "members, or load it with finite=False."
+            )
+        return state
+
+    def load(self, number: int, *, finite: bool = True) -> Network:
         """Return one member as a network in evaluation mode, on the CPU.
 
         Args:
             number: The member's number.
+            finite: As for :meth:`state`.
 
         Raises:
-            ValueError: If there is no such member, its file is damaged, its class path is not allowed, or the
-                weights do not fit the network that was passed to :meth:`open`.
+            ValueError: If there is no such member, its file is damaged, its weights are not finite, its class path is
+                not allowed, or the weights do not fit the network that was passed to :meth:`open`.
         """
-        state = self.state(number)
+        state = self.state(number, finite=finite)
         if self._network is not None:
             network = self._network.fresh(number)
         else:
@@ -301,6 +313,9 @@ class ModelZoo:
         if len(kinds) == 1:
             network.to(kinds.pop())  # a zoo trained in float64 is not rounded
         try:
+            own = network.state_dict(keep_vars=True)
+            for name in state.keys() & own.keys():
+                check_numbers_alike(state[name], own[name], name, f"Member {number} of {self.path}")
             network.load_state_dict(state)
         except RuntimeError as error:
             detail = " ".join(str(error).split())[:300]
@@ -374,7 +389,7 @@ class ModelZoo:
         wrong = dict(self.damaged)
         for member in self:
             try:
-                read_member(self.path / member.file)
+                self.state(member.number)
             except ValueError as error:
                 wrong[member.file] = str(error)
         return wrong
@@ -548,18 +563,21 @@ def _read_record(name: str, content: BinaryIO, length: int) -> tuple[ZooMember, 
         (size,) = struct.unpack("<Q", content.read(8))
         if size > min(length, _LARGEST_HEADER):
             raise ValueError("it is cut short, or not a safetensors file")
-        header = json.loads(content.read(size))
+        header = load_json(content.read(size))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
         if length != 8 + size + max(ends, default=0):
             raise ValueError("it is cut short or too long")
         metadata = header["__metadata__"]
         if _checksum(metadata["member"], {}) != metadata["member_sha256"]:
             raise ValueError(_WRONG_SUM)
-        record = json.loads(metadata["member"])
+        record = load_json(metadata["member"])
         if record.get("format") != FORMAT:
             raise ValueError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
-        record |= {"number": int(record["number"]), "file": name, "sha256": metadata["sha256"]}
-        return ZooMember(**{field.name: record[field.name] for field in fields(ZooMember)}), metadata["member"]
+        record |= {"file": name, "sha256": metadata["sha256"]}
+        known = {field.name: record[field.name] for field in fields(ZooMember)}
+        if wrong := _wrong_entry(known):
+            raise ValueError(wrong)
+        return ZooMember(**known), metadata["member"]
     except KeyError as error:
         raise ValueError(f"it is no member of a zoo: {error} is missing from its header") from None
     except (
@@ -569,9 +587,31 @@ def _read_record(name: str, content: BinaryIO, length: int) -> tuple[ZooMember, 
         AttributeError,
         TypeError,
         IndexError,
+        OverflowError,
         RecursionError,
     ):
         raise ValueError("it is not a safetensors file") from None
+
+
+def _wrong_entry(record: Mapping[str, Any]) -> str:
+    """Return what is wrong with the types of a record; empty if nothing is."""
+    metrics, architecture = record["metrics"], record["architecture"]
+    kinds = {"number": int, "created": str, "sha256": str}
+    kinds |= dict.fromkeys(("architecture", "metrics", "data", "training", "versions"), dict)
+    for name, kind in kinds.items():
+        if not isinstance(record[name], kind) or isinstance(record[name], bool):
+            return f"its {name} is {str(record[name])[:40]!r}, and should be of type {kind.__name__}"
+    if record["number"] < 0:
+        return f"its number is {record['number']}, and should be at least 0"
+    if not isinstance(architecture.get("class_path"), str) or not isinstance(architecture.get("init_args", {}), dict):
+        return "its architecture has no class_path, or init_args without names"
+    for split, values in metrics.items():
+        if not isinstance(values, dict):
+            return f"its metrics of {split} are {str(values)[:40]!r}, and should be numbers by name"
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                return f"its metric {split}/{name} is {str(value)[:40]!r}, and should be a finite number"
+    return ""
 
 
 def _scan(path: Path) -> tuple[dict[int, ZooMember], dict[str, str]]:
@@ -603,7 +643,7 @@ def _read_manifest(path: Path) -> list[str]:
     if not file.exists():
         return []
     try:
-        manifest = json.loads(file.read_text())
+        manifest = load_json(file.read_text())
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
         return [str(entry["file"]) for entry in manifest["members"]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lightning_sym._documents import LimitedLoader, load_yaml
 from lightning_sym._text import initials, nearest
 
 Tree = dict[str, Any]
@@ -33,6 +34,9 @@ def read_given(args: Sequence[str]) -> list[Tree]:
 
     Args:
         args: Options after the command; ``--config`` with files or YAML text.
+
+    Raises:
+        ValueError: If a text is too long or too deeply nested to be read.
     """
     trees: list[Tree] = []
     for arg, following in pairwise([*args, ""]):
@@ -43,7 +47,7 @@ def read_given(args: Sequence[str]) -> list[Tree]:
             trees.append(_config(value))
         elif option.startswith("--"):
             tree: Tree = {}
-            _place(tree, option.removeprefix("--").split("."), _yaml(value))
+            _place(tree, option.removeprefix("--").split("."), _yaml(value, f"What {option} is given"))
             trees.append(tree)
     return trees
 
@@ -108,7 +112,7 @@ def merge(trees: Sequence[Tree]) -> Tree:
     return merged
 
 
-class StrictLoader(yaml.SafeLoader):
+class StrictLoader(LimitedLoader):
     """Reads YAML in which no key is there twice: of two values one would be lost without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -272,10 +276,10 @@ def _owned(path: str, node: Any, kind: str = "") -> Iterator[tuple[str, str, str
 
 def _config(value: str) -> Tree:
     try:
-        text = Path(value).read_text(encoding="utf-8")
+        text, source = Path(value).read_text(encoding="utf-8"), value
     except (OSError, ValueError):  # YAML text in place of a file
-        text = value
-    content = _plain(_yaml(text))
+        text, source = value, "What --config is given"
+    content = _plain(_yaml(text, source))
     return content if isinstance(content, dict) else {}
 
 
@@ -334,8 +338,8 @@ def _same(kind: str, other: str) -> bool:
     return kind.rpartition(".")[2] == other.rpartition(".")[2]
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str, source: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text, source)
     except yaml.YAMLError:  # the parser says what is wrong
         return text

@@ -31,12 +31,14 @@ from safetensors.torch import save as save_safetensors
 
 import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
 from lightning_sym._claims import Claim
+from lightning_sym._documents import load_yaml
 from lightning_sym._files import remove_abandoned, write_atomically
 from lightning_sym._text import USAGE
+from lightning_sym._trust import SETTINGS, check_settings, resolve
 from lightning_sym.callbacks import ZooExport, publish_text
 from lightning_sym.cli.annotations import fitting_size, takes_anything, unsaid_pair, unsubscripted
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
-from lightning_sym.cli.given import LINKED, class_of, full_path, merge, read_given
+from lightning_sym.cli.given import LINKED, class_of, classes, full_path, merge, read_given
 from lightning_sym.cli.messages import class_at, explain, first_missing, object_at, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.processes import watch_over
@@ -523,19 +525,36 @@ def _with_checkpoint_settings(args: list[str]) -> list[str]:
     given += [value for arg, value in pairwise(args) if arg == "--ckpt_path"]
     if not given or not Path(given[-1]).is_file():
         return args
-    settings = _load_checkpoint(given[-1]).get("hyper_parameters", {})
-    class_path = settings.pop("_class_path", None)
-    if class_path is None:  # written from Python, without the command line
+    file, options = given[-1], merge(read_given(args[1:]))
+    settings = _load_checkpoint(file).get("hyper_parameters", {})
+    class_path = settings.get("_class_path") if isinstance(settings, Mapping) else None
+    if isinstance(settings, Mapping) and class_path is None:  # written from Python, without the command line
         return args
-    # Some are there to be read only, such as the name of the optimizer.
-    kind = class_at(class_path)
-    settings = {name: value for name, value in settings.items() if kind and name in inspect.signature(kind).parameters}
+    allow = _trusted(options)
+    kind = resolve(str(class_path), (*SETTINGS, *allow), file) if isinstance(settings, Mapping) else LightningModule
+    settings = check_settings(settings, kind, allow, file)
+    if not (isinstance(kind, type) and issubclass(kind, LightningModule)):
+        raise ValueError(f"{file} names {class_path} as its task, which is none; give a checkpoint of a task.")
+    # Some are there to be read only, such as the name of the optimizer; and a file does not say whom to trust.
+    taken = set(inspect.signature(kind).parameters) - {"allow"}
+    settings = {name: value for name, value in settings.items() if name in taken}
     return [
         args[0],
         "--config",
         yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}}),
         *args[1:],
     ]
+
+
+def _trusted(options: Mapping[str, Any]) -> list[str]:
+    """Return the packages and modules that the user trusts: those in allow, and those of classes named as options."""
+    allowed = _section(options, "model").get("allow")
+    allowed = [str(name) for name in allowed] if isinstance(allowed, list) else []
+    return [*allowed, *(kind.rpartition(".")[0] for _, kind, _ in classes(options) if _is_class(kind))]
+
+
+def _is_class(kind: str) -> bool:
+    return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*\.[A-Z]\w*", kind) is not None
 
 
 def _without_replaced_network(args: list[str]) -> list[str]:
@@ -621,7 +640,7 @@ def _callables(model: Mapping[str, Any]) -> dict[str, str]:
 
 def _yaml(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text, "The configuration")
     except yaml.YAMLError:  # the parser says what is wrong
         return None
 

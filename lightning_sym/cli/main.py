@@ -57,7 +57,7 @@ def _command(args: list[str]) -> int:
     if args[0] == "--version":
         print(f"lightning-sym {__version__}")
         return 0
-    command, *rest = args
+    command, *rest = _with_negative_numbers(args)
     if command not in _COMMANDS:
         return _misunderstood(unknown("command", command, _COMMANDS))
     if command == "recipes":
@@ -74,11 +74,21 @@ def _command(args: list[str]) -> int:
         return _estimate(rest)
     try:
         rest = _resolve_configs(rest)
+        wrong = _wrong_option(rest)  # before the imports, which take seconds
     except ValueError as error:
-        return _misunderstood(str(error))
-    if wrong := _wrong_option(rest):  # before the imports, which take seconds
-        return _misunderstood(wrong)
-    return _run([command, *rest])
+        wrong = str(error)
+    return _misunderstood(wrong) if wrong else _run([command, *rest])
+
+
+def _with_negative_numbers(args: list[str]) -> list[str]:
+    """Write negative numbers behind the options that they belong to: by themselves they look like options."""
+    joined: list[str] = []
+    for before, arg in pairwise(["", *args]):
+        if re.match(r"-(\.?\d|inf\b)", arg) and re.fullmatch(r"--[^=]+", before):
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(arg)
+    return joined
 
 
 def _wrong_option(args: list[str]) -> str:
@@ -153,10 +163,11 @@ def _checked_config(name: str, what: str = "") -> str:
     """Check that a file, or text that ``what`` names, is YAML with sections; the parser's own errors name neither."""
     import yaml
 
+    from lightning_sym._documents import load_yaml
     from lightning_sym.cli.given import StrictLoader
 
     try:
-        content = yaml.load(name if what else Path(name).read_text(encoding="utf-8"), StrictLoader)
+        content = load_yaml(name if what else Path(name).read_text(encoding="utf-8"), what or name, StrictLoader)
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not a text file; --config takes YAML, or the name of a recipe.") from None
     except yaml.YAMLError as error:
@@ -255,9 +266,10 @@ def _estimate(args: list[str]) -> int:
     try:
         asked = estimate.read_estimate_options(args)
         asked = replace(asked, args=tuple(_resolve_configs(list(asked.args))))
+        wrong = _wrong_option(list(asked.args))
     except ValueError as error:
-        return _misunderstood(str(error), estimate.USAGE)
-    if wrong := _wrong_option(list(asked.args)):
+        wrong = str(error)
+    if wrong:
         return _misunderstood(wrong, estimate.USAGE)
 
     def start() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import inspect
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torchvision
 from torch import Tensor, nn
 
 import lightning_sym.networks
+from lightning_sym._documents import load_json
 from lightning_sym._text import nearest
 from lightning_sym.cli.importing import construct
 from lightning_sym.symmetry import Call, without_weights
@@ -195,13 +195,13 @@ def _read_configuration(path: Path) -> dict[str, Any]:
     """Return what a configuration's file says; it may name the folder."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = load_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
             f"There is no file {os.path.abspath(file)}; expected the configuration of a model (config.json), or its "
             "folder. Nothing is downloaded."
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:  # neither text nor JSON
         raise ValueError(f"{file} is not JSON ({error}); expected the configuration of a model.") from None
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise ValueError(f"{file} names no model_type; expected the configuration of a model of transformers.")

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
 from lightning_sym.symmetry.low_rank import Gauge, LowRank, difference, mean_factors, mean_product
 
@@ -57,7 +58,7 @@ class Adapter:
             if not (folder / name).is_file():
                 raise ValueError(f"There is no file {folder / name}; expected an adapter's folder, as peft saves it.")
         try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            config = load_json((folder / CONFIG).read_text(encoding="utf-8"))
         except ValueError:
             config = None
         if not isinstance(config, dict):

@@ -1,6 +1,5 @@
 """From checkpoints on disk to their mean, or to one in the order of another, on disk again."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._documents import load_json
 from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses, mean_tensors
 from lightning_sym.connectivity.merging import merge
 from lightning_sym.connectivity.network_files import NetworkFiles, with_tensors
@@ -322,7 +322,7 @@ def _check_configurations(files: Sequence[Path]) -> None:
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in dict.fromkeys(file.parent / "config.json" for file in files):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = load_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if isinstance(content, dict) and "model_type" in content:

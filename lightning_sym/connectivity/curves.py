@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches
+from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import Barrier, LabelledBatches, Loss, split_losses
@@ -264,7 +265,7 @@ def load_curve(path: str | Path) -> Curve:
         raise FileNotFoundError(f"There is no curve at {file}; give the file of a curve, as one of {file.parent}.")
     try:
         with safe_open(file, framework="pt") as opened:
-            record = json.loads((opened.metadata() or {})["curve"])
+            record = load_json((opened.metadata() or {})["curve"])
             if record["format"] != FORMAT:
                 raise ValueError(f"its format is {record['format']!r}, not {FORMAT!r}")
             return Curve(opened.get_tensor("points"), record["kind"], record["about"])

@@ -1,21 +1,17 @@
 """Networks from their recorded architecture, which may come from a stranger's file."""
 
 import functools
-import importlib
 import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
+from lightning_sym._trust import NETWORKS, resolve, within
 from lightning_sym.networks.base import Network, WrappedNetwork, snapshot
 from lightning_sym.networks.narrowing import Axis, kept_from_json, narrowed
-
-_TRUSTED = ("lightning_sym", "torchvision.models")
 
 
 def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network:
@@ -33,8 +29,9 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
         allow: Names of further packages or modules, for example ``["my_package"]``.
 
     Returns:
-        The network, freshly initialised from the caller's generator. A module that is not a ``Network`` is
-        wrapped; see :class:`lightning_sym.networks.WrappedNetwork`.
+        The network, freshly initialised from the caller's generator: arguments of torchvision, timm and transformers
+        that ask for trained weights are left out, as they would be fetched from the network. A module that is not a
+        ``Network`` is wrapped; see :class:`lightning_sym.networks.WrappedNetwork`.
 
     Raises:
         ValueError: If the architecture is malformed, its path is outside the allow-list or leads nowhere, or
@@ -47,9 +44,9 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
     if isinstance(allow, str):
         raise ValueError(f"allow must be a list of package names, got the string {allow!r}.")
     path, arguments, kept = _read(architecture)
-    roots = (*_TRUSTED, *allow)
-    target = _resolve(path, roots)
+    target = resolve(path, (*NETWORKS, *allow), "The architecture")
     _check_builds_module(target, path, allow)
+    arguments = _untrained(target, arguments)
     try:
         module = target(**snapshot(arguments))
     except TypeError as error:
@@ -76,54 +73,29 @@ def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[Ax
     return path, dict(arguments), kept_from_json(architecture.get("kept", []))
 
 
-def _within(path: str, roots: Sequence[str]) -> bool:
-    """Return whether a dotted name is one of the packages or inside one."""
-    return any(path == root or path.startswith(f"{root}.") for root in roots)
+# Libraries that fetch trained weights, and the arguments that ask them to.
+_LIBRARIES = ("torchvision", "timm", "transformers")
+_TRAINED = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "checkpoint_path")
 
 
-def _resolve(path: str, roots: Sequence[str]) -> Callable[..., Any]:
-    """Return the class or function at a dotted path of an allowed package."""
-    refusal = (
-        f"The architecture names {path}, which is not in the allow-list ({', '.join(roots)}); "
-        f"if you trust it, pass the package's name in allow (--model.allow on the command line)."
-    )
-    if not _within(path, roots) or path in roots:
-        raise ValueError(refusal)
-    parts = path.split(".")
-    here: object = None
-    for index, part in enumerate(parts):
-        name = ".".join(parts[: index + 1])
-        if index == 0:
-            here = _import(name, path)
-            continue
-        found = getattr(here, part, None)
-        if found is None and isinstance(here, ModuleType):
-            found = _import(name, path)
-        # A module that a file merely imported, such as torch in networks/base.py, is no part of the package.
-        if isinstance(found, ModuleType) and found.__name__ != name:
-            raise ValueError(refusal)
-        if found is None:
-            nearest = get_close_matches(part, [option for option in dir(here) if option[0] != "_"], n=1)
-            raise ValueError(
-                f"The architecture names {path}, but there is no {part!r} in {'.'.join(parts[:index])}."
-                + (f" Did you mean {nearest[0]!r}?" if nearest else "")
-            )
-        if not isinstance(found, ModuleType | type) and index < len(parts) - 1:
-            raise ValueError(refusal)
-        here = found
-    if isinstance(here, ModuleType) or not callable(here) or not _within(str(getattr(here, "__module__", "")), roots):
-        raise ValueError(refusal)
-    return here
+def _untrained(target: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function of a library of models without those that ask for trained weights."""
+    if not within(str(target.__module__), _LIBRARIES):
+        return arguments
 
+    def random(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: random(entry) for key, entry in value.items() if key not in _TRAINED}
+        return [random(entry) for entry in value] if isinstance(value, list) else value
 
-def _import(name: str, path: str) -> ModuleType | None:
-    """Import a module on the way to a path; None if there is none of that name."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == name and "." in name:
-            return None
-        raise ValueError(f"The architecture names {path}, but {name} cannot be imported: {error}.") from error
+    takes = dict(inspect.signature(target).parameters)
+    if target.__module__ == "torchvision.models._api" and "name" in arguments:  # get_model, which hands on
+        from torchvision.models import get_model_builder
+
+        takes |= inspect.signature(get_model_builder(arguments["name"])).parameters
+    # Some take trained weights by default, of a backbone.
+    wanted = [name for name in _TRAINED if name in takes and takes[name].default not in (None, False, "")]
+    return {**random(arguments), **dict.fromkeys(wanted)}
 
 
 def _check_builds_module(target: Callable[..., Any], path: str, allow: Sequence[str]) -> None:
@@ -136,12 +108,12 @@ def _check_builds_module(target: Callable[..., Any], path: str, allow: Sequence[
     if isinstance(target, type):
         wanted: type = Network if target.__module__.startswith("lightning_sym.") else nn.Module
         suitable = issubclass(target, wanted) and not inspect.isabstract(target)
-    elif _within(target.__module__, allow):
+    elif within(target.__module__, allow):
         suitable = inspect.isfunction(target)
     else:
         result = typing.get_type_hints(target).get("return") if inspect.isfunction(target) else None
         suitable = (
-            _within(target.__module__, ["torchvision.models"])
+            within(target.__module__, ["torchvision.models"])
             and isinstance(result, type)
             and issubclass(result, nn.Module)
         )

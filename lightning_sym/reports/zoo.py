@@ -37,7 +37,7 @@ def zoo_results(
     Args:
         numbers: The members' numbers.
         splits: By split, the last one the headline: ``loss`` of each member, and of classifiers ``accuracy``, and
-            ``confusion``, the mean over members. Shapes ``[M]``, ``[M]`` and ``[K, K]``.
+            ``confusion``, the mean over members, if classes are few. Shapes ``[M]``, ``[M]`` and ``[K, K]``.
         stopped: The ``reason`` of each member that was stopped, by number.
         kept: Epochs trained when the weights were taken that were kept, by number.
         network: Name of the architecture, for titles.
@@ -54,16 +54,18 @@ def zoo_results(
     tested = [row[f"test_{quantity}"] for row in rows if not row["stopped"]]
     mean = statistics(tested)["mean"] if tested else None
 
+    confusion = splits["test"].get("confusion") if loss is None else None
     said = "all stopped" if mean is None else f"mean test accuracy {100 * mean:.2f} %"
+
+    picture = "validation_curves.png" if len(curves) else "confusion.png" if confusion is not None else ""
 
     def figures() -> Iterator[tuple[str, Figure]]:
         if len(curves):
             shown = validation_curves(curves, numbers, epochs=epochs, kept=kept, quantity=quantity)
             yield "validation_curves", shown
-        if loss is None:
+        if confusion is not None:
             title = f"{len(numbers)} {network}, {said}"
-            confusion = splits["test"]["confusion"].numpy()
-            yield "confusion", confusion_matrix(confusion, class_names=class_names, title=title)
+            yield "confusion", confusion_matrix(confusion.numpy(), class_names=class_names, title=title)
 
     return RunResults(
         [ResultTable("members", "members of a zoo: the kept weights on each split", rows, units(loss), about)],
@@ -72,7 +74,7 @@ def zoo_results(
         headline=None if mean is None else f"test/{quantity}",
         shown=_shown(rows, most, network, loss),
         notes=[f"member {row['member']} was stopped: {row['stopped']}" for row in rows if row["stopped"]],
-        places={"picture": "validation_curves.png" if len(curves) else "confusion.png", "table": "members.csv"},
+        places={**({"picture": picture} if picture else {}), "table": "members.csv"},
     )
 
 

@@ -19,6 +19,8 @@ Estimator: TypeAlias = Literal["unbiased", "biased", "minibatch"]
 Normalize: TypeAlias = Literal["none", "channel"]
 Side: TypeAlias = Tensor | list[Tensor]  # centred kernels of all layers, or the centred features of each
 
+# Up to which size fourth powers, of which many are added up, are in the range of a dtype.
+_REACH = {torch.float32: 1e6, torch.float64: 1e70}
 _EMPTY = torch.zeros(0, 1, 1)
 _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
 
@@ -68,6 +70,7 @@ class Alignment:
         floors: list[Tensor] = []  # of criteria, what is nothing but rounding
         kernels = torch.empty(0)
         for place, layer in enumerate(layers):
+            layer = _multipliable(layer)
             if scale or self.kernel != "linear":
                 given = None if statistics is None else _of_channels(statistics[place])
                 layer = standardized(layer, scale=scale, given=given)
@@ -113,6 +116,26 @@ class Alignment:
             for layers, own in zip((x, y), given, strict=True)
         )
         return self.between(ours, theirs), within_x, within_y
+
+
+def _multipliable(layer: Tensor) -> Tensor:
+    """Return features in a dtype in which products of kernels neither overflow nor vanish.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    channels = torch.linalg.vector_norm(layer, torch.inf, dim=(0, 2))
+    largest, reach = float(channels.max()), _REACH[layer.dtype]
+    # The norm of a channel, by which it may be divided, is the root of a sum of squares.
+    faint = bool(((channels > 0) & (channels < reach**-2.5)).any())
+    if not largest or (1 / reach <= largest <= reach and not (faint and layer.dtype != torch.float64)):
+        return layer
+    if layer.dtype != torch.float64:
+        return layer.double()
+    raise ValueError(
+        f"features of up to {largest:.0e} are too {'large' if largest > 1 else 'small'} for products of their kernels; "
+        "divide them by that."
+    )
 
 
 def alignments(between: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -74,18 +74,21 @@ class Features:
         grid: Height and width of an image; None for other features.
 
     Raises:
-        TypeError: If the dtype is not floating.
-        ValueError: If there is no such axis, or a value is not finite.
+        TypeError: If it is no dense tensor of a floating dtype.
+        ValueError: If it is empty, there is no such axis, or a value is not finite.
     """
 
     def __init__(self, values: Tensor, axes: Axes = 1, name: str = "features") -> None:
         axes = (axes,) if isinstance(axes, int) else tuple(axes)
-        if not values.dtype.is_floating_point:
-            raise TypeError(f"{name} must be a floating tensor, got {values.dtype}.")
+        if not isinstance(values, Tensor) or not values.dtype.is_floating_point or values.layout != torch.strided:
+            got = f"a {type(values).__name__}" if not isinstance(values, Tensor) else f"{values.dtype}, {values.layout}"
+            raise TypeError(f"{name} must be a floating tensor that is dense, got {got}; give torch.as_tensor(...).")
         if not all(-values.ndim < axis < values.ndim and axis % values.ndim for axis in axes):
             raise ValueError(
                 f"{name} must have samples on its first axis and channels on {list(axes)}, got {list(values.shape)}."
             )
+        if not values.numel():
+            raise ValueError(f"{name} must hold at least one sample and one channel, got shape {list(values.shape)}.")
         values = values.detach().to(wide_device(values.device))
         self.grid = (values.shape[2], values.shape[3]) if values.ndim == 4 and axes == (1,) else None
         size = math.prod(values.shape[axis] for axis in axes)

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_sym._documents import load_json
 from lightning_sym._files import not_written, write_atomically
 from lightning_sym._text import nearest
 
@@ -98,7 +99,7 @@ class Shards:
 def _read_index(path: Path) -> dict[str, str]:
     """Return in which file each tensor is."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(path.read_text(encoding="utf-8"))
     except ValueError:  # neither text nor JSON
         content = None
     placed = content.get("weight_map") if isinstance(content, dict) else None
@@ -121,7 +122,7 @@ def _read_header(file: Path) -> list[Stored]:
             pass  # it checks names, shapes, offsets and the length
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
+            header = load_json(opened.read(length))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} is damaged or no safetensors ({error}); fetch or write it again.") from None
     begin = 8 + length

@@ -8,6 +8,7 @@ from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
+from lightning_sym._loading import LoadsTrusted
 from lightning_sym._text import unknown
 from lightning_sym.landscape import AnalyticLandscape, LearningCoefficientEstimate, analytic_landscapes
 
@@ -26,7 +27,7 @@ class Calibrated(NamedTuple):
     exact: float | None
 
 
-class AnalyticLandscapesTask(LightningModule):
+class AnalyticLandscapesTask(LoadsTrusted, LightningModule):
     r"""Estimate learning coefficients that are known: do chains find them, and are they refused where they must be?
 
     The landscapes are those of :func:`lightning_sym.landscape.analytic_landscapes`: quadratic ones, where the mean of

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import wide
+from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import generator
 from lightning_sym.dissection import BasisDissection, Geodesic, dissect, random_permutation_matrix, random_rotation
 from lightning_sym.networks import Network
@@ -57,7 +58,7 @@ class Dissected:
     found: BasisDissection
 
 
-class DissectionTask(LightningModule):
+class DissectionTask(LoadsTrusted, LightningModule):
     r"""Say how much single units mean, in the networks' own basis and on the way to random ones.
 
     The activations :math:`a` of a layer are looked at in the bases :math:`Q^\alpha a`, on the shortest path from the

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_sym._loading import LoadsTrusted
 from lightning_sym._text import unknown
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import NetworkOrModule
@@ -19,7 +20,7 @@ from lightning_sym.tasks._optimizers import make_scheduler, scheduled
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 
 
-class EquivarianceTask(LightningModule):
+class EquivarianceTask(LoadsTrusted, LightningModule):
     r"""Train a network to its maximum a posteriori weights under the present precisions of its Gaussian prior.
 
     The prior is a :class:`lightning_sym.curvature.GaussianPrior`, which says what the loss of a batch is and how the

@@ -117,12 +117,15 @@ def _taken(loss: Loss, outputs: Any, targets: Any) -> Tensor:
         ) from error
 
 
+_LARGEST_CONFUSION = 1000  # classes; 8 MB, and more than a picture shows
+
+
 class PopulationClassification(PopulationLoss):
     """Accuracy and mean cross-entropy of every member, and the confusion matrix over members.
 
     Args:
         members: Number of members of the whole population, ``M``.
-        num_classes: ``K``; None leaves the confusion matrix out.
+        num_classes: ``K``; None leaves the confusion matrix out, as more than 1000 classes do.
     """
 
     sums = ("correct", "loss_sum", "count")
@@ -133,9 +136,9 @@ class PopulationClassification(PopulationLoss):
     def __init__(self, members: int, num_classes: int | None = None) -> None:
         super().__init__(members)
         self.add_state("correct", torch.zeros(members, dtype=torch.int64), dist_reduce_fx="sum")
-        self.num_classes = num_classes
-        if num_classes is not None:
-            zeros = torch.zeros(num_classes, num_classes, dtype=torch.int64)
+        self.num_classes = num_classes if num_classes is not None and num_classes <= _LARGEST_CONFUSION else None
+        if self.num_classes is not None:
+            zeros = torch.zeros(self.num_classes, self.num_classes, dtype=torch.int64)
             self.add_state("confusion", zeros, dist_reduce_fx="sum")
 
     def update(self, rows: Tensor, outputs: Tensor, targets: Tensor) -> None:

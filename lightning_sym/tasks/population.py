@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
+from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._tags import details
 from lightning_sym._text import name_of_callable, ranges
@@ -32,7 +33,7 @@ from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_va
 T = TypeVar("T")
 
 
-class PopulationTask(LightningModule):
+class PopulationTask(LoadsTrusted, LightningModule):
     r"""Train several networks, the members, in one fit; each comes out as if it were trained alone.
 
     A subclass says what its members are, in :meth:`make_member`, and, if it is not the cross-entropy, what their loss
@@ -341,6 +342,8 @@ class PopulationTask(LightningModule):
             )
         data = getattr(self.trainer, "datamodule", None)
         as_they_are = type(self).evaluation_batch is PopulationTask.evaluation_batch
+        if self.classifies and as_they_are and not getattr(data, "regression", False):
+            self._check_class_numbers(data)
         # Of a single output, a value each, every cross-entropy is 0; of several they may be probabilities.
         single = getattr(data, "num_classes", None) == 1 and is_cross_entropy(self.loss_function)
         if (self.classifies or single) and as_they_are and getattr(data, "regression", False):
@@ -379,6 +382,17 @@ class PopulationTask(LightningModule):
         """Return the places of this rank's members among all members. Shape ``[m]``, int64."""
         self._rows = self._rows.to(device)
         return self._rows
+
+    def _check_class_numbers(self, data: Any) -> None:
+        """Check that there is one class number per input, where the data lie in memory."""
+        tensors = getattr(data, "split_tensors", None)
+        shape = () if tensors is None else tensors("train")[1].shape
+        if len(shape) > 1:
+            raise ValueError(
+                f"{type(self).__name__} takes one class number per input, and the targets of {type(data).__name__} are "
+                f"of shape {list(shape)}; of one-hot targets give targets.argmax(1), or name a loss of your own that "
+                "takes them."
+            )
 
     # ---- optimizer
 

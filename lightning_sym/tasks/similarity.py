@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import summed, wide_device
+from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._tags import details, overview, tag
 from lightning_sym._text import unknown
@@ -30,7 +31,7 @@ NULLS: tuple[Null, ...] = ("untrained", "shuffled")
 _DEAD = 1e-7  # a channel whose norm is smaller, relative to the largest of its layer, is dead
 
 
-class SimilarityTask(LightningModule):
+class SimilarityTask(LoadsTrusted, LightningModule):
     """Compare the layers of pairs of trained networks, by several measures, beside their null values.
 
     The fit is one pass over a split of the data, as the datamodule normalises it and without augmentation, in which

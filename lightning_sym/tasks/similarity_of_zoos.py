@@ -9,12 +9,13 @@ from pytorch_lightning import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sym._loading import LoadsTrusted
 from lightning_sym._tags import details, overview, tag
 from lightning_sym.similarity.measures import Setting
 from lightning_sym.tasks.similarity import NULLS, Null, SimilarityTask
 
 
-class SimilarityOfZoosTask(LightningModule):
+class SimilarityOfZoosTask(LoadsTrusted, LightningModule):
     """Compare the members of each of several zoos, zoo by zoo, as :class:`SimilarityTask` does for one.
 
     What differs from zoo to zoo may be anything: the width, the activation, how they were trained. Members of different

@@ -311,8 +311,11 @@ def test_networks_and_tasks_of_ones_own():
         "class_path": "test_cli.SizelessNetwork",
         "init_args": {"hidden": 5, "num_classes": 10},
     }
-    # Their task and network come back from the checkpoint as well.
-    succeed("test", "--ckpt_path=run/checkpoints/last.ckpt", "--data=DigitsDataModule", "--run_dir=tested", *QUIET)
+    # Their task and network come back from the checkpoint as well, where the user trusts it.
+    args = ["test", "--ckpt_path=run/checkpoints/last.ckpt", "--data=DigitsDataModule", "--run_dir=tested", *QUIET]
+    assert "last.ckpt names test_cli.TheirTask, which is not in the allow-list" in call(*args).error
+    for trust in ("--model.allow=[test_cli]", "--model=test_cli.TheirTask"):
+        succeed(*args, trust)
 
 
 def test_a_plain_module_is_wrapped_and_keeps_its_own_defaults():
@@ -326,7 +329,7 @@ def test_a_plain_module_is_wrapped_and_keeps_its_own_defaults():
     assert zoo.architecture == {"class_path": "test_cli.Plain", "init_args": {"num_classes": 10, "widths": [4]}}
     assert type(zoo.load(0).module) is Plain
     succeed(*args, "--model.allow=[test_cli]", "--ckpt_path=last", "--trainer.max_epochs=2")
-    model = ZooTask.load_from_checkpoint("run/checkpoints/last.ckpt", weights_only=True)
+    model = ZooTask.load_from_checkpoint("run/checkpoints/last.ckpt", weights_only=True, allow=["test_cli"])
     assert model.network.architecture == zoo.architecture
 
 

@@ -5,8 +5,10 @@ import pickle
 import shlex
 import sys
 import types
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import QUIET, call, succeed
@@ -131,12 +133,28 @@ class Touch:
         (Plain().state_dict() | {"extra": torch.zeros(2)}, "holds 'extra', which Plain has not"),
         ({"a": Plain().state_dict(), "b": Plain().state_dict()}, "several prefixes ('a.', 'b.'); choose one"),
         (Plain().state_dict() | {"hidden.bias": torch.full((4,), torch.nan)}, "has values that are not finite in"),
+        (Plain().state_dict() | {"hidden.bias": torch.ones(4) + 1j}, "'hidden.bias' as torch.complex64"),
+        (Plain().state_dict() | {"hidden.bias": torch.ones(4, dtype=torch.int8)}, ("as torch.int8", "not quantized")),
+        (Plain().state_dict() | {"norm.running_mean": torch.ones(4).bool()}, "'norm.running_mean' as torch.bool"),
+        (Plain().state_dict() | {"hidden.bias": torch.ones(4, device="meta")}, "without its numbers"),
+        ("sparse.pt", "as a tensor that is torch.sparse_coo; save hidden.weight.to_dense() in its place"),
+        ("script.pt", "holds a program of TorchScript (torch.jit.save), and is not opened"),
+        ("itself.pt", "holds dictionaries in dictionaries, 32 deep or without end"),
+        ("numpy.pt", ("holds numbers of numpy (numpy", "save them as float(x)")),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_anything_is_written(weights, says):
     torch.save(Plain(), "whole.pt")
     Path("harm.pt").write_bytes(pickle.dumps({"a": Touch()}))
     torch.save([torch.zeros(2)], "list.pt")
+    torch.save(Plain().state_dict() | {"hidden.weight": torch.eye(4, 64).to_sparse()}, "sparse.pt")
+    torch.save({"state_dict": Plain().state_dict(), "best": np.float32(0.5)}, "numpy.pt")
+    itself = Plain().state_dict()
+    itself["itself"] = itself
+    torch.save(itself, "itself.pt")
+    with zipfile.ZipFile("script.pt", "w") as archive:  # as torch.jit.save writes it, which has been deprecated
+        for name in ("data.pkl", "constants.pkl", "code/__torch__/plain.py", "version"):
+            archive.writestr(f"script/{name}", b"3")
     for name, new in (("half.pt", True), ("half_of_old.pt", False)):
         torch.save(Plain().state_dict(), name, _use_new_zipfile_serialization=new)
         Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])

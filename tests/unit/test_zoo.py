@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -296,7 +297,9 @@ def test_flipped_byte_in_the_record_is_found_on_opening(folder):
 
 
 def test_every_flipped_byte_is_found(tmp_path):
-    file = write_member(tmp_path, 0, {"a": torch.randn(3), "b": torch.tensor(5)}, architecture={})
+    file = write_member(
+        tmp_path, 0, {"a": torch.randn(3), "b": torch.tensor(5)}, architecture=perceptron().architecture
+    )
     content = file.read_bytes()
     member, tensors = read_member(file)
     for position in range(0, len(content), 3):
@@ -330,6 +333,65 @@ def test_files_that_are_no_member_of_their_number_are_left_out(folder, content, 
     (folder / member_file(3)).write_bytes(content or (folder / member_file(2)).read_bytes())
     with pytest.warns(UserWarning, match=f"member-0003.*{reason}"):
         assert ModelZoo.open(folder).numbers == [0, 1, 2, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("number", 1e400, "its number is 'inf', and should be of type int"),
+        ("number", 2.0, "its number is '2.0', and should be of type int"),
+        ("number", True, "its number is 'True'"),
+        ("number", -2, "its number is -2, and should be at least 0"),
+        ("metrics", [1], "its metrics is"),
+        ("metrics", {"val": 3}, "its metrics of val are '3', and should be numbers by name"),
+        ("metrics", {"val": {"accuracy": "high"}}, "its metric val/accuracy is 'high', and should be a finite number"),
+        ("metrics", {"val": {"loss": float("nan")}}, "its metric val/loss is 'nan'"),
+        ("metrics", {"val": {"loss": [1.0]}}, "its metric val/loss"),
+        ("architecture", "lightning_sym.networks.LeNet5", "its architecture is"),
+        ("architecture", {"class_path": 3}, "its architecture has no class_path"),
+        ("architecture", {"class_path": "a.B", "init_args": []}, "its architecture has no class_path, or init_args"),
+        ("data", None, "its data is 'None'"),
+        ("training", 3, "its training is '3'"),
+        ("created", {}, "its created is"),
+    ],
+)
+def test_records_of_wrong_types_are_left_out_and_the_others_are_read(folder, name, value, reason):
+    edit_record(folder / member_file(2), **{name: value})
+    with pytest.warns(UserWarning, match=f"member-0002.*{re.escape(reason)}"):
+        zoo = ModelZoo.open(folder)
+    assert zoo.numbers == [0, 1, 7]
+    assert zoo.summary()["metrics"]["val"]["loss"]["mean"] == 1.0
+
+
+def edit_weights(file: Path, **changes: torch.Tensor) -> None:
+    """Write a member anew with other weights and checksums that fit them."""
+    _, tensors = read_member(file)
+    tensors |= changes
+    metadata = _metadata(file)
+    metadata |= {"sha256": zoo_module._checksum(metadata["member"], tensors)}
+    file.write_bytes(save_safetensors(tensors, metadata=metadata))
+
+
+def test_weights_that_are_not_finite_are_not_read_unless_that_is_meant(folder):
+    name = next(iter(perceptron().state_dict()))
+    value = perceptron().state_dict()[name].clone()
+    value.view(-1)[1] = torch.inf
+    edit_weights(folder / member_file(2), **{name: value})
+    zoo = ModelZoo.open(folder)
+    for read in (zoo.state, zoo.load):
+        assert_refused(read, 2, says=f"Member 2 of {folder} has values that are not finite in {name}: it diverged")
+        read(1)
+    assert zoo.state(2, finite=False)[name].isinf().sum() == 1
+    assert zoo.load(2, finite=False).state_dict()[name].isinf().sum() == 1
+    assert "not finite" in zoo.verify()[member_file(2)]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int32", "bool"])
+def test_weights_of_another_kind_of_number_are_not_read(folder, dtype):
+    name, value = next(iter(perceptron().state_dict().items()))
+    edit_weights(folder / member_file(2), **{name: value.to(getattr(torch, dtype))})
+    said = f"holds {name!r} as torch.{dtype}, and the network has it as torch.float32"
+    assert_refused(ModelZoo.open(folder).load, 2, says=said)
 
 
 def test_headers_may_be_as_large_as_the_limit_and_no_larger(folder, monkeypatch):

@@ -156,3 +156,34 @@ def test_plain_module_before_network_is_a_network_that_remembers_its_arguments()
 
     assert Both(5)(torch.ones(2, 5)).shape == (2, 3)
     assert Both(5).architecture["init_args"] == {"width": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        ("torchvision.models.squeezenet1_1", {"weights": "DEFAULT"}),
+        ("torchvision.models.squeezenet1_1", {"weights": "SqueezeNet1_1_Weights.IMAGENET1K_V1"}),
+        ("torchvision.models.squeezenet1_1", {"pretrained": True}),
+        ("torchvision.models.get_model", {"name": "squeezenet1_1", "weights": "DEFAULT"}),
+        ("torchvision.models.get_model", {"name": "lraspp_mobilenet_v3_large"}),
+        ("torchvision.models.segmentation.lraspp_mobilenet_v3_large", {}),
+        ("torchvision.models.segmentation.lraspp_mobilenet_v3_large", {"weights_backbone": "DEFAULT"}),
+    ],
+)
+def test_trained_weights_are_never_fetched(path, arguments, monkeypatch):
+    def fetch(*args, **kwargs):
+        raise AssertionError("the network was reached for")
+
+    for module in ("torch.hub", "torchvision.models._api", "torchvision._internally_replaced_utils"):
+        monkeypatch.setattr(f"{module}.load_state_dict_from_url", fetch)
+    network = build(entry(path, **arguments))
+    build(network.architecture)  # what is recorded does not, either
+    network.fresh(1)
+
+
+def test_trained_weights_of_timm_are_never_fetched(monkeypatch):
+    timm = pytest.importorskip("timm")
+    monkeypatch.setattr("timm.models._builder.load_pretrained", lambda *args, **kwargs: pytest.fail("fetched"))
+    network = build(entry("timm.create_model", model_name="test_vit", pretrained=True), allow=["timm"])
+    assert type(network.module) is type(timm.create_model("test_vit"))
+    build(entry("timm.models.vision_transformer.test_vit", pretrained=True, num_classes=3), allow=["timm"])

@@ -5,6 +5,7 @@ import math
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_refused, measured, refused
@@ -366,3 +367,46 @@ def test_every_tap_of_a_network_has_features():
     assert found.keys() == symmetry.taps.keys()
     attended = network.eval().self_attn(x, x, x, need_weights=False)[0]
     torch.testing.assert_close(found["self_attn"], attended)  # of several tensors the first
+
+
+@pytest.mark.parametrize("kernel", ["linear", "max", "laplace"])
+@pytest.mark.parametrize(
+    ("estimator", "normalize"),
+    [("unbiased", "none"), ("unbiased", "channel"), ("biased", "channel"), ("minibatch", "none")],
+)
+def test_alignments_do_not_depend_on_the_scale_of_the_numbers(kernel, estimator, normalize):
+    x, y = torch.randn(2, 40, 5, 2)
+    y = x @ torch.tensor([[1.0, 0.5], [-0.5, 1.0]]) + y
+
+    def aligned(one, two):
+        metric = CKA(kernel, estimator=estimator, normalize=normalize)
+        metric.update(one, two)
+        return float(metric.compute())
+
+    expected = aligned(x, y)
+    for scale in (1e-30, 1e-12, 1e12, 1e30):
+        assert aligned(scale * x, scale * y) == pytest.approx(expected, abs=1e-6), scale
+        assert aligned(scale * x, y) == pytest.approx(expected, abs=1e-6), scale
+        assert aligned(scale * x.double(), scale * y.double()) == pytest.approx(expected, abs=1e-6), scale
+    if normalize == "channel":  # one of the channels alone
+        factors = torch.tensor([1.0, 1e-30, 1.0, 1e8, 1.0])[:, None]
+        assert aligned(factors * x, y) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("metric", [CKA, OrthogonalProcrustes, lambda: GroupProcrustes("relu")])
+def test_features_that_are_none_are_refused(metric):
+    for values, says in (
+        (np.zeros((5, 3)), "x must be a floating tensor that is dense, got a ndarray"),
+        ([1.0], "got a list"),
+        (torch.zeros(5, 3).to_sparse(), "sparse_coo"),
+        (torch.zeros(5, 3) * 1j, "complex64"),
+    ):
+        assert_refused(metric().update, values, values, says=says, error=TypeError)
+    for shape in ((0, 3), (5, 0), (5, 3, 0)):
+        says = f"x must hold at least one sample and one channel, got shape {list(shape)}"
+        assert_refused(metric().update, torch.zeros(shape), torch.zeros(shape), says=says)
+    huge = 1e80 * torch.randn(9, 3, dtype=torch.float64)
+    if metric is CKA:
+        aligned = CKA()
+        aligned.update(huge, huge)
+        assert_refused(aligned.compute, says="are too large for products of their kernels; divide them by that")

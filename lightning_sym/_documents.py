@@ -1,0 +1,103 @@
+"""YAML and JSON of which nobody knows who wrote them: read within limits, and refused in one sentence beyond."""
+
+import json
+from typing import Any
+
+import yaml
+
+_LONGEST = 10_000_000  # characters
+_LONGEST_JSON = 100_000_000  # bytes; what a file of safetensors may have in its header
+_DEEPEST = 50  # levels
+_MOST = 50_000  # values, each as often as an alias names it
+
+
+class TooLargeError(ValueError):
+    """A document is beyond what any recipe, manifest or table needs."""
+
+
+class LimitedLoader(yaml.SafeLoader):
+    """Reads YAML of plain values, and counts them before they are made."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._count = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next value, as nodes.
+
+        Raises:
+            TooLargeError: If there are too many, or they are nested too deeply.
+        """
+        self._count, self._depth = self._count + 1, self._depth + 1
+        if self._depth > _DEEPEST:
+            raise TooLargeError(f"it is nested more than {_DEEPEST} levels deep")
+        if self._count > _MOST:
+            raise TooLargeError(f"it holds more than {_MOST} values")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def load_yaml(text: str, source: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
+    """Return what YAML says.
+
+    Args:
+        text: The text.
+        source: Where it is from, for messages.
+        loader: What reads it.
+
+    Raises:
+        YAMLError: If it is no YAML.
+        TooLargeError: If it is too long, nested too deeply, holds itself or too many values.
+    """
+    try:
+        if len(text) > _LONGEST:
+            raise TooLargeError(f"it is longer than {_LONGEST} characters")
+        opened = loader(text)
+        try:
+            node = opened.get_single_node()
+            _expanded(node, {})
+            return None if node is None else opened.construct_document(node)
+        finally:
+            opened.dispose()
+    except TooLargeError as error:
+        raise TooLargeError(f"{source} is not read: {error}.") from None
+    except ValueError as error:  # of a number or a date
+        raise yaml.YAMLError(str(error)) from None
+
+
+def _expanded(node: yaml.Node | None, sizes: dict[int, int]) -> int:
+    """Return how many values a node has with aliases written out; the nodes above have the size 0 so far."""
+    if id(node) in sizes:
+        if sizes[id(node)] == 0:
+            raise TooLargeError("it holds itself, by an alias within what the alias names")
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    inner = node.value if isinstance(node, yaml.CollectionNode) else []
+    entries = [entry for pair in inner for entry in pair] if isinstance(node, yaml.MappingNode) else inner
+    size = 1 + sum(_expanded(entry, sizes) for entry in entries)
+    if size > _MOST:
+        raise TooLargeError(f"it holds more than {_MOST} values where its aliases are written out")
+    sizes[id(node)] = size
+    return size
+
+
+def load_json(text: str | bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: If it is no JSON, too long or nested too deeply.
+    """
+    if len(text) > _LONGEST_JSON:
+        raise TooLargeError(f"it is longer than {_LONGEST_JSON} bytes")
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise TooLargeError(f"it is nested more than {_DEEPEST} levels deep") from None
+    level = [content] if isinstance(content, dict | list) else []
+    for _ in range(_DEEPEST):
+        inner = (entry for one in level for entry in (one.values() if isinstance(one, dict) else one))
+        level = [entry for entry in inner if isinstance(entry, dict | list)]
+        if not level:
+            return content
+    raise TooLargeError(f"it is nested more than {_DEEPEST} levels deep")

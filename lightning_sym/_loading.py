@@ -1,0 +1,94 @@
+"""Tasks and datamodules from checkpoints, which may be a stranger's."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pytorch_lightning.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS, load_hparams_from_yaml
+from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
+
+from lightning_sym._trust import SETTINGS, check_settings, resolve
+
+# How Lightning calls what builds an object from the settings of a file, by way of a parser that imports.
+_INSTANTIATOR = "pytorch_lightning.cli.instantiate_module"
+
+
+class LoadsTrusted:
+    """Loads checkpoints whose settings name trusted classes and functions only.
+
+    Stands in front of ``LightningModule`` or ``LightningDataModule`` among the bases of a class.
+    """
+
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,  # noqa: N805 (a class method by another name)
+        checkpoint_path: Any,
+        *args: Any,
+        allow: Iterable[str] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Load from a checkpoint; see Lightning's method of this name.
+
+        Classes and functions that the checkpoint names are compared with an allow-list before anything is imported:
+        ``lightning_sym``, ``torchvision.models``, ``torch.nn``, ``torch.optim``, the module of this class, ``allow``.
+        A checkpoint does not say by itself whom to trust: its own ``allow`` is left out.
+
+        Args:
+            checkpoint_path: The file.
+            args: Passed on.
+            allow: Further packages that are trusted, for example ``["my_package"]``; also the task's argument.
+            options: Passed on. With ``weights_only=False`` the file may run code, and nothing is checked.
+
+        Raises:
+            ValueError: If it names something else.
+        """
+        parent = super().load_from_checkpoint  # type: ignore[misc]
+        if "allow" in inspect.signature(cls).parameters:
+            options["allow"] = None if allow is None else list(allow)
+        given = inspect.signature(parent).bind(cls, checkpoint_path, *args, **options).arguments
+        if given.get("weights_only") is not False:
+            content = _read(checkpoint_path, given.get("hparams_file"), cls.CHECKPOINT_HYPER_PARAMS_KEY)
+            content = {name: value for name, value in content.items() if name not in options}  # which win
+            _check(content, cls, (cls.__module__, *cls.trusted_modules(), *(allow or ())), str(checkpoint_path))
+        return parent(checkpoint_path, *args, **options)
+
+    @classmethod
+    def trusted_modules(cls) -> Iterable[str]:
+        """Return modules, beside that of the class, whose classes a checkpoint may name; by default none."""
+        return ()
+
+
+def _read(checkpoint: Any, other: Any, key: str) -> dict[str, Any]:
+    """Return what a checkpoint says of the arguments of a class, also as older versions of Lightning wrote it.
+
+    Args:
+        checkpoint: The file, open or not.
+        other: A file of settings that are used in place of those of the checkpoint; None for none.
+        key: What they are called there.
+    """
+    if not hasattr(checkpoint, "read") and str(checkpoint).startswith("http"):
+        raise ValueError(f"{checkpoint} is not on this machine; download it, and give the file.")
+    content = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    if hasattr(checkpoint, "seek"):
+        checkpoint.seek(0)
+    found: dict[str, Any] = {}
+    for name in (*CHECKPOINT_PAST_HPARAMS_KEYS, key):
+        part = content.get(name, {}) if isinstance(content, Mapping) else None
+        if not isinstance(part, Mapping):
+            raise ValueError(
+                f"{checkpoint} holds no settings by name under {name!r}; give a checkpoint that lightning-sym wrote."
+            )
+        found |= part
+    if other is not None:
+        found |= load_hparams_from_yaml(other) if str(other).endswith(("yml", "yaml")) else {}
+    return found
+
+
+def _check(settings: Mapping[str, Any], kind: type, allow: Sequence[str], source: str) -> None:
+    plain = {name: value for name, value in settings.items() if name not in ("_instantiator", "_class_path")}
+    if settings.get("_instantiator", _INSTANTIATOR) not in (_INSTANTIATOR, None):
+        raise ValueError(f"{source} names {settings['_instantiator']!r} to build it with; expected {_INSTANTIATOR}.")
+    path = settings.get("_class_path")
+    found = kind if path is None else resolve(str(path), (*SETTINGS, *allow), source)
+    check_settings(plain, found, allow, source)

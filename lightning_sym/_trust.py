@@ -1,0 +1,185 @@
+"""Classes and functions that a file names: looked for in trusted packages only, and before anything is imported."""
+
+import enum
+import importlib
+import inspect
+import os
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+#: Where networks are, of which a zoo or a checkpoint may name any.
+NETWORKS = ("lightning_sym", "torchvision.models")
+#: Where the other classes and functions are that the settings of a task may name.
+SETTINGS = (
+    *("lightning_sym.tasks", "lightning_sym.networks", "lightning_sym.layers", "lightning_sym.stitching"),
+    *("lightning_sym.datamodules", "torchvision.models", "torch.nn", "torch.optim"),
+)
+_DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)+"
+# What a parser takes to be a name and nothing else: no YAML, and no dot that could lead to a module.
+_WORD = r"\s*\w*\s*(\([^():#]*\))?\s*"
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, os.PathLike)
+
+
+def within(path: str, roots: Sequence[str]) -> bool:
+    """Return whether a dotted name is one of the packages or inside one."""
+    return any(path == root or path.startswith(f"{root}.") for root in roots)
+
+
+def resolve(path: str, roots: Sequence[str], source: str) -> Callable[..., Any]:
+    """Return the class or function at a dotted path of an allowed package.
+
+    The path is compared with the allow-list before anything is imported, is resolved through modules and classes of
+    the allowed packages only, and what it leads to must be defined there too.
+
+    Args:
+        path: The path.
+        roots: The allow-list: names of packages and modules.
+        source: What names it, for messages: ``"The architecture"``, or a file.
+
+    Raises:
+        ValueError: If it is outside the allow-list or leads nowhere.
+    """
+    refusal = (
+        f"{source} names {path}, which is not in the allow-list ({', '.join(roots)}); "
+        f"if you trust it, pass the package's name in allow (--model.allow on the command line)."
+    )
+    if not within(path, roots) or path in roots:
+        raise ValueError(refusal)
+    parts = path.split(".")
+    here: object = None
+    for index, part in enumerate(parts):
+        name = ".".join(parts[: index + 1])
+        if index == 0:
+            here = _import(name, path, source)
+            continue
+        found = getattr(here, part, None)
+        if found is None and isinstance(here, ModuleType):
+            found = _import(name, path, source)
+        # A module that a file merely imported, such as torch in networks/base.py, is no part of the package.
+        if isinstance(found, ModuleType) and found.__name__ != name:
+            raise ValueError(refusal)
+        if found is None:
+            nearest = get_close_matches(part, [option for option in dir(here) if option[0] != "_"], n=1)
+            raise ValueError(
+                f"{source} names {path}, but there is no {part!r} in {'.'.join(parts[:index])}."
+                + (f" Did you mean {nearest[0]!r}?" if nearest else "")
+            )
+        if not isinstance(found, ModuleType | type) and index < len(parts) - 1:
+            raise ValueError(refusal)
+        here = found
+    if isinstance(here, ModuleType) or not callable(here) or not within(str(getattr(here, "__module__", "")), roots):
+        raise ValueError(refusal)
+    return here
+
+
+def _import(name: str, path: str, source: str) -> ModuleType | None:
+    """Import a module on the way to a path; None if there is none of that name."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name and "." in name:
+            return None
+        raise ValueError(f"{source} names {path}, but {name} cannot be imported: {error}.") from error
+
+
+def check_settings(
+    settings: object, kind: Callable[..., Any], allow: Iterable[str], source: str, *, nested: bool = False
+) -> dict[str, Any]:
+    """Return the settings that a file holds of a class, after a check of every class and function that they name.
+
+    Args:
+        settings: By the names of the constructor's arguments; others are there to be read only.
+        kind: The class, or a function that builds something, which is trusted.
+        allow: Further packages and modules that are trusted.
+        source: What names them, for messages.
+        nested: Whether arguments of which nothing is known may name code: a parser follows them to other functions.
+
+    Raises:
+        ValueError: If they name something outside the allow-list, or are no settings.
+    """
+    if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+        raise ValueError(
+            f"{source} holds a {type(settings).__name__} in place of settings by name; give a file that lightning-sym "
+            "wrote."
+        )
+    roots, annotations = (*SETTINGS, *allow), _annotations(kind)
+    try:
+        for name, value in settings.items():
+            _check(value, roots, source, code=_is_code(annotations.get(name, Any), nested))
+    except RecursionError:
+        raise ValueError(f"{source} holds settings that are nested without end; give another file.") from None
+    return dict(settings)
+
+
+def _check(value: object, roots: Sequence[str], source: str, *, code: bool) -> None:
+    """Check what is nested in a setting.
+
+    Args:
+        value: The setting.
+        roots: The allow-list.
+        source: As for :func:`check_settings`.
+        code: Whether a text that stands there is the name of a class or a function.
+    """
+    if isinstance(value, str):
+        named = re.fullmatch(_DOTTED, value.strip())
+        if code and named:
+            resolve(value.strip(), roots, source)
+        elif "class_path" in value or (code and not re.fullmatch(_WORD, value)) or (code and os.path.exists(value)):
+            raise ValueError(f"{source} holds {value[:80]!r}, where the name of a class or a function was expected.")
+    elif isinstance(value, Mapping):
+        kind: Callable[..., Any] | None = None
+        if "class_path" in value:
+            path = value["class_path"]
+            if not isinstance(path, str) or not re.fullmatch(rf"\w+|{_DOTTED}", path):
+                raise ValueError(f"{source} holds the class_path {str(path)[:80]!r}, which is no dotted name.")
+            kind = resolve(path, roots, source) if "." in path else None
+        for key, entry in value.items():
+            if key == "class_path":
+                continue
+            if "class_path" in str(key):  # a parser would take the key apart at its dots
+                raise ValueError(f"{source} holds the key {str(key)[:80]!r}; expected class_path by itself.")
+            if kind is not None and key in ("init_args", "dict_kwargs"):
+                check_settings({} if entry is None else entry, kind, roots, source, nested=True)
+            else:
+                _check(entry, roots, source, code=code)
+    elif isinstance(value, list | tuple | set):
+        for entry in value:
+            _check(entry, roots, source, code=code)
+
+
+def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function's arguments by name; of a constructor also of those that it hands on upwards."""
+    owners = [kind]
+    if isinstance(kind, type):
+        owners = [vars(owner)["__init__"] for owner in reversed(inspect.getmro(kind)) if "__init__" in vars(owner)]
+    found: dict[str, Any] = {}
+    for owner in owners:
+        try:
+            found |= typing.get_type_hints(owner)
+        except (NameError, TypeError, AttributeError):  # a name that only type checkers know
+            found |= getattr(owner, "__annotations__", {})
+    return found
+
+
+def _is_code(annotation: Any, unknown: bool) -> bool:
+    """Return whether an argument of this type may be a class, a function, or an object of a class that is named.
+
+    Args:
+        annotation: The type.
+        unknown: What is said of any object.
+    """
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return False
+    if annotation in (Any, object):
+        return unknown
+    if Callable in (annotation, origin) or type in (annotation, origin) or isinstance(annotation, str):
+        return True
+    if inner:
+        return any(_is_code(one, unknown) for one in inner)
+    built_in = getattr(annotation, "__module__", "") in ("builtins", "collections.abc", "typing")
+    return isinstance(annotation, type) and not issubclass(annotation, _PLAIN) and not built_in
