@@ -256,7 +256,8 @@ def moving_element(symmetry: Group, generator: torch.Generator, scale: float, fl
     return element if flip is None else replace(element, sign=-flip)
 
 
-def _informative(outputs: Iterable[Tensor]) -> bool:
+def informative(outputs: Iterable[Tensor]) -> bool:
+    """Return whether outputs hold anything that can be compared."""
     return any(bool(torch.isfinite(o).any()) if o.is_floating_point() else o.numel() > 0 for o in outputs)
 
 
@@ -306,21 +307,46 @@ def largest_change(
         except ValueError:  # some operations (torch.cond) do not run while others watch: then nothing lower is allowed
             before = _perturbed_outputs(symmetry, network, these, amount, generator, own)
         precision = lowest.dtype if not sample else precision
-        seen = seen or any(_informative(outputs) for outputs in before)
+        seen = seen or any(informative(outputs) for outputs in before)
         element = moving_element(symmetry, generator, scale, signs)
         signs = element.sign
-        _move(symmetry, element, network)
-        after = _all_outputs(network, these)
-        found = max(change(old, new) for old, new in zip(before, after, strict=True))
-        if found > (tolerance if tolerance is not None else tolerance_of(precision)):
-            found = _looked_at_closely(network, these, before, after, precision, generator)
-        worst = max(worst, found)
+        worst = max(worst, change_by(symmetry, element, network, these, before, precision, generator, tolerance))
     if not seen:
         raise ValueError(
             "no output of the network is finite on the example, so nothing can be tested; expected an example input on "
             "which it puts out finite numbers"
         )
     return worst, precision
+
+
+def change_by(
+    symmetry: Group,
+    element: Element,
+    network: nn.Module,
+    batches: Sequence[Call],
+    before: Sequence[list[Tensor]],
+    precision: torch.dtype,
+    generator: torch.Generator,
+    tolerance: float | None = None,
+) -> float:
+    """Let an element act on a network, and return the largest change of an output.
+
+    Args:
+        symmetry: The group.
+        element: The element.
+        network: In float64 and evaluation mode; its weights are replaced.
+        batches: What it is run on.
+        before: Its outputs before.
+        precision: The lowest precision to which it rounds.
+        generator: Where randomness comes from.
+        tolerance: Above which a change is looked at more closely; by default what the precision asks for.
+    """
+    _move(symmetry, element, network)
+    after = _all_outputs(network, batches)
+    found = max(change(old, new) for old, new in zip(before, after, strict=True))
+    if found > (tolerance if tolerance is not None else tolerance_of(precision)):
+        found = _looked_at_closely(network, batches, before, after, precision, generator)
+    return found
 
 
 def change_between(

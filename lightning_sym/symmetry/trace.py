@@ -1,10 +1,11 @@
 """From a network to its symmetry."""
 
+import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +16,22 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.lengths import Axes, axes_of, form_of, grown, other_lengths, resized, samples_of
 from lightning_sym.symmetry.proof import (
     all_finite,
     batches_of,
+    change_by,
     cropped,
     double,
     double_copy,
+    informative,
     largest_change,
+    moving_element,
     runs,
     tolerance_of,
 )
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
-from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
+from lightning_sym.symmetry.tracing.capture import Capture, capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.norms import find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types
 from lightning_sym.symmetry.tracing.shift_walk import find_shifts
@@ -40,6 +45,8 @@ from lightning_sym.symmetry.translations import size_of
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5
+# A network is traced so often at most: further lengths are added while the group is too large for one.
+_MOST_TRACES = 4
 
 
 def trace_symmetry(
@@ -60,7 +67,10 @@ def trace_symmetry(
     The network is run once on tensors without data; what each operation demands is written down, position by position,
     and solved. The result holds for every network of this architecture, in evaluation mode, for any weights, and for
     inputs of any values and size: what a slice or an index leaves out at the example's size is fixed, as a longer input
-    may reach it. Only a function that branches on the size needs an example for each branch.
+    may reach it. Axes of length 1 are traced at another length where the network takes that. The self-test tries other
+    lengths and numbers of samples, too, and what fails there is traced as well; if that does not help, a note says that
+    the result holds at the example's lengths only. A function that branches on a size far from the example's needs an
+    example for each branch.
 
     Args:
         network: Any network whose operations do not depend on values. Not changed. It may be without weights, on
@@ -125,17 +135,98 @@ def trace_symmetry(
     _check_network(network)
     weightless = is_weightless(network)
     examples = examples if weightless else on_device_of(network, examples)
-    captures = [capture(network, call, leaf_types(), cuts=cuts) for call in examples]
+
+    def traced(call: Call) -> Traced:
+        return Traced(call, capture(network, call, leaf_types(), cuts=cuts))
+
+    runs = [_lengthened(examples, number, traced) or traced(call) for number, call in enumerate(examples)]
+    if note := _unused(network, runs):
+        warnings.warn(note, stacklevel=2)
+
+    def derive() -> Symmetry:
+        return _derived(network, examples, runs, affine=affine, shifts=shifts, output=output)
+
+    if check and not weightless:
+        return _proven(derive, traced, network, runs, tolerance)
+    symmetry = derive()
+    if check:
+        note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"
+        symmetry.notes = (*symmetry.notes, note)
+    return symmetry
+
+
+class Traced(NamedTuple):
+    """A call, and the network's operations on it."""
+
+    call: Call
+    capture: Capture
+
+
+def _lengthened(examples: Sequence[Call], number: int, traced: Callable[[Call], Traced]) -> Traced | None:
+    """Trace an example with axes of length 1 lengthened, as many as the network takes: at one position nothing turns.
+
+    Returns:
+        None if it has no such axes, or if another example is longer there.
+    """
+    call = examples[number]
+    axes = axes_of(call, 1)
+    alike = [axes_of(other, 1) for other in examples if form_of(other) == form_of(call)]
+    axes = axes.intersection(*alike)
+    # A length that no axis of the example has tells what is as long as the input from what is as long as that.
+    size = next(size for size in itertools.count(3) if not axes_of(call, size))
+
+    def take(own: Axes) -> Traced | None:
+        samples = samples_of(call) & own  # two of them say as much as three, in less time
+        return _tried(traced, resized(resized(call, samples, 2), own - samples, size))
+
+    return grown(axes, take) if axes else None
+
+
+def _tried(traced: Callable[[Call], Traced], call: Call) -> Traced | None:
+    """Trace a network on a call that it may refuse in any way."""
+    try:
+        return traced(call)
+    except Exception:
+        return None
+
+
+def _tested(call: Call, known: Sequence[Call]) -> Iterator[Call]:
+    """Yield an example as it is, if it was traced at another length only, and with the samples of its self-test."""
+    if all(call is not other for other in known):
+        yield call
+    if samples := samples_of(call):
+        yield from (resized(call, samples, size) for size in (1, 2, 3))
+
+
+def _unused(network: nn.Module, runs: Sequence[Traced]) -> str | None:
+    """Say which parameters no operation reads."""
+    read = {name for _, each in runs for node, name in each.states.items() if node.users}
+    unused = [name for name in dict(network.named_parameters()) if name not in read]
+    names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+    note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
+    return note if unused else None
+
+
+def _derived(
+    network: nn.Module,
+    examples: Sequence[Call],
+    runs: Sequence[Traced],
+    *,
+    affine: bool,
+    shifts: bool,
+    output: str | int | None,
+) -> Symmetry:
+    """Derive the symmetry from what was captured; see :func:`trace_symmetry`."""
+    captures = [each for _, each in runs]
     states, unsaved = state_tensors(network), constant_names(network)
-    states |= constant_values(network) if weightless else {}
-    trace = Walk(states, constants=unsaved, affine=affine)
+    states |= constant_values(network) if is_weightless(network) else {}
+    trace = Walk(states, constants=unsaved, affine=affine, examples=len(examples))
     for captured in captures:
         trace.run(captured)
     trace.finish()
     joint, hidden = unstack(trace.stacks, trace.axis_labels)
     trace.taps = {mark: value for mark, value in trace.taps.items() if mark.name not in hidden}
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
-    unused = [name for name in dict(network.named_parameters()) if name not in read]
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
     flipped = [weight for _, weight, _, _ in trace.absorbed]
     found, shown, norms = find_shifts(captures, states, unsaved, keep=flipped) if shifts else ([], {}, {})
@@ -154,11 +245,8 @@ def trace_symmetry(
         kept = "logits" if output is None else output
         note = f"of the outputs {kept} stays the same, {', '.join(left_out)} may change (output=... chooses)"
         notes.insert(0, note)
-    if unused:
-        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-        note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
-        notes.insert(0, note)
-        warnings.warn(note, stacklevel=2)
+    if unused := _unused(network, runs):
+        notes.insert(0, unused)
     shapes = {name: _without_values(tensor) for name, tensor in states.items()}
 
     def common_shift() -> int:
@@ -166,7 +254,7 @@ def trace_symmetry(
         further, more, _ = find_shifts(captures, shapes, unsaved, keep=flipped, outputs=True)
         return size_of(away_from(joint, further, more)[0]) - size_of(found)
 
-    symmetry = Symmetry(
+    return Symmetry(
         structure,
         seen,
         trace.taps,
@@ -178,14 +266,85 @@ def trace_symmetry(
         norms=find_norms(captures, dict(network.named_parameters())),
         common_shift=common_shift if shifts else None,
     )
-    if check and weightless:
-        note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"
-        symmetry.notes = (*symmetry.notes, note)
-    elif check:
-        values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
-        volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
-        _prove(symmetry, network, tolerance, thrifty=volume > _LARGE)
+
+
+def _proven(
+    derive: Callable[[], Symmetry],
+    traced: Callable[[Call], Traced],
+    network: nn.Module,
+    runs: list[Traced],
+    tolerance: float | None,
+) -> Symmetry:
+    """Prove a symmetry at the lengths of the examples and at others; trace what fails, too, until nothing does.
+
+    Args:
+        derive: Makes the symmetry of all `runs`.
+        traced: Traces the network on a call.
+        network: The network.
+        runs: Grows by what has to be traced as well.
+        tolerance: Of the self-test.
+    """
+    values = (node.meta.get("val") for _, each in runs for node in each.graph.nodes)
+    volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
+    thrifty = volume > _LARGE
+    unproven: tuple[Call, float] | None = None
+    for count in range(_MOST_TRACES):
+        symmetry = derive()
+        try:
+            exact = _prove(symmetry, network, tolerance, thrifty=thrifty)
+        except RuntimeError:
+            further = [each for call in symmetry.examples for each in _tested(call, [known for known, _ in runs])]
+            more = [found for call in further if (found := _tried(traced, call))]
+            if count or not more:
+                raise
+        else:
+            unproven = _elsewhere(symmetry, exact, [call for call, _ in runs], thrifty=thrifty)
+            if unproven is None:
+                return symmetry
+            more = [found for call in unproven[:1] if (found := _tried(traced, call))]
+            if not more:
+                break
+        runs += more  # the functions at these lengths count, too
+    if unproven is not None:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(list(unproven[0])))
+        note = f"of inputs as long as the examples only: on others, as {shapes}, outputs change by {unproven[1]:.1e}"
+        symmetry.notes = (note, *symmetry.notes)
     return symmetry
+
+
+def _elsewhere(
+    symmetry: Symmetry, exact: nn.Module, calls: Sequence[Call], *, thrifty: bool
+) -> tuple[Call, float] | None:
+    """Try random elements on inputs of other lengths, as far as the network takes them.
+
+    Args:
+        symmetry: The symmetry, whose largest error is kept up to date.
+        exact: A copy of the network in float64, of any weights; these are changed.
+        calls: What was traced.
+        thrifty: Whether to try few.
+
+    Returns:
+        An input on which an element changes the outputs, and by how much; None if there is none.
+    """
+    generator = torch.Generator().manual_seed(1)
+    signs = None
+    with torch.no_grad(), evaluating(exact):
+        for example in calls:
+            for call, exactly, outputs in other_lengths(exact, example, generator, thrifty=thrifty):
+                for _ in range(1 if thrifty else 2) if informative(outputs) else ():
+                    element = moving_element(symmetry, generator, 0.5, signs)
+                    signs = element.sign
+                    try:
+                        change = change_by(
+                            symmetry, element, exact, [exactly], [outputs], symmetry.precision, generator,
+                            symmetry.tolerance,
+                        )  # fmt: skip
+                    except ValueError:  # something else comes out every time
+                        continue
+                    if not change <= symmetry.tolerance:
+                        return call, change
+                    symmetry.worst_error = max(symmetry.worst_error, change)
+    return None
 
 
 def _without_values(tensor: Tensor) -> Tensor:
@@ -217,8 +376,12 @@ def _check_example(network: nn.Module, example: Call) -> None:
     check_arguments(network, example, _OPTIONS)
 
 
-def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, thrifty: bool) -> None:
-    """Try random elements, and raise an error if one of them changes the outputs."""
+def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, thrifty: bool) -> nn.Module:
+    """Try random elements, and raise an error if one of them changes the outputs.
+
+    Returns:
+        The copy of the network on which they were tried, with random weights.
+    """
     whole = double(symmetry.examples)
     symmetry.elements_tried = 2
     for examples, few in _trials(network, whole) if thrifty else [(whole, False)]:
@@ -251,6 +414,7 @@ def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, t
             f"{symmetry.tolerance:.1g} was expected): the rule of some operation allows too much, or the network keeps "
             "something computed from its weights from one call to the next; check your own rules, or report the network"
         )
+    return exact
 
 
 def _trials(network: nn.Module, examples: Sequence[Call]) -> Iterator[tuple[Sequence[Call], bool]]:

@@ -271,10 +271,16 @@ def test_a_modulus_that_units_share_leaves_no_phase_to_one_of_them():
     assert symmetry.structure.phases in (0, E // 2)  # none, or one that turns the queries of all heads along
 
 
-def test_one_position_says_nothing():
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("turn", CONVENTIONS)
+def test_one_position_is_traced_as_several(turn, check):
     torch.manual_seed(0)
-    network = Attention(halves).double()
-    assert trace_symmetry(network, torch.randn(2, 1, N, dtype=torch.float64)).structure.phases == 0
+    network = Attention(turn).double()
+    x = torch.randn(2, T, N, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x[:, :1], check=check)
+    assert symmetry.dimension == trace_symmetry(network, x, check=False).dimension
+    element = symmetry.sample(torch.Generator().manual_seed(0))
+    torch.testing.assert_close(symmetry.act(element, network)(x), network(x), rtol=EXACT, atol=EXACT)
 
 
 def outputs_after(symmetry, element, network, x):

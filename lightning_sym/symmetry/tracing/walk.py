@@ -49,12 +49,27 @@ def _is_device(item: Any) -> bool:
 
 
 class Walk(Trace):
-    """A trace that finds the rule of each operation; see :meth:`run`."""
+    """A trace that finds the rule of each operation; see :meth:`run`.
+
+    Args:
+        states: The network's parameters and buffers.
+        constants: The names of those that no state dict holds.
+        affine: Whether to count changes of sign that add a constant.
+        examples: Number of lengths that a user gave; others that are walked through say nothing of what is left out.
+    """
 
     turns: Turns
 
-    def __init__(self, states: dict[str, Tensor], *, constants: Container[str] = (), affine: bool = False) -> None:
+    def __init__(
+        self,
+        states: dict[str, Tensor],
+        *,
+        constants: Container[str] = (),
+        affine: bool = False,
+        examples: int = 1,
+    ) -> None:
         super().__init__(states, constants=constants, affine=affine)
+        self.examples = examples
         self.stacks = Stacks(self.constraints)
 
     def run(self, capture: Capture) -> list[Value]:
@@ -190,7 +205,7 @@ class Walk(Trace):
                 if missed:
                     # Where a part is left out, a shorter input may leave out more; several examples tell what is.
                     left = label.at(~reached[1:].reshape(label.atom.shape))
-                    self.constraints.fix(label if self.walks == 1 else left)
+                    self.constraints.fix(label if self.examples == 1 else left)
                     where = f"{root.state}{list(label.axes)}" if root.state is not None else "what is made of weights"
                     self.constraints.notes[
                         f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
