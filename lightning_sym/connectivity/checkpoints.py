@@ -20,7 +20,15 @@ from lightning_sym.symmetry.files import Shards, is_temporary, named_for, write_
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import squared_distance
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
-from lightning_sym.symmetry.proof import all_finite, change, double, double_copies, double_copy, outputs_of
+from lightning_sym.symmetry.proof import (
+    all_finite,
+    change,
+    compute_the_same,
+    double,
+    double_copies,
+    double_copy,
+    outputs_of,
+)
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
@@ -142,8 +150,9 @@ class MergedCheckpoints:
         elements: What brought each checkpoint to where the mean was taken.
         distances: For each but the first: Euclidean distance of its parameters to those of the first before and after.
         equal: For each but the first, before and after: whether each of its tensors is that of the first, to rounding
-            (4 units in the last place, in the mean). After alignment that means: equal up to symmetry. Where
-            it is False there, the search found no element that makes them equal, which is no proof that none exists.
+            (a relative distance of 1e-10, in single precision of 64 units in the last place, in half of 8). After
+            alignment that means: equal up to symmetry. Where it is False there, the first of the notes says whether
+            they compute another function, which proves that they are not, or whether only no element was found.
         largest_change: Of an output of an aligned network, relative; in float64.
         losses: By name: of each checkpoint, of the mean as they are, and of the mean after alignment (of the aligned
             second one with ``align_only``). Loss, and accuracy or None. None without data.
@@ -231,17 +240,19 @@ def merge_checkpoints(
     with double_copies(copies.placed):
         symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
-    if align_only:
-        match = _match(symmetry, networks, method, statistics, seed, progress)
-        elements: tuple[Element, ...] = (symmetry.identity(), match.element)
-        result = copies.keep(match.network)
-        aligned = [networks[0], result]
-        del match
-    else:
-        merged = merge(symmetry, networks, method=method, batches=statistics, seed=seed, files=copies)
-        elements, result = merged.elements, merged.network
-        aligned = [symmetry.act(e, copies.keep(own), inplace=True) for e, own in zip(elements, networks, strict=True)]
     with double_copies(copies.placed):
+        if align_only:
+            match = _match(symmetry, networks, method, statistics, seed, progress)
+            elements: tuple[Element, ...] = (symmetry.identity(), match.element)
+            result = copies.keep(match.network)
+            aligned = [networks[0], result]
+            del match
+        else:
+            merged = merge(symmetry, networks, method=method, batches=statistics, seed=seed, files=copies)
+            elements, result = merged.elements, merged.network
+            aligned = [
+                symmetry.act(e, copies.keep(own), inplace=True) for e, own in zip(elements, networks, strict=True)
+            ]
         largest = max(_change_of(symmetry, e, own) for e, own in zip(elements, networks, strict=True))
     allowed = max(symmetry.tolerance, _UNCHANGED)
     if not largest <= allowed:
@@ -255,7 +266,7 @@ def merge_checkpoints(
     losses, barriers = None, None
     if data is not None:
         evaluated = _Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
-        losses = evaluated.losses([file.name for file in paths], networks, result, align_only)
+        losses = evaluated.losses(_told_apart(paths), networks, result, align_only)
         barriers = evaluated.barriers(networks, aligned, method)
         notes += _warnings(losses, barriers, method, align_only)
     place = checkpoints[1 if align_only else 0].write(result, out)
@@ -267,6 +278,11 @@ def merge_checkpoints(
         (_are_equal(networks[0], own), _are_equal(aligned[0], moved))
         for own, moved in zip(networks[1:], aligned[1:], strict=True)
     ]
+    with double_copies(copies.placed):
+        alike = [
+            after or compute_the_same(symmetry.examples, networks[0], own)
+            for own, (_, after) in zip(networks[1:], equal, strict=True)
+        ]
     return MergedCheckpoints(
         out=place,
         files=tuple(paths),
@@ -279,7 +295,7 @@ def merge_checkpoints(
         largest_change=largest,
         losses=losses,
         barriers=barriers,
-        notes=(*_sameness(_told_apart(paths), equal), *notes),
+        notes=(*_sameness(_told_apart(paths), [after for _, after in equal], alike), *notes),
     )
 
 
@@ -412,28 +428,46 @@ def _are_equal(a: nn.Module, b: nn.Module) -> bool:
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             norm = max(norms.get(name) or float(torch.linalg.vector_norm(tensor)), size * math.sqrt(tensor.numel()))
-            if not math.sqrt(squared_distance({name: tensor}, others)) <= 4 * torch.finfo(tensor.dtype).eps * norm:
+            if not math.sqrt(squared_distance({name: tensor}, others)) <= _rounding(tensor.dtype) * norm:
                 return False
         elif not name.endswith("num_batches_tracked") and not torch.equal(tensor, others[name]):
             return False
     return True
 
 
+def _rounding(dtype: torch.dtype) -> float:
+    """Return the relative distance that elements leave between two forms of one tensor, by the rounding of its type."""
+    eps = torch.finfo(dtype).eps
+    return max((64 if eps < 1e-4 else 8) * eps, 1e-10)
+
+
 def _told_apart(files: Sequence[Path]) -> list[str]:
-    """Return the names of files, with their folders where two have one name."""
+    """Return the names of files, with their numbers where two have one name."""
     names = [file.name for file in files]
-    return names if len(set(names)) == len(names) else [str(file) for file in files]
+    return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
-def _sameness(names: Sequence[str], equal: Sequence[tuple[bool, bool]]) -> tuple[str, ...]:
-    """Return one sentence: which checkpoints are the first one in other weights."""
-    same = [name for name, (_, after) in zip(names[1:], equal, strict=True) if after]
-    if not same:
-        which = names[1] if len(names) == 2 else "none of the others"
-        not_ = "not " * (len(names) == 2)
-        return (f"{which} was {not_}found to equal {names[0]} up to symmetry (the search may miss it)",)
-    are = "equals" if len(same) == 1 else "equal"
-    return (f"{', '.join(same)} {are} {names[0]} up to symmetry, to rounding",)
+def _sameness(names: Sequence[str], equal: Sequence[bool], alike: Sequence[bool]) -> tuple[str, ...]:
+    """Return which checkpoints are the first one in other weights, which are not, and of which that is not known.
+
+    Args:
+        names: All of them.
+        equal: For each but the first, whether it was found to be the same.
+        alike: For each but the first, whether it computes the same.
+    """
+    first, *others = names
+    kinds = list(zip(others, equal, alike, strict=True))
+    same = [name for name, found, _ in kinds if found]
+    unlike = [name for name, found, function in kinds if not (found or function)]
+    unknown = [name for name, found, function in kinds if function and not found]
+    if len(unlike) == len(others) > 1:
+        unlike = ["all others"]
+    sentences = (
+        (same, f"equal to {first} up to symmetry, to rounding"),
+        (unlike, f"another function than {first}, so not equal up to symmetry"),
+        (unknown, f"the function of {first} on an example, but no element was found that makes them equal"),
+    )
+    return tuple(f"{', '.join(own)}: {says}" for own, says in sentences if own)
 
 
 def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bool) -> tuple[str, ...]:
@@ -502,10 +536,9 @@ class _Evaluation:
         self, names: Sequence[str], networks: Sequence[nn.Module], result: nn.Module, align_only: bool
     ) -> dict[str, tuple[float, float | None]]:
         """Return loss and accuracy of networks as they are, and of their means with statistics measured anew."""
-        titles = [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
-        found = self._found(networks, titles, recalibrate=False)
+        found = self._found(networks, names, recalibrate=False)
         if align_only:
-            return found | self._found([result], [f"{titles[1]}, aligned"], recalibrate=False)
+            return found | self._found([result], [f"{names[1]}, aligned"], recalibrate=False)
         means = [self.copies.copy(networks[0], mean_tensors(networks)), result]
         return found | self._found(means, ["mean as they are", "mean, aligned"], recalibrate="auto")
 

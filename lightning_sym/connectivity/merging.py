@@ -17,7 +17,7 @@ from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks, squared_distance
 from lightning_sym.symmetry.matching.proportion import to_scales_of
-from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
+from lightning_sym.symmetry.matching.weights import Match, nearer_on_one_orbit, parameter_distance, weight_matching
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +62,10 @@ def merge(
 ) -> Merged:
     """Align networks to one another, and return their mean.
 
-    All are balanced, and aligned to the reference (unless that takes them farther apart than they are). Then, in rounds
-    and random order, each but the reference is aligned anew to the mean of the others, begun where it is and taken only
-    if it comes nearer to them, until a round changes nothing. The mean is taken in the balanced gauge, and brought to
-    the scales of the reference.
+    All are balanced, and aligned to the reference (unless that takes them farther apart than they are); those that
+    compute what it computes by canonical forms, too. Then, in rounds and random order, each but the reference is
+    aligned anew to the mean of the others, begun where it is and taken only if it comes nearer to them, until a round
+    changes nothing. The mean is taken in the balanced gauge, and brought to the scales of the reference.
 
     Batch norms of the mean need statistics of their own, which need data: call
     :func:`lightning_sym.networks.recalibrate_batch_norm` on the result.
@@ -114,10 +114,13 @@ def merge(
     def match(target: nn.Module, start: nn.Module, begin: Element | None, salt: int) -> Match:
         if method == "activations":
             assert batches is not None
-            return activation_matching(symmetry, target, start, batches, scales=False, signs=signs)
-        return weight_matching(
-            symmetry, target, start, scales=False, signs=signs, seed=seed + salt, initial=begin, device=device
-        )
+            found = activation_matching(symmetry, target, start, batches, scales=False, signs=signs)
+        else:
+            found = weight_matching(
+                symmetry, target, start, scales=False, signs=signs, seed=seed + salt, initial=begin, device=device
+            )
+        whole = begin is None and scales and balance and signs
+        return nearer_on_one_orbit(symmetry, target, start, found) if whole else found
 
     files = files if files is not None else NetworkFiles()
 

@@ -21,7 +21,10 @@ from lightning_sym.symmetry.matching.balanced import check_networks, comparable,
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
 from lightning_sym.symmetry.moving import MovedTensors
+from lightning_sym.symmetry.proof import compute_the_same
 from lightning_sym.symmetry.tracing.capture import state_tensors
+
+_NEAR = 1e-6  # a match this many times nearer than before has missed nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +202,19 @@ def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found
     own, theirs = (canonical_element(symmetry, network) for network in (a, b))
     other = measured(symmetry, a, b, replace(match, element=symmetry.compose(symmetry.inverse(own), theirs)))
     return other if other.distance_after < match.distance_after else match
+
+
+def nearer_on_one_orbit(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Match) -> Match:
+    """Return a match that had to leave scales alone, or that of the canonical forms if both networks compute the same.
+
+    Balanced networks of one orbit have other scales where tilts differ, which the descent leaves as they are.
+    """
+    if match.distance_after <= _NEAR * match.distance_before or not compute_the_same(symmetry.examples, a, b):
+        return match
+    distances = match.distance_before, match.distance_after
+    found = Found(match.element, match.objective, match.sweeps, match.restarts, *distances)
+    nearer = nearer_by_forms(symmetry, a, b, found)
+    return match if nearer is found else matched_by(symmetry, b, nearer, match.method)
 
 
 def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:
