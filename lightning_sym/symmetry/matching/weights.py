@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_sym._checks import check_integers
-from lightning_sym._distributed import device_of
+from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonical_element
@@ -21,10 +21,12 @@ from lightning_sym.symmetry.matching.balanced import check_networks, comparable,
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.proof import compute_the_same
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
-_NEAR = 1e-6  # a match this many times nearer than before has missed nothing
+# What is nearer than this, relative to the norm, is nearly of one orbit: from there on, gauges agree better.
+_NEAR = 1e-3
+_ROUNDING = 10.0  # so many units of rounding may be between equal networks, relative to their norm
+_MOST_TIMES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +174,7 @@ def weight_matching(
         balance = False  # which turns cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
 
-    def matched(balance: bool) -> Found:
+    def matched(b: nn.Module, balance: bool) -> Found:
         compared = comparable(symmetry, a, b, balance=balance, signs=signs)
         descent = Descent(compared, signs=signs, device=where, freedom=freedom)
         start = None if initial is None else compared.forth(initial)
@@ -186,9 +188,19 @@ def weight_matching(
         return nearer_by_forms(symmetry, a, b, match) if doubtful else match
 
     with torch.no_grad():
-        match = matched(scales and balance)
+        match = matched(b, scales and balance)
         if scales and balance and match.distance_after > match.distance_before:
-            match = matched(False)  # which begins at b, and comes nearer with every step
+            match = matched(b, False)  # which begins at b, and comes nearer with every step
+        norm = math.sqrt(math.fsum(float(own.square().sum(dtype=wide(own.device))) for own in a.parameters()))
+        least = _ROUNDING * max((torch.finfo(own.dtype).eps for own in a.parameters()), default=0.0) * norm
+        for _ in range(_MOST_TIMES if scales and balance and initial is None else 0):
+            if not least < match.distance_after < _NEAR * norm:
+                break
+            found = matched(symmetry.act(match.element, b), True)
+            if not found.distance_after < match.distance_after / 2:
+                break
+            whole = symmetry.compose(found.element, match.element)
+            match = measured(symmetry, a, b, replace(match, element=whole))
         if initial is None and match.distance_after > match.distance_before:  # by rounding
             match = measured(symmetry, a, b, replace(match, element=symmetry.identity()))
     return matched_by(symmetry, b, match, "weights")
@@ -202,19 +214,6 @@ def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found
     own, theirs = (canonical_element(symmetry, network) for network in (a, b))
     other = measured(symmetry, a, b, replace(match, element=symmetry.compose(symmetry.inverse(own), theirs)))
     return other if other.distance_after < match.distance_after else match
-
-
-def nearer_on_one_orbit(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Match) -> Match:
-    """Return a match that had to leave scales alone, or that of the canonical forms if both networks compute the same.
-
-    Balanced networks of one orbit have other scales where tilts differ, which the descent leaves as they are.
-    """
-    if match.distance_after <= _NEAR * match.distance_before or not compute_the_same(symmetry.examples, a, b):
-        return match
-    distances = match.distance_before, match.distance_after
-    found = Found(match.element, match.objective, match.sweeps, match.restarts, *distances)
-    nearer = nearer_by_forms(symmetry, a, b, found)
-    return match if nearer is found else matched_by(symmetry, b, nearer, match.method)
 
 
 def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:
