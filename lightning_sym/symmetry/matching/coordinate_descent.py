@@ -363,6 +363,12 @@ class Descent:
                 break
         return moved
 
+    def turn_cells(self) -> None:
+        """Turn dense cells, all units where they are."""
+        for group in self.groups:
+            if group.dense:
+                self._improve_group(group)
+
     def _turn(self, group: MatchingGroup) -> bool:
         """Rotate streams by the best orthogonal matrices that fit between their gains (orthogonal Procrustes)."""
         structure = self.symmetry.structure
@@ -553,9 +559,13 @@ def descend(
     seed: int,
     max_sweeps: int,
     initial: Element | None = None,
+    turned: bool = True,
     progress: bool = False,
 ) -> Descended:
-    """Descend several times; the arguments are those of :func:`lightning_sym.symmetry.weight_matching`."""
+    """Descend several times; the arguments are those of :func:`lightning_sym.symmetry.weight_matching`.
+
+    With ``turned=False`` cells are turned before anything else, which has its place where the start has it.
+    """
     symmetry = descent.symmetry
     histories: list[tuple[Element, list[float]]] = []
     with Progress(disable=not progress or rank() > 0) as bar:
@@ -572,6 +582,8 @@ def descend(
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)
             history = [descent.objective]
+            if not turned:
+                descent.turn_cells()
             for objective in descent.sweeps(generator, max_sweeps):
                 history.append(objective)
                 sweep = len(history) - 1

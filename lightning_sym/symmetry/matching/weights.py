@@ -180,11 +180,18 @@ def weight_matching(
         start = None if initial is None else compared.forth(initial)
         found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=start, progress=progress)
         doubtful = initial is None and balance and descent.suspicious(found.element)
+        starts = [found]
+        if doubtful:  # units that cells hide as long as these are turned otherwise, forms put in one order
+            begin = compared.forth(form_to_form(symmetry, a, b))
+            starts.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=begin, turned=False))
         del descent  # with its copy of the network
-        element = compared.back(found.element)
-        if scales and refine:
-            element = refined(symmetry, a, b, element, where)
-        match = measured(symmetry, a, b, replace(found, element=element))
+        matches = []
+        for one in starts:
+            element = compared.back(one.element)
+            if scales and refine:
+                element = refined(symmetry, a, b, element, where)
+            matches.append(measured(symmetry, a, b, replace(one, element=element)))
+        match = min(matches, key=lambda own: own.distance_after)
         return nearer_by_forms(symmetry, a, b, match) if doubtful else match
 
     with torch.no_grad():
@@ -211,9 +218,14 @@ def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found
 
     Descents take many steps there, or miss what they have no move for: queries of one key that change places, tilts.
     """
-    own, theirs = (canonical_element(symmetry, network) for network in (a, b))
-    other = measured(symmetry, a, b, replace(match, element=symmetry.compose(symmetry.inverse(own), theirs)))
+    other = measured(symmetry, a, b, replace(match, element=form_to_form(symmetry, a, b)))
     return other if other.distance_after < match.distance_after else match
+
+
+def form_to_form(symmetry: Symmetry, a: nn.Module, b: nn.Module) -> Element:
+    """Return the element that brings the canonical form of ``b`` to that of ``a``."""
+    own, theirs = (canonical_element(symmetry, network) for network in (a, b))
+    return symmetry.compose(symmetry.inverse(own), theirs)
 
 
 def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:
