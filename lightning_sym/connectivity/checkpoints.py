@@ -1,8 +1,7 @@
 """From checkpoints on disk to their mean, or to one in the order of another, on disk again."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._documents import load_json
+from lightning_sym.connectivity.equality import Equality, equality, rounding_of
 from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses, mean_tensors
 from lightning_sym.connectivity.merging import merge
 from lightning_sym.connectivity.network_files import NetworkFiles, with_tensors
@@ -18,7 +18,6 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.files import Shards, is_temporary, named_for, write_moved, write_new
 from lightning_sym.symmetry.matching.activations import activation_matching
-from lightning_sym.symmetry.matching.balanced import squared_distance
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.proof import all_finite, change, double, double_copies, double_copy, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
@@ -27,6 +26,7 @@ from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 from lightning_sym.weights import fit_weights, read_weights
 
 METHODS = ("weights", "activations")
+_PLAIN, _ALIGNED = "mean as they are", "mean, aligned"  # of the checkpoints
 Data = Iterable[Sequence[Tensor]]
 # Elements of matching are found from weights: what is lost by inverting their matrices is far below this.
 _UNCHANGED = 1e-8
@@ -140,10 +140,10 @@ class MergedCheckpoints:
         align_only: Whether the second was written in the order of the first, in place of the mean.
         symmetry: The symmetry of the network.
         elements: What brought each checkpoint to where the mean was taken.
-        distances: For each but the first: Euclidean distance of its parameters to those of the first before and after.
-        equal: For each but the first, before and after: whether each of its tensors is that of the first, to rounding
-            (4 units in the last place, in the mean). After alignment that means: equal up to symmetry. Where
-            it is False there, the search found no element that makes them equal, which is no proof that none exists.
+        distances: For each but the first: Euclidean distance of its parameters to those of the first before and after
+            alignment.
+        equal: For each but the first, whether it equals the first, as it is and up to symmetry, to the rounding of
+            the files.
         largest_change: Of an output of an aligned network, relative; in float64.
         losses: By name: of each checkpoint, of the mean as they are, and of the mean after alignment (of the aligned
             second one with ``align_only``). Loss, and accuracy or None. None without data.
@@ -158,7 +158,7 @@ class MergedCheckpoints:
     symmetry: Symmetry
     elements: tuple[Element, ...]
     distances: tuple[tuple[float, float], ...]
-    equal: tuple[tuple[bool, bool], ...]
+    equal: tuple[tuple[Equality, Equality], ...]
     largest_change: float
     losses: Mapping[str, tuple[float, float | None]] | None = None
     barriers: Mapping[str, Sequence[Barrier]] | None = None
@@ -223,63 +223,57 @@ def merge_checkpoints(
         raise ValueError("recalibrate is for batch norms, of which the network has none; leave it out.")
     _check_configurations(paths)
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
-    checkpoints = [Checkpoint.read(file, network, prefix, copies) for file in paths]
-    _check_types(checkpoints)
+    names = _told_apart(paths)
+    checkpoints, converted = _of_one_type(
+        [Checkpoint.read(file, network, prefix, copies) for file in paths], names, copies
+    )
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
     example = _call(inputs, dtype)
     with double_copies(copies.placed):
         symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
-    statistics = None if train is None else Inputs(train, dtype, equal=True)
-    if align_only:
-        match = _match(symmetry, networks, method, statistics, seed, progress)
-        elements: tuple[Element, ...] = (symmetry.identity(), match.element)
-        result = copies.keep(match.network)
-        aligned = [networks[0], result]
-        del match
-    else:
-        merged = merge(symmetry, networks, method=method, batches=statistics, seed=seed, files=copies)
-        elements, result = merged.elements, merged.network
-        aligned = [symmetry.act(e, copies.keep(own), inplace=True) for e, own in zip(elements, networks, strict=True)]
-    with double_copies(copies.placed):
-        largest = max(_change_of(symmetry, e, own) for e, own in zip(elements, networks, strict=True))
+        statistics = None if train is None else Inputs(train, dtype, equal=True)
+        aligned = _aligned(symmetry, networks, method, statistics, seed, progress, copies, align_only)
+        largest = max(_change_of(symmetry, e, own) for e, own in zip(aligned.elements, networks, strict=True))
+        equal = tuple(_compared(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(paths)))
     allowed = max(symmetry.tolerance, _UNCHANGED)
     if not largest <= allowed:
         raise ValueError(
             f"an aligned network changes an output by {largest:.1e} (expected {allowed:.1e} at most), so that nothing "
             "was written; please report the architecture."
         )
-    notes = _notes(symmetry, result, data, recalibrate or align_only)
+    distances = tuple(
+        (parameter_distance(networks[0], own), parameter_distance(aligned.networks[0], moved))
+        for own, moved in zip(networks[1:], aligned.networks[1:], strict=True)
+    )
+    left = [f"{name} {reason}: left as it is" for name, reason in zip(names, aligned.reasons, strict=True) if reason]
+    notes = (*left, *converted, *_notes(symmetry, network, data, recalibrate or align_only))
     if recalibrate and statistics is not None:
-        recalibrate_batch_norm(result, statistics)
-    losses, barriers = None, None
+        recalibrate_batch_norm(aligned.result, statistics)
+    losses, barriers, elements, result = None, None, aligned.elements, aligned.result
     if data is not None:
         evaluated = _Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
-        losses = evaluated.losses([file.name for file in paths], networks, result, align_only)
-        barriers = evaluated.barriers(networks, aligned, method)
+        losses = evaluated.losses(names, networks, result, align_only)
+        barriers = evaluated.barriers(networks, aligned.networks, method)
         notes += _warnings(losses, barriers, method, align_only)
-    place = checkpoints[1 if align_only else 0].write(result, out)
-    distances = [
-        (parameter_distance(networks[0], own), parameter_distance(aligned[0], moved))
-        for own, moved in zip(networks[1:], aligned[1:], strict=True)
-    ]
-    equal = [
-        (_are_equal(networks[0], own), _are_equal(aligned[0], moved))
-        for own, moved in zip(networks[1:], aligned[1:], strict=True)
-    ]
+        if not align_only and aligned.moves and losses[_PLAIN][0] < losses[_ALIGNED][0]:
+            elements = tuple(symmetry.identity() for _ in networks)
+            result = copies.copy(networks[0], mean_tensors(networks))
+            if recalibrate and statistics is not None:
+                recalibrate_batch_norm(result, statistics)
     return MergedCheckpoints(
-        out=place,
+        out=checkpoints[1 if align_only else 0].write(result, out),
         files=tuple(paths),
         method=method,
         align_only=align_only,
         symmetry=symmetry,
         elements=elements,
-        distances=tuple(distances),
-        equal=tuple(equal),
+        distances=distances,
+        equal=equal,
         largest_change=largest,
         losses=losses,
         barriers=barriers,
-        notes=(*_sameness(_told_apart(paths), equal), *notes),
+        notes=(*_sameness(names, [after for _, after in equal]), *notes),
     )
 
 
@@ -337,15 +331,24 @@ def _check_configurations(files: Sequence[Path]) -> None:
                 )
 
 
-def _check_types(checkpoints: Sequence[Checkpoint]) -> None:
-    first = checkpoints[0]
-    for other in checkpoints[1:]:
-        for name, dtype in first.dtypes.items():
-            if other.dtypes.get(name) != dtype:
-                raise ValueError(
-                    f"{other.file} holds {name} as {other.dtypes.get(name)}, and {first.file} as {dtype}; expected "
-                    "checkpoints of one type: convert one of them."
-                )
+def _of_one_type(
+    checkpoints: Sequence[Checkpoint], names: Sequence[str], copies: NetworkFiles
+) -> tuple[list[Checkpoint], list[str]]:
+    """Return the checkpoints in double precision if one of them is, and notes on those whose types are others."""
+    first, notes = checkpoints[0], []
+    for name, other in zip(names[1:], checkpoints[1:], strict=True):
+        unlike = [own for own, dtype in first.dtypes.items() if other.dtypes.get(own, dtype) != dtype]
+        if unlike:
+            types = str(other.dtypes[unlike[0]])[6:], str(first.dtypes[unlike[0]])[6:]
+            notes.append(f"{name} holds {unlike[0]} as {types[0]}, and {names[0]} as {types[1]}: it was converted")
+    exact = [torch.float64 in {own.dtype for own in each.network.parameters()} for each in checkpoints]
+    if any(exact) and not all(exact):
+        with double_copies(copies.placed):
+            checkpoints = [
+                each if is_exact else replace(each, network=double_copy(each.network).eval())
+                for each, is_exact in zip(checkpoints, exact, strict=True)
+            ]
+    return list(checkpoints), notes
 
 
 def _call(inputs: Any, dtype: torch.dtype) -> Call:
@@ -379,6 +382,53 @@ class Inputs:
 # ---- what is done
 
 
+@dataclass(frozen=True)
+class _Aligned:
+    """Networks that were aligned.
+
+    Attributes:
+        elements: What brings each one to where it is.
+        found: What the search found for each one, used or not.
+        networks: Where they are.
+        result: What is to be written.
+        reasons: Why one was left as it is, or "".
+    """
+
+    elements: tuple[Element, ...]
+    found: tuple[Element, ...]
+    networks: Sequence[nn.Module]
+    result: nn.Module
+    reasons: tuple[str, ...]
+
+    @property
+    def moves(self) -> bool:
+        """Whether one of them was moved."""
+        return not all(self.reasons[1:])
+
+
+def _aligned(
+    symmetry: Symmetry,
+    networks: Sequence[nn.Module],
+    method: Literal["weights", "activations"],
+    batches: Data | None,
+    seed: int,
+    progress: bool,
+    copies: NetworkFiles,
+    align_only: bool,
+) -> _Aligned:
+    """Align networks to the first one, and return with them their mean, or the second one."""
+    if align_only:
+        match = _match(symmetry, networks, method, batches, seed, progress)
+        elements, result = (symmetry.identity(), match.element), copies.keep(match.network)
+        return _Aligned(elements, elements, [networks[0], result], result, ("", ""))
+    merged = merge(symmetry, networks, method=method, batches=batches, seed=seed, files=copies)
+    aligned = [
+        own if merged.reasons[number] or not number else symmetry.act(element, copies.keep(own), inplace=True)
+        for number, (element, own) in enumerate(zip(merged.elements, networks, strict=True))
+    ]
+    return _Aligned(merged.elements, merged.found, aligned, merged.network, merged.reasons)
+
+
 def _match(
     symmetry: Symmetry, networks: Sequence[nn.Module], method: str, batches: Data | None, seed: int, progress: bool
 ) -> Match:
@@ -387,6 +437,17 @@ def _match(
         assert batches is not None
         return activation_matching(symmetry, a, b, batches, seed=seed)
     return weight_matching(symmetry, a, b, seed=seed, progress=progress)
+
+
+def _compared(
+    symmetry: Symmetry, checkpoints: Sequence[Checkpoint], number: int, aligned: _Aligned, seed: int
+) -> tuple[Equality, Equality]:
+    """Return whether a checkpoint equals the first one, as it is and by what was found."""
+    first, other = checkpoints[0], checkpoints[number]
+    rounding = rounding_of(*first.dtypes.values(), *other.dtypes.values())
+    elements = symmetry.identity(), aligned.found[number]
+    before, after = equality(symmetry, first.network, other.network, elements, rounding, seed=seed)
+    return before, after
 
 
 def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> float:
@@ -400,40 +461,30 @@ def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> floa
     return max((change(old, new) for old, new in zip(before, after, strict=True)), default=0.0)
 
 
-def _are_equal(a: nn.Module, b: nn.Module) -> bool:
-    """Return whether two networks have the same tensors, buffers included, to the rounding of their types.
-
-    Rounding is relative to a tensor's norm, or to that of as many values of the size that parameters have in the mean:
-    a mean of batch norm that is 0 comes back from a shift as a rounded 0.
-    """
-    tensors, others = a.state_dict(), b.state_dict()
-    norms = {name: float(torch.linalg.vector_norm(own.detach())) for name, own in a.named_parameters()}
-    size = math.hypot(*norms.values()) / math.sqrt(max(1, sum(own.numel() for own in a.parameters())))
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            norm = max(norms.get(name) or float(torch.linalg.vector_norm(tensor)), size * math.sqrt(tensor.numel()))
-            if not math.sqrt(squared_distance({name: tensor}, others)) <= 4 * torch.finfo(tensor.dtype).eps * norm:
-                return False
-        elif not name.endswith("num_batches_tracked") and not torch.equal(tensor, others[name]):
-            return False
-    return True
-
-
 def _told_apart(files: Sequence[Path]) -> list[str]:
-    """Return the names of files, with their folders where two have one name."""
+    """Return the names of files, with their numbers where two have one name."""
     names = [file.name for file in files]
-    return names if len(set(names)) == len(names) else [str(file) for file in files]
+    return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
-def _sameness(names: Sequence[str], equal: Sequence[tuple[bool, bool]]) -> tuple[str, ...]:
-    """Return one sentence: which checkpoints are the first one in other weights."""
-    same = [name for name, (_, after) in zip(names[1:], equal, strict=True) if after]
-    if not same:
-        which = names[1] if len(names) == 2 else "none of the others"
-        not_ = "not " * (len(names) == 2)
-        return (f"{which} was {not_}found to equal {names[0]} up to symmetry (the search may miss it)",)
-    are = "equals" if len(same) == 1 else "equal"
-    return (f"{', '.join(same)} {are} {names[0]} up to symmetry, to rounding",)
+def _sameness(names: Sequence[str], equal: Sequence[Equality]) -> tuple[str, ...]:
+    """Return which checkpoints are the first one in other weights, which are not, and of which that is not known."""
+    first, *others = names
+    kinds = list(zip(others, equal, strict=True))
+    same = [name for name, own in kinds if own.answer == "equal"]
+    unlike = [name for name, own in kinds if own.answer == "not found"]
+    notes = [f"{', '.join(same)}: equal to {first} up to symmetry, to rounding"] if same else []
+    if unlike:
+        which = "all others" if len(unlike) == len(others) > 1 else ", ".join(unlike)
+        inputs = max(own.inputs for own in equal)
+        notes.append(f"{which}: not found to equal {first}, as outputs differ on {inputs} random inputs")
+    for name, own in kinds:
+        if own.answer == "same function":
+            notes.append(
+                f"{name}: the same function as {first} on {own.inputs} random inputs, by other weights ({own.worst} "
+                f"differs {own.times:.2g} times as much as rounding may make it)"
+            )
+    return tuple(notes)
 
 
 def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bool) -> tuple[str, ...]:
@@ -453,17 +504,17 @@ def _warnings(
 ) -> tuple[str, ...]:
     """Return what has to be said where alignment has made things worse on these data."""
     if align_only:
-        what, before, after = "the barrier", barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
-        than = "before"
+        before, after = barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
+        what = "the barrier on these data is lower"
     else:
-        before, after = losses["mean as they are"][0], losses["mean, aligned"][0]
-        what, than = "the loss of the mean", "of the checkpoints as they are"
-    if not after > before:
+        before, after = losses[_PLAIN][0], losses[_ALIGNED][0]
+        what = "nothing was moved, as the loss of the mean on these data is lower"
+    if not before < after:
         return ()
     other = "activations" if method == "weights" else "weights"
     return (
-        f"after alignment {what} on these data is higher than {than} ({after:.3g}, not {before:.3g}); try --method "
-        f"{other}, or checkpoints that were trained longer or are wider",
+        f"{what} without alignment ({before:.4g}; aligned {after:.4g}); try --method {other}, or checkpoints that were "
+        "trained longer or are wider",
     )
 
 
@@ -502,12 +553,11 @@ class _Evaluation:
         self, names: Sequence[str], networks: Sequence[nn.Module], result: nn.Module, align_only: bool
     ) -> dict[str, tuple[float, float | None]]:
         """Return loss and accuracy of networks as they are, and of their means with statistics measured anew."""
-        titles = [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
-        found = self._found(networks, titles, recalibrate=False)
+        found = self._found(networks, names, recalibrate=False)
         if align_only:
-            return found | self._found([result], [f"{titles[1]}, aligned"], recalibrate=False)
+            return found | self._found([result], [f"{names[1]}, aligned"], recalibrate=False)
         means = [self.copies.copy(networks[0], mean_tensors(networks)), result]
-        return found | self._found(means, ["mean as they are", "mean, aligned"], recalibrate="auto")
+        return found | self._found(means, [_PLAIN, _ALIGNED], recalibrate="auto")
 
     def _found(
         self, networks: Sequence[nn.Module], names: Sequence[str], *, recalibrate: bool | Literal["auto"]

@@ -16,8 +16,11 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks, squared_distance
-from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
+
+# Where no unit moves, scales, matrices and rotations have to bring the squared distance below this part of it. Planted
+# ones leave 0.06 at most; what fine-tuning has changed leaves 0.43 at least, and is no gauge.
+_WORTH = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,15 +31,19 @@ class Merged:
         network: The mean. Statistics of its batch norms are means, too, and belong to no network: measure them anew
             by :func:`lightning_sym.networks.recalibrate_batch_norm`.
         elements: One for each network: brings it to where it was averaged.
-        rounds: How many rounds were made, the last without a change included.
-        distances: Root of the mean squared distance to the mean (parameters only), in the gauge of the alignment,
-            before the first round and after every round. Non-increasing.
+        found: One for each network: what its match with the reference found, whether it was used or not.
+        rounds: How many rounds were made, the first match and the last one without a change included.
+        distances: Root of the mean squared distance to the mean (parameters only), where the mean is taken: as the
+            networks are, after the match with the reference, and after every round. Non-increasing.
+        reasons: One for each network: why it was left as it is; "" if it was moved, or is the reference.
     """
 
     network: nn.Module
     elements: tuple[Element, ...]
+    found: tuple[Element, ...]
     rounds: int
     distances: tuple[float, ...]
+    reasons: tuple[str, ...]
 
     def __repr__(self) -> str:
         first, last = self.distances[0], self.distances[-1]
@@ -62,10 +69,12 @@ def merge(
 ) -> Merged:
     """Align networks to one another, and return their mean.
 
-    All are balanced, and aligned to the reference (unless that takes them farther apart than they are). Then, in rounds
-    and random order, each but the reference is aligned anew to the mean of the others, begun where it is and taken only
-    if it comes nearer to them, until a round changes nothing. The mean is taken in the balanced gauge, and brought to
-    the scales of the reference.
+    Each is matched with the reference (:func:`weight_matching`), and left as it is where it is nearer so. Where no unit
+    moves, the networks are in one order; scales, matrices and rotations are only used then if they bring the squared
+    distance below a tenth. Of more than two, in rounds and random order, each but the reference is then aligned anew to
+    the mean of the others, in the balanced gauge and begun where it is, until a round changes nothing; the rounds are
+    used if they bring all nearer to the mean. The mean is taken in the scales of the reference. Where nothing moves, it
+    is that of the networks as they are, bit for bit.
 
     Batch norms of the mean need statistics of their own, which need data: call
     :func:`lightning_sym.networks.recalibrate_batch_norm` on the result.
@@ -95,7 +104,7 @@ def merge(
 
     References:
         Ainsworth et al. (2022), "Git Re-Basin", Algorithm 3 (MergeMany), arXiv:2209.04836. The first alignment to a
-        reference and the gauge are added.
+        reference, what is left as it is, and the gauge are added.
     """
     networks = list(networks)
     if not networks:
@@ -110,102 +119,155 @@ def merge(
         raise ValueError("batches are read once for each network, this iterator only once; pass a list or a loader.")
     check_integers(max_rounds=max_rounds)
     check_networks(symmetry, **{f"network {number}": network for number, network in enumerate(networks)})
+    target, files = networks[reference], files if files is not None else NetworkFiles()
 
-    def match(target: nn.Module, start: nn.Module, begin: Element | None, salt: int) -> Match:
+    def match(network: nn.Module) -> Match:
         if method == "activations":
             assert batches is not None
-            return activation_matching(symmetry, target, start, batches, scales=False, signs=signs)
+            return activation_matching(
+                symmetry, target, network, batches, scales=scales, signs=signs, balance=balance, seed=seed
+            )
         return weight_matching(
-            symmetry, target, start, scales=False, signs=signs, seed=seed + salt, initial=begin, device=device
+            symmetry, target, network, scales=scales, signs=signs, balance=balance, seed=seed, device=device
         )
 
-    files = files if files is not None else NetworkFiles()
-
-    def form_of(network: nn.Module) -> tuple[nn.Module, Element]:
-        form, gauge = balanced(symmetry, network)
-        return files.keep(form), gauge
+    def match_in_rounds(mean: nn.Module, start: nn.Module, begin: Element, salt: int) -> Match:
+        return weight_matching(
+            symmetry, mean, start, scales=False, signs=signs, seed=seed + salt, initial=begin, device=device
+        )
 
     with torch.no_grad():
-        identity = symmetry.identity()
-        forms = [form_of(own) if scales and balance else (own, identity) for own in networks]
-        gauges = [gauge for _, gauge in forms]
-        rounds = max_rounds if method == "weights" and len(networks) > 2 else 1
-        found = _Alignment([start for start, _ in forms], identity, match, files)
-        del forms
-        distances = found.run(reference, rounds, torch.Generator().manual_seed(seed))
-        merged = files.copy(found.networks[0], mean_tensors(found.networks))
-        gauge = gauges[reference]
-        back = to_scales_of(symmetry, networks[reference], gauge, merged) if scales and balance else identity
-        merged = symmetry.act(back, merged, inplace=True)
-        totals = [
-            symmetry.compose(back, symmetry.compose(element, gauge))
-            for element, gauge in zip(found.elements, gauges, strict=True)
-        ]
-        return Merged(merged, tuple(totals), len(distances) - 1, tuple(distances))
+        found = _Alignment(symmetry, networks, reference, files)
+        found.match_all(match, seed)
+        if method == "weights" and len(networks) > 2 and max_rounds > 1:
+            found.make_rounds(match_in_rounds, max_rounds, seed, balance=scales and balance)
+        mean = files.copy(target, mean_tensors(found.networks))
+    rounds = len(found.distances) - 1
+    return Merged(
+        mean, *map(tuple, (found.elements, found.found)), rounds, tuple(found.distances), tuple(found.reasons)
+    )
 
 
 class _Alignment:
-    """Networks on their way to one another.
+    """Networks on their way to one another, where the mean is taken: in the scales of the reference.
 
     Args:
-        starts: The networks.
-        identity: The element that changes nothing.
-        match: Matches to a target a network, begun at an element (None: anywhere), with this number for the seed.
+        symmetry: The symmetry of all.
+        networks: Not changed.
+        reference: The number of the one that stays.
         files: Keeps copies of networks.
 
     Attributes:
-        networks: The members of the orbits that they have come to.
-        elements: What brings the starts there.
+        networks: The members of the orbits that they have come to; those that were not moved are the given ones.
+        elements: What brings the given ones there.
+        found: What the matches with the reference found.
+        reasons: Why they were left as they are, or "".
+        distances: The spread at the beginning and after every round.
     """
 
-    def __init__(
-        self,
-        starts: list[nn.Module],
-        identity: Element,
-        match: Callable[[nn.Module, nn.Module, Element | None, int], Match],
-        files: NetworkFiles,
+    def __init__(self, symmetry: Symmetry, networks: Sequence[nn.Module], reference: int, files: NetworkFiles) -> None:
+        self.symmetry, self.given, self.reference, self.files = symmetry, networks, reference, files
+        self.networks = list(networks)
+        self.elements = [symmetry.identity() for _ in networks]
+        self.found, self.reasons = list(self.elements), [""] * len(networks)
+        self.distances = [_spread(self.networks)]
+        self.others = [number for number in range(len(networks)) if number != reference]
+
+    def match_all(self, match: Callable[[nn.Module], Match], seed: int) -> None:
+        """Match each network with the reference, and use what brings it nearer; see :func:`merge`."""
+        identities = list(self.elements)
+        for number in self.others:
+            found = match(self.given[number])
+            self.found[number] = found.element
+            self.reasons[number] = self._reason(number, found, seed)
+            if not self.reasons[number]:
+                self.elements[number], self.networks[number] = found.element, self.files.keep(found.network)
+        spread = _spread(self.networks)
+        if spread > self.distances[0]:  # each is nearer to the reference, and farther from the others
+            reason = f"all were nearer to their mean as they were ({self.distances[0]:.4g}; aligned {spread:.4g})"
+            self.reasons = [reason if number in self.others else "" for number in range(len(self.given))]
+            self.networks, self.elements, spread = list(self.given), identities, self.distances[0]
+        self.distances.append(spread)
+
+    def _reason(self, number: int, found: Match, seed: int) -> str:
+        """Return why a network is better left as it is, or ""."""
+        before, after = found.distance_before, found.distance_after
+        if before == 0:
+            return "has the weights of the reference"
+        if not after < before:
+            return f"was nearer as it was ({before:.4g}; aligned {after:.4g})"
+        if after**2 < _WORTH * before**2:
+            return ""
+        if self._keeps_order(found.element) or self._is_in_order(number, seed):
+            return f"has its units in the same order, and scales bring it hardly nearer ({before:.4g}; {after:.4g})"
+        return ""
+
+    def _is_in_order(self, number: int, seed: int) -> bool:
+        """Return whether no unit, head or sign of a network, as it is, moves on the way to the reference."""
+        freedom, (a, b) = ("permutations", "blocks"), (self.given[self.reference], self.given[number])
+        found = weight_matching(self.symmetry, a, b, scales=False, seed=seed, freedom=freedom, max_sweeps=1)
+        return self._keeps_order(found.element)
+
+    def _keeps_order(self, element: Element) -> bool:
+        identity = self.symmetry.identity()
+        return torch.equal(element.permutation, identity.permutation) and torch.equal(element.sign, identity.sign)
+
+    def make_rounds(
+        self, match: Callable[[nn.Module, nn.Module, Element, int], Match], most: int, seed: int, *, balance: bool
     ) -> None:
-        self.starts, self.match, self.files = starts, match, files
-        self.networks = list(starts)
-        self.elements = [identity for _ in starts]
+        """Align each network but the reference to the mean of the others, until a round changes nothing.
 
-    def run(self, reference: int, rounds: int, generator: torch.Generator) -> list[float]:
-        """Align all to the reference, then in rounds each to the mean of the others.
-
-        Returns:
-            The distances before the first round and after every round.
+        Args:
+            match: Matches to a target a network, begun at an element, with this number for the seed.
+            most: Most rounds, the match with the reference included.
+            seed: Of the order of networks.
+            balance: Whether that is done in the balanced gauge of the reference.
         """
-        before = list(self.networks), list(self.elements)
-        distances = [self._spread()]
-        others = [number for number in range(len(self.starts)) if number != reference]
-        for number in others:
-            self._align(number, self.starts[reference], None, 0)
-        if self._spread() > distances[0]:
-            self.networks, self.elements = before  # they were aligned better before
-        distances.append(self._spread())
-        for salt in range(2, rounds + 1):
-            for number in torch.randperm(len(self.starts), generator=generator).tolist():
-                if number in others:
-                    near = [network for i, network in enumerate(self.networks) if i != number]
-                    self._align(number, self.files.copy(near[0], mean_tensors(near)), self.elements[number], salt)
-            distances.append(min(self._spread(), distances[-1]))  # greater by rounding only
-            if not distances[-1] < distances[-2] * (1 - 1e-9):
+        symmetry, generator = self.symmetry, torch.Generator().manual_seed(seed)
+        able = [number for number in self.others if not self.reasons[number]]
+        identity, matched = symmetry.identity(), tuple(self.elements)
+        gauge = balanced(symmetry, self.given[self.reference])[1] if balance else identity
+        starts = [self.files.keep(symmetry.act(gauge, own)) if balance else own for own in self.networks]
+        moving, steps = list(starts), [identity for _ in starts]
+        spread = _spread(moving)
+        for salt in range(2, most + 1 if able else 0):
+            changed = False
+            for number in torch.randperm(len(starts), generator=generator).tolist():
+                if number not in able:
+                    continue
+                near = [network for i, network in enumerate(moving) if i != number]
+                mean = self.files.copy(near[0], mean_tensors(near))
+                found = match(mean, starts[number], steps[number], salt)
+                if found.distance_after < parameter_distance(mean, moving[number]) * (1 - 1e-12):
+                    steps[number], moving[number], changed = found.element, self.files.keep(found.network), True
+            before, spread = spread, _spread(moving)
+            if not changed or not spread < before * (1 - 1e-9):
                 break
-        return distances
+            self._take(gauge, steps, matched)
+        self.distances.append(self.distances[-1])
 
-    def _align(self, number: int, target: nn.Module, begin: Element | None, salt: int) -> None:
-        match = self.match(target, self.starts[number], begin, salt)
-        distance = parameter_distance(target, self.networks[number])
-        if begin is None or match.distance_after < distance * (1 - 1e-12):
-            self.elements[number], self.networks[number] = match.element, self.files.keep(match.network)
+    def _take(self, gauge: Element, steps: Sequence[Element], matched: Sequence[Element]) -> None:
+        """Use what the rounds have found so far, if it brings all nearer to their mean where that is taken."""
+        back = self.symmetry.inverse(gauge)
+        elements, networks = list(matched), list(self.networks)
+        for number in self.others:
+            if not self.reasons[number]:
+                step = self.symmetry.compose(back, self.symmetry.compose(steps[number], gauge))
+                elements[number] = self.symmetry.compose(step, matched[number])
+                networks[number] = self.files.keep(self.symmetry.act(elements[number], self.given[number]))
+        spread = _spread(networks)
+        if spread < self.distances[-1]:
+            self.elements, self.networks = elements, networks
+        self.distances.append(min(spread, self.distances[-1]))
 
-    def _spread(self) -> float:
-        """Return the root of the mean squared distance to the mean."""
-        parameters = [dict(own.named_parameters()) for own in self.networks]
-        squares = (
-            squared_distance({name: mean}, own)
-            for name, mean in mean_tensors(self.networks)
-            if name in parameters[0]
-            for own in parameters
-        )
-        return math.sqrt(math.fsum(squares) / len(self.networks))
+
+def _spread(networks: Sequence[nn.Module]) -> float:
+    """Return the root of the mean squared distance to the mean."""
+    parameters = [dict(own.named_parameters()) for own in networks]
+    squares = (
+        squared_distance({name: mean}, own)
+        for name, mean in mean_tensors(networks)
+        if name in parameters[0]
+        for own in parameters
+    )
+    return math.sqrt(math.fsum(squares) / len(networks))

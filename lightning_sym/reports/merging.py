@@ -56,7 +56,7 @@ def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str |
 def _lines(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
     for number, file in enumerate(found.files[1:]):
         for place, name in enumerate(("unmatched", found.method)):
-            distance, equal = found.distances[number][place], found.equal[number][place]
+            distance, equal = found.distances[number][place], found.equal[number][place].answer == "equal"
             row: dict[str, Any] = {"to": file.name, "alignment": name, "distance": distance, "equal": equal}
             if found.barriers is not None:
                 barrier = found.barriers[name][number]

@@ -1,8 +1,9 @@
 """Arrays of numbers by position, unit or generator."""
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,6 +22,11 @@ def on_axes(vector: Floats, shape: tuple[int, ...], axes: tuple[int, ...], ndim:
         ndim: The number of axes of the result.
     """
     return np.expand_dims(vector.reshape(shape), tuple(axis for axis in range(ndim) if axis not in axes))
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor's values, exactly; those of bfloat16, for which NumPy has no type, in float32."""
+    return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy())
 
 
 def odd(numbers: Floats) -> Bools:

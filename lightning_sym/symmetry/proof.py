@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_sym._distributed import on_device_of
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import constant_names, containers_kept, copied, state_tensors
@@ -134,6 +136,27 @@ def _all_outputs(network: nn.Module, batches: Iterable[Call]) -> list[list[Tenso
             "can be tested; expected a network that computes in the precision of its weights and inputs, on its own "
             "example; check=False leaves the test out"
         ) from error
+
+
+def compute_the_same(calls: Sequence[Call], a: nn.Module, b: nn.Module) -> bool:
+    """Return whether two networks put out the same on some inputs, up to the rounding of their weights.
+
+    Networks of one orbit do, so that networks that do not are of two. In float64 and evaluation mode.
+
+    Args:
+        calls: The inputs. Without any, and where copies in float64 do not run, nothing is the same.
+        a: A network. Not changed.
+        b: Another one of the same architecture; it may be on another device.
+    """
+    found = []
+    for network in (a, b):
+        exact = double_copy(network)
+        with torch.no_grad(), evaluating(exact), contextlib.suppress(ValueError):
+            batches = on_device_of(exact, double(list(calls)))
+            found.append([tensor.cpu() for outputs in _all_outputs(exact, batches) for tensor in outputs])
+    dtypes = [own.dtype for network in (a, b) for own in network.parameters() if own.is_floating_point()]
+    tolerance = tolerance_of(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64))
+    return len(found) == 2 and len(found[0]) > 0 and change(*found) <= tolerance
 
 
 def noisy(inputs: Any, generator: torch.Generator) -> Any:

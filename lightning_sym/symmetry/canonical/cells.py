@@ -10,6 +10,7 @@ from lightning_sym.symmetry.tracing.structure import Structure
 
 # Gram matrices whose least eigenvalue is smaller than this, relative to the largest, have no balanced member.
 _SINGULAR = 1e-13
+_MEETS = 1e-7  # what is written is read if their product's singular value is larger than that, relative
 # An entry is the largest if it is larger by more than this, relative.
 _TIE = 1e-9
 
@@ -94,6 +95,44 @@ def principal_balancing(out: Tensor, read: Tensor) -> Tensor | None:
         return None
     found: Tensor = ((axes * squares**0.25).mT @ inverse).flip(0)
     return found
+
+
+def partial_balancing(out: Tensor, read: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
+    r"""Return a matrix for a cell without a balanced member, and the diagonals of both Gram matrices after it.
+
+    With S = A A^T and R = B^T B of full column and row rank and the singular values of B A = U s W^T: what is written
+    and read gets the Gram matrices s; what is only written, or only read, the identity; nothing else is left. The
+    columns of the inverse are A W s^{-1/2}, A W' and B^+ U' (primes: where s is 0), and a basis of what B maps to 0.
+    What that leaves free are rotations, as in the balanced gauge.
+
+    Args:
+        out: S, of what it multiplies. Shape ``[e, e]``, float64, symmetric.
+        read: R, of what its inverse transposed multiplies. The same shape.
+
+    Returns:
+        The matrix, and the diagonals of S and R, each of shape ``[e]``; None where rounding hides the ranks.
+    """
+    factors = []
+    for gram in (out, read):
+        values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
+        kept = values > _SINGULAR * values[-1]
+        factors.append(vectors[:, kept] * values[kept].sqrt())
+    a, b = factors[0], factors[1].mT
+    u, s, w = torch.linalg.svd(b @ a)
+    rank = int((s > _MEETS * s.max()).sum()) if len(s) else 0
+    written, only_written = a @ w[:rank].mT / s[:rank].sqrt(), a @ w[rank:].mT
+    only_read = torch.linalg.pinv(b) @ u[:, rank:]
+    unread = torch.linalg.svd(torch.cat([b, only_written.mT]))[2][len(b) + only_written.shape[1] :].mT
+    columns = torch.cat([written, only_written, only_read, unread], 1)
+    if columns.shape[0] != columns.shape[1] or not _regular(torch.linalg.svdvals(columns).flip(0)):
+        return None
+    ones, zeros = torch.ones_like, torch.zeros_like
+    sizes = [s[:rank], only_written[0], only_read[0], unread[0]]
+    after = [
+        torch.cat([sizes[0], *(f(v) for f, v in zip(fs, sizes[1:], strict=True))])
+        for fs in ((ones, zeros, zeros), (zeros, ones, zeros))
+    ]
+    return torch.linalg.inv(columns), (after[0], after[1])
 
 
 def _regular(values: Tensor) -> bool:

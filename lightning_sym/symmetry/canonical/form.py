@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.cells import gram_matrices, mismatch, principal_balancing, reflections
+from lightning_sym.symmetry.canonical.cells import (
+    gram_matrices,
+    mismatch,
+    partial_balancing,
+    principal_balancing,
+    reflections,
+)
 from lightning_sym.symmetry.canonical.gauge import ScaleGauge
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
@@ -29,6 +35,7 @@ Scales = Literal["balanced", "unit"] | None
 # Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
 _MOST_SHIFTS = 8  # how often shifts and all else are found in turn
 _SETTLED, _MOST_ROUNDS = 1e-13, 500
+_PARTLY_SETTLED = 1e-11  # where cells have no balanced member, and matrices with larger condition numbers
 
 
 @dataclass(frozen=True)
@@ -219,8 +226,8 @@ def canonicalize(
 
 
 def canonical_element(symmetry: Symmetry, network: nn.Module) -> Element:
-    """Return the element that brings a network to its canonical form; see :func:`canonicalize`."""
-    return _course(symmetry, network, "balanced", signs=True, order=True).element
+    """Return the element that brings a network to its canonical form, or nearer to it; see :func:`canonicalize`."""
+    return _course(symmetry, network, "balanced", signs=True, order=True, partly=True).element
 
 
 def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> Element:
@@ -233,16 +240,18 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
         network: Not changed.
         signs: Whether gains between which streams rotate may change their signs; they are positive then.
     """
-    course = _Course(symmetry, network, "balanced", kept=False)
+    course = _Course(symmetry, network, "balanced", kept=False, partly=True)
     _up_to_rotations(course, signs=False, order=False)
     if signs and symmetry.structure.rotations:
         course.move(positive(symmetry, course.tensors))
     return course.element
 
 
-def _course(symmetry: Symmetry, network: nn.Module, scales: Scales, *, signs: bool, order: bool) -> "_Course":
+def _course(
+    symmetry: Symmetry, network: nn.Module, scales: Scales, *, signs: bool, order: bool, partly: bool = False
+) -> "_Course":
     """Bring a network's weights to their canonical form."""
-    course = _Course(symmetry, network, scales)
+    course = _Course(symmetry, network, scales, partly=partly)
     if symmetry.structure.rotations and scales == "balanced" and signs and order:
         # Scales, shifts and cells do not depend on rotations, signs and order do.
         _up_to_rotations(course, signs=False, order=False)
@@ -265,11 +274,14 @@ class _Course:
         sweeps: Of all passes together.
         residual: Of the last pass, as `converged` and `notes`.
         kept: Whether moved tensors are kept, in double precision, or made anew whenever one is asked for.
+        partly: Whether cells without a balanced member are balanced as far as can be, which leaves rotations of them.
         dtype: In which weights are held to sum up their squares; None for that of `tensors`.
     """
 
-    def __init__(self, symmetry: Symmetry, network: nn.Module, scales: Scales, *, kept: bool = True) -> None:
-        self.symmetry, self.scales, self.kept = symmetry, scales, kept
+    def __init__(
+        self, symmetry: Symmetry, network: nn.Module, scales: Scales, *, kept: bool = True, partly: bool = False
+    ) -> None:
+        self.symmetry, self.scales, self.kept, self.partly = symmetry, scales, kept, partly
         self.element = self.identity = symmetry.identity()
         self.dead: dict[str, Tensor] | None = None
         self.sweeps, self.residual, self.converged = 0, 0.0, True
@@ -330,7 +342,7 @@ def _up_to_phases(course: _Course, *, signs: bool, order: bool) -> None:
     symmetry, scales = course.symmetry, course.scales
     if scales is None or not symmetry.structure.dense:
         return _up_to_cells(course, signs=signs, order=order)
-    cells, stay, notes = _balanced_cells(symmetry, course.tensors, scales, course.dtype)
+    cells, stay, notes = _balanced_cells(symmetry, course.tensors, scales, course.dtype, partly=course.partly)
     course.move(cells)
     _up_to_cells(course, signs=signs, order=order)
     if signs:
@@ -355,11 +367,12 @@ def _up_to_cells(course: _Course, *, signs: bool, order: bool) -> None:
 
 
 def _balanced_cells(
-    symmetry: Symmetry, tensors: Mapping[str, Tensor], scales: Scales, dtype: torch.dtype | None
+    symmetry: Symmetry, tensors: Mapping[str, Tensor], scales: Scales, dtype: torch.dtype | None, *, partly: bool
 ) -> tuple[Element, set[int], list[str]]:
     """Return the element after which what dense cells put out and what reads it have equal, diagonal Gram matrices.
 
-    With the cells that have no balanced member and stay, and notes.
+    With the cells that have no balanced member and stay (or are balanced as far as can be, if that is asked for), and
+    notes.
 
     Scales and cells in turn: the squared norm falls with each, and is convex along geodesics of both together
     (docs/theory/intertwiners.md, 5.5). Matrices change the squares of those tensors only in which cells stand.
@@ -381,6 +394,11 @@ def _balanced_cells(
         here = MovedTensors(structure, total, ConvertedTensors(tensors, doubled), mixed & counted, shifted=False)
         grams = list(enumerate(zip(*gram_matrices(structure, here), strict=True)))
         moved = max((mismatch(*own) for cell, own in grams if cell not in singular), default=0.0)
+        partial = {cell: partial_balancing(*own) if partly else None for cell, own in grams if cell in singular}
+        for cell, diagonals in ((cell, found[1]) for cell, found in partial.items() if found is not None):
+            for gram, diagonal in zip(grams[cell][1], diagonals, strict=True):
+                apart = float((gram - torch.diag(diagonal)).abs().max() / diagonal.max())
+                moved = max(moved, apart if apart > _PARTLY_SETTLED else 0.0)
         if count and moved <= _SETTLED:
             break
         dense = list(symmetry.identity().dense)
@@ -388,8 +406,9 @@ def _balanced_cells(
             found = None if cell in singular else principal_balancing(out, read)
             if found is None:
                 singular.add(cell)
-            else:
-                dense[cell] = found
+                other = partial[cell] if cell in partial else partial_balancing(out, read) if partly else None
+                found = other[0] if other is not None else dense[cell]
+            dense[cell] = found
         total = symmetry.compose(replace(symmetry.identity(), dense=tuple(dense)), total)
         inside = replace(total, log_scale=symmetry.identity().log_scale)
         squares.renew(MovedTensors(structure, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))

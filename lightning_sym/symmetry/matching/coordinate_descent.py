@@ -32,6 +32,7 @@ from lightning_sym.symmetry.matching.assignment_costs import (
 from lightning_sym.symmetry.matching.balanced import Comparison, along, inner, squared_difference
 from lightning_sym.symmetry.matching.streams import best_turn, turn_of, weight_products
 from lightning_sym.symmetry.phases import phases_of
+from lightning_sym.symmetry.proof import compute_the_same
 
 # Which moves there are: docs/theory/matching.md, 1.7.
 FREEDOM = ("permutations", "blocks", "matrices", "rotations")
@@ -219,17 +220,21 @@ class Descent:
         return self._negligible * square + self._rounding * math.sqrt(square) + self._rounding**2
 
     def suspicious(self, element: Element) -> bool:
-        """Whether a member of B's orbit is much farther from A than norms of tensors, which no move changes, ask for.
+        """Whether a member of B's orbit may be far from A although both networks are of one orbit, or nearly so.
 
-        Then both may be of one orbit, or nearly so; a member that is near says so by itself.
+        It is much farther than rounding, and norms of tensors, which hardly any move changes, ask for much less;
+        or both networks compute the same. A member that is near says by itself that nothing is missed.
         """
         if not self.signs or self.freedom != set(FREEDOM):
             return False
         self.restart(element)
+        if self.squared_distance <= _SUSPICIOUS * self._rounding**2:
+            return False
         pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.current.items())
         least = math.fsum(float(one - two) ** 2 for one, two in pairs)
-        alike = least <= _ALIKE**2 * 2 * self._half
-        return alike and self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
+        if least <= _ALIKE**2 * 2 * self._half:
+            return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
+        return compute_the_same(self.compared.symmetry.examples, self.compared.a, self.compared.b)
 
     def restart(self, element: Element) -> None:
         """Begin again at a member of B's orbit."""
@@ -357,6 +362,12 @@ class Descent:
             if not self.squared_distance <= (1 - _WORTH) * before or before == 0:
                 break
         return moved
+
+    def turn_cells(self) -> None:
+        """Turn dense cells, all units where they are."""
+        for group in self.groups:
+            if group.dense:
+                self._improve_group(group)
 
     def _turn(self, group: MatchingGroup) -> bool:
         """Rotate streams by the best orthogonal matrices that fit between their gains (orthogonal Procrustes)."""
@@ -548,9 +559,13 @@ def descend(
     seed: int,
     max_sweeps: int,
     initial: Element | None = None,
+    turned: bool = True,
     progress: bool = False,
 ) -> Descended:
-    """Descend several times; the arguments are those of :func:`lightning_sym.symmetry.weight_matching`."""
+    """Descend several times; the arguments are those of :func:`lightning_sym.symmetry.weight_matching`.
+
+    With ``turned=False`` cells are turned before anything else, which has its place where the start has it.
+    """
     symmetry = descent.symmetry
     histories: list[tuple[Element, list[float]]] = []
     with Progress(disable=not progress or rank() > 0) as bar:
@@ -567,6 +582,8 @@ def descend(
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)
             history = [descent.objective]
+            if not turned:
+                descent.turn_cells()
             for objective in descent.sweeps(generator, max_sweeps):
                 history.append(objective)
                 sweep = len(history) - 1

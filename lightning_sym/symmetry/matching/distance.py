@@ -14,11 +14,11 @@ from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.cells import singular_values, unbalanced
-from lightning_sym.symmetry.canonical.form import canonical_element
 from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
+from lightning_sym.symmetry.matching.weights import form_to_form
 from lightning_sym.symmetry.tracing.structure import Structure
 
 
@@ -94,9 +94,8 @@ def orbit_distance(
         descent = Descent(compared, signs=signs, device=where)
         found = [descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)]
         if symmetry.structure.dense or symmetry.structure.rotations:
-            ours, theirs = (canonical_element(symmetry, network) for network in (a, b))
-            initial = compared.forth(symmetry.compose(symmetry.inverse(ours), theirs))
-            found.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial))
+            initial = compared.forth(form_to_form(symmetry, a, b))
+            found.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial, turned=False))
         upper = math.inf
         for one in found:
             descent.restart(one.element)

@@ -1,5 +1,6 @@
 """From the balanced gauge to the scales of a reference, but for units of which the reference says too little."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -60,7 +61,19 @@ def to_scales_of(
         return back
     change = torch.from_numpy(log_scale) - back.log_scale
     # Scales first: the shifts of `back` bring biases in front of batch norms to those of the reference.
-    return symmetry.compose(back, replace(symmetry.identity(), log_scale=change))
+    other = symmetry.compose(back, replace(symmetry.identity(), log_scale=change))
+    # Tilts change norms, too, so that what is handed over exactly may seem to be out of proportion.
+    return min(back, other, key=lambda own: _distance_to(symmetry, theirs, own, network, element))
+
+
+def _distance_to(
+    symmetry: Symmetry, theirs: Mapping[str, Tensor], back: Element, network: nn.Module, element: Element | None
+) -> float:
+    """Return the squared distance of parameters from those of the reference, where an element hands over scales."""
+    whole = back if element is None else symmetry.compose(back, element)
+    moved = MovedTensors(symmetry.structure, whole, state_tensors(network))
+    pairs = ((theirs[name].detach().double().cpu(), moved[name].double().cpu()) for name in symmetry.parameter_names)
+    return math.fsum(float((one - two).square().sum()) for one, two in pairs)
 
 
 def _put_in_proportion(

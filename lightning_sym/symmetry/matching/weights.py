@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_sym._checks import check_integers
-from lightning_sym._distributed import device_of
+from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonical_element
@@ -22,6 +22,11 @@ from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descende
 from lightning_sym.symmetry.matching.magnitudes import refined
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.capture import state_tensors
+
+# What is nearer than this, relative to the norm, is nearly of one orbit: from there on, gauges agree better.
+_NEAR = 1e-3
+_ROUNDING = 10.0  # so many units of rounding may be between equal networks, relative to their norm
+_MOST_TIMES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,23 +174,40 @@ def weight_matching(
         balance = False  # which turns cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
 
-    def matched(balance: bool) -> Found:
+    def matched(b: nn.Module, balance: bool) -> Found:
         compared = comparable(symmetry, a, b, balance=balance, signs=signs)
         descent = Descent(compared, signs=signs, device=where, freedom=freedom)
         start = None if initial is None else compared.forth(initial)
         found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=start, progress=progress)
         doubtful = initial is None and balance and descent.suspicious(found.element)
+        starts = [found]
+        if doubtful:  # units that cells hide as long as these are turned otherwise, forms put in one order
+            begin = compared.forth(form_to_form(symmetry, a, b))
+            starts.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=begin, turned=False))
         del descent  # with its copy of the network
-        element = compared.back(found.element)
-        if scales and refine:
-            element = refined(symmetry, a, b, element, where)
-        match = measured(symmetry, a, b, replace(found, element=element))
+        matches = []
+        for one in starts:
+            element = compared.back(one.element)
+            if scales and refine:
+                element = refined(symmetry, a, b, element, where)
+            matches.append(measured(symmetry, a, b, replace(one, element=element)))
+        match = min(matches, key=lambda own: own.distance_after)
         return nearer_by_forms(symmetry, a, b, match) if doubtful else match
 
     with torch.no_grad():
-        match = matched(scales and balance)
+        match = matched(b, scales and balance)
         if scales and balance and match.distance_after > match.distance_before:
-            match = matched(False)  # which begins at b, and comes nearer with every step
+            match = matched(b, False)  # which begins at b, and comes nearer with every step
+        norm = math.sqrt(math.fsum(float(own.square().sum(dtype=wide(own.device))) for own in a.parameters()))
+        least = _ROUNDING * max((torch.finfo(own.dtype).eps for own in a.parameters()), default=0.0) * norm
+        for _ in range(_MOST_TIMES if scales and balance and initial is None else 0):
+            if not least < match.distance_after < _NEAR * norm:
+                break
+            found = matched(symmetry.act(match.element, b), True)
+            if not found.distance_after < match.distance_after / 2:
+                break
+            whole = symmetry.compose(found.element, match.element)
+            match = measured(symmetry, a, b, replace(match, element=whole))
         if initial is None and match.distance_after > match.distance_before:  # by rounding
             match = measured(symmetry, a, b, replace(match, element=symmetry.identity()))
     return matched_by(symmetry, b, match, "weights")
@@ -196,9 +218,14 @@ def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found
 
     Descents take many steps there, or miss what they have no move for: queries of one key that change places, tilts.
     """
-    own, theirs = (canonical_element(symmetry, network) for network in (a, b))
-    other = measured(symmetry, a, b, replace(match, element=symmetry.compose(symmetry.inverse(own), theirs)))
+    other = measured(symmetry, a, b, replace(match, element=form_to_form(symmetry, a, b)))
     return other if other.distance_after < match.distance_after else match
+
+
+def form_to_form(symmetry: Symmetry, a: nn.Module, b: nn.Module) -> Element:
+    """Return the element that brings the canonical form of ``b`` to that of ``a``."""
+    own, theirs = (canonical_element(symmetry, network) for network in (a, b))
+    return symmetry.compose(symmetry.inverse(own), theirs)
 
 
 def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:

@@ -9,7 +9,7 @@ import torch
 from scipy import sparse
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.arrays import Ints
+from lightning_sym.symmetry.arrays import Ints, as_array
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.moves.equations import solved
@@ -112,7 +112,7 @@ def _folding(symmetry: Symmetry, network: nn.Module, tensors: dict[str, Tensor],
     Raises:
         ValueError: If some hold zeros, or there are none.
     """
-    values = {name: tensors[name].detach().cpu().reshape(-1).numpy() for name in gains}
+    values = {name: as_array(tensors[name].reshape(-1)) for name in gains}
     if zeros := [name for name in gains if not values[name].all()]:
         raise ValueError(
             f"no scale brings the zeros in {_plural('the gain', zeros)} to 1; expected gains other than zero, or "

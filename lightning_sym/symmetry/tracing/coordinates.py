@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import as_array
+
 Ints = NDArray[np.int64]
 _MANY = 2**22  # numbers of a constant that are compared one by one
 
@@ -61,12 +63,12 @@ def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
     if not any(constant.stride(axis) and constant.shape[axis] > 1 for axis in axes):
         for axis in axes:
             constant = constant.narrow(axis, 0, 1)
-        return constant.reshape(1, -1).numpy()
+        return as_array(constant.reshape(1, -1))
     count = int(np.prod([constant.shape[axis] for axis in axes]))
     rows = constant.permute(*axes, *others).reshape(count, -1)
     rows = torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
     if rows.numel() <= _MANY:
-        return rows.numpy()
+        return as_array(rows)
     # Rows that are not the same have other sums under random weights.
     weights = torch.rand(rows.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return (rows.double().nan_to_num() @ weights).numpy()

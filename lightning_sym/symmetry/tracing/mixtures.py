@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import as_array
 from lightning_sym.symmetry.tracing.constraints import Ints, Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 
@@ -206,7 +207,7 @@ def find_planes(mixture: Mixture, shape: tuple[int, ...]) -> Planes | None:
     size = int(np.prod([shape[axis] for axis in axes]))
 
     def rows(part: Tensor) -> NDArray:  # type: ignore[type-arg]
-        return part.expand(shape).permute(*axes, *others).reshape(size, -1).numpy()
+        return as_array(part.expand(shape).permute(*axes, *others).reshape(size, -1))
 
     index, factor = (np.stack([rows(term[part]) for term in terms]) for part in (0, 1))  # (terms, size, places)
     place, position = _split(index, base)

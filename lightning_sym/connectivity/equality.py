@@ -1,0 +1,255 @@
+"""Whether two networks are equal up to symmetry, as far as the precision of their files can tell."""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.matching.weights import weight_matching
+from lightning_sym.symmetry.moving import MovedTensors
+from lightning_sym.symmetry.proof import cropped, double, double_copy, noisy, outputs_of, runs
+from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.views import ConvertedTensors
+
+# So many times what rounding does to a slice, or to an output, may be between equal networks. Planted elements leave 17
+# times at most (of tilts; all others 5) and 4 to 8 times; networks in single precision that are 1e-5 apart 100 and more.
+_OF_WEIGHTS, _OF_OUTPUTS = 20.0, 12.0
+_DRAWS = 8  # of what rounding does
+_INPUTS, _NUMBERS = 64, 2**19  # so many random inputs, if they have no more numbers together than that
+_COMPUTED = 1e-13
+_FAR = 0.5  # outputs that are that far apart, relative to themselves, are not explained by rounding
+
+
+@dataclass(frozen=True)
+class Equality:
+    """What is known of two networks.
+
+    Attributes:
+        answer: "equal" up to symmetry; the "same function" on random inputs, by other weights; or "not found" to be
+            equal, as they put out different numbers.
+        times: By how many times the worst slice of weights, or the worst output, differs more than rounding explains.
+        worst: Which one that is.
+        inputs: The number of random inputs.
+    """
+
+    answer: Literal["equal", "same function", "not found"]
+    times: float
+    worst: str
+    inputs: int
+
+
+def rounding_of(*dtypes: torch.dtype) -> float:
+    """Return the relative rounding of the coarsest type, or what computing in double precision leaves."""
+    return max(_COMPUTED, *(torch.finfo(dtype).eps / 2 for dtype in dtypes))
+
+
+def equality(
+    symmetry: Symmetry, a: nn.Module, b: nn.Module, elements: Sequence[Element], rounding: float, *, seed: int = 0
+) -> tuple[Equality, ...]:
+    """Decide whether elements make two networks equal, to the rounding of their files.
+
+    First their outputs on random inputs, each by itself, against what rounding the weights of ``b`` does to them. Where
+    they agree, the elements are improved in double precision; then every slice of every tensor, rows and columns,
+    against what rounding the weights of ``b`` makes of the moved slice (docs/merging.md).
+
+    Args:
+        symmetry: The symmetry of both.
+        a: The reference. Not changed.
+        b: The other one. Not changed.
+        elements: Each brings ``b`` near to ``a``, or is the identity, which stays.
+        rounding: Of the files' numbers, relative.
+        seed: Of inputs and noise.
+
+    Returns:
+        One answer for each element.
+    """
+    with torch.no_grad():
+        one, two = (double_copy(network).eval() for network in (a, b))
+        calls, count = _random_calls(symmetry.examples, one, torch.Generator().manual_seed(seed))
+        times, worst = _outputs_apart(one, two, calls, rounding, seed)
+        if times > 1:
+            return tuple(Equality("not found", times, worst, count) for _ in elements)
+        found = []
+        for element in elements:
+            if not _is_identity(symmetry, element):
+                moved = symmetry.act(element, double_copy(b).eval(), inplace=True)
+                near = weight_matching(symmetry, one, moved, seed=seed)
+                element = symmetry.compose(near.element, element)
+            times, worst = weights_apart(symmetry, state_tensors(one), state_tensors(two), element, rounding, seed)
+            found.append(Equality("equal" if times <= 1 else "same function", times, worst, count))
+        return tuple(found)
+
+
+def _is_identity(symmetry: Symmetry, element: Element) -> bool:
+    own, other = (
+        [leaf for leaf in pytree.tree_leaves(vars(each)) if isinstance(leaf, Tensor)]
+        for each in (element, symmetry.identity())
+    )
+    return len(own) == len(other) and all(torch.equal(x, y) for x, y in zip(own, other, strict=True))
+
+
+# ---- functions
+
+
+def _random_calls(examples: Sequence[Call], network: nn.Module, generator: torch.Generator) -> tuple[list[Call], int]:
+    """Return calls on random inputs around an example, and how many inputs they hold together."""
+    example = Call(*double(tuple(examples[0])))
+    smaller = Call(*cropped(tuple(example)))
+    example = smaller if runs(network, [smaller]) else example
+    tensors = [leaf for leaf in pytree.tree_leaves(tuple(example)) if isinstance(leaf, Tensor)]
+    numbers = sum(tensor.numel() for tensor in tensors)
+    sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+    size = sizes.pop() if len(sizes) == 1 else 0
+    if size:
+        count = max(2, min(_INPUTS, _NUMBERS * size // max(numbers, 1)))
+        one = pytree.tree_map_only(Tensor, lambda t: t[:1].repeat(count, *[1] * (t.ndim - 1)), tuple(example))
+        batch = _drawn(one, generator)
+        if runs(network, [batch]):
+            return [batch], count
+    count = max(2, min(_INPUTS, _NUMBERS // max(numbers, 1)))
+    return [_drawn(tuple(example), generator) for _ in range(count)], count * max(size, 1)
+
+
+def _drawn(arguments: Any, generator: torch.Generator) -> Call:
+    """Return arguments with noise as large as they are, and integers in a random order."""
+
+    def shuffled(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
+            return tensor
+        order = torch.randint(tensor.numel(), (tensor.numel(),), generator=generator)
+        return tensor.reshape(-1)[order.to(tensor.device)].reshape(tensor.shape)
+
+    return Call(*pytree.tree_map_only(Tensor, shuffled, noisy(arguments, generator)))
+
+
+def _outputs_apart(
+    one: nn.Module, two: nn.Module, calls: Sequence[Call], rounding: float, seed: int
+) -> tuple[float, str]:
+    """Return by how many times an output differs more than rounding explains, and which one."""
+    ours, theirs = _outputs(one, calls), _outputs(two, calls)
+    if [own.shape for own in ours] != [own.shape for own in theirs]:
+        return math.inf, "the shape of an output"
+    apart = [_norms(x - y) for x, y in zip(ours, theirs, strict=True)]
+    sizes = [_norms(own) for own in ours]
+    noise = [torch.zeros_like(own) for own in apart]
+    far = any(bool((x > _FAR * torch.maximum(size, size.mean())).any()) for x, size in zip(apart, sizes, strict=True))
+    draws = 1 if far and rounding < 1e-4 else _DRAWS // 2
+    for draw in range(draws):
+        rounded = double_copy(two).eval()
+        for name, tensor in state_tensors(rounded).items():
+            if tensor.is_floating_point():
+                tensor.copy_(_with_noise(tensor, name, rounding, seed + draw))
+        for total, x, y in zip(noise, _outputs(rounded, calls), theirs, strict=True):
+            total += _norms(x - y).square() / draws
+    worst, where = 0.0, "no output"
+    for number, (x, squares, size) in enumerate(zip(apart, noise, sizes, strict=True)):
+        times = _times(x, _OF_OUTPUTS * squares.sqrt() + 1e-13 * size)
+        if times.numel() and float(times.max()) > worst:
+            worst, place = float(times.max()), int(times.argmax())
+            where = f"output {place}" if len(apart) == 1 else f"number {place} of output {number}"
+    return worst, where
+
+
+def _outputs(network: nn.Module, calls: Sequence[Call]) -> list[Tensor]:
+    """Return the outputs for all calls, in float64 on the CPU; of several calls on a new first axis."""
+    found = [[_plain(output) for output in outputs_of(network, call)] for call in calls]
+    return found[0] if len(found) == 1 else [torch.stack(own) for own in zip(*found, strict=True)]
+
+
+def _plain(output: Tensor) -> Tensor:
+    output = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
+    return output.double().cpu().nan_to_num(0.0, 1e300, -1e300)
+
+
+def _norms(outputs: Tensor) -> Tensor:
+    """Return the norm over the first axis (inputs) of each number that is put out."""
+    return torch.linalg.vector_norm(outputs[None] if outputs.ndim < 2 else outputs, dim=0).reshape(-1)
+
+
+def _times(apart: Tensor, allowed: Tensor) -> Tensor:
+    return torch.where(apart > 0, apart / allowed.clamp_min(1e-300), 0.0)
+
+
+# ---- weights
+
+
+def weights_apart(
+    symmetry: Symmetry,
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    element: Element,
+    rounding: float,
+    seed: int = 0,
+) -> tuple[float, str]:
+    """Return by how many times a slice of a tensor differs more than rounding explains, and which one.
+
+    A slice is all that stands at one position of an axis; of a vector, one number.
+
+    Args:
+        symmetry: The symmetry of both.
+        ours: The tensors of the reference, by name.
+        theirs: Those of the other network.
+        element: Moves the latter.
+        rounding: Of the numbers, relative.
+        seed: Of the noise.
+    """
+    exact = ConvertedTensors(theirs, lambda tensor: tensor.detach().double() if tensor.is_floating_point() else tensor)
+    moved = MovedTensors(symmetry.structure, element, exact)
+    draws = [MovedTensors(symmetry.structure, element, _Rounded(exact, rounding, seed + n)) for n in range(_DRAWS)]
+    worst, where = 0.0, "no weight"
+    for name, tensor in ours.items():
+        if not tensor.is_floating_point():
+            if not name.endswith("num_batches_tracked") and not torch.equal(tensor, theirs[name].to(tensor.device)):
+                return math.inf, name
+            continue
+        mine, own = tensor.detach().double().cpu(), moved[name].cpu()
+        apart = _slices(torch.where(mine == own, 0.0, mine - own))  # infinities of masks are the same
+        noise = [torch.zeros_like(squares) for _, squares in apart]
+        for draw in draws:
+            rounded = draw[name].cpu()
+            for total, (_, squares) in zip(
+                noise, _slices(torch.where(rounded == own, 0.0, rounded - own)), strict=True
+            ):
+                total += squares / _DRAWS
+        for (axis, squares), total, (_, size) in zip(apart, noise, _slices(mine), strict=True):
+            times = _times(squares.sqrt(), _OF_WEIGHTS * (total.sqrt() + rounding * size.sqrt()))
+            if times.numel() and not float(times.max()) <= worst:
+                worst, place = float(times.max()), int(times.argmax())
+                where = name if axis is None else f"{name} at {place} of axis {axis}"
+    return worst, where
+
+
+def _slices(tensor: Tensor) -> list[tuple[int | None, Tensor]]:
+    """Return for each axis the squared norms of the slices."""
+    squares = tensor.square()
+    if squares.ndim < 2:
+        return [(0 if squares.ndim else None, squares.reshape(-1))]
+    axes = range(squares.ndim)
+    return [(axis, squares.sum([other for other in axes if other != axis])) for axis in axes]
+
+
+class _Rounded(ConvertedTensors):
+    """Tensors with noise like that of rounding; the same whenever one is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], rounding: float, seed: int) -> None:
+        super().__init__(tensors, torch.detach)
+        self._rounding, self._seed = rounding, seed
+
+    def _made(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        return _with_noise(tensor, name, self._rounding, self._seed) if tensor.is_floating_point() else tensor
+
+
+def _with_noise(tensor: Tensor, name: str, rounding: float, seed: int) -> Tensor:
+    """Return a tensor with relative noise that depends on its name and a seed alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + 1_000_003 * seed)
+    drawn = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator).to(tensor.device)
+    return torch.where(tensor.isfinite(), tensor * (1 + rounding * drawn), tensor)
