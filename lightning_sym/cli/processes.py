@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def comparable(command: str, settings: Any) -> dict[str, Any]:
     for name in _FOLDERS:  # of processes in different working folders
         own[name] = own.get(name) and os.path.abspath(own[name])
     if path := own.get("ckpt_path"):
-        own["content of ckpt_path"] = content_of(path)
+        own["content of ckpt_path"] = content_of(Path(path))
     python = ".".join(map(str, sys.version_info[:2]))
     own["version of"] = {"python": python, **versions()}
     own["environment variable"] = {name: os.environ.get(name) for name in _ENVIRONMENT}

@@ -142,8 +142,11 @@ class Watch:
     @property
     def sentence(self) -> str:
         """Why the process ended, and what to do."""
-        last = self.folder and self.folder / "checkpoints" / "last.ckpt"
-        todo = "" if last is None else "; go on with --ckpt_path last" if last.is_file() else "; start it anew"
+        todo = ""
+        if self.folder is not None:
+            last, begun = (self.folder / name for name in ("checkpoints/last.ckpt", "config.yaml"))
+            anew = "start it anew, with --overwrite true" if begun.is_file() else "start it anew"
+            todo = f"; {'go on with --ckpt_path last' if last.is_file() else anew}"
         return f"lightning-sym: {self._reason or 'interrupted'}{todo}"
 
     def _leave(self) -> None:
@@ -160,7 +163,7 @@ class Watch:
         """Have the main thread stopped: now if it is in Python, or when it is again, or without it after its time."""
         if not self._reason:
             self._reason, self._status = reason, status
-            self._deadline = time.monotonic() + GRACE + delay
+            self._deadline = time.monotonic() + (2.0 if self.waits else GRACE) + delay  # nothing has been begun
             self._interrupt_at = time.monotonic() + delay
             self._told.set()
 
