@@ -104,12 +104,14 @@ class Watch:
                 self._leave()
                 print(self.sentence, file=sys.stderr, flush=True)
                 raise SystemExit(self._status) from None
+            self._raised = True
             if not isinstance(error, Exception):
                 self._tell("was interrupted")
             else:
                 self._tell(f"{_FAILED}{' '.join(str(error).split())[:300]}")
             self._leave()
             raise
+        self._raised = True  # nothing is left to be stopped: the others close their connections as they end
         for peer in list(self._peers):
             _send(peer, _DONE)
 
