@@ -197,8 +197,9 @@ class Watch:
         began, said = time.monotonic(), False
         while not self._over.is_set():
             with selectors.DefaultSelector() as selector:
-                for source in (self._read, *self._peers):
-                    selector.register(source, selectors.EVENT_READ)
+                selector.register(self._read, selectors.EVENT_READ)
+                for peer in self._peers:
+                    selector.register(peer, selectors.EVENT_READ)
                 ready = [key.fileobj for key, _ in selector.select(_TICK)]
             for source in ready:
                 if isinstance(source, socket.socket):
