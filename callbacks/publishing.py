@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def _send(trainer: Trainer, method: str, tag: str, what: object) -> None:
     for logger in trainer.loggers:
         add = getattr(getattr(logger, "experiment", None), method, None)
         if callable(add):
-            add(tag, what, global_step=trainer.global_step)
+            with getattr(logger, "writing", nullcontext)():  # that of a run folder names its file
+                add(tag, what, global_step=trainer.global_step)
 
 
 def publish_numbers(trainer: Trainer, values: Mapping[str, float], headline: str | None = None) -> None:

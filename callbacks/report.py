@@ -15,6 +15,7 @@ from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.datamodules import InMemoryDataModule, InputDataModule
 from lightning_sym.reports import RunResults
+from lightning_sym.tasks.same_run import check_same_run
 from lightning_sym.zoo import versions
 
 
@@ -78,10 +79,12 @@ class AfterFit(Callback, ABC):
 
         Raises:
             TypeError: If the task lacks what is needed, or the data are not of ``lightning_sym.datamodules``.
+            ValueError: If processes of the run have other settings.
         """
         self._path, self._concluded = None, False
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        check_same_run(trainer, pl_module)
         check_needs(self, pl_module, self.needs, self.example)
         self.data(trainer)
         self._run = run_folder(trainer)  # asked for here, as it needs all ranks

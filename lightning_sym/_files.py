@@ -88,7 +88,7 @@ def not_written(path: str | Path, error: OSError) -> OSError:
     reason = error.strerror or str(error)
     if reason.startswith("Cannot write "):  # it has been said
         return error
-    good = "the file of before is unchanged" if os.path.exists(path) else "nothing was left behind"
+    good = "what it held before is still good" if os.path.exists(path) else "nothing was left behind"
     todo = _WAYS_OUT.get(error.errno or 0, "look after the file system, or choose another folder")
     return OSError(error.errno, f"Cannot write {path}: {reason}; {good}. To go on: {todo}")
 
@@ -103,7 +103,7 @@ class _Raw(io.FileIO):
     def write(self, data: Any) -> Any:
         """Write."""
         try:
-            return super().write(data)
+            return os.write(self.fileno(), data)
         except OSError as error:
             self.error = error
             raise

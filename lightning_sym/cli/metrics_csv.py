@@ -6,6 +6,7 @@ import io
 import os
 from argparse import Namespace
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the file for the last time."""
-        self.save()
+        with suppress(OSError) if status == "failed" else nullcontext():  # the first error is said
+            self.save()
 
     def _text(self, rows: Iterable[dict[str, Any]], *, header: bool = False) -> bytes:
         text = io.StringIO()

@@ -5,8 +5,9 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,16 +38,18 @@ class WatchedLauncher(_SubprocessScriptLauncher):
             watch.children, self.procs = self.procs, []  # an observer of Lightning would kill all without a word
 
 
-def watch_over(trainer: Trainer, command: str, settings: Any) -> None:
+def watch_over(trainer: Trainer, command: str, settings: Any, data: object) -> None:
     """Have the processes of a run compare their settings when they meet, and know of each other's end from then on.
 
     Args:
         trainer: Not used yet.
         command: What is done.
         settings: Resolved settings of the command.
+        data: The datamodule; where its files lie may differ, and tasks compare what was read.
     """
     strategy: Any = trainer.strategy
-    strategy.setup_environment = partial(_meet, strategy.setup_environment, command, settings)
+    places = tuple(getattr(data, "location_arguments", ()))
+    strategy.setup_environment = partial(_meet, strategy.setup_environment, command, settings, places)
     # Lightning's own handler waits for the other processes, which may be anywhere.
     trainer._signal_connector._sigterm_notifier_fn = stop  # type: ignore[method-assign]
     launcher = strategy.launcher
@@ -54,7 +57,7 @@ def watch_over(trainer: Trainer, command: str, settings: Any) -> None:
         strategy._launcher = WatchedLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
 
 
-def _meet(setup: Callable[[], None], command: str, settings: Any) -> None:
+def _meet(setup: Callable[[], None], command: str, settings: Any, places: Collection[str]) -> None:
     """Set up the process group, compare settings, and connect the processes."""
     watch = Watch.current
     began = time.monotonic()
@@ -74,24 +77,28 @@ def _meet(setup: Callable[[], None], command: str, settings: Any) -> None:
         if watch is not None:
             watch.waits = ""
     if ranks() > 1:
-        check_agreement(comparable(command, settings))
+        check_agreement(comparable(command, settings, places))
         if watch is not None:
             _connect(watch)
 
 
-def comparable(command: str, settings: Any) -> dict[str, Any]:
+def comparable(command: str, settings: Any, places: Collection[str] = ()) -> dict[str, Any]:
     """Return what has to be the same in all processes, by name.
 
     Args:
         command: What is done.
         settings: Resolved settings of the command.
+        places: Arguments of the datamodule that say where files lie.
     """
     own = {name: value for name, value in settings.as_dict().items() if name not in _FREE}
     own["trainer"] = {name: value for name, value in own["trainer"].items() if name not in _FREE_OF_TRAINER}
+    if places:
+        data = own["data"]
+        own["data"] = {**data, "init_args": {n: v for n, v in data.get("init_args", {}).items() if n not in places}}
     for name in _FOLDERS:  # of processes in different working folders
         own[name] = own.get(name) and os.path.abspath(own[name])
     if path := own.get("ckpt_path"):
-        own["content of ckpt_path"] = content_of(path)
+        own["content of ckpt_path"] = content_of(Path(path))
     python = ".".join(map(str, sys.version_info[:2]))
     own["version of"] = {"python": python, **versions()}
     own["environment variable"] = {name: os.environ.get(name) for name in _ENVIRONMENT}

@@ -1,8 +1,11 @@
 """TensorBoard of a run folder: what one looks for, and little else."""
 
+import errno
+import os
 import struct
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
 from torch.utils.tensorboard.summary import hparams
 
+from lightning_sym._files import writing
 from lightning_sym._tags import is_detail
 
 # What the classes of a zoo may be: nothing that a result depends on.
@@ -44,7 +48,31 @@ class RunTensorBoard(TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log numbers, but for the epoch, which is no result."""
         shown = {n: value for n, value in metrics.items() if n != "epoch" and (self.details or not is_detail(n))}
-        super().log_metrics(shown, step)
+        with self.writing():
+            super().log_metrics(shown, step)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write what has been logged."""
+        with self.writing():
+            super().save()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raise the errors of writing the event file as those of all files."""
+        file = self._file
+        if file is not None:  # TensorBoard's thread would print them, too
+            self.experiment.file_writer.event_writer._async_writer._worker._invoke_excepthook = lambda *_: None
+        with writing(file or Path(self.log_dir, "events.out.tfevents")):
+            yield
+            if file is not None and not file.exists():  # what is written goes nowhere
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    @property
+    def _file(self) -> Path | None:
+        """The event file; None if it has not been opened, or has been closed."""
+        writer = None if self._experiment is None else self._experiment.file_writer  # type: ignore[no-untyped-call]
+        return None if writer is None else Path(writer.event_writer._file_name)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +93,8 @@ class RunTensorBoard(TensorBoardLogger):
         groups = {type(source).__name__: charts for source in sources if (charts := getattr(source, "charts", None))}
         if groups:
             charts = {n: {title: ["Multiline", [tags]] for title, tags in own.items()} for n, own in groups.items()}
-            self.experiment.add_custom_scalars(charts)
+            with self.writing():
+                self.experiment.add_custom_scalars(charts)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -73,15 +102,18 @@ class RunTensorBoard(TensorBoardLogger):
 
         What failed before it logged anything, in a check of ``setup``, leaves no event file.
         """
-        if self.headline is not None and self._hyperparameters:
-            writer = self.experiment._get_file_writer()
-            for summary in _summaries(_flat(self._hyperparameters), self.headline):
-                writer.add_summary(summary)
-            self._hyperparameters = {}
-        opened = None if self._experiment is None else self._experiment._get_file_writer()  # type: ignore[no-untyped-call]
-        super().finalize(status)
-        if status == "failed" and opened is not None:
-            _remove_if_empty(Path(opened.event_writer._file_name))
+        failed = status == "failed"
+        with suppress(OSError) if failed else nullcontext(), self.writing():  # of a failed run the first error is said
+            if self.headline is not None and self._hyperparameters:
+                writer = self.experiment._get_file_writer()
+                for summary in _summaries(_flat(self._hyperparameters), self.headline):
+                    writer.add_summary(summary)
+                self._hyperparameters = {}
+        opened = self._file
+        with suppress(OSError) if failed else nullcontext(), self.writing():
+            super().finalize(status)
+        if failed and opened is not None:
+            _remove_if_empty(opened)
 
 
 def _remove_if_empty(events: Path) -> None:

@@ -104,12 +104,14 @@ class Watch:
                 self._leave()
                 print(self.sentence, file=sys.stderr, flush=True)
                 raise SystemExit(self._status) from None
+            self._raised = True
             if not isinstance(error, Exception):
                 self._tell("was interrupted")
             else:
                 self._tell(f"{_FAILED}{' '.join(str(error).split())[:300]}")
             self._leave()
             raise
+        self._raised = True  # nothing is left to be stopped: the others close their connections as they end
         for peer in list(self._peers):
             _send(peer, _DONE)
 
@@ -142,8 +144,11 @@ class Watch:
     @property
     def sentence(self) -> str:
         """Why the process ended, and what to do."""
-        last = self.folder and self.folder / "checkpoints" / "last.ckpt"
-        todo = "" if last is None else "; go on with --ckpt_path last" if last.is_file() else "; start it anew"
+        todo = ""
+        if self.folder is not None:
+            last, begun = (self.folder / name for name in ("checkpoints/last.ckpt", "config.yaml"))
+            anew = "start it anew, with --overwrite true" if begun.is_file() else "start it anew"
+            todo = f"; {'go on with --ckpt_path last' if last.is_file() else anew}"
         return f"lightning-sym: {self._reason or 'interrupted'}{todo}"
 
     def _leave(self) -> None:
@@ -160,7 +165,7 @@ class Watch:
         """Have the main thread stopped: now if it is in Python, or when it is again, or without it after its time."""
         if not self._reason:
             self._reason, self._status = reason, status
-            self._deadline = time.monotonic() + GRACE + delay
+            self._deadline = time.monotonic() + (2.0 if self.waits else GRACE) + delay  # nothing has been begun
             self._interrupt_at = time.monotonic() + delay
             self._told.set()
 
@@ -192,8 +197,9 @@ class Watch:
         began, said = time.monotonic(), False
         while not self._over.is_set():
             with selectors.DefaultSelector() as selector:
-                for source in (self._read, *self._peers):
-                    selector.register(source, selectors.EVENT_READ)
+                selector.register(self._read, selectors.EVENT_READ)
+                for peer in self._peers:
+                    selector.register(peer, selectors.EVENT_READ)
                 ready = [key.fileobj for key, _ in selector.select(_TICK)]
             for source in ready:
                 if isinstance(source, socket.socket):

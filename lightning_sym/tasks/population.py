@@ -28,6 +28,7 @@ from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, make_scheduler, scheduled
 from lightning_sym.tasks.losses import CrossEntropy, is_cross_entropy
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
+from lightning_sym.tasks.same_run import check_same_run
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
 
 T = TypeVar("T")
@@ -326,8 +327,9 @@ class PopulationTask(LoadsTrusted, LightningModule):
 
         Raises:
             ValueError: If it would tie the members together, or cannot place them, or targets are values and the loss
-                is the cross-entropy.
+                is the cross-entropy, or other processes of the run have other settings.
         """
+        check_same_run(self.trainer, self)
         if self.trainer.precision == "16-mixed":
             raise ValueError(
                 "precision 16-mixed ties the members together (one gradient scale for all); use bf16-mixed, 32-true or "

@@ -10,7 +10,7 @@ from commands import QUIET
 from helpers import assert_same
 from pytorch_lightning import Callback
 
-from lightning_sym.cli import main
+from lightning_sym.cli import checkpoints, main
 from lightning_sym.zoo import ModelZoo
 
 pytestmark = pytest.mark.long
@@ -28,6 +28,8 @@ SCENARIOS = {
     "mid-epoch": ("train 1 3",),
     "validation": ("val 1",),
     "export": ("end",),
+    "between checkpoint and row": ("saved 2",),
+    "within a checkpoint": ("saving 2",),
     "checkpoint in the middle of an epoch": ("train 0 4", "--checkpoint.every_n_train_steps=3"),
 }
 
@@ -52,6 +54,25 @@ class Killer(Callback):
         self.maybe("end")
 
 
+def kill_while_saving(save=checkpoints.torch.save, write=checkpoints.write_atomically):
+    """Have this process killed in the middle of a checkpoint, or when it is there."""
+
+    def saving(checkpoint, file):
+        file.write(b"half")
+        file.flush()
+        Killer().maybe(f"saving {checkpoint['epoch']}")
+        file.seek(0)
+        save(checkpoint, file)
+        epoch.append(checkpoint["epoch"])
+
+    def writing(path, content):
+        write(path, content)
+        Killer().maybe(f"saved {epoch[-1]}")
+
+    epoch = []
+    checkpoints.torch.save, checkpoints.write_atomically = saving, writing
+
+
 def scenarios(run):
     for module in ("lightning_sym.cli.lightning", "sklearn.datasets", "torch.utils.tensorboard"):
         importlib.import_module(module)  # once, for all processes
@@ -60,6 +81,7 @@ def scenarios(run):
         child = os.fork()
         if child == 0:
             Killer.place = place
+            kill_while_saving()
             os._exit(main([*FIT, "--run_dir", str(run.folder / name), *options]))
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -82,6 +104,7 @@ def test_resumed_run_is_the_uninterrupted_one(runs, name):
     for file in ("results/members.csv", "metrics.csv"):
         assert (resumed / file).read_bytes() == (whole / file).read_bytes(), file
     assert (resumed / "results" / "confusion.png").is_file()
+    assert not [path for path in resumed.rglob(".*") if path.name != ".manifest.lock"]
 
 
 def test_the_runs_differ_where_they_should(runs):
