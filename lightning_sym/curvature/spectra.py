@@ -150,12 +150,13 @@ def _xtrace(operator: SymmetricOperator, count: int, generator: torch.Generator)
     without = without / without.norm(dim=0).where(alone, 1.0)
 
     def outside(coordinates: Tensor) -> Tensor:
-        return coordinates - without * (without * coordinates).sum(0)
+        found: Tensor = coordinates - without * (without * coordinates).sum(0)
+        return found
 
     rest = ahead - products @ outside(basis.T @ signs)
     rest = rest - basis @ outside(basis.T @ rest)
-    found = inside.trace() - (without * (inside @ without)).sum(0) + (signs * rest).sum(0)
-    return float(found.mean())
+    each = inside.trace() - (without * (inside @ without)).sum(0) + (signs * rest).sum(0)
+    return float(each.mean())
 
 
 def _per_sample(operator: SymmetricOperator, probes: int, generator: torch.Generator) -> TraceEstimate:
