@@ -330,7 +330,11 @@ def _whole_window(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Ten
 
 # ---- operations that may give rows to other samples
 
-_REGROUPING = ("Index", "Scatter", "Masked", "Split", "Unbind", "Cat", "Stack", "Slice", "Select", "Take", "Put")
+_REGROUPING = (
+    *("Index", "Scatter", "Masked", "Split", "Unbind", "Cat", "Stack", "Slice", "Select", "Take", "Put"),
+    *("Cumsum", "Segment"),
+)
+_PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2, "BmmBackward0": 1}  # which of them is the right factor
 
 
 def regroups(outputs: Tensor, nodes: list[Tensor]) -> bool:
@@ -345,14 +349,22 @@ def regroups(outputs: Tensor, nodes: list[Tensor]) -> bool:
     stack = [outputs.grad_fn]
     while stack:
         at = stack[-1]
-        nexts = [child for child, _ in at.next_functions if child is not None] if at is not None else []
-        todo = [child for child in nexts if child not in reaches]
+        nexts = [child for child, _ in at.next_functions] if at is not None else []
+        todo = [child for child in nexts if child is not None and child not in reaches]
         if todo:
             stack.extend(todo)
             continue
         stack.pop()
-        behind = any(reaches[child] for child in nexts)
-        reaches[at] = behind or at in ends
-        if behind and type(at).__name__.startswith(_REGROUPING) and getattr(at, "_saved_dim", 0) == 0:
+        behind = [child is not None and reaches[child] for child in nexts]
+        reaches[at] = any(behind) or at in ends
+        if any(behind) and _moves_rows(at, behind):
             return True
     return False
+
+
+def _moves_rows(at: Any, behind: list[bool]) -> bool:
+    """Return whether an operation may move rows, of a node of the graph, and which arguments come from layers."""
+    name = type(at).__name__
+    if name in _PRODUCTS:  # from the left a matrix adds up rows; of a product for each sample not those of others
+        return behind[_PRODUCTS[name]] and (name != "BmmBackward0" or len(at._saved_self) == 1)
+    return name.startswith(_REGROUPING) and getattr(at, "_saved_dim", 0) == 0
