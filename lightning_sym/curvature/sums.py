@@ -172,11 +172,12 @@ class _Look:
                 self._check_own(name, g[name], scaled[name], weights)
         self._note(hidden, g)
         fruitless = cycle = 0
+        first = {at: seen.clone() for at, seen in hidden.items()}
         # A row of one unit is off half of the time, and one of many units never.
-        enough = 3 * math.ceil(_UNITS / min((self._width(*at) for at in hidden), default=_UNITS))
+        enough = 6 * math.ceil(_UNITS / min((self._width(*at) for at in hidden), default=_UNITS))
         while fruitless < enough and not all(bool(seen.all()) for seen in hidden.values()):
-            if cycle % 3 == 0:
-                noise = self._noise(hidden)
+            if cycle % 3 == 0:  # what has been seen since is in the way, or has to be there: in turn
+                noise = self._noise(hidden if cycle % 2 else first)
             self.other = {name: self._tried(name, *noise[name], cycle % 3) for name in noise}
             outputs = self._run()
             found = bool(outputs.isfinite().all()) and self._note(hidden, self._pulled(outputs, drawn))
@@ -280,47 +281,55 @@ class _StraightThrough(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and let the gradient through it."""
         kwargs = dict(kwargs or {})
-        if not any(func in each for each in (_OFF, _OVER_AXES, _LARGEST)):
+        other = _INSTEAD.get(func)
+        x = args[0] if args else None
+        if other is None or not isinstance(x, Tensor) or not x.requires_grad:
             return func(*args, **kwargs)
         if kwargs.get("inplace"):
             kwargs["inplace"] = False
         found = func(*args, **kwargs)
-        x = args[0] if args else None
-        if not isinstance(found, Tensor) or not isinstance(x, Tensor) or not x.requires_grad:
+        values = found if isinstance(found, Tensor) else found[0]
+        smooth = other(torch.where(x.isfinite() & (x > _MASKED), x, 0.0), args[1:], kwargs)
+        if smooth is None or smooth.shape != values.shape:
             return found
-        if func in _OFF:
-            return _through(found, x)
-        if func in _OVER_AXES:
-            axes = args[1] if len(args) > 1 else kwargs.get("dim")
-            mean = _unmasked(x).mean(axes, keepdim=kwargs.get("keepdim", False))
-            return found + (mean - mean.detach()) if mean.shape == found.shape else found
-        given = dict(zip(_WINDOW, args[1:], strict=False)) | kwargs
+        values = values + (smooth - smooth.detach())
+        return values if isinstance(found, Tensor) else type(found)((values, *found[1:]))
+
+
+def _itself(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    return x
+
+
+def _mean_over_axes(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    axes = args[0] if args else kwargs.get("dim")
+    keep = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
+    return None if axes is None or isinstance(axes, Tensor) else x.mean(axes, keepdim=keep)
+
+
+def _mean_of_windows(pool: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    def mean(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        given = dict(zip(_WINDOW, args, strict=False)) | kwargs
         if given.pop("dilation", 1) != 1:
-            return found
-        mean = _LARGEST[func](_unmasked(x), **{key: given[key] for key in _WINDOW if key in given})
-        return found + (mean - mean.detach()) if mean.shape == found.shape else found
+            return None
+        return pool(x, **{key: given[key] for key in _WINDOW if key in given})
+
+    return mean
 
 
-_OFF = {
-    *(F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh, F.threshold, F.hardswish, F.hardsigmoid),
-    *(torch.clamp, Tensor.clamp, torch.clamp_min, Tensor.clamp_min),
-}
-_OVER_AXES = (torch.amax, Tensor.amax)
 _WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-_LARGEST: dict[Any, Callable[..., Tensor]] = {
-    **dict.fromkeys((F.max_pool1d, torch.max_pool1d), F.avg_pool1d),
-    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), F.avg_pool2d),
-    **dict.fromkeys((F.max_pool3d, torch.max_pool3d), F.avg_pool3d),
+_INSTEAD: dict[Any, Callable[..., Tensor | None]] = {
+    **dict.fromkeys(
+        (
+            *(F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh, F.threshold, F.hardswish, F.hardsigmoid),
+            *(torch.clamp, Tensor.clamp, torch.clamp_min, Tensor.clamp_min),
+        ),
+        _itself,
+    ),
+    **dict.fromkeys((torch.amax, Tensor.amax, torch.max, Tensor.max), _mean_over_axes),
+    **dict.fromkeys((F.max_pool1d, torch.max_pool1d), _mean_of_windows(F.avg_pool1d)),
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _mean_of_windows(F.avg_pool2d)),
+    **dict.fromkeys((F.max_pool3d, torch.max_pool3d), _mean_of_windows(F.avg_pool3d)),
 }
-
-
-def _unmasked(x: Tensor) -> Tensor:
-    return torch.where(x.isfinite() & (x > _MASKED), x, 0.0)
-
-
-def _through(found: Tensor, x: Tensor) -> Tensor:
-    x = _unmasked(x)
-    return found + (x - x.detach()) if x.shape == found.shape else found
 
 
 def _whole_window(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
