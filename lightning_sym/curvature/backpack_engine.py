@@ -200,10 +200,10 @@ class _Sum(RelaxedKFLR):
 
     def __init__(self, sums: FactorSums, names: Mapping[nn.Module, str], samples: int, columns: int) -> None:
         super().__init__(columns=columns)
-        self.sums, self.names, self.samples = sums, names, samples
+        self.sums, self.names, self.count = sums, names, samples
 
     def measure(self, rule: Rule, module: Any, g: Tensor) -> Mapping[str, Any]:
-        self.sums.add_out(self.names[module], module.input0.detach(), g, self.samples)
+        self.sums.add_out(self.names[module], module.input0.detach(), g, self.count)
         return dict.fromkeys(name for name, _ in module.named_parameters(recurse=False))
 
 

@@ -308,7 +308,7 @@ def _mean_over_axes(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def _mean_of_windows(pool: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     def mean(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-        given = dict(zip(_WINDOW, args, strict=False)) | kwargs
+        given = {**dict(zip(_WINDOW, args, strict=False)), **kwargs}
         if given.pop("dilation", 1) != 1:
             return None
         return pool(x, **{key: given[key] for key in _WINDOW if key in given})
