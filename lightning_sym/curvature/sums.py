@@ -174,13 +174,15 @@ class _Look:
         fruitless = cycle = 0
         first = {at: seen.clone() for at, seen in hidden.items()}
         # A row of one unit is off half of the time, and one of many units never.
-        enough = 6 * math.ceil(_UNITS / min((self._width(*at) for at in hidden), default=_UNITS))
+        enough = 3 * math.ceil(_UNITS / min((self._width(*at) for at in hidden), default=_UNITS))
         while fruitless < enough and not all(bool(seen.all()) for seen in hidden.values()):
             if cycle % 3 == 0:  # what has been seen since is in the way, or has to be there: in turn
                 noise = self._noise(hidden if cycle % 2 else first)
             self.other = {name: self._tried(name, *noise[name], cycle % 3) for name in noise}
             outputs = self._run()
             found = bool(outputs.isfinite().all()) and self._note(hidden, self._pulled(outputs, drawn))
+            if found:
+                enough = max(enough, 6)  # something unknown hides rows: both kinds of turns
             fruitless, cycle = 0 if found else fruitless + 1, cycle + 1
             if cycle > 3 * _CYCLES:
                 names = sorted({name for name, _ in hidden})
