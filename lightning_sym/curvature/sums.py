@@ -278,7 +278,10 @@ class _Look:
 
 
 class _StraightThrough(TorchFunctionMode):
-    """Gives units that are off, and what is not the largest, a gradient; values stay the same."""
+    """Gives units that are off, and what is not the largest, a gradient; values stay the same.
+
+    And scores of a softmax, which over a single place is constant, but for rounding in some ways to compute it.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and let the gradient through it."""
@@ -300,6 +303,22 @@ class _StraightThrough(TorchFunctionMode):
 
 def _itself(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     return x
+
+
+def _attended(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return sums of the scores of attention, of those places that are attended to."""
+    given = {**dict(zip(("key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
+    key, value, mask = given["key"], given["value"], given.get("attn_mask")
+    if given.get("enable_gqa"):
+        key = key.repeat_interleave(x.shape[-3] // key.shape[-3], -3)
+    scores = x @ key.mT
+    hidden = torch.zeros_like(scores, dtype=torch.bool)
+    if mask is not None:
+        hidden = hidden | (~mask if mask.dtype == torch.bool else ~(mask > _MASKED))
+    if given.get("is_causal"):
+        hidden = hidden | torch.ones_like(hidden[..., :, :]).triu(1)
+    sums = scores.masked_fill(hidden, 0.0).sum(-1, keepdim=True)
+    return sums.expand(*sums.shape[:-1], value.shape[-1])
 
 
 def _mean_over_axes(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -327,6 +346,8 @@ _INSTEAD: dict[Any, Callable[..., Tensor | None]] = {
         ),
         _itself,
     ),
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax), _itself),
+    F.scaled_dot_product_attention: _attended,
     **dict.fromkeys((torch.amax, Tensor.amax, torch.max, Tensor.max), _mean_over_axes),
     **dict.fromkeys((F.max_pool1d, torch.max_pool1d), _mean_of_windows(F.avg_pool1d)),
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _mean_of_windows(F.avg_pool2d)),

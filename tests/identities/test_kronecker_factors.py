@@ -525,6 +525,33 @@ def test_padding_counts_for_nothing_however_it_is_trimmed(name, engine):
             assert relative_error(found.blocks[f"{key}.bias"].dense(), biases[f"{key}.bias"]) < 1e-10
 
 
+class Attention(nn.Module):
+    """Attention with queries and keys of their own, whose scores are without effect at a sample of one place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        there, h = x[..., -1] != 0, self.embed(x[..., :-1])
+        seen = there[:, None].expand(-1, there.shape[1], -1)
+        h = h + F.scaled_dot_product_attention(self.query(h), self.key(h), self.value(h), attn_mask=seen)
+        return self.head((h * there[..., None]).sum(1) / there.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("trim", [False, True])
+@pytest.mark.parametrize("size", [9, 4, 1])
+def test_scores_of_a_single_place_count_however_they_round(size, trim):
+    torch.manual_seed(0)
+    network, lengths = perturbed(Attention()), [5, 1, 1, 2, 1, 3, 1, 4, 1]
+    x, y = padded(lengths)
+    blocks = factors(network, cut(x, y, size, trim)).blocks
+    for key, (b, a) in row_by_row(network, x, lengths, only_last=False).items():
+        assert relative_error(blocks[f"{key}.weight"].out_factor, b) < 1e-10
+        assert relative_error(blocks[f"{key}.weight"].in_factor, a) < 1e-10
+
+
 def test_units_that_are_off_still_count():
     """What has no gradient at these weights alone has none of its rows left out."""
     torch.manual_seed(0)
