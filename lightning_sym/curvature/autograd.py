@@ -47,6 +47,7 @@ class AutogradEngine(Engine):
     def add(self, x: Tensor, outputs: Tensor, square_root: Tensor) -> None:
         """Add a batch to the sums."""
         nodes = [output for _, _, output in self.recorded.values()]
+        self.sums.regroups |= regroups(outputs, nodes)
         for piece in torch.split(square_root, self.columns):
             for gradients in pull_back(outputs, nodes, piece):
                 for (name, (a, _, output)), g in zip(self.recorded.items(), gradients, strict=True):
@@ -67,7 +68,6 @@ class AutogradEngine(Engine):
             return Pass(outputs, inputs)
         check_trained(outputs)
         nodes = [output for _, _, output in recorded.values()]
-        self.sums.regroups |= regroups(outputs, nodes)
         found = torch.autograd.grad(
             outputs,
             [*nodes, *self.parameters.values()],

@@ -200,10 +200,10 @@ class _Sum(RelaxedKFLR):
 
     def __init__(self, sums: FactorSums, names: Mapping[nn.Module, str], samples: int, columns: int) -> None:
         super().__init__(columns=columns)
-        self.sums, self.names, self.samples = sums, names, samples
+        self.sums, self.names, self.count = sums, names, samples
 
     def measure(self, rule: Rule, module: Any, g: Tensor) -> Mapping[str, Any]:
-        self.sums.add_out(self.names[module], module.input0.detach(), g, self.samples)
+        self.sums.add_out(self.names[module], module.input0.detach(), g, self.count)
         return dict.fromkeys(name for name, _ in module.named_parameters(recurse=False))
 
 
@@ -334,10 +334,7 @@ class BackpackEngine(Engine):
         """Return what the rules see of some samples, and the gradients of the network itself."""
         with torch.set_grad_enabled(cotangent is not None):
             # The network before its copy: what its layers refuse, they refuse in their own words.
-            with self.quiet(), ExitStack() as hooks:
-                nodes: list[Tensor] = []
-                for module, _ in self.layers.values():
-                    hooks.enter_context(module.register_forward_hook(lambda _, args, output: nodes.append(output)))
+            with self.quiet():
                 expected = self.network(x.clone())  # it might change its input
             outputs = self.forward(x)
             check_outputs(expected, x)
@@ -345,7 +342,6 @@ class BackpackEngine(Engine):
         if cotangent is None:
             return Pass(outputs, {name: vars(self.copies[name])["input0"] for name in self.layers})
         check_trained(expected)
-        self.sums.regroups |= regroups(expected, nodes)
         named = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         columns = cotangent(outputs.detach())
         own = torch.autograd.grad(expected, list(named.values()), columns, allow_unused=True, materialize_grads=True)
@@ -381,6 +377,7 @@ class BackpackEngine(Engine):
         inputs = {name: vars(self.copies[name])["input0"].detach() for name in self.layers}
         for name, (module, _) in self.layers.items():
             check_rows(name, module, inputs[name], len(x))
+        self.sums.regroups |= regroups(outputs, [vars(self.copies[name])["output"] for name in self.layers])
         names = {module: name for name, module in self.copies.items()}
         self._pull_back(outputs, square_root, _Sum(self.sums, names, len(x), self.columns))
         self.sums.add_inner(x, inputs)

@@ -266,11 +266,12 @@ class Factors:
 
 def _united(blocks: Sequence[KroneckerBlock], shares: Sequence[float]) -> KroneckerBlock:
     """Return the block of all data from those of parts of them, with the share of the data that each part is."""
-    if blocks[0].in_factor is None:
-        return replace(blocks[0], out_factor=sum(block.out_factor for block in blocks))
+    outs, inners = [block.out_factor for block in blocks], [b.in_factor for b in blocks if b.in_factor is not None]
+    if not inners:
+        return replace(blocks[0], out_factor=torch.stack(outs).sum(0))
     places = sum(block.places * share for block, share in zip(blocks, shares, strict=True))
-    out = sum(block.out_factor * (block.places / (places or 1.0)) for block in blocks)
-    inner = sum(b.in_factor * share for b, share in zip(blocks, shares, strict=True) if b.in_factor is not None)
+    out = torch.stack([b * (block.places / (places or 1.0)) for b, block in zip(outs, blocks, strict=True)]).sum(0)
+    inner = torch.stack([a * share for a, share in zip(inners, shares, strict=True)]).sum(0)
     return replace(blocks[0], out_factor=out, in_factor=inner, places=places)
 
 

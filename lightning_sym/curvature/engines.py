@@ -36,7 +36,7 @@ def factors(
 
     Every call begins with two checks, on five samples of the first batch: that the samples are the first axis
     everywhere, one independent of another, and that autograd's gradient of every parameter is what the rule of its
-    layer says.
+    layer says. In networks that may move rows along the first axis, whose they are is checked in every batch.
 
     Args:
         network: Any module from one tensor to ``[N, K]``, whose parameters belong to layers with a rule (see
@@ -72,7 +72,9 @@ def factors(
         NonFiniteError: If weights, outputs, loss or factors are not finite.
 
     Note:
-        Factors have the dtype of the parameters. Dropout and everything else follows eval mode.
+        Factors are float64 (float32 where the device has none), sums of exact products of what the network computes in
+        its own precision. Dropout and everything else follows eval mode. Samples may have different numbers of places
+        from batch to batch, and padding counts for nothing: a place counts if outputs can depend on it.
 
     References:
         Martens and Grosse (2015), arXiv:1503.05671; Grosse and Martens (2016), arXiv:1602.01407 (convolutions); van

@@ -191,7 +191,7 @@ def unfolded(vectors: Mapping[str, Tensor], samples: int, with_inputs: Collectio
     """
     if all(v.shape[-3] == samples for v in vectors.values()):
         return dict(vectors)
-    split = {name: v.unflatten(-3, (samples, -1)) for name, v in vectors.items()}  # [*blocks, V, N, T, R, O]
+    split = {name: torch.unflatten(v, -3, (samples, -1)) for name, v in vectors.items()}  # [*blocks, V, N, T, R, O]
     return {name: v.flatten(-3, -2) if name in with_inputs else v.sum(-3) for name, v in split.items()}
 
 
@@ -212,7 +212,7 @@ def gram(vectors: Tensor, block_axes: int) -> Tensor:
     total = vectors.new_zeros(*vectors.shape[:block_axes], features, features, dtype=wide(vectors.device))
     places_last = vectors.stride(-2) == 1 and vectors.stride(-1) != 1
     one = max(1, vectors[(slice(None),) * block_axes + (slice(1),)].numel())
-    for part in vectors.split(max(1, _AT_ONCE // one), block_axes) if vectors.numel() else ():
+    for part in torch.split(vectors, max(1, _AT_ONCE // one), block_axes) if vectors.numel() else ():
         part = part.to(total.dtype)
         if rows >= features and places_last:  # a product per sample: no copy of images, which have the places last
             total += (part.mT @ part).sum(-3)

@@ -172,14 +172,17 @@ class _Look:
                 self._check_own(name, g[name], scaled[name], weights)
         self._note(hidden, g)
         fruitless = cycle = 0
+        first = {at: seen.clone() for at, seen in hidden.items()}
         # A row of one unit is off half of the time, and one of many units never.
         enough = 3 * math.ceil(_UNITS / min((self._width(*at) for at in hidden), default=_UNITS))
         while fruitless < enough and not all(bool(seen.all()) for seen in hidden.values()):
-            if cycle % 3 == 0:
-                noise = self._noise(hidden)
+            if cycle % 3 == 0:  # what has been seen since is in the way, or has to be there: in turn
+                noise = self._noise(hidden if cycle % 2 else first)
             self.other = {name: self._tried(name, *noise[name], cycle % 3) for name in noise}
             outputs = self._run()
             found = bool(outputs.isfinite().all()) and self._note(hidden, self._pulled(outputs, drawn))
+            if found:
+                enough = max(enough, 6)  # something unknown hides rows: both kinds of turns
             fruitless, cycle = 0 if found else fruitless + 1, cycle + 1
             if cycle > 3 * _CYCLES:
                 names = sorted({name for name, _ in hidden})
@@ -275,52 +278,81 @@ class _Look:
 
 
 class _StraightThrough(TorchFunctionMode):
-    """Gives units that are off, and what is not the largest, a gradient; values stay the same."""
+    """Gives units that are off, and what is not the largest, a gradient; values stay the same.
+
+    And scores of a softmax, which over a single place is constant, but for rounding in some ways to compute it.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and let the gradient through it."""
         kwargs = dict(kwargs or {})
-        if not any(func in each for each in (_OFF, _OVER_AXES, _LARGEST)):
+        other = _INSTEAD.get(func)
+        x = args[0] if args else None
+        if other is None or not isinstance(x, Tensor) or not x.requires_grad:
             return func(*args, **kwargs)
         if kwargs.get("inplace"):
             kwargs["inplace"] = False
         found = func(*args, **kwargs)
-        x = args[0] if args else None
-        if not isinstance(found, Tensor) or not isinstance(x, Tensor) or not x.requires_grad:
+        values = found if isinstance(found, Tensor) else found[0]
+        smooth = other(torch.where(x.isfinite() & (x > _MASKED), x, 0.0), args[1:], kwargs)
+        if smooth is None or smooth.shape != values.shape:
             return found
-        if func in _OFF:
-            return _through(found, x)
-        if func in _OVER_AXES:
-            axes = args[1] if len(args) > 1 else kwargs.get("dim")
-            mean = _unmasked(x).mean(axes, keepdim=kwargs.get("keepdim", False))
-            return found + (mean - mean.detach()) if mean.shape == found.shape else found
-        given = dict(zip(_WINDOW, args[1:], strict=False)) | kwargs
+        values = values + (smooth - smooth.detach())
+        return values if isinstance(found, Tensor) else type(found)((values, *found[1:]))
+
+
+def _itself(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    return x
+
+
+def _attended(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return sums of the scores of attention, of those places that are attended to."""
+    given = {**dict(zip(("key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
+    key, value, mask = given["key"], given["value"], given.get("attn_mask")
+    if given.get("enable_gqa"):
+        key = key.repeat_interleave(x.shape[-3] // key.shape[-3], -3)
+    scores = x @ key.mT
+    hidden = torch.zeros_like(scores, dtype=torch.bool)
+    if mask is not None:
+        hidden = hidden | (~mask if mask.dtype == torch.bool else ~(mask > _MASKED))
+    if given.get("is_causal"):
+        hidden = hidden | torch.ones_like(hidden[..., :, :]).triu(1)
+    sums = scores.masked_fill(hidden, 0.0).sum(-1, keepdim=True)
+    return sums.expand(*sums.shape[:-1], value.shape[-1])
+
+
+def _mean_over_axes(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    axes = args[0] if args else kwargs.get("dim")
+    keep = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
+    return None if axes is None or isinstance(axes, Tensor) else x.mean(axes, keepdim=keep)
+
+
+def _mean_of_windows(pool: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    def mean(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        given = {**dict(zip(_WINDOW, args, strict=False)), **kwargs}
         if given.pop("dilation", 1) != 1:
-            return found
-        mean = _LARGEST[func](_unmasked(x), **{key: given[key] for key in _WINDOW if key in given})
-        return found + (mean - mean.detach()) if mean.shape == found.shape else found
+            return None
+        return pool(x, **{key: given[key] for key in _WINDOW if key in given})
+
+    return mean
 
 
-_OFF = {
-    *(F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh, F.threshold, F.hardswish, F.hardsigmoid),
-    *(torch.clamp, Tensor.clamp, torch.clamp_min, Tensor.clamp_min),
-}
-_OVER_AXES = (torch.amax, Tensor.amax)
 _WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-_LARGEST: dict[Any, Callable[..., Tensor]] = {
-    **dict.fromkeys((F.max_pool1d, torch.max_pool1d), F.avg_pool1d),
-    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), F.avg_pool2d),
-    **dict.fromkeys((F.max_pool3d, torch.max_pool3d), F.avg_pool3d),
+_INSTEAD: dict[Any, Callable[..., Tensor | None]] = {
+    **dict.fromkeys(
+        (
+            *(F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh, F.threshold, F.hardswish, F.hardsigmoid),
+            *(torch.clamp, Tensor.clamp, torch.clamp_min, Tensor.clamp_min),
+        ),
+        _itself,
+    ),
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax), _itself),
+    F.scaled_dot_product_attention: _attended,
+    **dict.fromkeys((torch.amax, Tensor.amax, torch.max, Tensor.max), _mean_over_axes),
+    **dict.fromkeys((F.max_pool1d, torch.max_pool1d), _mean_of_windows(F.avg_pool1d)),
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _mean_of_windows(F.avg_pool2d)),
+    **dict.fromkeys((F.max_pool3d, torch.max_pool3d), _mean_of_windows(F.avg_pool3d)),
 }
-
-
-def _unmasked(x: Tensor) -> Tensor:
-    return torch.where(x.isfinite() & (x > _MASKED), x, 0.0)
-
-
-def _through(found: Tensor, x: Tensor) -> Tensor:
-    x = _unmasked(x)
-    return found + (x - x.detach()) if x.shape == found.shape else found
 
 
 def _whole_window(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -330,7 +362,11 @@ def _whole_window(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Ten
 
 # ---- operations that may give rows to other samples
 
-_REGROUPING = ("Index", "Scatter", "Masked", "Split", "Unbind", "Cat", "Stack", "Slice", "Select", "Take", "Put")
+_REGROUPING = (
+    *("Index", "Scatter", "Masked", "Split", "Unbind", "Cat", "Stack", "Slice", "Select", "Take", "Put"),
+    *("Cumsum", "Segment"),
+)
+_PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2, "BmmBackward0": 1}  # which of them is the right factor
 
 
 def regroups(outputs: Tensor, nodes: list[Tensor]) -> bool:
@@ -345,14 +381,22 @@ def regroups(outputs: Tensor, nodes: list[Tensor]) -> bool:
     stack = [outputs.grad_fn]
     while stack:
         at = stack[-1]
-        nexts = [child for child, _ in at.next_functions if child is not None] if at is not None else []
-        todo = [child for child in nexts if child not in reaches]
+        nexts = [child for child, _ in at.next_functions] if at is not None else []
+        todo = [child for child in nexts if child is not None and child not in reaches]
         if todo:
             stack.extend(todo)
             continue
         stack.pop()
-        behind = any(reaches[child] for child in nexts)
-        reaches[at] = behind or at in ends
-        if behind and type(at).__name__.startswith(_REGROUPING) and getattr(at, "_saved_dim", 0) == 0:
+        behind = [child is not None and reaches[child] for child in nexts]
+        reaches[at] = any(behind) or at in ends
+        if any(behind) and _moves_rows(at, behind):
             return True
     return False
+
+
+def _moves_rows(at: Any, behind: list[bool]) -> bool:
+    """Return whether an operation may move rows, of a node of the graph, and which arguments come from layers."""
+    name = type(at).__name__
+    if name in _PRODUCTS:  # from the left a matrix adds up rows; of a product for each sample not those of others
+        return behind[_PRODUCTS[name]] and (name != "BmmBackward0" or len(at._saved_self) == 1)
+    return name.startswith(_REGROUPING) and getattr(at, "_saved_dim", 0) == 0

@@ -38,6 +38,28 @@ def share(likelihood, rank, world, batch=8):
     return list(zip(x.split(batch), y.split(batch), strict=True))
 
 
+class Mean(nn.Module):
+    """Takes the mean over what is not padding, which is 0 in the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        there = (x != 0).any(-1, keepdim=True)
+        return self.head((self.layer(x).tanh() * there).sum(1) / there.sum(1))
+
+
+def trimmed(rank, world):
+    """Return batches of rows of images, padded to the longest sample of the batch."""
+    found = []
+    for x, y in share("classification", rank, world, batch=3):
+        x, lengths = x[:, 0].clone(), 1 + (x[:, 0, 0, 0] * 100).long().abs() % 8
+        x[torch.arange(8) >= lengths[:, None]] = 0
+        found.append((x[:, : lengths.max()].double(), y))
+    return found
+
+
 def summary(found, model):
     evidence = Evidence.of(model, found, parameter_groups(model))
     regression = found.likelihood == "regression"
@@ -70,6 +92,9 @@ def work(rank, world, folder):
     mine = share("classification", rank, world)
     results["backpack"] = summary(factors(network().double(), mine, engine="backpack"), network().double())
     results["backpack drawn"] = summary(factors(network(), mine, engine="backpack", samples=1), network())
+    torch.manual_seed(0)
+    lengths = Mean().double()
+    results["lengths"] = summary(factors(lengths, trimmed(rank, world)), lengths)
     # All samples on the last rank; the others have none.
     loader = share("classification", 0, 1) if rank == world - 1 else []
     results["one rank has all"] = summary(factors(network().double(), loader, "classification"), network().double())
@@ -109,7 +134,7 @@ def results(runs):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("scenario", [*SCENARIOS, "backpack"])
+@pytest.mark.parametrize("scenario", [*SCENARIOS, "backpack", "lengths"])
 def test_several_processes_are_one(results, scenario, world):
     (one,), others = (results[w] for w in (1, world))
     single = scenario.endswith("32")

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,15 +11,18 @@ from curvature_references import (
     LAYERS,
     data,
     dense_blocks,
+    hessians,
     perturbed,
     relative_error,
     relaxed_network,
     square_root_gradients,
     with_head,
 )
+from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn import functional as F
 
-from lightning_sym.curvature import factors, find_rule
+from lightning_sym.curvature import Evidence, factors, find_rule, parameter_groups
 from lightning_sym.curvature.blocks import in_parameter_order
 from lightning_sym.curvature.passes import loss_and_columns, softmax_root
 from lightning_sym.curvature.rules import gram
@@ -394,3 +398,238 @@ def test_a_single_draw_shows_the_curvature_of_a_confident_network():
         generator = torch.Generator().manual_seed(seed)
         _, drawn = loss_and_columns(logits, labels, "classification", 1, generator)
         assert drawn.square().sum() == pytest.approx(exact.square().sum(), rel=0.5)
+
+
+# ---- samples of different lengths
+
+
+class Do(nn.Module):
+    """A function of a tensor, and of what the one before it remembered, as a module that both engines take."""
+
+    def __init__(self, function, memory):
+        super().__init__()
+        self.function, self.memory = function, memory
+
+    def forward(self, x):
+        return self.function(self.memory, x)
+
+
+def remember(memory, x):
+    memory["mask"] = x[..., -1:] != 0
+    return x[..., :-1]
+
+
+def masked(memory, h, value=0.0):
+    return h.masked_fill(~memory["mask"], value)
+
+
+def softly(memory, h):
+    return (masked(memory, h[..., :1], -math.inf).softmax(1) * h).sum(1)
+
+
+def attending(memory, h):
+    scores = h @ h.mT - 1e9 * (~memory["mask"]).to(h).mT
+    return masked(memory, scores.softmax(-1) @ h).sum(1)
+
+
+def last(memory, h):
+    return h[torch.arange(len(h)), memory["mask"][..., 0].sum(1) - 1]
+
+
+def gated(memory, h):
+    return h * (h > 0)
+
+
+# By name: the width of the first layer, what comes behind it, and how rows become a sample.
+POOLS = {
+    "mean": (5, lambda memory, h: h.tanh(), lambda m, h: masked(m, h).sum(1) / m["mask"].sum(1)),
+    "sum by a product": (5, lambda memory, h: h.relu(), lambda m, h: (h * m["mask"]).sum(1)),
+    "largest, of narrow layers that are off": (1, lambda m, h: h.relu(), lambda m, h: masked(m, h, -math.inf).amax(1)),
+    "largest of some": (2, gated, lambda m, h: masked(m, h, -1e9).max(1).values),
+    "softmax": (4, lambda memory, h: F.hardtanh(h), softly),
+    "attention": (5, lambda memory, h: F.gelu(h), attending),
+    "last": (3, gated, last),
+    "convolution": (4, lambda m, h: masked(m, h.relu()), lambda m, h: masked(m, h).sum(1)),
+}
+
+
+def of_lengths(name, seed=0):
+    """Return a network of samples of any length."""
+    width, between, pool = POOLS[name]
+    memory = {}
+    torch.manual_seed(seed)
+    first = [nn.Linear(3, width)]
+    if name == "convolution":
+        first = [Do(lambda m, x: x.mT, memory), nn.Conv1d(3, width, 3, padding=1), Do(lambda m, h: h.mT, memory)]
+    layers = [Do(remember, memory), *first, Do(between, memory), nn.Linear(width, 4), nn.Tanh(), Do(pool, memory)]
+    return perturbed(nn.Sequential(*layers, nn.Linear(4, 3)), seed)
+
+
+def padded(lengths, seed=0):
+    """Return samples of some lengths, with zeros behind, the last number of each row being 1 where there is data."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(lengths), max(lengths), 4, generator=generator, dtype=torch.float64)
+    x[..., -1] = 1
+    there = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return x * there[..., None], torch.randint(3, (len(lengths),), generator=generator)
+
+
+def cut(x, y, size, trim):
+    """Return batches, of which padding is trimmed to the longest sample or left as it is."""
+    lengths = (x[..., -1] != 0).sum(1)
+    return [
+        (a[:, : lengths[i : i + size].max()] if trim else a, b)
+        for i, (a, b) in zip(range(0, len(x), size), zip(x.split(size), y.split(size), strict=True), strict=True)
+    ]
+
+
+def row_by_row(network, x, lengths, only_last):
+    """Return A and B of all weights from every sample by itself, without padding."""
+    network, kept, sums = copy.deepcopy(network), {}, {}
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv1d):
+            module.register_forward_hook(lambda module, args, y, name=name: kept.update({name: (module, args[0], y)}))
+    for sample, length in zip(x, lengths, strict=True):
+        outputs = network(sample[None, :length])
+        values, axes = torch.linalg.eigh(hessians(outputs.detach(), "classification")[0])
+        for name, (module, a, y) in kept.items():
+            columns = (axes * values.clamp_min(0).sqrt()).T
+            g = torch.stack([torch.autograd.grad(outputs, y, c[None], retain_graph=True)[0] for c in columns])
+            if isinstance(module, nn.Conv1d):
+                a, g = F.unfold(a[:, :, None], (1, 3), padding=(0, 1)).mT, g.mT
+            a, g = a.detach().reshape(-1, a.shape[-1]), g.reshape(len(columns), -1, g.shape[-1])
+            if only_last:
+                a, g = a[-1:], g[:, -1:]
+            b, inner, rows = sums.get(name, (0, 0, 0))
+            sums[name] = (b + torch.einsum("vro,vrp->op", g, g), inner + a.T @ a, rows + len(a))
+    return {name: (b * len(x) / rows, a / len(x)) for name, (b, a, rows) in sums.items()}
+
+
+@pytest.mark.parametrize("engine", ["autograd", "backpack"])
+@pytest.mark.parametrize("name", POOLS)
+def test_padding_counts_for_nothing_however_it_is_trimmed(name, engine):
+    network, lengths = of_lengths(name), [6, 2, 1, 4, 3, 1, 5, 2, 2, 4]
+    x, y = padded(lengths)
+    expected = row_by_row(network, x, lengths, name == "last")
+    biases = dense_blocks(network, x, "classification")
+    first, *others = (
+        [factors(network, cut(x, y, 3, trim=True)[:2], engine=engine)],
+        *itertools.product((10, 4, 1), (False, True)),
+    )
+    rest = factors(network, cut(x, y, 3, trim=True)[2:], engine=engine)
+    for found in (first[0] + rest, *(factors(network, cut(x, y, *how), engine=engine) for how in others)):
+        for key, (b, a) in expected.items():
+            block = found.blocks[f"{key}.weight"]
+            assert relative_error(block.out_factor, b) < 1e-10
+            assert relative_error(block.in_factor, a) < 1e-10
+            assert relative_error(found.blocks[f"{key}.bias"].dense(), biases[f"{key}.bias"]) < 1e-10
+
+
+class Attention(nn.Module):
+    """Attention with queries and keys of their own, whose scores are without effect at a sample of one place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        there, h = x[..., -1] != 0, self.embed(x[..., :-1])
+        seen = there[:, None].expand(-1, there.shape[1], -1)
+        h = h + F.scaled_dot_product_attention(self.query(h), self.key(h), self.value(h), attn_mask=seen)
+        return self.head((h * there[..., None]).sum(1) / there.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("trim", [False, True])
+@pytest.mark.parametrize("size", [9, 4, 1])
+def test_scores_of_a_single_place_count_however_they_round(size, trim):
+    torch.manual_seed(0)
+    network, lengths = perturbed(Attention()), [5, 1, 1, 2, 1, 3, 1, 4, 1]
+    x, y = padded(lengths)
+    blocks = factors(network, cut(x, y, size, trim)).blocks
+    for key, (b, a) in row_by_row(network, x, lengths, only_last=False).items():
+        assert relative_error(blocks[f"{key}.weight"].out_factor, b) < 1e-10
+        assert relative_error(blocks[f"{key}.weight"].in_factor, a) < 1e-10
+
+
+def test_units_that_are_off_still_count():
+    """What has no gradient at these weights alone has none of its rows left out."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(1, 2, 1), nn.ReLU()]
+    network = perturbed(nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3)))
+    x, y = data(9, (1, 4, 4), 3, "classification")
+    blocks = factors(network, [(x, y)]).blocks
+    assert (blocks["0.weight"].places, blocks["3.weight"].places) == (16, 4)
+    patches = F.unfold(x, 3, padding=1).mT.flatten(0, 1)
+    assert relative_error(blocks["0.weight"].in_factor, patches.T @ patches / 9) < 1e-12
+
+
+def pack(memory, x):
+    memory["mask"] = x[..., -1] != 0
+    return x[..., :-1][memory["mask"]]
+
+
+def unpacked(memory, rows):
+    found = rows.new_zeros(*memory["mask"].shape, rows.shape[1])
+    return found.index_put((memory["mask"],), rows).sum(1)
+
+
+def in_segments(memory, rows):
+    of = memory["mask"].nonzero()[:, 0]
+    return rows.new_zeros(len(memory["mask"]), rows.shape[1]).index_add(0, of, rows)
+
+
+def by_a_product(memory, rows):
+    return F.one_hot(memory["mask"].nonzero()[:, 0], len(memory["mask"])).to(rows).T @ rows
+
+
+def in_pieces(memory, rows):
+    return torch.stack([piece.sum(0) for piece in rows.split(memory["mask"].sum(1).tolist())])
+
+
+@pytest.mark.parametrize("engine", ["autograd", "backpack"])
+@pytest.mark.parametrize("unpack", [unpacked, in_segments, by_a_product, in_pieces])
+def test_packed_rows_are_given_to_their_samples_or_refused_in_whichever_batch(unpack, engine):
+    memory = {}
+    torch.manual_seed(0)
+    parts = [Do(pack, memory), nn.Linear(3, 5), nn.Tanh(), Do(unpack, memory), nn.Linear(5, 3)]
+    network = perturbed(nn.Sequential(*parts))
+    right = [padded([2] * 6), padded([3] * 4, seed=1)], [padded([k], seed=k) for k in (1, 4, 2)]
+    for batches in right:
+        found = factors(network, batches, engine=engine)
+        x = torch.cat([F.pad(x, (0, 0, 0, 4 - x.shape[1])) for x, _ in batches])
+        expected = row_by_row(nn.Sequential(*parts), x, (x[..., -1] != 0).sum(1), False)
+        for key, (b, a) in expected.items():
+            assert relative_error(found.blocks[f"{key}.weight"].out_factor, b) < 1e-10
+            assert relative_error(found.blocks[f"{key}.weight"].in_factor, a) < 1e-10
+    ones = padded([1] * 6)
+    for wrong in ([padded([2] * 6), padded([1, 2, 3, 2])], [ones, padded([0, 2, 1, 1])], [ones, ones, padded([3, 0])]):
+        with pytest.raises(ValueError, match=r"not of the sample whose turn it is|first axis cannot be the samples"):
+            factors(network, wrong, engine=engine)
+
+
+# ---- inputs far from 0
+
+
+@pytest.mark.parametrize("engine", ["autograd", "backpack"])
+@pytest.mark.parametrize("kind", ["linear", "conv", "circular", "factored"])
+def test_inputs_far_from_zero_keep_their_digits_in_single_precision(kind, engine):
+    images, labels = (torch.from_numpy(part)[:400] for part in load_digits(return_X_y=True))
+    makes = {
+        "linear": lambda: (nn.Flatten(), nn.Linear(64, 24), nn.Linear(24, 24)),
+        "conv": lambda: (nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 24)),
+        "circular": lambda: (CircularConv(1, 4), nn.Flatten(), nn.Linear(256, 24)),
+        "factored": lambda: (FactoredFullyConnected(1, 3, (8, 8), (4, 4)), nn.Flatten(), nn.Linear(48, 24)),
+    }
+    for offset in (0, 1e2, 1e4):
+        torch.manual_seed(0)
+        network = nn.Sequential(*makes[kind](), nn.Tanh(), nn.Linear(24, 10))
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            x = (images.float() / 16 + offset).to(dtype)[:, None].view(-1, 1, 8, 8)
+            with torch.no_grad():  # the first batch's outputs are moderate at every offset
+                network = network.to(dtype)
+            batches = list(zip(x.split(150), labels.split(150), strict=True))
+            evidence = Evidence.of(network, factors(network, batches, engine=engine), parameter_groups(network))
+            found.append(evidence.terms(torch.zeros(len(evidence.groups.names))).log_determinant / len(x))
+        assert found[0] == pytest.approx(found[1], rel=1e-3), offset
