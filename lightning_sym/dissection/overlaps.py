@@ -32,10 +32,10 @@ class ConceptOverlap(Metric):
         Bau et al. (2017), "Network Dissection", arXiv:1704.05796, section 2.3; docs/theory/dissection.md, 2.
 
     Example:
-        >>> metric = ConceptOverlap(torch.tensor([0.5]), concepts=1)
-        >>> metric.update(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[True, True]]]]))
+        >>> metric = ConceptOverlap(torch.tensor([0.5]), concepts=2)
+        >>> metric.update(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[True, True]], [[True, False]]]]))
         >>> metric.compute()
-        tensor([[0.5000]], dtype=torch.float64)
+        tensor([[0.5000, 1.0000]], dtype=torch.float64)
     """
 
     full_state_update = True

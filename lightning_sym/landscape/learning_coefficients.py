@@ -267,7 +267,7 @@ def learning_coefficient(
     Example:
         >>> network = nn.Linear(2, 1, bias=False).double()
         >>> x = torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        >>> found = learning_coefficient(network, [(x, network(x))], F.mse_loss, chains=500)
+        >>> found = learning_coefficient(network, [(x, network(x))], F.mse_loss, chains=200, steps=500)
         >>> round(found.estimate, 1)  # half the number of weights
         1.0
     """
