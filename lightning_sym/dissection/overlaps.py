@@ -113,7 +113,7 @@ class ConceptOverlap(Metric):
         """Return the overlaps, in [0, 1]; 0 where a unit and a concept are nowhere.
 
         Returns:
-            Shape ``[units, concepts]``, float64.
+            Shape ``[units, concepts]``, float64; torchmetrics makes a scalar of a single number.
         """
         unions = self.unit_areas + self.concept_areas - self.intersections
         return self.intersections.double() / unions.clamp(min=1).double()

@@ -79,7 +79,7 @@ class TopQuantile(Metric):
             )
 
     def compute(self) -> Tensor:
-        """Return the thresholds. Shape ``[units]``, float64.
+        """Return the thresholds. Shape ``[units]``, float64; torchmetrics makes a scalar of a single number.
 
         Raises:
             ValueError: If no values were given, or all processes together gave more than were announced.
