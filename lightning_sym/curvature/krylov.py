@@ -104,7 +104,7 @@ def top_eigenpairs(
     Example:
         >>> from lightning_sym.curvature.operators import MatrixOperator
         >>> top_eigenpairs(MatrixOperator(torch.diag(torch.tensor([6.0, 10.0, 0.0]))), 2).values
-        tensor([10.,  6.], dtype=torch.float64)
+        tensor([10.0000,  6.0000], dtype=torch.float64)
     """
     size = operator.dimension
     check_integers(k=k, max_products=max_products)

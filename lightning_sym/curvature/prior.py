@@ -132,7 +132,7 @@ class GaussianPrior:
     Example:
         >>> prior = GaussianPrior(nn.Linear(1, 2), precision=3.0)
         >>> prior.samples = 10  # start() counts them
-        >>> prior.strength("weight")
+        >>> round(prior.strength("weight"), 6)
         0.3
     """
 

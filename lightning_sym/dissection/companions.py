@@ -53,10 +53,10 @@ class UnitStatistics(Metric):
         together as in Pebay (2008), Sandia report SAND2008-6212.
 
     Example:
-        >>> metric = UnitStatistics(1)
-        >>> metric.update(torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]))
+        >>> metric = UnitStatistics(2)
+        >>> metric.update(torch.tensor([[1.0, 4.0], [-1.0, 0.0], [1.0, 0.0], [-1.0, 4.0]]))
         >>> metric.compute().kurtosis
-        tensor([1.], dtype=torch.float64)
+        tensor([1., 1.], dtype=torch.float64)
     """
 
     full_state_update = True

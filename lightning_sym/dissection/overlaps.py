@@ -32,10 +32,10 @@ class ConceptOverlap(Metric):
         Bau et al. (2017), "Network Dissection", arXiv:1704.05796, section 2.3; docs/theory/dissection.md, 2.
 
     Example:
-        >>> metric = ConceptOverlap(torch.tensor([0.5]), concepts=1)
-        >>> metric.update(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[True, True]]]]))
+        >>> metric = ConceptOverlap(torch.tensor([0.5]), concepts=2)
+        >>> metric.update(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[True, True]], [[True, False]]]]))
         >>> metric.compute()
-        tensor([[0.5000]], dtype=torch.float64)
+        tensor([[0.5000, 1.0000]], dtype=torch.float64)
     """
 
     full_state_update = True
@@ -113,7 +113,7 @@ class ConceptOverlap(Metric):
         """Return the overlaps, in [0, 1]; 0 where a unit and a concept are nowhere.
 
         Returns:
-            Shape ``[units, concepts]``, float64.
+            Shape ``[units, concepts]``, float64; torchmetrics makes a scalar of a single number.
         """
         unions = self.unit_areas + self.concept_areas - self.intersections
         return self.intersections.double() / unions.clamp(min=1).double()

@@ -29,10 +29,10 @@ class TopQuantile(Metric):
         Bau et al. (2017), "Network Dissection", arXiv:1704.05796, section 2.3; docs/theory/dissection.md, 2.
 
     Example:
-        >>> metric = TopQuantile(1, positions=10, top=0.2)
-        >>> metric.update(torch.arange(10.0).reshape(10, 1))
+        >>> metric = TopQuantile(2, positions=10, top=0.2)
+        >>> metric.update(torch.arange(20.0).reshape(10, 2))
         >>> metric.compute()
-        tensor([7.], dtype=torch.float64)
+        tensor([14., 15.], dtype=torch.float64)
     """
 
     full_state_update = True
@@ -79,7 +79,7 @@ class TopQuantile(Metric):
             )
 
     def compute(self) -> Tensor:
-        """Return the thresholds. Shape ``[units]``, float64.
+        """Return the thresholds. Shape ``[units]``, float64; torchmetrics makes a scalar of a single number.
 
         Raises:
             ValueError: If no values were given, or all processes together gave more than were announced.

@@ -67,7 +67,7 @@ class GroupProcrustes(SimilarityMetric):
         docs/theory/similarity.md, 1.
 
     Example:
-        >>> x = torch.rand(10, 3, 4, 4)
+        >>> x = torch.rand(10, 3, 4, 4, dtype=torch.float64)
         >>> metric = GroupProcrustes("relu")
         >>> metric.update(x, x[:, [2, 0, 1]] * torch.tensor([1.0, 5.0, 2.0])[:, None, None])
         >>> round(metric.compute().item(), 6)

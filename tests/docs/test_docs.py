@@ -106,6 +106,15 @@ def test_a_folder_of_the_readers_own_runs_and_passes_its_tests(
             test(folder / "of-a-test")
 
 
+def test_the_network_of_a_guide_works_in_a_recipe_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "equivariance.md").read_text()
+    (block,) = (block for block in blocks(text, "python") if "class RowNetwork(Network)" in block)
+    Path("my_package.py").write_text("import torch\n" + block.partition("rows = ")[0])
+    monkeypatch.syspath_prepend(folder)
+    recipe = "--config=equivariance/digits_digit", "--model.network=my_package.RowNetwork", "--data.max_samples=256"
+    succeed("fit", *recipe, "--trainer.fast_dev_run=true", *QUIET)
+
+
 # ---- folders under runs/: who makes them, who needs them
 
 

@@ -123,10 +123,10 @@ class _Deferred(TorchFunctionMode):
 
     def value(self, tensor: Any) -> Any:
         """Return a tensor on the CPU that was deferred; anything else, parameters too, as it is."""
-        if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter) or self._step(tensor) is None:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter) or (step := self._step(tensor)) is None:
             return tensor
         if tensor not in self._values:
-            self._values[tensor] = self._computed(self._step(tensor))
+            self._values[tensor] = self._computed(step)
             self._values[tensor].__dict__.update(tensor.__dict__)  # of a torch.nn.Buffer
             self._used[_storage(tensor)] = tensor
         return self._values[tensor]
