@@ -325,9 +325,11 @@ class RecipeCLI(LightningCLI):
         run_dir = self._run_dir
         earlier = [] if config.get("ckpt_path") else self._earlier_run()
         if earlier and not config.overwrite:
+            last = (run_dir / "checkpoints" / "last.ckpt").is_file()
+            state, todo = ("", "go on with it (--ckpt_path last), ") if last else (" without a checkpoint", "")
             raise ValueError(
-                f"{run_dir} already holds a run; go on with it (--ckpt_path last), put this one elsewhere "
-                "(--run_dir FOLDER), or replace it (--overwrite true)."
+                f"{run_dir} already holds a run{state}; {todo}put this one elsewhere (--run_dir FOLDER), or replace it "
+                "(--overwrite true)."
             )
         if earlier and not earlier[0].name.startswith("config"):
             # Without the file that every run has, a folder called results may be anything.
