@@ -467,19 +467,19 @@ def _with_checkpoint_settings(args: list[str]) -> list[str]:
     # Some are there to be read only, such as the name of the optimizer; and a file does not say whom to trust.
     taken = set(inspect.signature(kind).parameters) - {"allow"}
     settings = {name: value for name, value in settings.items() if name in taken}
-    return [
-        args[0],
-        "--config",
-        yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}}),
-        *args[1:],
-    ]
+    try:
+        text = yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}})
+    except yaml.YAMLError:
+        raise ValueError(f"{file} holds settings that are no plain values; give another checkpoint.") from None
+    return [args[0], "--config", text, *args[1:]]
 
 
 def _trusted(options: Mapping[str, Any]) -> list[str]:
     """Return the packages and modules that the user trusts: those in allow, and those of classes named as options."""
     allowed = _section(options, "model").get("allow")
     allowed = [str(name) for name in allowed] if isinstance(allowed, list) else []
-    return [*allowed, *(kind.rpartition(".")[0] for _, kind, _ in classes(options) if _is_class(kind))]
+    named = classes({section: options[section] for section in ("model", "data") if section in options})
+    return [*allowed, *(kind.rpartition(".")[0] for _, kind, _ in named if _is_class(kind))]
 
 
 def _is_class(kind: str) -> bool:
