@@ -243,6 +243,14 @@ another --run_dir or a file as --ckpt_path.
 $ fit SMALL --data=TensorDataModule --data.train=values.pt --model.loss=torch.nn.functional.cross_entropy
 ZooTask has the cross-entropy as its loss, which is of class numbers, and the targets of TensorDataModule are values;
 ...
+$ fit SMALL --data=TensorDataModule --data.train=one_hot.pt
+ZooTask takes one class number per input, and the targets of TensorDataModule are of shape [..., 3]; of one-hot targets
+give targets.argmax(1), or name a loss of your own that takes them.
+$ fit SMALL --data=TensorDataModule --data.train=one_class.pt
+data: TensorDataModule: all targets are class 0, so that there is nothing to tell apart; give class numbers of at least
+two classes (num_classes for those that do not occur), or floats, which are values.
+$ test --ckpt_path=list.ckpt
+list.ckpt holds a list in place of settings by name; give a file that lightning-sym wrote.
 $ fit SMALL --ckpt_path=absent.ckpt
 No checkpoint at .../absent.ckpt; give a file, or last.
 $ fit SMALL --ckpt_path=words.yaml
@@ -364,6 +372,11 @@ def test_the_command_line_says_in_one_line_what_is_wrong(status, command, senten
     Path("raises.py").write_text("import does_not_exist_anywhere")
     monkeypatch.syspath_prepend(Path.cwd())
     torch.save({"x": torch.randn(64, 1, 8, 8), "y": torch.randn(64, 1)}, "values.pt")
+    classes = torch.arange(64) % 3
+    one_hot = torch.nn.functional.one_hot(classes)
+    torch.save({"x": torch.randn(64, 1, 8, 8), "y": one_hot}, "one_hot.pt")
+    torch.save({"x": torch.randn(64, 1, 8, 8), "y": 0 * classes}, "one_class.pt")
+    torch.save({"state_dict": {}, "hyper_parameters": [1]}, "list.ckpt")
     files = set(Path().iterdir())
     name, *options = shlex.split(command)
     if options[:1] == ["SMALL"]:
