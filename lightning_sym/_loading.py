@@ -1,5 +1,6 @@
 """Tasks and datamodules from checkpoints, which may be a stranger's."""
 
+import argparse
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ class LoadsTrusted:
 
     Stands in front of ``LightningModule`` or ``LightningDataModule`` among the bases of a class.
     """
+
+    CHECKPOINT_HYPER_PARAMS_KEY: str  # Lightning's
 
     @_restricted_classmethod
     def load_from_checkpoint(
@@ -51,7 +54,11 @@ class LoadsTrusted:
             content = _read(checkpoint_path, given.get("hparams_file"), cls.CHECKPOINT_HYPER_PARAMS_KEY)
             content = {name: value for name, value in content.items() if name not in options}  # which win
             _check(content, cls, (cls.__module__, *cls.trusted_modules(), *(allow or ())), str(checkpoint_path))
-        return parent(checkpoint_path, *args, **options)
+        try:
+            return parent(checkpoint_path, *args, **options)
+        except argparse.ArgumentError as error:  # of the parser, which names the argument
+            said = " ".join(str(error).split())
+            raise ValueError(f"{checkpoint_path} holds settings that do not fit {cls.__name__}: {said}") from error
 
     @classmethod
     def trusted_modules(cls) -> Iterable[str]:

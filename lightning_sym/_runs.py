@@ -117,9 +117,11 @@ def _read_run(folder: Path, name: str) -> FinishedRun:
     final = _json(file) if file.is_file() else {}
     most = (config.get("trainer") or {}).get("max_epochs")
     if not final and not (most is not None and epochs >= most):
+        last = (folder / "checkpoints" / "last.ckpt").is_file()
+        todo, options = ("go on with it", "--ckpt_path last") if last else ("start it anew", "--overwrite true")
         raise ValueError(
-            f"{folder} has not ended: it has no results, and {epochs} of {most or 'all'} epochs; go on with it "
-            f"(lightning-sym fit --config {shlex.quote(str(folder / CONFIG))} --ckpt_path last), or leave it out."
+            f"{folder} has not ended: it has no results, and {epochs} of {most or 'all'} epochs; {todo} (lightning-sym "
+            f"fit --config {shlex.quote(str(folder / CONFIG))} {options}), or leave it out."
         )
     try:
         numbers = {row["number"]: float(row["value"]) for row in final.get("rows", []) if row["value"] is not None}

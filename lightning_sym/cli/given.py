@@ -85,6 +85,23 @@ def shape_of(given: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
+def standing_alone(args: Sequence[str]) -> str:
+    """Return the first word that no option takes; empty if there is none.
+
+    Args:
+        args: Options after the command.
+    """
+    waiting = False
+    for arg in args:
+        if not arg.startswith("-"):
+            if not waiting:
+                return arg
+            waiting = False
+        else:
+            waiting = "=" not in arg and arg not in ("-h", "--help", "--print_config")
+    return ""
+
+
 def without_value(args: Sequence[str]) -> str:
     """Return the sentence for an option that is given no value; empty if all have one.
 

@@ -395,9 +395,11 @@ class RecipeCLI(LightningCLI):
         run_dir = self._run_dir
         earlier = [] if config.get("ckpt_path") else self._earlier_run()
         if earlier and not config.overwrite:
+            last = (run_dir / "checkpoints" / "last.ckpt").is_file()
+            state, todo = ("", "go on with it (--ckpt_path last), ") if last else (" without a checkpoint", "")
             raise ValueError(
-                f"{run_dir} already holds a run; go on with it (--ckpt_path last), put this one elsewhere "
-                "(--run_dir FOLDER), or replace it (--overwrite true)."
+                f"{run_dir} already holds a run{state}; {todo}put this one elsewhere (--run_dir FOLDER), or replace it "
+                "(--overwrite true)."
             )
         if earlier and not earlier[0].name.startswith("config"):
             # Without the file that every run has, a folder called results may be anything.
@@ -538,19 +540,19 @@ def _with_checkpoint_settings(args: list[str]) -> list[str]:
     # Some are there to be read only, such as the name of the optimizer; and a file does not say whom to trust.
     taken = set(inspect.signature(kind).parameters) - {"allow"}
     settings = {name: value for name, value in settings.items() if name in taken}
-    return [
-        args[0],
-        "--config",
-        yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}}),
-        *args[1:],
-    ]
+    try:
+        text = yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}})
+    except yaml.YAMLError:
+        raise ValueError(f"{file} holds settings that are no plain values; give another checkpoint.") from None
+    return [args[0], "--config", text, *args[1:]]
 
 
 def _trusted(options: Mapping[str, Any]) -> list[str]:
     """Return the packages and modules that the user trusts: those in allow, and those of classes named as options."""
     allowed = _section(options, "model").get("allow")
     allowed = [str(name) for name in allowed] if isinstance(allowed, list) else []
-    return [*allowed, *(kind.rpartition(".")[0] for _, kind, _ in classes(options) if _is_class(kind))]
+    named = classes({section: options[section] for section in ("model", "data") if section in options})
+    return [*allowed, *(kind.rpartition(".")[0] for _, kind, _ in named if _is_class(kind))]
 
 
 def _is_class(kind: str) -> bool:

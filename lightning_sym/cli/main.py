@@ -93,8 +93,14 @@ def _with_negative_numbers(args: list[str]) -> list[str]:
 
 def _wrong_option(args: list[str]) -> str:
     from lightning_sym.cli.catalogue import shipped_options
-    from lightning_sym.cli.given import merge, read_given, unknown_option, without_value
+    from lightning_sym.cli.given import merge, read_given, standing_alone, unknown_option, without_value
 
+    if alone := standing_alone(args):
+        from lightning_sym.recipes import recipe_names
+
+        known = os.path.isfile(alone) or alone.removesuffix(".yaml") in recipe_names()
+        todo = f"give it as --config {alone}" if known else "options are --NAME VALUE, a recipe is --config RECIPE"
+        return f"{alone!r} belongs to no option; {todo}.{'' if known else nearest(alone, recipe_names())}"
     return unknown_option(merge(read_given(args)), shipped_options) or without_value(args)
 
 
@@ -291,7 +297,7 @@ def _run(args: list[str]) -> int:
         RecipeCLI(args=args)
 
     with Watch() as watch:
-        return _guarded(lambda: watch.call(start))
+        return _guarded(lambda: watch.call(start), resumes=args[0] == "fit")
 
 
 @contextmanager
@@ -311,18 +317,23 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _guarded(start: Callable[[], None]) -> int:
-    """Call a function; what goes wrong is one sentence and an exit status."""
+def _guarded(start: Callable[[], None], *, resumes: bool = False) -> int:
+    """Call a function; what goes wrong is one sentence and an exit status.
+
+    Args:
+        start: The function.
+        resumes: Whether it writes checkpoints, from which it can go on.
+    """
     try:
         start()
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has cleaned up after the interrupted fit
-            return _interrupted()
+            return _interrupted(resumes)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(resumes)
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -351,6 +362,13 @@ def _sentence(error: BaseException) -> str:
     return str(error) or repr(error)
 
 
-def _interrupted() -> int:
-    print("lightning-sym: interrupted; go on with --ckpt_path last", file=sys.stderr)
+def _interrupted(resumes: bool) -> int:
+    todo = ""
+    if resumes and (module := sys.modules.get("lightning_sym.cli.lightning")):
+        run_dir = module.RecipeParser.given.get("run_dir", "runs/default")
+        if os.path.isfile(os.path.join(run_dir, "checkpoints", "last.ckpt")):
+            todo = "; go on with --ckpt_path last"
+        elif os.path.isfile(os.path.join(run_dir, "config.yaml")):
+            todo = " before its first checkpoint; start anew with --overwrite true"
+    print(f"lightning-sym: interrupted{todo}", file=sys.stderr)
     return 130

@@ -135,13 +135,41 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
         basic is None or match[1][0].isupper()
     ):
         hint = nearest(match[1], _class_names())
+        if match[1] in _class_names():
+            return f"{_where(given, match[1])}{match[1]} is a class of another kind than what is expected there."
         ours = ", or the name of one of ours" if match[1][0].isupper() else ", as torch.nn.functional.mse_loss"
         return f"{_where(given, match[1])}Unknown {_kind(match[1])} {match[1]!r}; give its full path{ours}.{hint}"
+    if match := re.search(
+        r"Expected '([\w.]+)' to be (?:a subclass of|a function that returns) <?[^<>]*?(\w+)'?>?\.", line
+    ):
+        return f"{_where(given, match[1])}{match[1]} is no {_ROLES.get(match[2], match[2])}."
+    if match := re.search(r"Expected '([\w.]+)' to be a class that instantiates into callable", line):
+        return (
+            f"{_where(given, match[1])}{match[1]} is no class whose objects are functions; expected a function, or a "
+            "class as torch.nn.MSELoss."
+        )
+    if match := re.search(r"(?:Unexpected import object|or a subclass spec, but got) (.+?) - Expected", line):
+        key = re.search(r'Parser key "([^"]+)"', line)
+        where = path_of(given, key[1] if key else "", match[1])
+        return f"{where}: expected the path of a class or a function, got {match[1]!r}."
+    if "unexpected keyword argument 'linked_targets'" in line:
+        return (
+            "model.network names a function, and expected a class; networks of torchvision are those of "
+            "TorchvisionNetwork (--model.network TorchvisionNetwork --model.network.model resnet18)."
+        )
     if match := re.search(r"does not correspond to a subclass of (\w+)", line):
         key = re.search(r'Parser key "([^"]+)"', line)
         wanted = "torch.nn.Module" if match[1] == NetworkOrModule.__name__ else match[1]
         return f"{key[1] + ': ' if key else ''}{' or '.join(_misfits(line))} is not a subclass of {wanted}."
     return None
+
+
+# What stands where a class makes an object of this one.
+_ROLES = {
+    "Optimizer": "optimizer; expected a class as torch.optim.SGD",
+    "LRScheduler": "scheduler; expected a class as torch.optim.lr_scheduler.CosineAnnealingLR",
+    "StitchingMap": "stitching map; expected a name as full, or a class as lightning_sym.stitching.LowRankMap",
+}
 
 
 def _kind(name: str) -> str:

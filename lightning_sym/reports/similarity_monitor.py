@@ -22,6 +22,7 @@ from lightning_sym.reports.cells import finite
 from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
 from lightning_sym.symmetry import ChannelGroup, trace_symmetry
+from lightning_sym.weights import check_numbers_alike
 
 State: TypeAlias = Mapping[str, Tensor]
 Pair: TypeAlias = tuple[int, int]
@@ -212,6 +213,9 @@ def with_weights(network: nn.Module, state: State, source: str) -> nn.Module:
         ValueError: If some are missing or do not fit.
     """
     private = _private_copy(network)
+    wanted = private.state_dict(keep_vars=True)
+    for name in state.keys() & wanted.keys():
+        check_numbers_alike(state[name], wanted[name], name, source)
     try:
         private.load_state_dict(state)
     except RuntimeError as error:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_sym.networks import Network, architecture_name
+from lightning_sym.weights import check_numbers_alike
 from lightning_sym.zoo import ModelZoo
 
 Teacher: TypeAlias = int | str | list[float]
@@ -140,6 +141,9 @@ def _load(network: Network, file: Path) -> None:
         state = state["state_dict"]
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"The teacher's file {file} holds no state dict (tensors by name); save network.state_dict().")
+    own = network.state_dict(keep_vars=True)
+    for name in state.keys() & own.keys():
+        check_numbers_alike(state[name], own[name], name, str(file))
     try:
         network.load_state_dict(dict(state))
     except RuntimeError as error:

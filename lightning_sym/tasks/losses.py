@@ -1,9 +1,14 @@
 """Losses of one member, which also take all members at once; see :meth:`lightning_sym.population.Population.step`."""
 
 import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lightning_sym._text import name_of_callable
 
 
 class CrossEntropy:
@@ -50,3 +55,24 @@ def is_cross_entropy(loss: object) -> bool:
     if isinstance(loss, functools.partial):
         return is_cross_entropy(loss.func)
     return loss is F.cross_entropy or isinstance(loss, CrossEntropy | nn.CrossEntropyLoss)
+
+
+def check_loss(loss: Callable[[Any, Any], Any]) -> None:
+    """Check that a loss can be called with outputs and targets, as far as its signature tells.
+
+    Raises:
+        ValueError: If not.
+    """
+    if not callable(loss):
+        raise ValueError(f"loss must be a function of outputs and targets, got {loss!r}; give the function itself.")
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:  # built-in functions have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ValueError(
+            f"loss must be a function of outputs and targets, and {name_of_callable(loss)} takes {signature}; give "
+            "another one, as torch.nn.functional.mse_loss."
+        ) from None

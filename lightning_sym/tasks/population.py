@@ -26,7 +26,7 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, make_scheduler, scheduled
-from lightning_sym.tasks.losses import CrossEntropy, is_cross_entropy
+from lightning_sym.tasks.losses import CrossEntropy, check_loss, is_cross_entropy
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.same_run import check_same_run
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
@@ -137,6 +137,8 @@ class PopulationTask(LoadsTrusted, LightningModule):
         self._numbers = range(seed, seed + members)
         self.seed = seed
         self.execution = execution
+        if loss is not None:
+            check_loss(loss)
         self.loss_function: Loss = CrossEntropy() if loss is None else loss
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler

@@ -56,6 +56,31 @@ $ fit SMALL --trainer.callbacks+ --trainer.max_epochs 3
 Option 'trainer.callbacks+' has no value; give one, as in --trainer.callbacks+ VALUE.
 $ fit SMALL --model.network.widths=
 Option 'model.network.widths' has no value; give one, as in --model.network.widths VALUE.
+$ fit zoo/digits_mlp
+'zoo/digits_mlp' belongs to no option; give it as --config zoo/digits_mlp.
+$ test zoo/digits_mpl --run_dir x
+'zoo/digits_mpl' belongs to no option; options are --NAME VALUE, a recipe is --config RECIPE. Did you mean
+'zoo/digits_mlp'?
+$ estimate zoo/digits_mlp
+'zoo/digits_mlp' belongs to no option; give it as --config zoo/digits_mlp.
+$ fit SMALL --overwrite=true true
+'true' belongs to no option; options are --NAME VALUE, a recipe is --config RECIPE.
+$ fit SMALL --model.loss=torch.optim.SGD
+model.loss: torch.optim.SGD is no class whose objects are functions; expected a function, or a class as
+torch.nn.MSELoss.
+$ fit SMALL --model.loss=SGD
+model.loss: SGD is a class of another kind than what is expected there.
+$ fit SMALL --model.loss=torch.float32
+model.loss: expected the path of a class or a function, got 'torch.float32'.
+$ fit SMALL --model.optimizer=torch.nn.Linear
+model.optimizer: torch.nn.Linear is no optimizer; expected a class as torch.optim.SGD.
+$ fit SMALL --model.optimizer=torch.nn.functional.relu
+model.optimizer: torch.nn.functional.relu is no optimizer; expected a class as torch.optim.SGD.
+$ fit SMALL --model.lr_scheduler=torch.optim.SGD
+model.lr_scheduler: torch.optim.SGD is no scheduler; expected a class as torch.optim.lr_scheduler.CosineAnnealingLR.
+$ fit SMALL --model.network=torchvision.models.resnet18
+model.network names a function, and expected a class; networks of torchvision are those of TorchvisionNetwork
+(--model.network TorchvisionNetwork --model.network.model resnet18).
 $ fit --config words.yaml
 words.yaml holds no configuration; expected sections such as model, data and trainer.
 $ fit --config broken.yaml
@@ -185,6 +210,15 @@ $ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/l
 trainer.callbacks.monitor must be a number that the run logs, got 'val/los'. Did you mean 'val/loss'?
 $ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/loss --trainer.callbacks.mode=lowest
 trainer.callbacks.mode must be min or max, got 'lowest'.
+$ fit SMALL --model.loss=torch.nn.ReLU
+model.loss must be a function of outputs and targets, and ReLU(inplace=False) takes (input: torch.Tensor) ->
+torch.Tensor; give another one, as torch.nn.functional.mse_loss.
+$ fit SMALL --model.optimizer=Adam --model.optimizer.lr -0.2
+model.optimizer.lr: Invalid learning rate: -0.2
+$ fit SMALL --model.label_smoothing -.5
+model.label_smoothing must be in [0, 1), got -0.5.
+$ fit SMALL --trainer.max_epochs -5
+trainer.max_epochs must be a non-negative integer or -1. You passed in -5.
 $ fit SMALL --trainer.max_epochs=-5
 trainer.max_epochs must be a non-negative integer or -1. You passed in -5.
 $ fit SMALL --trainer.limit_train_batches=2.5
@@ -209,6 +243,14 @@ another --run_dir or a file as --ckpt_path.
 $ fit SMALL --data=TensorDataModule --data.train=values.pt --model.loss=torch.nn.functional.cross_entropy
 ZooTask has the cross-entropy as its loss, which is of class numbers, and the targets of TensorDataModule are values;
 ...
+$ fit SMALL --data=TensorDataModule --data.train=one_hot.pt
+ZooTask takes one class number per input, and the targets of TensorDataModule are of shape [..., 3]; of one-hot targets
+give targets.argmax(1), or name a loss of your own that takes them.
+$ fit SMALL --data=TensorDataModule --data.train=one_class.pt
+data: TensorDataModule: all targets are class 0, so that there is nothing to tell apart; give class numbers of at least
+two classes (num_classes for those that do not occur), or floats, which are values.
+$ test --ckpt_path=list.ckpt
+list.ckpt holds a list in place of settings by name; give a file that lightning-sym wrote.
 $ fit SMALL --ckpt_path=absent.ckpt
 No checkpoint at .../absent.ckpt; give a file, or last.
 $ fit SMALL --ckpt_path=words.yaml
@@ -330,6 +372,11 @@ def test_the_command_line_says_in_one_line_what_is_wrong(status, command, senten
     Path("raises.py").write_text("import does_not_exist_anywhere")
     monkeypatch.syspath_prepend(Path.cwd())
     torch.save({"x": torch.randn(64, 1, 8, 8), "y": torch.randn(64, 1)}, "values.pt")
+    classes = torch.arange(64) % 3
+    one_hot = torch.nn.functional.one_hot(classes)
+    torch.save({"x": torch.randn(64, 1, 8, 8), "y": one_hot}, "one_hot.pt")
+    torch.save({"x": torch.randn(64, 1, 8, 8), "y": 0 * classes}, "one_class.pt")
+    torch.save({"state_dict": {}, "hyper_parameters": [1]}, "list.ckpt")
     files = set(Path().iterdir())
     name, *options = shlex.split(command)
     if options[:1] == ["SMALL"]:

@@ -26,6 +26,8 @@ def function(*arguments):
     return Net()
 """
 MLP = {"class_path": "lightning_sym.networks.MultiLayerPerceptron", "init_args": {"widths": [4]}}
+ENDLESS: list[object] = []
+ENDLESS.append(ENDLESS)
 # What a hostile checkpoint says in place of what a task wrote.
 HOSTILE = {
     "task": {"_class_path": "evil.Task"},
@@ -49,6 +51,9 @@ HOSTILE = {
     "optimizer": {"optimizer": "evil.function"},
     "optimizer, nested": {"optimizer": {"class_path": "torch.optim.SGD", "dict_kwargs": {"x": "evil.function"}}},
     "scheduler": {"lr_scheduler": {"class_path": "evil.Net"}},
+    "loss, of Lightning": {"loss": "pytorch_lightning.seed_everything"},
+    "no plain value": {"members": torch.tensor(2)},
+    "without end": {"pairs": ENDLESS, "seed": ENDLESS},
     "no name": {"loss": {"class_path": ["evil.Net"]}},
     "a list": ["evil.Net"],
 }

@@ -208,6 +208,14 @@ def test_members_that_saw_nothing_have_no_metrics():
     assert found["confusion"].tolist() == [[0.0, 0.0], [0.5, 0.5]]
 
 
+def test_the_confusion_of_many_classes_is_left_out():
+    """Of 30000 classes it would take 7 GB."""
+    metric = PopulationClassification(1, 30_000)
+    metric.update(torch.tensor([0]), torch.zeros(1, 2, 30_000), torch.tensor([0, 29_999]))
+    assert metric.compute()["accuracy"].item() == 0.5
+    assert "confusion" not in metric.compute()
+
+
 def test_evaluate_leaves_the_mode_as_it_was(tmp_path):
     task = fit(tmp_path, ZooTask(myrtle(), members=1), epochs=1)
     before = task.population.member_state(0)
