@@ -440,6 +440,23 @@ def test_large_numbers_do_not_hide_that_others_differ(large: str) -> None:
     assert answers(found) == ["not found"]
 
 
+def test_a_bias_that_takes_up_a_shift_is_known_as_well_as_what_was_added_up() -> None:
+    """Biases in front of a batch norm take up large means that cancel, as in pitch networks."""
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()
+    a = nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, 10)).eval()
+    with torch.no_grad():
+        a[3].running_mean += 30
+        a[4].weight *= 20
+        a[4].bias.copy_(a[4].weight @ a[3].running_mean / 20)
+        a[5].running_mean.copy_(a[4].bias + 0.1)
+    symmetry = trace_symmetry(a, X)
+    assert symmetry.structure.shifts
+    files = [as_state_dict(a, "a.pt"), as_state_dict(planted(symmetry, a), "b.pt")]
+    found = merge_checkpoints(files, "m.safetensors", network=a, inputs=X)
+    assert answers(found) == ["equal"]
+
+
 @pytest.mark.parametrize("types", [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_files_of_other_types_may_be_equal(types: tuple[torch.dtype, torch.dtype]) -> None:
     a = perceptron()
