@@ -37,10 +37,8 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
                 raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
             if tensor.is_floating_point() and name in symmetry.parameter_names:
                 own = torch.promote_types(tensor.dtype, torch.float32)
-                if (
-                    not float(torch.linalg.vector_norm(tensor.detach(), dtype=own))
-                    < math.sqrt(torch.finfo(own).max) / 4
-                ):
+                most = math.sqrt(torch.finfo(own).max) / 4
+                if not float(torch.linalg.vector_norm(tensor.detach(), dtype=own)) < most:
                     raise ValueError(
                         f"{name} of {which} holds values up to {float(tensor.detach().abs().max()):.1e}, whose squares "
                         f"{str(own)[6:]} does not hold; expected smaller ones, or networks in float64."
