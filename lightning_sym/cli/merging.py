@@ -18,7 +18,7 @@ from lightning_sym._text import nearest
 from lightning_sym.cli.given import class_of, merge, read_given, separated, shape_of
 
 USAGE = (
-    "usage: lightning-sym merge {ZOO | A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...]} "
+    "usage: lightning-sym merge {ZOO | FOLDER FOLDER | A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...]} "
     "--out FILE.safetensors [--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] "
     "[--recalibrate] [--align-only]"
 )
@@ -30,11 +30,12 @@ allows), checks that each computes what it did, and writes the mean.
   A B C ...            state dicts, Lightning checkpoints, .safetensors, or the index of several shards
                        (model.safetensors.index.json); nothing in them is run
   ZOO                  the folder of a zoo: all of its members, whose network it knows by itself
+  FOLDER               of a model of transformers: config.json beside model.safetensors, its index or pytorch_model.bin
   --network NETWORK    torchvision:resnet18, timm:NAME, transformers:path/to/config.json, or a class by its full path
                        (one of ours: by its name)
   --network.ARGUMENT   an argument of that class
-  --out FILE           a new .safetensors; where A is an index, a new folder. Names, types, shards are those of A. A
-                       report goes beside it, into FILE-report
+  --out FILE           a new .safetensors; where A is an index or a FOLDER, a new folder, with all that lies beside A.
+                       Names, types, shards are those of A. A report goes beside it, into FILE-report
   --data DATAMODULE    losses, barriers and a figure; needed for activations and recalibration
   --data.ARGUMENT      an argument of that class
   --method             weights (default), or activations: units belong together that are active on the same inputs
@@ -48,6 +49,8 @@ allows), checks that each computes what it did, and writes the mean.
 
 Nothing is downloaded. timm and transformers: pip install 'lightning_sym[hf]'."""
 _FLAGS = ("align-only", "recalibrate")
+# Of a model of transformers, as from_pretrained looks for them.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 _OPTIONS = ("network", "out", "data", "method", "points", "prefix", "input", "tokens", "seed", *_FLAGS)
 
 
@@ -157,8 +160,11 @@ def merge_files(asked: Asked) -> None:
 
     if asked.report.exists():
         raise ValueError(f"{asked.report} is there already; expected a place without an earlier report.")
-    files, architecture = _members(asked.files)
-    if asked.network is None:
+    files, architecture, configured = _members(asked.files)
+    if asked.network is None and configured is not None:
+        name, arguments = f"transformers:{configured}", {}
+        model = _built(functools.partial(build_model, name, arguments))
+    elif asked.network is None:
         name, arguments = architecture["class_path"], architecture.get("init_args", {})
         model = _built(functools.partial(_of_zoo, architecture))
     else:
@@ -214,20 +220,35 @@ def _arguments(node: Any) -> Mapping[str, Any]:
     return node if isinstance(node, Mapping) else {}
 
 
-def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any]]:
-    """Return the checkpoints, those of zoos among them, and the architecture of the first zoo (empty without one)."""
-    from lightning_sym.zoo import ModelZoo
+def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any], str | None]:
+    """Return the checkpoints, those in folders among them, and what the folders say of the network.
+
+    Returns:
+        The files; the architecture of the first zoo (empty without one); the first folder of a model of transformers.
+    """
+    from lightning_sym.zoo import MANIFEST, ModelZoo
 
     files: list[str] = []
     architecture: Mapping[str, Any] = {}
+    configured = None
     for name in given:
-        if Path(name).is_dir():
+        if not Path(name).is_dir():
+            files.append(name)
+            continue
+        weights = [path for path in (Path(name) / one for one in _WEIGHTS) if path.is_file()]
+        if (Path(name) / "config.json").is_file() and weights:
+            files.append(str(weights[0]))
+            configured = configured or name
+        elif (Path(name) / MANIFEST).exists() or any(Path(name).glob("member-*.safetensors")):
             zoo = ModelZoo.open(name)
             files += [str(zoo.path / member.file) for member in zoo]
             architecture = architecture or zoo.architecture
         else:
-            files.append(name)
-    return files, architecture
+            raise ValueError(
+                f"{name} is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model "
+                f"(config.json beside {', '.join(_WEIGHTS)}); expected one of them, or checkpoints."
+            )
+    return files, architecture, None if architecture else configured
 
 
 def _of_zoo(architecture: Mapping[str, Any], *, meta: bool) -> Any:

@@ -1,7 +1,9 @@
 """From checkpoints on disk to their mean, or to one in the order of another, on disk again."""
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +32,11 @@ _PLAIN, _ALIGNED = "mean as they are", "mean, aligned"  # of the checkpoints
 Data = Iterable[Sequence[Tensor]]
 # Elements of matching are found from weights: what is lost by inverting their matrices is far below this.
 _UNCHANGED = 1e-8
+# Beside a model: its weights in other files and formats, what a training needs to go on, what is said of its weights.
+_NOT_COPIED = (
+    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf"),
+    *("trainer_state.json", "readme.md", "*.tmp"),
+)
 # What a configuration says that is no part of the architecture.
 _NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures")
 
@@ -96,7 +103,8 @@ class Checkpoint:
     def write(self, network: nn.Module, out: str | Path) -> Path:
         """Write another network's weights in the form of this checkpoint: names, types, shards and metadata.
 
-        Of files that are no safetensors one file of safetensors is made, with the network's names.
+        Of files that are no safetensors one file of safetensors is made, with the network's names. Into a folder, what
+        lies beside a model of transformers (configuration, tokenizer) is copied.
 
         Args:
             network: Of this checkpoint's architecture.
@@ -110,12 +118,13 @@ class Checkpoint:
             OSError: If it cannot be written. Nothing is left behind.
         """
         out = Path(out)
+        beside = [] if out.suffix == ".safetensors" else _beside(self.file)
         tensors = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
         names = first_names(network)
         if self.shards is None:
             held = {name: tensors[name] for name in network.state_dict() if names.get(name) == name}
             types = {name: self.dtypes.get(name, tensor.dtype) for name, tensor in held.items()}
-            return write_new(held, types, out)
+            return _write_into_folder(held, types, out, beside) if beside else write_new(held, types, out)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         needed = [name for name, _ in network.named_parameters()]
         named = named_for(self.shards, shapes, names, needed, ())
@@ -126,7 +135,7 @@ class Checkpoint:
                     yield name, tensors[name]
 
         moving = {name for name in named.values() if tensors[name].is_floating_point()}
-        return write_moved(self.shards, named, moved, moving, out)
+        return write_moved(self.shards, named, moved, moving, out, beside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +200,8 @@ def merge_checkpoints(
         files: At least two (two with ``align_only``): state dicts, Lightning checkpoints, safetensors or the index of
             several. All of one architecture and in the same types.
         out: A path ending in ``.safetensors``, or a folder if the first checkpoint (with ``align_only`` the second) is
-            an index. Nothing there is replaced.
+            an index, or lies beside the ``config.json`` of a model of transformers, which is copied then with all else
+            that belongs to the model. Nothing there is replaced.
         network: Whose weights they are, built with any weights. Not changed.
         inputs: What the network takes: an input, a tuple of positional arguments, or a :class:`Call`.
         method: "weights", or "activations", which needs ``train``.
@@ -297,13 +307,48 @@ def _check_arguments(
 
 def _check_out(out: Path, written: Path) -> None:
     """Check, before anything is computed, that a result in the form of a file can be written."""
-    several = written.suffix == ".json"
-    if several == (out.suffix == ".safetensors"):
+    several, folder = written.suffix == ".json", out.suffix != ".safetensors"
+    if (several and not folder) or (folder and not several and not _beside(written)):
         expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
         raise ValueError(f"out is {out}; expected {expected}.")
     # What a run that was killed leaves is hidden, and in nobody's way.
-    if out.exists() and not (several and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
-        raise ValueError(f"{out} is there already; expected {'an empty' if several else 'a'} place.")
+    if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
+        raise ValueError(f"{out} is there already; expected {'an empty' if folder else 'a'} place.")
+
+
+def _configuration_of(file: Path) -> dict[str, Any] | None:
+    """Return the configuration (of transformers) that lies beside a checkpoint; None if there is none."""
+    try:
+        content = load_json((file.parent / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "model_type" in content else None
+
+
+def _beside(file: Path) -> list[Path]:
+    """Return what lies beside a checkpoint of transformers and belongs to the model, but for its weights."""
+    if _configuration_of(file) is None:
+        return []
+    files = (path for path in sorted(file.parent.iterdir()) if path.is_file() and not path.name.startswith("."))
+    return [path for path in files if not any(fnmatch(path.name.lower(), own) for own in _NOT_COPIED)]
+
+
+def _write_into_folder(
+    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path, beside: Sequence[Path]
+) -> Path:
+    """Write tensors and copies of other files into a folder, whole or not at all."""
+    there = out.exists()
+    try:
+        found = write_new(tensors, types, out / "model.safetensors")
+        for path in beside:
+            shutil.copyfile(path, out / path.name)
+    except BaseException:
+        for name in ("model.safetensors", *(path.name for path in beside)):
+            (out / name).unlink(missing_ok=True)
+        if not there and out.exists():
+            out.rmdir()
+        raise
+    return found
 
 
 def _existing(folder: Path) -> Path:
@@ -315,11 +360,8 @@ def _check_configurations(files: Sequence[Path]) -> None:
     """Check that the configurations that lie beside checkpoints (of transformers) agree."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in dict.fromkeys(file.parent / "config.json" for file in files):
-        try:
-            content = load_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(content, dict) and "model_type" in content:
+        content = _configuration_of(path)
+        if content is not None:
             found.append((path, {key: value for key, value in content.items() if key not in _NOT_ARCHITECTURE}))
     for path, content in found[1:]:
         first, own = found[0]

@@ -19,9 +19,11 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.views import ConvertedTensors
 
-# So many times what rounding does to a slice, or to an output, may be between equal networks. Planted elements leave 17
-# times at most (of tilts; all others 5) and 4 to 8 times; networks in single precision that are 1e-5 apart 100 and more.
+# So many times what rounding does to a slice, or to an output, may be between equal networks. Planted elements leave
+# 17 times at most (of tilts; others 5), and 4 to 8 times; networks in single precision that are 1e-5 apart over 100.
 _OF_WEIGHTS, _OF_OUTPUTS = 20.0, 12.0
+# Of numbers of 16 bits that would be much. Planted elements leave 5 and 2 times.
+_COARSE, _OF_COARSE_WEIGHTS, _OF_COARSE_OUTPUTS = 1e-4, 8.0, 6.0
 _DRAWS = 8  # of what rounding does
 _INPUTS, _NUMBERS = 64, 2**19  # so many random inputs, if they have no more numbers together than that
 _COMPUTED = 1e-13
@@ -141,7 +143,7 @@ def _outputs_apart(
     sizes = [_norms(own) for own in ours]
     noise = [torch.zeros_like(own) for own in apart]
     far = any(bool((x > _FAR * torch.maximum(size, size.mean())).any()) for x, size in zip(apart, sizes, strict=True))
-    draws = 1 if far and rounding < 1e-4 else _DRAWS // 2
+    draws = 1 if far and rounding < _COARSE else _DRAWS // 2
     for draw in range(draws):
         rounded = double_copy(two).eval()
         for name, tensor in state_tensors(rounded).items():
@@ -149,9 +151,9 @@ def _outputs_apart(
                 tensor.copy_(_with_noise(tensor, name, rounding, seed + draw))
         for total, x, y in zip(noise, _outputs(rounded, calls), theirs, strict=True):
             total += _norms(x - y).square() / draws
-    worst, where = 0.0, "no output"
+    worst, where, limit = 0.0, "no output", _OF_COARSE_OUTPUTS if rounding > _COARSE else _OF_OUTPUTS
     for number, (x, squares, size) in enumerate(zip(apart, noise, sizes, strict=True)):
-        times = _times(x, _OF_OUTPUTS * squares.sqrt() + 1e-13 * size)
+        times = _times(x, limit * squares.sqrt() + 1e-13 * size)
         if times.numel() and float(times.max()) > worst:
             worst, place = float(times.max()), int(times.argmax())
             where = f"output {place}" if len(apart) == 1 else f"number {place} of output {number}"
@@ -204,7 +206,7 @@ def weights_apart(
     exact = ConvertedTensors(theirs, lambda tensor: tensor.detach().double() if tensor.is_floating_point() else tensor)
     moved = MovedTensors(symmetry.structure, element, exact)
     draws = [MovedTensors(symmetry.structure, element, _Rounded(exact, rounding, seed + n)) for n in range(_DRAWS)]
-    worst, where = 0.0, "no weight"
+    worst, where, limit = 0.0, "no weight", _OF_COARSE_WEIGHTS if rounding > _COARSE else _OF_WEIGHTS
     for name, tensor in ours.items():
         if not tensor.is_floating_point():
             if not name.endswith("num_batches_tracked") and not torch.equal(tensor, theirs[name].to(tensor.device)):
@@ -220,7 +222,7 @@ def weights_apart(
             ):
                 total += squares / _DRAWS
         for (axis, squares), total, (_, size) in zip(apart, noise, _slices(mine), strict=True):
-            times = _times(squares.sqrt(), _OF_WEIGHTS * (total.sqrt() + rounding * size.sqrt()))
+            times = _times(squares.sqrt(), limit * (total.sqrt() + rounding * size.sqrt()))
             if times.numel() and not float(times.max()) <= worst:
                 worst, place = float(times.max()), int(times.argmax())
                 where = name if axis is None else f"{name} at {place} of axis {axis}"

@@ -16,7 +16,8 @@ UNITS = {
     "loss_barrier": "largest loss on the line from the first checkpoint above the straight line between its ends",
     "accuracy_barrier": "the same of the accuracy, positive where the line is worse",
     "distance": "Euclidean distance of the parameters to those of the first checkpoint",
-    "equal": "whether every tensor is that of the first checkpoint, to rounding: after alignment, up to symmetry",
+    "equal": "whether outputs and all slices of tensors are those of the first checkpoint, to rounding; if aligned: "
+    "up to symmetry",
     "t": "place on the line, 0 (first checkpoint) to 1 (the other one)",
 }
 

@@ -229,6 +229,7 @@ def write_moved(
     moved: Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]],
     moving: Container[str],
     out: str | Path,
+    beside: Sequence[Path] = (),
 ) -> Path:
     """Write a checkpoint anew, with other numbers: names, order, types, shards and metadata stay.
 
@@ -238,6 +239,7 @@ def write_moved(
         moved: Yields what becomes of those tensors that move, in the order in which it is given them.
         moving: Their names.
         out: A folder, or, for one file, the file to be written.
+        beside: Other files that are copied into the folder.
 
     Returns:
         What was written: the index, or the one file.
@@ -251,14 +253,14 @@ def write_moved(
     if to_file and shards.index is not None:
         raise ValueError(f"out is the file {out}, and the checkpoint has several; expected a folder.")
     folder = out.parent if to_file else out
-    targets = {file: out if to_file else folder / file.name for file in shards.files}
+    targets = {file: out if to_file else folder / file.name for file in (*shards.files, *beside)}
     index = None if shards.index is None else folder / shards.index.name
     if there := next((path for path in (*targets.values(), index) if path is not None and path.exists()), None):
         raise ValueError(f"{there} is there already; expected a folder without it.")
     places = {name: shards.tensors[key] for key, name in reversed(list(named.items()))}
     order = dict.fromkeys(named[key] for key in shards.tensors if key in named)
     weights = _Weights(shards, {name: places[name] for name in order})
-    at_once = index is not None and not folder.exists()  # the whole folder is there, or nothing
+    at_once = not to_file and not folder.exists()  # the whole folder is there, or nothing
     base = folder.parent if at_once else folder
     made = [path for path in (base, *base.parents) if not path.exists()]
     scratch = base / f".{secrets.token_hex(8)}.tmp"
@@ -282,8 +284,8 @@ def write_moved(
                     else:
                         _write(new, _next(results, name, stored, shards))
                         written[name] = (scratch / file.name, begin)
-        if index is not None and shards.index is not None:
-            shutil.copyfile(shards.index, scratch / index.name)
+        for other in (*beside, *([shards.index] if shards.index is not None else [])):
+            shutil.copyfile(other, scratch / other.name)
         if at_once:
             scratch.rename(folder)
         else:

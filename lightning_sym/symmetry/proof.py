@@ -156,7 +156,7 @@ def compute_the_same(calls: Sequence[Call], a: nn.Module, b: nn.Module) -> bool:
             found.append([tensor.cpu() for outputs in _all_outputs(exact, batches) for tensor in outputs])
     dtypes = [own.dtype for network in (a, b) for own in network.parameters() if own.is_floating_point()]
     tolerance = tolerance_of(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64))
-    return len(found) == 2 and len(found[0]) > 0 and change(*found) <= tolerance
+    return len(found) == 2 and len(found[0]) > 0 and change(found[0], found[1]) <= tolerance
 
 
 def noisy(inputs: Any, generator: torch.Generator) -> Any:

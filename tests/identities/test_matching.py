@@ -467,6 +467,13 @@ def spoilt() -> nn.Module:
     return network
 
 
+def large(size: float) -> nn.Module:
+    network = copy.deepcopy(made("relu").network).float()
+    with torch.no_grad():
+        network[0].weight[0, 0] = size
+    return network
+
+
 A, INPUTS, SYMMETRY = made("relu")
 B, _, OTHER = made("tanh")
 MOMENTS, OF_OTHERS = ActivationMoments(SYMMETRY, A, A), ActivationMoments(OTHER, B, B)
@@ -477,6 +484,15 @@ MOMENTS, OF_OTHERS = ActivationMoments(SYMMETRY, A, A), ActivationMoments(OTHER,
     [
         refused(weight_matching, SYMMETRY, A, B, says="b is not of the traced architecture"),
         refused(weight_matching, SYMMETRY, A, spoilt(), says="0.weight of b holds values that are not finite"),
+        refused(
+            weight_matching, SYMMETRY, A, large(1e38), says=("0.weight of b", "whose squares float32 does not hold")
+        ),
+        refused(
+            orbit_distance, SYMMETRY, large(1e38), A, says=("0.weight of a", "whose squares float32 does not hold")
+        ),
+        refused(
+            merge, SYMMETRY, [A, large(1e20)], says=("0.weight of network 1", "whose squares float32 does not hold")
+        ),
         refused(weight_matching, SYMMETRY, A, A, restarts=0),
         refused(lambda: weight_matching(SYMMETRY, A, A, initial=OTHER.identity()), says="of another network"),
         refused(activation_matching, SYMMETRY, A, A, [INPUTS], measure="cosine", says="measure must be"),

@@ -440,6 +440,23 @@ def test_large_numbers_do_not_hide_that_others_differ(large: str) -> None:
     assert answers(found) == ["not found"]
 
 
+def test_a_bias_that_takes_up_a_shift_is_known_as_well_as_what_was_added_up() -> None:
+    """Biases in front of a batch norm take up large means that cancel, as in pitch networks."""
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()
+    a = nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, 10)).eval()
+    with torch.no_grad():
+        a[3].running_mean += 30
+        a[4].weight *= 20
+        a[4].bias.copy_(a[4].weight @ a[3].running_mean / 20)
+        a[5].running_mean.copy_(a[4].bias + 0.1)
+    symmetry = trace_symmetry(a, X)
+    assert symmetry.structure.shifts
+    files = [as_state_dict(a, "a.pt"), as_state_dict(planted(symmetry, a), "b.pt")]
+    found = merge_checkpoints(files, "m.safetensors", network=a, inputs=X)
+    assert answers(found) == ["equal"]
+
+
 @pytest.mark.parametrize("types", [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_files_of_other_types_may_be_equal(types: tuple[torch.dtype, torch.dtype]) -> None:
     a = perceptron()
@@ -453,9 +470,8 @@ def test_files_of_other_types_may_be_equal(types: tuple[torch.dtype, torch.dtype
     assert {tensor.dtype for tensor in load_file("m.safetensors").values()} == {types[0]}
     with torch.no_grad():
         a.classifier.weight[3] *= 1.1
-    assert answers(
-        merge_checkpoints([as_pickle(a, "c", types[0]), files[1]], "n.safetensors", network=a, inputs=X)
-    ) == ["not found"]
+    files[0] = as_pickle(a, "c", types[0])
+    assert answers(merge_checkpoints(files, "n.safetensors", network=a, inputs=X)) != ["equal"]
 
 
 @pytest.mark.parametrize("name", one_in(3, [name for name in OURS if name not in ("resnet44", "resnet56")]))
@@ -598,6 +614,54 @@ def test_networks_of_transformers() -> None:
     distances = [row["distance"] for row in report["rows"]]
     assert distances[1] < distances[0]
     assert report["largest_change"] < 1e-3
+
+
+@pytest.mark.parametrize(("kind", "shards"), [("llama", 2), ("gpt2", 1), ("gpt2", 0)])
+def test_folders_of_transformers_become_a_folder_that_they_load(kind: str, shards: int) -> None:
+    """Shards: how many files of safetensors; 0: the older pickle."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "llama": lambda: transformers.LlamaConfig(**sizes, vocab_size=14),
+        "gpt2": lambda: transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=14, n_positions=8),
+    }[kind]()
+    torch.manual_seed(0)
+    networks = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
+    for number, network in enumerate(networks):
+        network.save_pretrained(f"n{number}", max_shard_size="2KB" if shards > 1 else "5GB")
+        if not shards:
+            Path(f"n{number}/model.safetensors").unlink()
+            torch.save(network.state_dict(), f"n{number}/pytorch_model.bin")
+    Path("n0/tokenizer.json").write_text("{}")
+    for name in ("optimizer.pt", "README.md", ".hidden", "tf_model.h5"):
+        Path("n0", name).write_text("no part of the result")
+    succeed("merge", "n0", "n1", "--out=merged")
+    left_out = {"optimizer.pt", "README.md", ".hidden", "tf_model.h5", "pytorch_model.bin"}
+    there = {path.name for path in Path("n0").iterdir()} - left_out
+    assert {path.name for path in Path("merged").iterdir()} == there | ({"model.safetensors"} if not shards else set())
+    assert Path("merged/tokenizer.json").read_text() == "{}"
+    again, info = transformers.AutoModelForCausalLM.from_pretrained("merged", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    own, mean = dict(networks[0].named_parameters()), dict(again.named_parameters())
+    assert own.keys() == mean.keys()
+    assert not any(torch.equal(own[name], mean[name]) for name in own if own[name].ndim > 1)
+    succeed("merge", "n0", "n1", "--align-only", "--out=aligned")
+    ids = torch.randint(14, (2, 6))
+    aligned = transformers.AutoModelForCausalLM.from_pretrained("aligned").eval()
+    torch.testing.assert_close(aligned(ids).logits, networks[1](ids).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_a_folder_that_is_no_zoo_is_named() -> None:
+    Path("some").mkdir()
+    for content in ((), ("config.json",), ("model.safetensors",)):
+        for name in content:
+            Path("some", name).write_text("{}")
+        result = call("merge", "some", "--out=m")
+        assert result.status == 1
+        assert "some is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model" in result.error
+        for name in content:
+            Path("some", name).unlink()
 
 
 # ---- refusals

@@ -22,7 +22,7 @@ _AT_ONCE = 2**20  # so many numbers are compared at once
 
 
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
-    """Check that networks, named by the keys, are of the traced architecture and finite.
+    """Check that networks, named by the keys, are of the traced architecture and finite, also when squared.
 
     Raises:
         ValueError: If one is not.
@@ -35,6 +35,14 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
         for name, tensor in state_tensors(network).items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
+            if tensor.is_floating_point() and name in symmetry.parameter_names:
+                own = torch.promote_types(tensor.dtype, torch.float32)
+                most = math.sqrt(torch.finfo(own).max) / 4
+                if not float(torch.linalg.vector_norm(tensor.detach(), dtype=own)) < most:
+                    raise ValueError(
+                        f"{name} of {which} holds values up to {float(tensor.detach().abs().max()):.1e}, whose squares "
+                        f"{str(own)[6:]} does not hold; expected smaller ones, or networks in float64."
+                    )
 
 
 def balanced(symmetry: Symmetry, network: nn.Module, *, signs: bool = True) -> tuple[nn.Module, Element]:
