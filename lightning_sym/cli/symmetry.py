@@ -140,6 +140,7 @@ def _numbers(symmetry: Any) -> dict[str, Any]:
     tested = symmetry.elements_tried > 0
     return {
         "dimension": symmetry.dimension,
+        "buffer_dimension": symmetry.buffer_dimension,
         "units": symmetry.units,
         "signs": symmetry.signs,
         "log10_permutations": symmetry.log10_permutations,

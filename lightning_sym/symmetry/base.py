@@ -3,7 +3,7 @@
 import contextlib
 import html
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.phases import phases_after, phases_back, random_phases
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
+from lightning_sym.symmetry.statistics import buffer_rank
 from lightning_sym.symmetry.tilting import no_tilts, random_tilt, tilts_after, tilts_back
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
@@ -72,6 +73,7 @@ class Symmetry:
         shown: Mapping[str, Shown] | None = None,
         common_shift: Callable[[], int] | None = None,
         norms: Sequence[Norm] = (),
+        absorbed: Collection[str] = (),
     ) -> None:
         self.structure = structure
         self.notes: tuple[str, ...] = tuple(notes)
@@ -85,6 +87,7 @@ class Symmetry:
         self.architecture = Architecture(network, constants or {})
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
+        self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
         self.fingerprint = digest(self.architecture.text, structure)
         self._proven: dict[str, float] = {}
         self._values = values
@@ -136,11 +139,29 @@ class Symmetry:
 
     @cached_property
     def dimension(self) -> int:
-        """The dimension of the group's continuous part.
+        """The dimension of the group's continuous part, as far as it acts on parameters.
 
         It is that of the orbit of a generic network, unless linear layers in a row are wider than what they pass on:
-        there some elements change nothing.
+        there some elements change nothing. What moves running statistics counts where the gain and bias of the batch
+        norm can make up for that; else it is part of :attr:`buffer_dimension`.
         """
+        return self._whole_dimension - self.buffer_dimension
+
+    @cached_property
+    def buffer_dimension(self) -> int:
+        """The dimension of what the group does to buffers, where no parameters make up for it.
+
+        Such are the running statistics of batch norms without gain and bias, and buffers by which units are multiplied.
+        With these buffers as they are, so many dimensions fewer leave the function alone.
+        """
+        return self._moving(self._statistics)
+
+    def _moving(self, buffers: frozenset[str]) -> int:
+        """Return in how many dimensions the group moves some buffers."""
+        return buffer_rank(self.structure, buffers, {name: shape for name, (shape, _) in self.layout.items()})
+
+    @property
+    def _whole_dimension(self) -> int:
         inside = sum(len(cell) for cell in self.structure.dense)
         mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
         mixing += sum(rotation.dimension for rotation in self.structure.rotations)
@@ -188,6 +209,7 @@ class Symmetry:
         summary = (
             f"{len(self.groups)} axis groups, {count} units: 10^{self.log10_permutations:.1f} permutations, "
             f"{self.signs} signs, dimension {self.dimension}"
+            + (f" and {self.buffer_dimension} of buffers" if self.buffer_dimension else "")
         )
         tilts = (
             f"tilts, {tilt.size} of a layer norm's bias with what reads it: {tilt.offset}"

@@ -51,8 +51,9 @@ class LocalDimension:
         nullity: ``p - rank``: at most so many dimensions has the set of parameters with the same outputs on X, at least
             the orbit's.
         orbit_dimension: Dimension of the symmetry group, `Symmetry.dimension`; with ``log_softmax`` also what adds one
-            number to all logits, `Symmetry.common_shift`.
-        excess: ``nullity - orbit_dimension``.
+            number to all logits, `Symmetry.common_shift`. At most the nullity, which bounds the orbit's dimension where
+            some elements change nothing; a note says so.
+        excess: ``nullity - orbit_dimension``, at least 0.
         singular_values: Singular values of the Jacobian, falling. Shape (min(p, equations),), float64.
         above: The smallest singular value counted into the rank, relative to the largest.
         below: The largest one not counted, relative to the largest; 0 if there is none.
@@ -192,7 +193,13 @@ def local_dimension(
             f"no clear gap: singular values {above:.1e} and {below:.1e} of the largest on either side of the tolerance"
         )
     groups = _count_units(symmetry, exact, call, notes)
-    orbit = symmetry.dimension + (symmetry.common_shift if log_softmax else 0)
+    group = symmetry.dimension + (symmetry.common_shift if log_softmax else 0)
+    orbit = min(group, count - rank)
+    if orbit < group:
+        notes.append(
+            f"the group has {group} dimensions, its orbit here at most {orbit}: some elements change nothing (linear "
+            "layers in a row that are wider than what they pass on, weights that are zero)"
+        )
     return LocalDimension(
         parameters=count,
         equations=equations,

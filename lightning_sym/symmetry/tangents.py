@@ -8,8 +8,9 @@ import torch
 from scipy import sparse
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.arrays import Floats, Ints, on_axes
+from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.statistics import tangent_rows
 from lightning_sym.symmetry.tracing.structure import Slot
 from lightning_sym.symmetry.translations import rates, repeated
 
@@ -25,7 +26,7 @@ class OrbitTangents:
         names: Names of the parameters, in the order of the vectors.
         vectors: One tangent of length 1 per column. Sparse, shape ``[P, d]``, float64.
         rank: Dimension of the space that they span; less than d where units are dead or copies.
-        generators: Number of all one-parameter groups, `Symmetry.dimension`.
+        generators: Number of all one-parameter groups, those of `Symmetry.buffer_dimension` included.
         statistics: How many of them move running statistics of batch norms, and so are no directions of the parameters
             alone. They are not among the vectors.
     """
@@ -94,9 +95,7 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         )
     parameters = {name: p.detach().double().cpu().numpy() for name, p in network.named_parameters()}
     free = _free_of_statistics(symmetry, frozenset(parameters))
-    blocks = [
-        _tangent_rows(structure.slots_of.get(name, ()), w, structure.magnitudes) for name, w in parameters.items()
-    ]
+    blocks = [tangent_rows(structure.slots_of.get(name, ()), w, structure.magnitudes) for name, w in parameters.items()]
     scales = sparse.vstack(blocks).tocsr() @ free
     shifts, twice = _shifts(symmetry, parameters), repeated(symmetry.structure.shifts)
     kinds = (_turns, _tilts, _phases)
@@ -108,12 +107,13 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     values, rotation = np.linalg.eigh((vectors.T @ vectors).toarray())
     used = values > _DEPENDENT
     inverse = (rotation[:, used] / values[used]) @ rotation[:, used].T
+    generators = symmetry.dimension + symmetry.buffer_dimension
     return OrbitTangents(
         names=tuple(parameters),
         vectors=vectors,
         rank=int(used.sum()),
-        generators=symmetry.dimension,
-        statistics=symmetry.dimension - free.shape[1] - shifts.shape[1] - turns.shape[1] + twice,
+        generators=generators,
+        statistics=generators - free.shape[1] - shifts.shape[1] - turns.shape[1] + twice,
         _inverse=inverse,
     )
 
@@ -137,16 +137,6 @@ def _free_of_statistics(symmetry: Symmetry, parameters: frozenset[str]) -> spars
     mixed = sparse.lil_matrix((count, kernel.shape[1]))
     mixed[touching] = kernel
     return sparse.hstack([ones, mixed]).tocsr()
-
-
-def _tangent_rows(slots: tuple[Slot, ...] | list[Slot], weights: Floats, forms: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Return for each weight its rate of change under each scale. Shape (weights, scales)."""
-    total = sparse.csr_matrix((weights.size, forms.shape[1]))
-    for slot in slots:
-        places = on_axes(np.arange(slot.size, dtype=np.float64), slot.shape, slot.axes, weights.ndim)
-        places = np.broadcast_to(places, weights.shape).ravel().astype(np.int64)
-        total = total + forms[slot.rows][places]
-    return sparse.diags(weights.ravel()) @ total
 
 
 def _shifts(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:

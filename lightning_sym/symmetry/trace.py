@@ -32,7 +32,7 @@ from lightning_sym.symmetry.proof import (
 )
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, capture, constant_names, state_tensors
-from lightning_sym.symmetry.tracing.norms import find_norms
+from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types
 from lightning_sym.symmetry.tracing.shift_walk import find_shifts
 from lightning_sym.symmetry.tracing.stacks import away_from, unstack
@@ -263,6 +263,7 @@ def _derived(
         constants={name: states[name] for name in read if name in unsaved or not states[name].is_floating_point()},
         examples=examples,
         shown=shown,
+        absorbed=absorbed_statistics(captures, dict(network.named_parameters())),
         norms=find_norms(captures, dict(network.named_parameters())),
         common_shift=common_shift if shifts else None,
     )

@@ -336,3 +336,122 @@ def test_post_norm_transformers_on_one_orbit_have_one_form() -> None:
     other = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), network)
     one, two = (canonicalize(symmetry, member).network.state_dict() for member in (network, other))
     assert all(torch.allclose(one[name], two[name], rtol=0, atol=1e-10) for name in one)
+
+
+class Written(nn.Module):
+    """A network whose forward is a function of its parts."""
+
+    def __init__(self, forward, **parts) -> None:
+        super().__init__()
+        self.written = forward
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            elif isinstance(part, nn.Parameter):
+                self.register_parameter(name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, *inputs):
+        return self.written(self, *inputs)
+
+
+def square(size: int = 6) -> nn.Parameter:
+    return nn.Parameter(torch.randn(size, size))
+
+
+def ends() -> dict[str, nn.Module]:
+    return {"a": nn.Linear(5, 6), "o": nn.Linear(6, 3)}
+
+
+def mask(*shape: int) -> torch.Tensor:
+    return (torch.rand(*shape) > 0.4).float()
+
+
+def five_summands(s, x):
+    return s.o(torch.relu(s.a(x) + s.b + s.c + s.d + s.e + s.f))
+
+
+def embedding(s, i, t):
+    return s.o(torch.relu(s.h(s.n(s.e(i) + s.t(t) + s.p))))
+
+
+# Networks, and whether their form is unique.
+SELF_TESTED = {
+    "symmetric matrix": (lambda: Written(lambda s, x: s.o(s.a(x) @ (s.w + s.w.T)), w=square(), **ends()), False),
+    "symmetric matrix between tanh": (
+        lambda: Written(lambda s, x: s.o((s.a(x).tanh() @ (s.w + s.w.T)).tanh()), w=square(), **ends()),
+        False,
+    ),
+    "antisymmetric matrix": (lambda: Written(lambda s, x: s.o(s.a(x) @ (s.w - s.w.T)), w=square(), **ends()), False),
+    "product of weights": (
+        lambda: Written(lambda s, x: s.o((x @ (s.v * s.w)).relu()), v=square(5), w=square(5), o=nn.Linear(5, 3)),
+        False,
+    ),
+    "symmetric matrix beside a path": (
+        lambda: Written(lambda s, x: s.o(s.a(x) + s.a(x).relu() @ (s.w + s.w.T)), w=square(), **ends()),
+        True,
+    ),
+    "mask times a weight": (
+        lambda: Written(lambda s, x: s.o((x @ (s.w * s.m)).relu()), w=square(5), m=mask(5, 5), o=nn.Linear(5, 3)),
+        True,
+    ),
+    "mask that divides": (
+        lambda: Written(lambda s, x: s.o((x @ (s.w * s.m)).relu()), w=square(5), m=2 * mask(5, 5), o=nn.Linear(5, 3)),
+        True,
+    ),
+    "mask of units": (lambda: Written(lambda s, x: s.o(s.a(x).relu() * s.m), m=mask(6), **ends()), True),
+    "five summands": (
+        lambda: Written(five_summands, **{k: nn.Parameter(torch.randn(6)) for k in "bcdef"}, **ends()),
+        True,
+    ),
+    "embedding, types and positions": (
+        lambda: Written(
+            embedding, e=nn.Embedding(11, 6), t=nn.Embedding(2, 6), p=nn.Parameter(torch.randn(4, 6)),
+            n=nn.LayerNorm(6), h=nn.Linear(6, 8), o=nn.Linear(8, 3),
+        ),
+        True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELF_TESTED)
+def test_the_form_says_whether_it_is_unique(name):
+    make, unique = SELF_TESTED[name]
+    torch.manual_seed(0)
+    network = make().double()
+    words = (torch.randint(11, (3, 4)), torch.randint(2, (3, 4)))
+    x = words if name.startswith("embedding") else torch.randn(3, 5, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x)
+    found = canonicalize(symmetry, network)
+    largest = 0.0
+    for seed in range(3):
+        element = symmetry.sample(torch.Generator().manual_seed(seed))
+        other = canonicalize(symmetry, symmetry.act(element, network), check=False)
+        pairs = zip(found.network.state_dict().values(), other.network.state_dict().values(), strict=True)
+        largest = max(largest, *(float((one - two).abs().max()) for one, two in pairs))
+    assert (largest < 1e-10) == (found.difference < 1e-10) == unique
+    assert found.converged
+    assert unique == (not any(note.startswith("not unique") for note in found.notes))
+    assert math.isnan(other.difference)
+    if "mask" in name:
+        assert set(found.network.m.unique().tolist()) == set(network.m.unique().tolist())
+
+
+def test_no_moved_copy_is_made_of_large_networks(monkeypatch):
+    network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    symmetry = trace_symmetry(network, torch.randn(2, 5))
+    assert canonicalize(symmetry, network).difference < 1e-10
+    monkeypatch.setattr("lightning_sym.symmetry.canonical.form._CHECKED", 10)
+    assert math.isnan(canonicalize(symmetry, network).difference)
+    assert canonicalize(symmetry, network, check=True).difference < 1e-10
+
+
+def test_shifts_that_do_not_settle_are_no_canonical_form(monkeypatch):
+    torch.manual_seed(0)
+    network = SELF_TESTED["five summands"][0]().double()
+    symmetry = trace_symmetry(network, torch.randn(3, 5, dtype=torch.float64))
+    monkeypatch.setattr("lightning_sym.symmetry.canonical.form._MOST_SHIFTS", 3)
+    found = canonicalize(symmetry, network)
+    assert not found.converged
+    assert any("shifts and all else were found to" in note for note in found.notes)

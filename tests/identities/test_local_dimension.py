@@ -7,10 +7,11 @@ import pytest
 import torch
 from helpers import refused
 from orbit_cases import residual
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sym.networks import Gaussian, Polynomial
 from lightning_sym.symmetry import LocalDimension, local_dimension, trace_symmetry
+from lightning_sym.symmetry.tangents import orbit_tangents
 
 
 def leaky() -> nn.Module:
@@ -40,7 +41,8 @@ def measured(
     with torch.no_grad():
         for module in network.modules():
             if isinstance(module, nn.BatchNorm1d):
-                module.weight.uniform_(0.5, 2.0)
+                if module.affine:
+                    module.weight.uniform_(0.5, 2.0)
                 module.running_mean.normal_()
                 module.running_var.uniform_(0.5, 2.0)
         if edit is not None:
@@ -58,8 +60,8 @@ def copy_first(net: nn.Module) -> None:
     net[0].bias[1] = net[0].bias[0]
 
 
-def norms() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+def norms(affine: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine), nn.ReLU(), nn.Linear(4, 2))
 
 
 # The network, what is done to it, options of the measurement, its nullity, the dimension of the orbit, and how many
@@ -77,7 +79,7 @@ CASES = {
     # The product map, 2 x 3 weights and 2 biases, is all that the function shows.
     # 3-4-4-2: two GL(4) and two translations. Elements x -> x + (n x - c) v, v in the kernel of what follows, leave the
     # network as it is (a space of dimension 2), so that the orbit has 38, the whole nullity.
-    "linear": (lambda: deep(nn.Identity), None, {}, 46 - 8, 2 * 16 + 2 * 4, NOTHING),
+    "linear": (lambda: deep(nn.Identity), None, {}, 46 - 8, 46 - 8, NOTHING),
     "shallow": (shallow, None, {}, 4, 4, NOTHING),
     "dead unit": (shallow, lambda net: net[0].bias[0].fill_(-100), {}, 9, 4, (1, 0, 0, 0)),
     "unit always on": (shallow, lambda net: net[0].bias[:1].fill_(100), {}, 4 - 1 + 1 + 1, 4, (0, 1, 0, 0)),
@@ -95,6 +97,8 @@ CASES = {
     # Scales, and what adds one number to all logits: in each column of the last layer, and in its bias.
     "log-softmax": (shallow, None, {"log_softmax": True}, 9, 4 + 4 + 1, NOTHING),
     "batch norm": (norms, None, {"seed": 0}, 12, 12, NOTHING),
+    # Only what leaves the statistics as they are: none of what scales and shifts what a norm without parameters reads.
+    "plain batch norm": (lambda: norms(affine=False), None, {"seed": 0}, 4, 0, NOTHING),
     "batch norm in training": (norms, None, {"seed": 0, "samples": 100, "training": True}, 12, 12, NOTHING),
 }  # fmt: skip
 
@@ -198,3 +202,66 @@ GIVEN = trace_symmetry(NETWORK, INPUTS, check=False), NETWORK, INPUTS
 )
 def test_refused_arguments(refusal: Callable[[], None]) -> None:
     refusal()
+
+
+class Frozen(nn.Module):
+    """Multiplies units by numbers that a state dict holds and nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class OnlyBias(nn.BatchNorm1d):
+    """A batch norm with a bias and no gain."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, None, self.bias)
+
+
+class OneGain(nn.Sequential):
+    """Two batch norms with one gain."""
+
+    def __init__(self) -> None:
+        parts = norms()
+        super().__init__(*parts[:3], nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), parts[3])
+        self[4].weight = self[1].weight
+
+
+# Networks; what the group does to parameters, and what to buffers for which no parameters make up.
+BUFFERS = {
+    "plain": (lambda: norms(affine=False), 0, 8),
+    "plain, without a bias": (lambda: nn.Sequential(nn.Linear(3, 4, bias=False), *norms(affine=False)[1:]), 0, 4),
+    "plain, tanh": (lambda: nn.Sequential(*norms(affine=False)[:2], nn.Tanh(), nn.Linear(4, 2)), 0, 8),
+    "with gain and bias": (norms, 12, 0),
+    "with gain and bias, tanh": (lambda: nn.Sequential(*norms()[:2], nn.Tanh(), nn.Linear(4, 2)), 8, 0),
+    "a buffer as gain": (lambda: nn.Sequential(nn.Linear(3, 4), Frozen(), nn.ReLU(), nn.Linear(4, 2)), 4, 4),
+    "two buffers": (lambda: nn.Sequential(nn.Linear(3, 4), Frozen(), Frozen(), nn.ReLU(), nn.Linear(4, 2)), 4, 8),
+    "a bias alone": (lambda: nn.Sequential(nn.Linear(3, 4), OnlyBias(4), nn.ReLU(), nn.Linear(4, 2)), 4, 4),
+    "one gain for two": (OneGain, 12, 8),
+    "no norm": (shallow, 4, 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:parameters that evaluation never uses")
+@pytest.mark.parametrize("name", BUFFERS)
+def test_what_acts_on_buffers_is_counted_beside(name: str) -> None:
+    make, dimension, buffers = BUFFERS[name]
+    torch.manual_seed(0)
+    network = make().double()
+    with torch.no_grad():
+        for key, tensor in network.state_dict().items():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.5 if "var" in key else torch.randn_like(tensor))
+    x = torch.randn(200, 3, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x[:4])
+    assert (symmetry.dimension, symmetry.buffer_dimension) == (dimension, buffers)
+    found = local_dimension(symmetry, network, x)
+    assert symmetry.dimension == found.orbit_dimension <= found.nullity
+    assert ("of buffers" in " ".join(str(symmetry).split())) == (buffers > 0)
+    tangents = orbit_tangents(symmetry, network)
+    assert tangents.generators == dimension + buffers
+    assert tangents.rank <= found.nullity

@@ -552,7 +552,7 @@ def test_whole_group(name: str) -> None:
     assert (symmetry.scales, symmetry.signs) == (case.scales, case.signs)
     assert sorted(len(cell) for cell in symmetry.structure.dense) == sorted(case.dense)
     assert symmetry.shifts == case.shifts + SHIFTS.get(name, 0)
-    assert symmetry.dimension == case.dimension + SHIFTS.get(name, 0)
+    assert symmetry.dimension + symmetry.buffer_dimension == case.dimension + SHIFTS.get(name, 0)
     free = (case.signs - sum(case.dense) - case.signs_in_rotations) * math.log(2)
     assert symmetry.log_order == pytest.approx(case.log10 * math.log(10) + free, abs=1e-8)
     if case.note is None:

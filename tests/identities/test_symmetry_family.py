@@ -5,6 +5,7 @@ positions along all tensors' axes keeps the function to first order, for random 
 in the kernel of a matrix of derivatives.
 """
 
+import copy
 import functools
 import io
 import math
@@ -16,7 +17,7 @@ from helpers import one_in
 from symmetry_family_cases import CASES, Case, Group, difference, evaluate, leaves
 from torch import Tensor, nn
 
-from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.symmetry import Symmetry, local_dimension, trace_symmetry
 
 torch.set_num_threads(1)
 
@@ -125,9 +126,25 @@ def traced(name: str) -> tuple[Case, nn.Module, Symmetry]:
 
 
 def size(symmetry: Symmetry) -> Group:
-    return Group(
-        symmetry.log10_permutations, symmetry.scales, symmetry.signs, symmetry.shifts, symmetry.dimension
-    )  # fmt: skip
+    dimension = symmetry.dimension + symmetry.buffer_dimension
+    return Group(symmetry.log10_permutations, symmetry.scales, symmetry.signs, symmetry.shifts, dimension)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", one_in(12, CASES, 5))
+def test_dimension_is_at_most_the_nullity_of_the_jacobian(name: str) -> None:
+    case, network, symmetry = traced(name)
+    network = copy.deepcopy(network).eval()
+    if sum(parameter.numel() for parameter in network.parameters()) > 400:
+        pytest.skip("the Jacobian would take long")
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    try:
+        found = local_dimension(symmetry, network, case.example(60))
+    except (RuntimeError, torch.linalg.LinAlgError) as error:  # writes in place into what a derivative needs, and NaN
+        pytest.skip(f"has no Jacobian: {error}")
+    assert symmetry.dimension <= found.nullity
 
 
 @pytest.mark.parametrize("name", one_in(3, CASES))

@@ -33,7 +33,11 @@ from lightning_sym.symmetry.views import ConvertedTensors, doubled
 Scales = Literal["balanced", "unit"] | None
 
 # Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
-_MOST_SHIFTS = 8  # how often shifts and all else are found in turn
+_MOST_SHIFTS, _STILL = 64, 1e-12  # how often shifts and all else are found in turn, until no entry moves by more
+# The form of a moved copy is found for networks with fewer numbers than this: it takes a second or less.
+_CHECKED = 2_000_000
+# Forms of one orbit differ by rounding, relative to each tensor's largest entry; where they are not unique, by more.
+_SAME_FORM = 1e-8
 _SETTLED, _MOST_ROUNDS = 1e-13, 500
 _PARTLY_SETTLED = 1e-11  # where cells have no balanced member, and matrices with larger condition numbers
 
@@ -66,8 +70,10 @@ class CanonicalForm:
             place in the group before sorting. Each of shape (size,), bool.
         sweeps: Passes over all scales that balancing took, Newton steps included.
         residual: Largest relative difference of incoming and outgoing norms that is left, unitless.
-        converged: Whether all scale gauges were reached.
-        notes: What was left as it was, and why.
+        converged: Whether all gauges of scales and shifts were reached.
+        notes: What was left as it was, and why; and which axis groups have a form that depends on the orbit's member.
+        difference: By how much the form of a randomly moved copy differs, relative to each tensor's largest entry,
+            unitless; NaN if none was tried.
     """
 
     network: nn.Module
@@ -77,6 +83,7 @@ class CanonicalForm:
     residual: float
     converged: bool
     notes: tuple[str, ...]
+    difference: float = math.nan
 
 
 def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
@@ -147,6 +154,7 @@ def canonicalize(
     signs: bool = True,
     order: bool = True,
     inplace: bool = False,
+    check: bool | None = None,
 ) -> CanonicalForm:
     r"""Return the canonical member of a network's orbit: the same function, the same weights for every member.
 
@@ -182,6 +190,9 @@ def canonicalize(
         signs: Whether to fix signs.
         order: Whether to sort units and blocks.
         inplace: Whether to change the network itself.
+        check: Whether to find the form of a randomly moved copy, too, and to compare: where they differ by more than
+            1e-8 of a tensor's largest entry, a note names the axis groups. By default for networks with at most 2
+            million numbers.
 
     Returns:
         The canonical form. Computed in float64, stored in the network's dtype.
@@ -213,21 +224,75 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
-    course = _course(symmetry, network, scales, signs=signs, order=order)
+    course = _course(symmetry, state_tensors(network), scales, signs=signs, order=order)
+    difference, notes = math.nan, list(course.notes)
+    size = sum(tensor.numel() for tensor in state_tensors(network).values())
+    if check or (check is None and size <= _CHECKED):
+        apart = _apart(course, network, signs=signs, order=order)
+        difference = max(apart.values(), default=0.0)
+        notes += _not_unique(symmetry, apart)
     return CanonicalForm(
         symmetry.act(course.element, network, inplace=inplace),
         course.element,
         course.dead or {},
         course.sweeps,
         course.residual,
-        course.converged,
-        tuple(dict.fromkeys(course.notes)),
+        course.converged and not course.unsettled,
+        tuple(dict.fromkeys(notes)),
+        difference,
     )
+
+
+def _apart(course: "_Course", network: nn.Module, *, signs: bool, order: bool) -> dict[str, float]:
+    """Return how far the form of a moved copy is from a form, by tensor, relative to the largest entry that it had."""
+    symmetry, scales = course.symmetry, course.scales
+    exact = ConvertedTensors({name: tensor.detach() for name, tensor in state_tensors(network).items()}, doubled)
+
+    def moved_copy(mixing: bool) -> dict[str, Tensor]:
+        """Return a copy that was moved by all that the form is to undo."""
+        element = symmetry.sample(
+            torch.Generator().manual_seed(0),
+            scale=0.5 if scales is not None else 0.0,
+            permutations=order,
+            signs=signs,
+            mixing=mixing,
+            shifts=scales is not None,
+        )
+        return dict(MovedTensors(symmetry.structure, element, exact).items())
+
+    try:
+        moved = moved_copy(mixing=scales == "balanced" and signs and order)
+    except ValueError:  # a gain of 0 lets no rotation pass
+        moved = moved_copy(mixing=False)
+    other = _course(symmetry, moved, scales, signs=signs, order=order).tensors
+    found = {}
+    for name, tensor in course.tensors.items():
+        if tensor.is_floating_point() and tensor.numel():
+            own = tensor.to("cpu", torch.float64)
+            apart = torch.where(own == other[name], 0.0, (own - other[name]).abs()).max()  # masks hold infinities
+            # A bias that becomes 0 is so up to rounding of what it was.
+            sizes = [t[t.isfinite()].abs().max() for t in (own, exact[name], moved[name]) if bool(t.isfinite().any())]
+            found[name] = float(apart / max([*sizes, torch.tensor(1e-300, dtype=torch.float64)]))
+    return found
+
+
+def _not_unique(symmetry: Symmetry, apart: Mapping[str, float]) -> list[str]:
+    """Say which axis groups have another form for another member of the orbit."""
+    wrong = {name: value for name, value in apart.items() if not value <= _SAME_FORM}
+    if not wrong:
+        return []
+    groups = [group.name for group in symmetry.groups if {place.tensor for place in group.occurrences} <= wrong.keys()]
+    groups = groups or [g.name for g in symmetry.groups if not {p.tensor for p in g.occurrences}.isdisjoint(wrong)]
+    names = sorted(wrong, key=lambda name: -wrong[name])
+    tensors = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    where = f" (axis groups {', '.join(groups)})" if groups else ""
+    worst = max(wrong.values())
+    return [f"not unique: the form of another member of the orbit differs by {worst:.1e} of {tensors}{where}"]
 
 
 def canonical_element(symmetry: Symmetry, network: nn.Module) -> Element:
     """Return the element that brings a network to its canonical form, or nearer to it; see :func:`canonicalize`."""
-    return _course(symmetry, network, "balanced", signs=True, order=True, partly=True).element
+    return _course(symmetry, state_tensors(network), "balanced", signs=True, order=True, partly=True).element
 
 
 def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> Element:
@@ -240,7 +305,7 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
         network: Not changed.
         signs: Whether gains between which streams rotate may change their signs; they are positive then.
     """
-    course = _Course(symmetry, network, "balanced", kept=False, partly=True)
+    course = _Course(symmetry, state_tensors(network), "balanced", kept=False, partly=True)
     _up_to_rotations(course, signs=False, order=False)
     if signs and symmetry.structure.rotations:
         course.move(positive(symmetry, course.tensors))
@@ -248,10 +313,16 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
 
 
 def _course(
-    symmetry: Symmetry, network: nn.Module, scales: Scales, *, signs: bool, order: bool, partly: bool = False
+    symmetry: Symmetry,
+    given: Mapping[str, Tensor],
+    scales: Scales,
+    *,
+    signs: bool,
+    order: bool,
+    partly: bool = False,
 ) -> "_Course":
     """Bring a network's weights to their canonical form."""
-    course = _Course(symmetry, network, scales, partly=partly)
+    course = _Course(symmetry, given, scales, partly=partly)
     if symmetry.structure.rotations and scales == "balanced" and signs and order:
         # Scales, shifts and cells do not depend on rotations, signs and order do.
         _up_to_rotations(course, signs=False, order=False)
@@ -273,20 +344,27 @@ class _Course:
         dead: As found where no unit had been moved yet.
         sweeps: Of all passes together.
         residual: Of the last pass, as `converged` and `notes`.
+        unsettled: By how much shifts still changed when they were found for the last time.
         kept: Whether moved tensors are kept, in double precision, or made anew whenever one is asked for.
         partly: Whether cells without a balanced member are balanced as far as can be, which leaves rotations of them.
         dtype: In which weights are held to sum up their squares; None for that of `tensors`.
     """
 
     def __init__(
-        self, symmetry: Symmetry, network: nn.Module, scales: Scales, *, kept: bool = True, partly: bool = False
+        self,
+        symmetry: Symmetry,
+        given: Mapping[str, Tensor],
+        scales: Scales,
+        *,
+        kept: bool = True,
+        partly: bool = False,
     ) -> None:
         self.symmetry, self.scales, self.kept, self.partly = symmetry, scales, kept, partly
         self.element = self.identity = symmetry.identity()
         self.dead: dict[str, Tensor] | None = None
-        self.sweeps, self.residual, self.converged = 0, 0.0, True
+        self.sweeps, self.residual, self.converged, self.unsettled = 0, 0.0, True, 0.0
         self.notes: list[str] = []
-        self._given = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
+        self._given = {name: tensor.detach() for name, tensor in given.items()}
         self._here: Mapping[str, Tensor] | None = self._given
         exact = any(tensor.dtype == torch.float64 for tensor in self._given.values())
         self.dtype = None if kept or exact else torch.float32
@@ -317,10 +395,14 @@ def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
         tilt = replace(course.identity, tilt=tilts)
         tensors = MovedTensors(structure, tilt, course.tensors) if tilts else course.tensors
         step = nearest(structure.shifts, tensors)
-        if count and all(bool((vector.abs() <= 1e-12).all()) for vector in (*step, *tilts)):
+        left = max((float(vector.abs().max()) for vector in (*step, *tilts) if vector.numel()), default=0.0)
+        if count and left <= _STILL:
             break
         course.move(course.symmetry.compose(replace(course.identity, shift=step), tilt))
         _up_to_shifts(course, signs=signs, order=order)
+    else:
+        course.unsettled = left
+        course.notes.append(f"shifts and all else were found to {left:.1e} only")
     course.notes += untilted
 
 

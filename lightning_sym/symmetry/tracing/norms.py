@@ -18,6 +18,7 @@ _SUMS = {"add", "sub"}
 _POOLING = {f"{kind}avg_pool{count}d" for kind in ("", "adaptive_") for count in (1, 2, 3)}
 _HANDED_ON = PASSES | MOVEMENTS | _POOLING | {"getitem"}
 _PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3), "instance_norm": (1, 2)}
+_BATCH_NORMS = {"batch_norm", "cudnn_batch_norm"}
 _FAR = 12  # so many operations from a value to its norm at most
 
 
@@ -52,6 +53,36 @@ def find_norms(captures: Sequence[Capture], parameters: Collection[str]) -> tupl
         parameters: The names of its parameters.
     """
     return tuple(dict.fromkeys(norm for capture in captures for norm in _Finder(capture, parameters).found()))
+
+
+def absorbed_statistics(captures: Sequence[Capture], parameters: Collection[str]) -> set[str]:
+    """Return the running statistics that batch norms' own parameters make up for: variances by gains, means by biases.
+
+    If the variance changes and the gain with its root, or the mean and the bias with it, the function stays.
+
+    Args:
+        captures: The network, captured on one example or several.
+        parameters: The names of its parameters.
+    """
+    absorbed: set[str] = set()
+    alone: set[str] = set()
+    for capture in captures:
+        for node, name in capture.states.items():
+            users = [user for user in node.users if name_of(user) in _BATCH_NORMS and len(user.args) > 4]
+            if name in parameters or not users:
+                continue
+            # Places of the statistic, and of the parameter: gain against variance, bias against mean.
+            own, other = (4, 1) if users[0].args[4] is node else (3, 2)
+            partner = users[0].args[other]
+            pairs = isinstance(partner, fx.Node) and capture.states.get(partner) in parameters
+            if pairs and all(
+                user in users and user.args[own] is node and user.args[other] is partner
+                for user in (*node.users, *partner.users)
+            ):
+                absorbed.add(name)
+            else:
+                alone.add(name)
+    return absorbed - alone
 
 
 class _Finder:

@@ -139,6 +139,14 @@ def _places(label: Label, axes: Sequence[int]) -> Ints:
     return np.broadcast_to(np.arange(int(np.prod(sizes))).reshape(sizes), shape)
 
 
+def _is_mask(tensor: Tensor) -> bool:
+    """Return whether a buffer holds zeros and one other number: untrained statistics and gains hold one number only."""
+    if isinstance(tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return False
+    held = tensor[tensor != 0]
+    return 0 < held.numel() < tensor.numel() and bool((held == held[0]).all() and held[0].isfinite())
+
+
 class Trace:
     """What a rule may ask for while the tracer walks through the network.
 
@@ -212,6 +220,9 @@ class Trace:
             self.axis_labels[name] = tuple(
                 self.constraints.fresh((axis,), (size,), tag=UNSET) for axis, size in enumerate(shape)
             ) or (self.constraints.fresh((), (), tag=UNSET),)
+            if _is_mask(tensor):  # it is permuted with the units, and stays one
+                for label in self.axis_labels[name]:
+                    self.constraints.fix_scales(label.scale)
         return Value(tuple(tensor.shape), self.axis_labels[name], state=name)
 
     def parameter(self, module: nn.Module, name: str) -> Value:

@@ -1,0 +1,87 @@
+"""What a group does to buffers: how many of its dimensions no parameters make up for."""
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.arrays import Floats, on_axes
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.translations import rates
+
+
+class _Generic(Mapping[str, Tensor]):
+    """Tensors of some shapes with generic positive values, made when one is asked for."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self.shapes = shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return 0.5 + torch.rand(tuple(self.shapes[name]), dtype=torch.float64, generator=generator)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return for each weight its rate of change under each scale. Shape (weights, scales)."""
+    total = sparse.csr_matrix((weights.size, forms.shape[1]))
+    for slot in slots:
+        places = on_axes(np.arange(slot.size, dtype=np.float64), slot.shape, slot.axes, weights.ndim)
+        places = np.broadcast_to(places, weights.shape).ravel().astype(np.int64)
+        total = total + forms[slot.rows][places]
+    return sparse.diags(weights.ravel()) @ total
+
+
+def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return in how many dimensions a group moves some buffers, at generic weights.
+
+    Matrices that act on them count with every entry that they move: then it may be more than it is.
+
+    Args:
+        structure: The group.
+        buffers: Names of buffers.
+        shapes: The shapes of all parameters and buffers, by name.
+    """
+    generic, names = _Generic(shapes), sorted(name for name in buffers if structure.slots_of.get(name))
+    shifts = [shift for shift in structure.shifts if not set(shift.names).isdisjoint(buffers)]
+    names = sorted({*names, *(name for shift in shifts for name in shift.names if name in buffers)})
+    if not names:
+        return 0
+    slots = {name: structure.slots_of.get(name, ()) for name in names}
+    blocks = [tangent_rows(slots[name], generic[name].numpy(), structure.magnitudes) for name in names]
+    moved = [sparse.vstack(blocks)]
+    for shift in shifts:
+        rows = {name: sparse.csr_matrix((int(np.prod(shapes[name])), shift.size)) for name in names}
+        for name, matrix in rates(shift, generic, structure.shifts):
+            if name in rows:
+                rows[name] = rows[name] + matrix
+        moved.append(sparse.vstack(list(rows.values())))
+    mixing = (structure.dense_places, structure.rotated_places, structure.turned_places, structure.tilted_places)
+    mixed = {name for name in names if any(slot.offset in places for slot in slots[name] for places in mixing)}
+    return _rank(sparse.hstack(moved).tocsr()) + sum(int(np.prod(shapes[name])) for name in mixed)
+
+
+def _rank(matrix: sparse.csr_matrix) -> int:
+    """Return the rank of a matrix, the sum of those of its blocks."""
+    matrix.eliminate_zeros()
+    rows = matrix.shape[0]
+    _, labels = sparse.csgraph.connected_components(sparse.block_array([[None, matrix], [matrix.T, None]]), False)
+    order = np.argsort(labels[:rows], kind="stable")
+    order = order[np.diff(matrix.indptr)[order] > 0]
+    own = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else []
+    total = 0
+    for block in own:
+        part = matrix[block]
+        used, where = np.unique(part.indices, return_inverse=True)
+        dense = np.zeros((len(block), len(used)))
+        dense[np.repeat(np.arange(len(block)), np.diff(part.indptr)), where.ravel()] = part.data
+        total += int(np.linalg.matrix_rank(dense, tol=1e-9 * float(np.abs(dense).max())))
+    return total
