@@ -14,7 +14,7 @@ from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, cur
 from lightning_sym.connectivity.merging import merge
 from lightning_sym.connectivity.network_files import NetworkFiles, with_tensors
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.files import Shards, is_temporary, named_for, write_moved, write_new
 from lightning_sym.symmetry.matching.activations import activation_matching
@@ -231,17 +231,20 @@ def merge_checkpoints(
     with double_copies(copies.placed):
         symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
-    if align_only:
-        match = _match(symmetry, networks, method, statistics, seed, progress)
-        elements: tuple[Element, ...] = (symmetry.identity(), match.element)
-        result = copies.keep(match.network)
-        aligned = [networks[0], result]
-        del match
-    else:
-        merged = merge(symmetry, networks, method=method, batches=statistics, seed=seed, files=copies)
-        elements, result = merged.elements, merged.network
-        aligned = [symmetry.act(e, copies.keep(own), inplace=True) for e, own in zip(elements, networks, strict=True)]
-    with double_copies(copies.placed):
+    with unchecked():  # all are copies of one network, and what was moved is run below
+        if align_only:
+            match = _match(symmetry, networks, method, statistics, seed, progress)
+            elements: tuple[Element, ...] = (symmetry.identity(), match.element)
+            result = copies.keep(match.network)
+            aligned = [networks[0], result]
+            del match
+        else:
+            merged = merge(symmetry, networks, method=method, batches=statistics, seed=seed, files=copies)
+            elements, result = merged.elements, merged.network
+            aligned = [
+                symmetry.act(e, copies.keep(own), inplace=True) for e, own in zip(elements, networks, strict=True)
+            ]
+    with double_copies(copies.placed), unchecked():
         largest = max(_change_of(symmetry, e, own) for e, own in zip(elements, networks, strict=True))
     allowed = max(symmetry.tolerance, _UNCHANGED)
     if not largest <= allowed:

@@ -12,7 +12,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.connectivity.network_files import NetworkFiles
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks, squared_distance
@@ -125,7 +125,7 @@ def merge(
         form, gauge = balanced(symmetry, network)
         return files.keep(form), gauge
 
-    with torch.no_grad():
+    with torch.no_grad(), unchecked():  # all else are copies
         identity = symmetry.identity()
         forms = [form_of(own) if scales and balance else (own, identity) for own in networks]
         gauges = [gauge for _, gauge in forms]

@@ -135,7 +135,7 @@ def trace_symmetry(
     joint, hidden = unstack(trace.stacks, trace.axis_labels)
     trace.taps = {mark: value for mark, value in trace.taps.items() if mark.name not in hidden}
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
-    unused = [name for name in dict(network.named_parameters()) if name not in read]
+    unused = [name for name in dict(network.named_parameters()) if name in states and name not in read]
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
     flipped = [weight for _, weight, _, _ in trace.absorbed]
     found, shown, norms = find_shifts(captures, states, unsaved, keep=flipped) if shifts else ([], {}, {})
@@ -178,10 +178,9 @@ def trace_symmetry(
         norms=find_norms(captures, dict(network.named_parameters())),
         common_shift=common_shift if shifts else None,
     )
-    if check and weightless:
-        note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"
-        symmetry.notes = (*symmetry.notes, note)
-    elif check:
+    symmetry._checked = check
+    symmetry.require(network, check=weightless)
+    if check and not weightless:
         values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
         volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
         _prove(symmetry, network, tolerance, thrifty=volume > _LARGE)
@@ -243,6 +242,7 @@ def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, t
                     raise
                 continue
         if examples is whole or symmetry.worst_error <= (tolerance or tolerance_of(symmetry.precision)):
+            symmetry._trials[:0] = [(examples, few)] if few else []
             break  # a function may do something else with small images
     symmetry.tolerance = tolerance if tolerance is not None else tolerance_of(symmetry.precision)
     if not symmetry.worst_error <= symmetry.tolerance:

@@ -84,12 +84,27 @@ def operation_name(target: Any) -> str:
     return schema.name.removeprefix("aten::") if schema is not None else getattr(target, "__name__", str(target))
 
 
+def memory_of(tensor: Tensor) -> Any:
+    """Return a key for the numbers of a tensor in memory: two names with the same key hold one tensor."""
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError, ValueError):  # none: sparse, lazy, or of a functional transform
+        return id(tensor)
+    if not tensor.numel():
+        return id(tensor)
+    strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    return storage, tensor.storage_offset(), tuple(tensor.shape), strides, tensor.dtype
+
+
 def state_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer once, by its first name."""
-    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    """Return every parameter and buffer once, by its first name: names that share their memory hold one tensor."""
+    found: dict[Any, tuple[str, Tensor]] = {}
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        found.setdefault(memory_of(tensor), (name, tensor))
+    return dict(found.values())
 
 
-def _places(network: nn.Module) -> dict[str, Tensor]:
+def places_of(network: nn.Module) -> dict[str, Tensor]:
     """Return every place that holds a parameter or buffer: modules and weights may go by several names."""
     return {
         (f"{prefix}." if prefix else "") + name: tensor
@@ -101,22 +116,42 @@ def _places(network: nn.Module) -> dict[str, Tensor]:
 
 def first_names(network: nn.Module) -> dict[str, str]:
     """Return for every place that holds a parameter or buffer the first name of what it holds."""
-    first = {id(tensor): name for name, tensor in state_tensors(network).items()}
-    return {place: first[id(tensor)] for place, tensor in _places(network).items()}
+    first = {memory_of(tensor): name for name, tensor in state_tensors(network).items()}
+    return {place: first[memory_of(tensor)] for place, tensor in places_of(network).items()}
 
 
-def constant_names(network: nn.Module) -> set[str]:
-    """Return the buffers, by their first names, that a state dict does not hold: they come with the architecture."""
+def unsaved_places(network: nn.Module) -> set[str]:
+    """Return the places of buffers that a state dict does not hold."""
     return {
-        name
-        for name in dict(network.named_buffers())
-        for prefix, _, own in [name.rpartition(".")]
-        if own in network.get_submodule(prefix)._non_persistent_buffers_set
+        (f"{prefix}." if prefix else "") + name
+        for prefix, module in network.named_modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
     }
 
 
+def constant_names(network: nn.Module) -> set[str]:
+    """Return the tensors, by their first names, that a state dict holds nowhere: they come with the architecture."""
+    names, unsaved = first_names(network), unsaved_places(network)
+    return set(names.values()) - {name for place, name in names.items() if place not in unsaved}
+
+
+def share_memory(network: nn.Module, names: Mapping[str, str]) -> nn.Module:
+    """Let places hold one tensor, in place.
+
+    Args:
+        network: Changed.
+        names: For each place the first name of what it shall hold, as :func:`first_names` returns.
+    """
+    places = places_of(network)
+    for place, name in names.items():
+        if places[place] is not places[name] and memory_of(places[place]) != memory_of(places[name]):
+            places[place].data = places[name].data
+    return network
+
+
 def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of a network.
+    """Return a deep copy of a network, in which the same names share their memory.
 
     Args:
         network: Not changed.
@@ -125,13 +160,19 @@ def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     Raises:
         TypeError: If it holds something that cannot be copied.
     """
+    made = {} if made is None else made
+    # What modules keep of a forward pass (a pruned weight) hangs on the graph of its gradient, which is not copied.
+    for leaf in (leaf for module in network.modules() for leaf in pytree.tree_leaves(vars(module))):
+        if isinstance(leaf, Tensor) and not leaf.is_leaf:
+            made.setdefault(id(leaf), leaf.detach().clone())
     try:
-        return copy.deepcopy(network, made)
+        result = copy.deepcopy(network, made)
     except TypeError as error:
         raise TypeError(
             f"the network cannot be copied ({error}); expected modules without locks, files or other things that "
             "copy.deepcopy refuses"
         ) from error
+    return share_memory(result, first_names(network))
 
 
 def _first_line_of_user(error: BaseException) -> str:
@@ -294,7 +335,7 @@ def _as_leaves(
 
 def _run_on_meta(network: nn.Module, call: Call) -> None:
     """Run a network of which some tensors have no values: then none needs any."""
-    call, held = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), (call, _places(network)))
+    call, held = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), (call, places_of(network)))
     with torch.device("meta"):
         torch.func.functional_call(network, held, call.positional, dict(call.keywords), tie_weights=False)
 
@@ -350,7 +391,7 @@ def capture(
         left_out: list[str] = []
 
         def run(state: Mapping[str, Tensor], arguments: tuple[Any, Any]) -> Any:
-            held = {place: state[names[place]] for place in _places(running)}
+            held = {place: state[names[place]] for place in places_of(running)}
             with torch.no_grad():
                 outputs = torch.func.functional_call(running, held, *arguments, tie_weights=False)
             if cuts is not None:
