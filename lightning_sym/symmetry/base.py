@@ -101,7 +101,8 @@ class Symmetry:
         self.norms = tuple(norms)
         self.architecture = Architecture(network, constants or {}, structure.slots_of)
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
-        self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
+        parameters = {name for name, _ in network.named_parameters()}
+        self.parameter_names: frozenset[str] = frozenset(parameters & {*self.layout})  # each by its first name
         self.fingerprint = digest(self.architecture.text, structure)
         self._values = values
         self._checked = True
