@@ -69,7 +69,10 @@ class Architecture:
             shape, _ = self.layout[first]
             if name not in places or tuple(places[name].shape) != shape:
                 found = f"has shape {list(places[name].shape)} there" if name in places else "has no such tensor"
-                raise ValueError(f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network")
+                advice = _made(places, name)
+                raise ValueError(
+                    f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network{advice}"
+                )
         if extra := next((name for name in places if name not in self.names), None):
             raise ValueError(f"the network holds {extra}, which the traced network does not")
         for name in sorted(self.unsaved ^ unsaved):
@@ -165,6 +168,17 @@ class Architecture:
     def text(self) -> str:
         """What is compared of shapes and modules, as text."""
         return repr(([(name, shape) for name, (shape, _) in self.layout.items()], self.leaves))
+
+
+def _made(places: Collection[str], name: str) -> str:
+    """Say what to do where a network computes a weight of others: by pruning, or a parametrisation."""
+    prefix, _, own = name.rpartition(".")
+    begin = f"{prefix}." if prefix else ""
+    parts = (f"{begin}{own}_orig", f"{begin}{own}_v", f"{begin}parametrizations.{own}.")
+    computed = any(place.startswith(parts) for place in places)
+    return (
+        f": it computes {name} of others, make that permanent first (prune.remove, remove_parametrizations)" * computed
+    )
 
 
 def _same_numbers(one: torch.Tensor, two: torch.Tensor) -> bool:

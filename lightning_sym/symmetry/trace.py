@@ -134,6 +134,7 @@ def trace_symmetry(
     trace.finish()
     joint, hidden = unstack(trace.stacks, trace.axis_labels)
     trace.taps = {mark: value for mark, value in trace.taps.items() if mark.name not in hidden}
+    valued = {name for each in captures for name in each.folded}
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name in states and name not in read]
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
@@ -172,7 +173,11 @@ def trace_symmetry(
         trace.taps,
         network,
         notes,
-        constants={name: states[name] for name in read if name in unsaved or not states[name].is_floating_point()},
+        constants={
+            name: states[name]
+            for name in states
+            if name in valued or (name in read and (name in unsaved or not states[name].is_floating_point()))
+        },
         examples=examples,
         shown=shown,
         norms=find_norms(captures, dict(network.named_parameters())),

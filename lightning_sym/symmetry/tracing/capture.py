@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, tensors_of
+from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Leaf modules run as one operation: rules for module classes see them whole. The operation finds its module here.
@@ -48,6 +54,7 @@ class Capture:
         marks: The tensors that have a name.
         leaves: The module behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
+        folded: The constants whose values may have been read while it ran.
     """
 
     graph: fx.Graph
@@ -57,6 +64,7 @@ class Capture:
     marks: list["Mark"] = field(default_factory=list)
     leaves: dict[int, nn.Module] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    folded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -354,6 +362,7 @@ def capture(
     leaf_types: tuple[type[nn.Module], ...] = (),
     *,
     cuts: Cuts | None = None,
+    fold: bool = False,
 ) -> Capture:
     """Run a network once on tensors without data and write down its operations.
 
@@ -365,6 +374,8 @@ def capture(
         call: Its arguments, of which tensors are used for their shapes only, and which of its outputs count.
         leaf_types: Module classes to record as one operation.
         cuts: Cuts of the network, whose values are named ``site/0``, ``site/1``, ... as well.
+        fold: Whether to keep the values of constants on the way, which takes longer; it is tried where the network
+            does not run without.
 
     Raises:
         ValueError: If the control flow depends on values, an operation cannot run without data, or there is no output
@@ -387,12 +398,15 @@ def capture(
         stack.enter_context(mode)
 
         names = first_names(network)
+        unsaved = constant_names(network)
+        constants = {n for n, t in states.items() if not t.is_meta and (n in unsaved or not t.is_floating_point())}
         running = network if cuts is None else cuts.whole
         left_out: list[str] = []
 
         def run(state: Mapping[str, Tensor], arguments: tuple[Any, Any]) -> Any:
             held = {place: state[names[place]] for place in places_of(running)}
-            with torch.no_grad():
+            known = [(state[name], states[name]) for name in constants]
+            with torch.no_grad(), Folding(known) if fold else contextlib.nullcontext():
                 outputs = torch.func.functional_call(running, held, *arguments, tie_weights=False)
             if cuts is not None:
                 outputs, *values = outputs
@@ -406,8 +420,14 @@ def capture(
             module = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(fake, arguments)
         except OutputError as error:
             raise ValueError(str(error)) from None
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            if fold:
+                raise _refusal(error, misspelt(network, call), _of_experts(network)) from error
+            module = None
         except Exception as error:
             raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # says what the log would
+    if not fold and (module is None or _hidden(module)):
+        return capture(network, call, leaf_types, cuts=cuts, fold=True)
     _check_operations(module, recorder)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     return Capture(
@@ -418,6 +438,7 @@ def capture(
         marks=list(recorder.marks.values()),
         leaves=leaves,
         left_out=left_out,
+        folded=frozenset(constants if fold else ()),
     )
 
 
@@ -448,13 +469,24 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
     )
 
 
+def _hidden(module: fx.GraphModule) -> list[fx.Node]:
+    """Return the tensors of a graph that come out of nowhere, as what made them was not seen."""
+    nodes = [node for node in module.graph.nodes if node.op == "get_attr"]
+    return [node for node in nodes if isinstance(getattr(module, str(node.target), None), FakeTensor)]
+
+
 def _check_operations(module: fx.GraphModule, recorder: _Recorder) -> None:
     """Refuse graphs in which some operations cannot be seen."""
+    invisible = _hidden(module)
     for node in module.graph.nodes:
         values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-        hidden = node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), FakeTensor)
+        hidden = node in invisible
         if hidden or any(is_functorch_wrapped_tensor(value) for value in values):
-            what = "computes a gradient inside" if hidden else "uses torch.vmap or another transform of functions"
+            what = (
+                "computes a gradient inside, or sets the .data of a tensor"
+                if hidden
+                else "uses torch.vmap or another transform of functions"
+            )
             where = recorder.modules.get(node, "forward")
             raise ValueError(
                 f"the network cannot be traced, because {where} {what}; expected plain operations: write them with a "
