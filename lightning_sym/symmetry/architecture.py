@@ -203,10 +203,10 @@ def overlaps(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> It
             storage = tensor.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError, ValueError):  # as in `memory_of`
             continue
-        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = int(sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
         if name in moving and reach + 1 < tensor.numel():
             yield name, name
-        begin = tensor.storage_offset() * tensor.itemsize
+        begin = int(tensor.storage_offset()) * tensor.itemsize
         groups[storage].append((begin, begin + (reach + 1) * tensor.itemsize, name))
     for group in groups.values():
         group.sort()
@@ -214,7 +214,7 @@ def overlaps(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> It
             for later, last, other in group[index + 1 :]:
                 if later >= end:
                     break
-                if moving & {name, other} and _meet(tensors[name], tensors[other], begin, max(end, last)):
+                if (name in moving or other in moving) and _meet(tensors[name], tensors[other], begin, max(end, last)):
                     yield name, other
 
 
@@ -337,7 +337,7 @@ class _Walk(pickle.Pickler):
         self.tensors.append((self.module, thing))
         if thing.is_meta or thing.layout != torch.strided or thing.is_quantized:
             return f"a tensor {tuple(thing.shape)}"
-        numbers = thing.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        numbers: Any = thing.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"a tensor {tuple(thing.shape)} {thing.dtype} {hashlib.sha256(numbers).hexdigest()}"
 
     def reducer_override(self, thing: Any) -> Any:
@@ -366,7 +366,7 @@ class _Walk(pickle.Pickler):
             try:
                 reduced = thing.__reduce_ex__(4)
             except Exception:
-                reduced = name
+                reduced, held = name, getattr(thing, "__dict__", None)
             if not isinstance(reduced, str):
                 return reduced
         return str, (name,), held

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import random_orthogonal
@@ -107,7 +107,7 @@ class Symmetry:
         self._values = values
         self._checked = True
         self._trials: list[tuple[Sequence[Call], bool]] = [(self.examples, False)]
-        self._met: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()
+        self._met: Any = WeakIdKeyDictionary()  # digests of what networks hold, by network
         shown = shown or {}
         self.taps = {mark.name: tap_of(mark, v, values, shown.get(mark.name, Shown())) for mark, v in marked.items()}
         leaves = {name for name, module in network.named_modules() if not any(module.children())}
@@ -123,7 +123,7 @@ class Symmetry:
         return {**self.__dict__, "_common_shift": None, "common_shift": number, "_met": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _met=WeakKeyDictionary())
+        self.__dict__.update(state, _met=WeakIdKeyDictionary())
 
     # What there is.
 
@@ -728,7 +728,7 @@ class Symmetry:
                         [batches[1::2] if few else batches],
                         own=network.state_dict(),
                         # By chance, an element of few heads may be one of the group with half as many.
-                        samples=1 + bool(where) if few else _ELEMENTS,
+                        samples=1 + bool(where) if len(self._trials) > 1 else _ELEMENTS,
                         scale=0.5,
                         generator=generator,
                         noise=(math.inf,),
@@ -740,6 +740,7 @@ class Symmetry:
                     continue
             if change <= max(self.tolerance, tolerance_of(precision)):
                 return
+            break
         found = f": {where}" if where else ""
         raise ValueError(
             f"an element of the traced network's symmetry changes an output by {change:.1e} there (relative; at most "

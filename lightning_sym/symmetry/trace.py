@@ -78,7 +78,7 @@ def trace_symmetry(
         check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
             with weights near its own and one with random weights, on samples of every example and on noise around
             them, each through a round trip of the state dict. A network without weights cannot be tested; a note says
-            so.
+            so. Without, networks that the symmetry meets later are not run, either (:meth:`Symmetry.require`).
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
             lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
         cuts: Made by the network's :meth:`~lightning_sym.networks.Network.cuts`: what crosses them can be tapped, too.
@@ -94,7 +94,8 @@ def trace_symmetry(
         TypeError: If a parameter is complex or not floating, an example holds no tensor, or the network does not take
             its arguments.
         ValueError: If the network cannot be traced (data-dependent control flow, parametrised or lazy weights, a weight
-            that is not finite), has no output of that name, or puts out no finite number.
+            that is not finite, or shares a part of its memory with another), has no output of that name, or puts out
+            no finite number.
         RuntimeError: If the self-test fails, because the rule of some operation allows too much.
 
     Example:

@@ -417,7 +417,9 @@ def capture(
 
         stack.enter_context(_replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         try:
-            module = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(fake, arguments)
+            module: fx.GraphModule | None = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(
+                fake, arguments
+            )
         except OutputError as error:
             raise ValueError(str(error)) from None
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -426,7 +428,7 @@ def capture(
             module = None
         except Exception as error:
             raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # says what the log would
-    if not fold and (module is None or _hidden(module)):
+    if module is None or (_hidden(module) and not fold):
         return capture(network, call, leaf_types, cuts=cuts, fold=True)
     _check_operations(module, recorder)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
