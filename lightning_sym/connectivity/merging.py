@@ -12,7 +12,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.connectivity.network_files import NetworkFiles
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks, squared_distance
@@ -136,7 +136,7 @@ def merge(
             symmetry, mean, start, scales=False, signs=signs, seed=seed + salt, initial=begin, device=device
         )
 
-    with torch.no_grad():
+    with torch.no_grad(), unchecked():  # all else are copies
         found = _Alignment(symmetry, networks, reference, files)
         found.match_all(match, seed)
         if method == "weights" and len(networks) > 2 and max_rounds > 1:

@@ -15,7 +15,7 @@ from lightning_sym._linear_algebra import best_scales
 from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import trainable, weight_tensors, weight_vector
 from lightning_sym.networks.modes import in_precision
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.proof import double, outputs_of
@@ -111,12 +111,13 @@ def canonical_vectors(
     if layers is not None and all(layer.scaled for layer in layers):
         arguments = on_device_of(exact, double(example_input if isinstance(example_input, tuple) else (example_input,)))
         vectors = torch.stack([_merged(vector, layers, exact, arguments) for vector in vectors])
-    return torch.stack(
-        [
-            weight_vector(canonicalize(symmetry, _loaded(exact, vector), inplace=True, check=False).network)
-            for vector in vectors
-        ]
-    )
+    with unchecked():  # copies of one network
+        return torch.stack(
+            [
+                weight_vector(canonicalize(symmetry, _loaded(exact, vector), inplace=True, check=False).network)
+                for vector in vectors
+            ]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +210,9 @@ def orbit_distances(
     reference = _loaded(exact, target)
     distances = []
     for vector, identity in zip(vectors, plain.tolist(), strict=True):
-        match = weight_matching(symmetry, _loaded(exact, vector), reference, refine=True, restarts=restarts, seed=seed)
+        with unchecked():  # copies of one network
+            start = _loaded(exact, vector)
+            match = weight_matching(symmetry, start, reference, refine=True, restarts=restarts, seed=seed)
         distances.append(min(match.distance_after, identity))
     return OrbitDistances(torch.tensor(distances, dtype=torch.float64), plain, "upper bound")
 

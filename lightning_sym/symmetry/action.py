@@ -570,10 +570,14 @@ class Action:
                 "expected another tap, or an element without phases: sample(mixing=False)"
             )
 
-    def carry(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-        """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights."""
+    def carry(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+        """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights.
+
+        Args:
+            optimizer: Its state is changed.
+            names: The name of each parameter.
+        """
         structure = self.structure
-        names = {tensor: name for name, tensor in tensors.items()}
         mixed = {slot.offset for slot in structure.slots if self._acts_by_matrices(slot)}
         moved: list[tuple[Tensor, Tensor]] = []
         for group in optimizer.param_groups:

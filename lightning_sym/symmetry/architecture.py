@@ -1,10 +1,12 @@
 """What two networks must share for one's symmetry to be the other's: tensors, modules, constants."""
 
-import functools
 import hashlib
+import io
+import pickle
 import re
 import types
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property
@@ -15,7 +17,13 @@ import torch
 from scipy import sparse
 from torch import nn
 
-from lightning_sym.symmetry.tracing.capture import constant_names, first_names, state_tensors
+from lightning_sym.symmetry.tracing.capture import (
+    first_names,
+    memory_of,
+    places_of,
+    state_tensors,
+    unsaved_places,
+)
 
 # What a module's description says that evaluation does not see.
 _TRAINING_ONLY = re.compile(r"(^|, )(inplace(=\w+)?|momentum=[^,]+|drop\w*=[^,]+)")
@@ -31,16 +39,18 @@ class Architecture:
         network: The network that was traced.
         constants: The tensors that evaluation reads and no element moves, by name: integer buffers, masks, and buffers
             that are in no state dict. They are compared by value where they have one.
+        moving: The names of the tensors that elements change.
     """
 
-    def __init__(self, network: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, network: nn.Module, constants: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> None:
         states = state_tensors(network)
         self.layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in states.items()}
         self.leaves = _leaf_classes(network)
         self.descriptions = _descriptions(network)
         self.settings = _settings(network)
-        self.unsaved = constant_names(network)
+        self.unsaved = unsaved_places(network)
         self.names = first_names(network)
+        self.moving = frozenset(moving)
         self.constants = {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in constants.items() if not tensor.is_meta
         }
@@ -54,23 +64,71 @@ class Architecture:
         """
         if not isinstance(network, nn.Module):
             raise TypeError(f"expected a network of the traced architecture, got {type(network).__name__}")
-        shapes = {name: tuple(tensor.shape) for name, tensor in state_tensors(network).items()}
-        for name, (shape, _) in self.layout.items():
-            if shapes.get(name) != shape:
-                found = f"has shape {list(shapes[name])} there" if name in shapes else "has no such tensor"
-                raise ValueError(f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network")
-        if extra := next((name for name in shapes if name not in self.layout), None):
+        places, unsaved = places_of(network), unsaved_places(network)
+        for name, first in self.names.items():
+            shape, _ = self.layout[first]
+            if name not in places or tuple(places[name].shape) != shape:
+                found = f"has shape {list(places[name].shape)} there" if name in places else "has no such tensor"
+                advice = _made(places, name)
+                raise ValueError(
+                    f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network{advice}"
+                )
+        if extra := next((name for name in places if name not in self.names), None):
             raise ValueError(f"the network holds {extra}, which the traced network does not")
-        for name in sorted(self.unsaved ^ constant_names(network)):
-            found = "out of" if name in self.layout and name not in self.unsaved else "in"
+        for name in sorted(self.unsaved ^ unsaved):
+            found = "in" if name in self.unsaved else "out of"
             raise ValueError(
                 f"buffer {name} is kept {found} the state dict there; expected a buffer as in the traced network"
             )
+        self._require_sharing(network, places)
         leaves = _leaf_classes(network)
         for name in (*self.leaves, *leaves):
             if leaves.get(name) != self.leaves.get(name):
                 found, expected = leaves.get(name, "missing"), self.leaves.get(name, "no module")
                 raise ValueError(f"module {name} is {found} there; expected {expected}, as in the traced network")
+
+    def _require_sharing(self, network: nn.Module, places: Mapping[str, torch.Tensor]) -> None:
+        """Check that names that share memory share it in the traced network, too, and those that do there are equal.
+
+        Names that hold one tensor in the traced network may hold several here (``network.double()`` parts them), as
+        long as their numbers are the same: then the function is that of the network with one.
+        """
+        holders: dict[Any, str] = {}
+        for place, first in self.names.items():
+            tensor, other = places[place], holders.setdefault(memory_of(places[place]), first)
+            if other != first:
+                raise ValueError(
+                    f"{other} and {place} are one tensor there and two in the traced network, whose elements move them "
+                    f"apart; expected weights that are shared as in the traced network: {ADVICE}"
+                )
+            if place != first and not _same_numbers(tensor, places[first]):
+                raise ValueError(
+                    f"{first} and {place} are one tensor in the traced network and hold other numbers there; expected "
+                    f"weights that are shared as in the traced network: {ADVICE}"
+                )
+
+    def require_apart(self, network: nn.Module, held: Collection[tuple[str, torch.Tensor]] = ()) -> None:
+        """Check that no tensor that elements change shares a part of its memory with another one.
+
+        Args:
+            network: The network.
+            held: Tensors that modules hold besides parameters and buffers, with names for them.
+
+        Raises:
+            ValueError: If one does.
+        """
+        tensors = state_tensors(network)
+        names = {f"{index} of {name}": name for index, (name, _) in enumerate(held)}
+        tensors |= dict(zip(names, (tensor for _, tensor in held), strict=True))
+        for pair in overlaps(tensors, self.moving):
+            one, two = (
+                f"a tensor that {names[name] or 'the network'} holds" if name in names else name for name in pair
+            )
+            which = f"{one} and {two} share" if one != two else f"several entries of {one} share"
+            raise ValueError(
+                f"{which} memory, so that no element can change the one and not the other; expected tensors of their "
+                "own (clone() one of them), or a parameter or buffer that is the whole tensor under a second name"
+            )
 
     def require(self, network: nn.Module) -> None:
         """Check that a network has the same tensors, modules, descriptions of modules and constants.
@@ -97,19 +155,80 @@ class Architecture:
                     f"{ADVICE}"
                 )
 
-    def other_settings(self, network: nn.Module) -> dict[str, Any]:
-        """Return the classes and attributes of modules, with their values, that are not those of the traced network."""
-        own, theirs = self.settings, _settings(network)
-        return {
-            name: theirs.get(name)
-            for name in (*own, *theirs)
-            if name not in theirs or name not in own or own[name] != theirs[name]
-        }
+    def other_setting(self, network: nn.Module) -> str:
+        """Return in words what a network's modules hold, or what they are, other than in the traced one; or nothing."""
+        theirs = _settings(network)
+        for name in dict.fromkeys((*self.settings, *theirs)):
+            own, other = (settings.get(name, "missing") for settings in (self.settings, theirs))
+            if own != other:
+                return f"{name.lstrip('.')} is {other!r} there; expected {own!r}, as in the traced network"
+        return ""
 
     @cached_property
     def text(self) -> str:
         """What is compared of shapes and modules, as text."""
         return repr(([(name, shape) for name, (shape, _) in self.layout.items()], self.leaves))
+
+
+def _made(places: Collection[str], name: str) -> str:
+    """Say what to do where a network computes a weight of others: by pruning, or a parametrisation."""
+    prefix, _, own = name.rpartition(".")
+    begin = f"{prefix}." if prefix else ""
+    parts = (f"{begin}{own}_orig", f"{begin}{own}_v", f"{begin}parametrizations.{own}.")
+    computed = any(place.startswith(parts) for place in places)
+    return (
+        f": it computes {name} of others, make that permanent first (prune.remove, remove_parametrizations)" * computed
+    )
+
+
+def _same_numbers(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers in the same type; NaN equals NaN."""
+    if one is two or memory_of(one) == memory_of(two) or one.is_meta or two.is_meta:
+        return True
+    return one.dtype == two.dtype and bool(((one == two) | (one != one) & (two != two)).all())
+
+
+def overlaps(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names of tensors that share a part of their memory, one of which moves; twice the same for one's own.
+
+    Args:
+        tensors: By name, none of them twice.
+        moving: The names of those that move.
+    """
+    groups: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or not tensor.numel():
+            continue
+        try:
+            storage = tensor.untyped_storage()._cdata
+        except (RuntimeError, NotImplementedError, ValueError):  # as in `memory_of`
+            continue
+        reach = int(sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        if name in moving and reach + 1 < tensor.numel():
+            yield name, name
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        groups[storage].append((begin, begin + (reach + 1) * tensor.itemsize, name))
+    for group in groups.values():
+        group.sort()
+        for index, (begin, end, name) in enumerate(group):
+            for later, last, other in group[index + 1 :]:
+                if later >= end:
+                    break
+                if (name in moving or other in moving) and _meet(tensors[name], tensors[other], begin, max(end, last)):
+                    yield name, other
+
+
+def _meet(one: torch.Tensor, two: torch.Tensor, begin: int, end: int) -> bool:
+    """Whether two tensors of one storage have a byte between two places in common."""
+    taken = torch.zeros(end - begin, dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.itemsize
+        steps = (*(step * size for step in tensor.stride()), 1)
+        return taken.as_strided((*tensor.shape, size), steps, tensor.storage_offset() * size - begin)
+
+    bytes_of(one).fill_(True)
+    return bool(bytes_of(two).any())
 
 
 def _leaf_classes(network: nn.Module) -> dict[str, str]:
@@ -126,81 +245,137 @@ def _descriptions(network: nn.Module) -> dict[str, str]:
     }
 
 
-def _settings(network: nn.Module) -> dict[str, Any]:
-    """Return what modules hold besides tensors of the state and other modules, and their classes and hooks.
-
-    Containers and plain objects (a configuration) are seen through; functions are known by their names, constant
-    tensors and arrays by their values.
-    """
-    describe = _Description(network)
-    found: dict[str, Any] = {}
-    for prefix, module in network.named_modules():
-        if any(module.children()):
-            found[f"{prefix}.__class__"] = _name_of(type(module))
-        found[f"{prefix}.forward"] = _code_of(type(module).forward)
-        for name, value in vars(module).items():
-            if name not in _MODULE and not (isinstance(module, nn.modules.dropout._DropoutNd) and name == "p"):
-                found[f"{prefix}.{name}"] = describe(value)
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            if hooks := getattr(module, name):
-                found[f"{prefix}.{name}"] = describe(list(hooks.values()))
-    return found
-
-
-def _name_of(named: Any) -> str:
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 # What every module has, and what says nothing of its function.
 _MODULE = {*vars(nn.Module()), "training", "inplace"}
 
 
-class _Description:
-    """Turns attributes into numbers, words and tuples of them, so that two networks' can be compared."""
+def _settings(network: nn.Module) -> dict[str, Any]:
+    """Return what can be named of what modules are and hold: classes, numbers, words, functions, and those in objects.
+
+    A run decides whether two networks compute the same; this says in which place to look where they do not.
+    """
+    found: dict[str, Any] = {}
+
+    def add(name: str, value: Any, depth: int = 0) -> None:
+        if isinstance(value, _PLAIN):
+            found[name] = value
+        elif isinstance(value, (Enum, type)) or hasattr(value, "__qualname__"):
+            found[name] = getattr(value, "__qualname__", str(value))
+        elif isinstance(value, (torch.Tensor, nn.Module)) or depth > 3:
+            found[name] = type(value).__name__
+        elif isinstance(value, (tuple, list)):
+            for index, item in enumerate(value):
+                add(f"{name}[{index}]", item, depth + 1)
+        else:
+            held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            found[name] = type(value).__name__
+            for key, item in held.items():
+                add(f"{name}.{key}", item, depth + 1)
+
+    for prefix, module in network.named_modules():
+        add(f"{prefix}.__class__", type(module))
+        for name, value in vars(module).items():
+            if name not in _MODULE and not (isinstance(module, nn.modules.dropout._DropoutNd) and name == "p"):
+                add(f"{prefix}.{name}", value)
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            add(f"{prefix}.{name}", list(getattr(module, name).values()))
+    return found
+
+
+def held_by(network: nn.Module) -> tuple[bytes, list[tuple[str, torch.Tensor]]]:
+    """Return a digest of all that modules hold besides weights and statistics, and the tensors among it.
+
+    The digest changes when something that can be reached from a module does: attributes of objects in objects, what
+    functions close over and their defaults, attributes of the modules' classes. What cannot be looked into (a lock) is
+    known by its type.
+
+    Returns:
+        The digest, and the tensors, each with the name of the module that holds it.
+    """
+    walk = _Walk(network)
+    try:
+        for name, module in network.named_modules():
+            walk.module = name
+            walk.dump((name, type(module), _state_of(module)))
+    except Exception:  # an object that cannot be taken apart: it may change at any time
+        return b"", walk.tensors
+    return hashlib.sha256(walk.out.getbuffer()).digest(), walk.tensors
+
+
+def _state_of(module: nn.Module) -> Any:
+    state = module.__getstate__()  # type: ignore[no-untyped-call]
+    if not isinstance(state, Mapping):
+        return state
+    # Lightning's modules leave out their trainer; what the network's modules and tensors are, is known by their names.
+    seen = ("training", "_modules", "_parameters", "_buffers")
+    return {name: value for name, value in state.items() if name not in seen and (name not in _MODULE or value)}
+
+
+class _Walk(pickle.Pickler):
+    """Writes down all that can be reached from an object; what it writes is compared, and never read.
+
+    Args:
+        network: Its modules and tensors are known by their names.
+    """
 
     def __init__(self, network: nn.Module) -> None:
-        self._weights = {id(tensor) for tensor in state_tensors(network).values()}
+        self.out = io.BytesIO()
+        super().__init__(self.out, protocol=5)
+        self._known: dict[int, str] = {id(tensor): name for name, tensor in places_of(network).items()}
+        self._known |= {id(module): f"module {name}" for name, module in network.named_modules()}
+        self.module = ""
+        self.tensors: list[tuple[str, torch.Tensor]] = []
 
-    def __call__(self, value: Any, *, inside: bool = False) -> Any:
-        """Describe an attribute, or what stands inside an object, of which objects are only named."""
-        inner = functools.partial(self, inside=inside)
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, Enum):
-            return str(value)
-        if isinstance(value, Mapping):
-            return tuple((str(key), inner(item)) for key, item in value.items())
-        if isinstance(value, (tuple, list)):
-            return tuple(inner(item) for item in value)
-        if isinstance(value, (set, frozenset)):
-            return tuple(sorted(repr(inner(item)) for item in value))
-        if isinstance(value, torch.Tensor):
-            if id(value) in self._weights or isinstance(value, nn.Parameter):
-                return "a weight"
-            if value.is_meta:
-                return "a tensor without values"
-            return f"a tensor of {digest(value.detach().to('cpu', torch.float64).numpy())}"
-        if isinstance(value, np.ndarray):
-            return f"an array of {digest(value)}"
-        if isinstance(value, functools.partial):
-            return (inner(value.func), inner(value.args), inner(value.keywords))
-        if isinstance(value, nn.Module):
-            return type(value).__name__
-        if hasattr(value, "__qualname__"):
-            return (_name_of(value), *_code_of(value))
-        if inside or not hasattr(value, "__dict__"):
-            return type(value).__name__
-        return (type(value).__name__, *self(vars(value), inside=True))
+    def persistent_id(self, thing: Any) -> Any:
+        """Return by what tensors and modules of the network are known, and the digest of any other tensor."""
+        if not isinstance(thing, (torch.Tensor, nn.Module)):
+            return None
+        if id(thing) in self._known:
+            return self._known[id(thing)]
+        if isinstance(thing, nn.Module):
+            return None
+        self.tensors.append((self.module, thing))
+        if thing.is_meta or thing.layout != torch.strided or thing.is_quantized:
+            return f"a tensor {tuple(thing.shape)}"
+        numbers: Any = thing.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"a tensor {tuple(thing.shape)} {thing.dtype} {hashlib.sha256(numbers).hexdigest()}"
+
+    def reducer_override(self, thing: Any) -> Any:
+        """Take apart what pickle refuses: classes, and functions by their code and all that they read."""
+        if thing is str:
+            return NotImplemented
+        name = getattr(thing, "__qualname__", type(thing).__qualname__)
+        held: Any = None  # as a state, which may lead back to the thing itself
+        if isinstance(thing, type):
+            name = f"{thing.__module__}.{name}"
+            if thing.__flags__ & _IN_PYTHON and not name.startswith(("torch.", "pytorch_lightning.")):
+                held = thing.__bases__, {key: value for key, value in vars(thing).items() if key not in _OF_CLASSES}
+        elif isinstance(thing, types.FunctionType):
+            code = thing.__code__
+            cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
+            read = {key: thing.__globals__.get(key) for key in code.co_names}
+            plain = {key: value for key, value in read.items() if isinstance(value, _PLAIN)}
+            held = code, thing.__defaults__, thing.__kwdefaults__, cells, vars(thing), plain
+        elif isinstance(thing, types.CodeType):
+            held = thing.co_code, thing.co_consts, thing.co_names
+        elif isinstance(thing, types.MethodType):
+            held = thing.__func__, thing.__self__
+        elif isinstance(thing, (property, staticmethod, classmethod)):
+            held = getattr(thing, "fget", None) or getattr(thing, "__func__", None)
+        elif not isinstance(thing, (types.BuiltinFunctionType, types.ModuleType)):
+            try:
+                reduced = thing.__reduce_ex__(4)
+            except Exception:
+                reduced, held = name, getattr(thing, "__dict__", None)
+            if not isinstance(reduced, str):
+                return reduced
+        return str, (name,), held
 
 
-def _code_of(function: Any) -> tuple[Any, ...]:
-    """Return what a function written in Python calls, and the constants in it and around it: a lambda has no name."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ()
-    around = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    constants = [value for value in (*code.co_consts, *around) if isinstance(value, _PLAIN)]
-    return (digest(code.co_code, code.co_names, constants),)
+# Flag of classes that are written in Python.
+_IN_PYTHON = 1 << 9
+# What every class has, and what says nothing of its function.
+_OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__module__", "_abc_impl"}
 
 
 def digest(*parts: Any) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import html
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.action import Action, ActivationAction, inverted
-from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
+from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.described import described_blocks, described_shifts, described_table, joined, wrapped
@@ -30,7 +33,7 @@ from lightning_sym.symmetry.proof import batches_of, double, double_copy, larges
 from lightning_sym.symmetry.statistics import buffer_rank
 from lightning_sym.symmetry.tilting import no_tilts, random_tilt, tilts_after, tilts_back
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
-from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
+from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
 from lightning_sym.symmetry.tracing.shifts import Shown
 from lightning_sym.symmetry.tracing.structure import Structure
@@ -39,6 +42,20 @@ from lightning_sym.symmetry.tracing.weightless import is_weightless
 from lightning_sym.symmetry.translations import carried, product, size_of
 from lightning_sym.symmetry.translations import inverse as undo
 from lightning_sym.symmetry.turning import NO_TURN, random_turn, turns_after, turns_back
+
+# So many elements act on a network that a symmetry meets, unless it is large.
+_ELEMENTS = 6
+_UNCHECKED: ContextVar[bool] = ContextVar("unchecked", default=False)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Let symmetries run no network that they meet: for copies of networks that they have met."""
+    token = _UNCHECKED.set(True)
+    try:
+        yield
+    finally:
+        _UNCHECKED.reset(token)
 
 
 class Symmetry:
@@ -84,13 +101,16 @@ class Symmetry:
         self.examples = tuple(examples)
         self._common_shift = common_shift
         self.norms = tuple(norms)
-        self.architecture = Architecture(network, constants or {})
+        self.architecture = Architecture(network, constants or {}, structure.slots_of)
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
-        self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
+        parameters = {name for name, _ in network.named_parameters()}
+        self.parameter_names: frozenset[str] = frozenset(parameters & {*self.layout})  # each by its first name
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
         self.fingerprint = digest(self.architecture.text, structure)
-        self._proven: dict[str, float] = {}
         self._values = values
+        self._checked = True
+        self._trials: list[tuple[Sequence[Call], bool]] = [(self.examples, False)]
+        self._met: Any = WeakIdKeyDictionary()  # digests of what networks hold, by network
         shown = shown or {}
         self.taps = {mark.name: tap_of(mark, v, values, shown.get(mark.name, Shown())) for mark, v in marked.items()}
         leaves = {name for name, module in network.named_modules() if not any(module.children())}
@@ -98,9 +118,15 @@ class Symmetry:
         self.groups = tuple(axis_groups(structure, self.parameter_names, watched))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: the common shift as a number, without the graphs that it is found in."""
+        """Return what is pickled and copied: the common shift as a number, without the graphs that it is found in.
+
+        Networks are met anew.
+        """
         number = self.common_shift
-        return {**self.__dict__, "_common_shift": None, "common_shift": number}
+        return {**self.__dict__, "_common_shift": None, "common_shift": number, "_met": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _met=WeakIdKeyDictionary())
 
     # What there is.
 
@@ -436,6 +462,7 @@ class Symmetry:
         *,
         inplace: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
+        check: bool = True,
     ) -> nn.Module:
         """Change a network's weights and buffers by an element; its function in evaluation mode stays the same.
 
@@ -449,6 +476,7 @@ class Symmetry:
             inplace: Whether to change the network itself.
             optimizer: The network's optimiser, whose state is carried along in place (momenta move by the inverse
                 scale, as gradients do; second moments by its square); needs `inplace`.
+            check: Whether to run a network that this symmetry has not met, see :meth:`require`.
 
         Returns:
             The changed network.
@@ -458,18 +486,31 @@ class Symmetry:
                 `inplace` or holds state that cannot be carried along.
         """
         self._own(element)
-        self.require(network)
+        with contextlib.nullcontext() if check else unchecked():
+            self.require(network)
         if optimizer is not None and not inplace:
             raise ValueError("an optimiser's state can be carried along only with inplace=True")
         if not inplace:
-            return self._moved(element, network)
-        action, tensors = Action(self.structure, element), state_tensors(network)
+            result = self._moved(element, network)
+            if network in self._met:  # the copy computes what the network does
+                self._met[result] = held_by(result)[0]
+            return result
+        action, holders = Action(self.structure, element), self._holders(network)
         with torch.no_grad():
             if optimizer is not None:
-                action.carry(optimizer, tensors)
-            for name, tensor in action.on_weights(tensors):
-                tensors[name].copy_(tensor)
+                action.carry(optimizer, {own: name for name, held in holders.items() for own in held})
+            for name, tensor in action.on_weights(state_tensors(network)):
+                for own in holders.get(name, ()):
+                    own.copy_(tensor)  # of those that share memory, again
+        _recompute(network)
         return network
+
+    def _holders(self, network: nn.Module) -> dict[str, list[Tensor]]:
+        """Return by the traced network's names all tensors that hold what is one tensor there."""
+        held: dict[str, list[Tensor]] = {}
+        for place, tensor in places_of(network).items():
+            held.setdefault(self.architecture.names[place], []).append(tensor)
+        return held
 
     def act_on_files(
         self, element: Element, checkpoint: str | Path, out: str | Path, *, leave: Sequence[str] = ()
@@ -507,6 +548,15 @@ class Symmetry:
                     f"{checkpoint} holds other values of the constant {key} than the traced network: the element is of "
                     "another configuration."
                 )
+        first: dict[str, str] = {}
+        for key, name in named.items():  # weights that are one tensor in the network may be there twice
+            other = first.setdefault(name, key)
+            one, two = (shards.tensors[own] for own in (other, key))
+            if other != key and name in self.structure.slots_of and not torch.equal(shards.read(one), shards.read(two)):
+                raise ValueError(
+                    f"{checkpoint} holds other numbers as {key} than as {other}, which are one tensor in the traced "
+                    "network; expected a checkpoint of a network with shared weights."
+                )
         with torch.no_grad():
             action = Action(self.structure, element)
             return write_moved(shards, named, action.on_weights, self.structure.slots_of, out)
@@ -517,13 +567,18 @@ class Symmetry:
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module:
         """Return a changed copy of a network, whatever its function."""
-        old = state_tensors(network)
+        holders = self._holders(network)
         made: dict[int, Any] = {}  # the copy gets its new tensors at once, instead of copies of the old ones
         with torch.no_grad():
-            for name, tensor in Action(self.structure, element).on_weights(old):
-                keeps = type(old[name]) is nn.Parameter
-                made[id(old[name])] = nn.Parameter(tensor, old[name].requires_grad) if keeps else tensor
-        return copied(network, made)
+            for name, tensor in Action(self.structure, element).on_weights(state_tensors(network)):
+                memories: set[Any] = set()
+                for own in holders.get(name, ()):
+                    new = tensor.clone() if memories and memory_of(own) not in memories else tensor
+                    memories.add(memory_of(own))
+                    made[id(own)] = nn.Parameter(new, own.requires_grad) if type(own) is nn.Parameter else new
+        result = copied(network, made)
+        _recompute(result)
+        return result
 
     def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
         """Return what becomes of some parameters or buffers, by name; nothing is checked and nothing is changed.
@@ -567,8 +622,10 @@ class Symmetry:
         self._own(element)
         tap = self._tapped(tap)
         action = Action(self._values, element)
-        tensors = None if network is None else state_tensors(network)
-        if tensors is not None:
+        tensors = None
+        if network is not None:
+            self.require(network)
+            tensors = state_tensors(network)
             action.learn_gains(tensors)
         return action.on_activations(tap, tensors)
 
@@ -636,35 +693,81 @@ class Symmetry:
             raise ValueError(unknown("tap", tap, self.taps))
         return self.taps[tap] if isinstance(tap, str) else tap
 
-    def require(self, network: nn.Module) -> None:
-        """Check that a network's function differs from the traced one's by its weights only, as far as can be seen.
+    def require(self, network: nn.Module, *, check: bool = True) -> None:
+        """Check that a network's function differs from the traced one's by its weights only.
 
-        Compared are the names and shapes of tensors, the classes of modules and what they say of themselves
-        (`extra_repr`), and by value the buffers that evaluation reads and no element moves: integers, masks, and
-        buffers that are in no state dict. If other attributes of modules differ (a number of heads, a configuration, a
-        tensor that is no buffer), or hooks, or classes of modules that hold others, random elements decide, as in
-        `check`. What is nowhere to be seen (a number in a helper that `forward` calls) is not compared:
-        `check(network)` tells.
+        Compared are the names and shapes of tensors and which of them share their memory, the classes of modules and
+        what they say of themselves (`extra_repr`), and by value the buffers that evaluation reads and no element moves:
+        integers, masks, and buffers that are in no state dict. All else, a run decides: the first time that this
+        symmetry meets a network, a random element acts on a copy in float64 with random weights, and the outputs are
+        compared on the inputs of the self-test. That is remembered as long as what the network's modules hold besides
+        weights stays the same, whatever its weights. The network that was traced counts as met, and so does what
+        :meth:`act` makes of one.
+
+        A symmetry that was traced with ``check=False`` runs no network, and none can be run on torch's meta device; a
+        note says so.
+
+        Args:
+            network: Not changed.
+            check: Whether to run it. If not, it counts as met from now on.
 
         Raises:
-            TypeError: If it is no network.
-            ValueError: If something differs.
+            TypeError: If it is no network, or cannot be copied.
+            ValueError: If something differs, the outputs change, or the copy does not run.
         """
         self.architecture.require(network)
-        other = self.architecture.other_settings(network)
-        if not other or not self.examples:
+        if _UNCHECKED.get():
             return
-        key = repr(sorted(other.items(), key=lambda item: item[0]))
-        if key not in self._proven:
-            self._proven[key] = math.inf  # until it is proven
-            with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # it may not even run
-                self._proven[key] = self.check(network, samples=2, perturb=0.3)
-        if not self._proven[key] <= self.tolerance:
-            name, value = next(iter(other.items()))
-            raise ValueError(
-                f"{name.lstrip('.')} is {value!r} there; expected {self.architecture.settings.get(name)!r}, as in the "
-                f"traced network, whose elements change the function of this one: {ADVICE}"
-            )
+        digest, held = held_by(network)
+        self.architecture.require_apart(network, held)
+        if is_weightless(network):
+            note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"
+            self.notes = (*self.notes, *({note} - {*self.notes} if check and self._checked else ()))
+            return
+        if digest and self._met.get(network) == digest:
+            return
+        if check and self._checked:
+            self._meet(network)
+        self._met[network] = digest
+
+    def _meet(self, network: nn.Module) -> None:
+        """Let a random element act on a copy of a network, and compare the outputs.
+
+        Raises:
+            ValueError: If they change.
+        """
+        where = self.architecture.other_setting(network)
+        for calls, few in self._trials:
+            last = calls is self._trials[-1][0]
+            exact, generator = double_copy(network, self.architecture.names), torch.Generator().manual_seed(0)
+            examples = on_device_of(exact, double(list(calls)))
+            with torch.no_grad(), evaluating(exact):
+                batches = [own for call in examples for own in batches_of(exact, call, generator, thrifty=few)]
+                try:
+                    change, precision = largest_change(
+                        self,
+                        exact,
+                        [batches[1::2] if few else batches],
+                        own=network.state_dict(),
+                        # By chance, an element of few heads may be one of the group with half as many.
+                        samples=1 + bool(where) if len(self._trials) > 1 else _ELEMENTS,
+                        scale=0.5,
+                        generator=generator,
+                        noise=(math.inf,),
+                        tolerance=self.tolerance,
+                    )
+                except ValueError:
+                    if last:
+                        raise
+                    continue
+            if change <= max(self.tolerance, tolerance_of(precision)):
+                return
+            break
+        found = f": {where}" if where else ""
+        raise ValueError(
+            f"an element of the traced network's symmetry changes an output by {change:.1e} there (relative; at most "
+            f"{self.tolerance:.1g} was expected), so that it computes another function{found}; {ADVICE}"
+        )
 
     def check(
         self,
@@ -709,7 +812,7 @@ class Symmetry:
                 "the network holds tensors without values (on meta), so that nothing can be tested; expected a network "
                 "with weights of the traced architecture"
             )
-        exact = double_copy(network)
+        exact = double_copy(network, self.architecture.names)
         calls = [self.call(inputs, keywords)] if keywords or inputs is not None else []
         for call in calls:
             check_arguments(network, call, ("inputs", "samples", "scale", "generator", "perturb"))
@@ -727,3 +830,11 @@ class Symmetry:
                 generator=generator,
                 noise=(perturb,),
             )[0]
+
+
+def _recompute(network: nn.Module) -> None:
+    """Compute anew what pruned modules keep of their weights from one forward pass to the next."""
+    for module in network.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                hook(module, None)

@@ -17,11 +17,21 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import constant_names, containers_kept, copied, state_tensors
+from lightning_sym.symmetry.tracing.capture import (
+    constant_names,
+    containers_kept,
+    copied,
+    first_names,
+    share_memory,
+    state_tensors,
+)
 from lightning_sym.symmetry.tracing.structure import Structure
 
 # The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
 _EXACT = 1e-10
+# Between these are the root mean squares of random weights: a network of smaller or larger ones would be linear to all
+# digits, or overflow.
+_USUAL = (1e-2, 1e2)
 # So many units of a stream are rotated at once: more cost as much as running the network, and show no more.
 _ROTATED = 64
 
@@ -99,10 +109,17 @@ def double_copies(place: Place) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-def double_copy(network: nn.Module) -> nn.Module:
-    """Return a copy in float64, without a copy in between; tensors that are plain attributes of modules, too."""
+def double_copy(network: nn.Module, names: Mapping[str, str] | None = None) -> nn.Module:
+    """Return a copy in float64, without a copy in between; tensors that are plain attributes of modules, too.
+
+    Args:
+        network: Not changed.
+        names: For each place the first name of the tensor that it is to hold. By default as in the network.
+    """
     kept = [value for module in network.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    made: dict[int, Any] = {id(tensor): tensor.detach().double() for tensor in kept if tensor.is_floating_point()}
+    made: dict[int, Any] = {
+        id(tensor): tensor.detach().to(torch.float64, copy=True) for tensor in kept if tensor.is_floating_point()
+    }
     states = {
         name: tensor
         for name, tensor in state_tensors(network).items()
@@ -112,7 +129,7 @@ def double_copy(network: nn.Module) -> nn.Module:
     for name, tensor in states.items():
         keeps = type(tensor) is nn.Parameter
         made[id(tensor)] = nn.Parameter(exact[name], tensor.requires_grad) if keeps else exact[name]
-    return copied(network, made).double()
+    return share_memory(copied(network, made).double(), first_names(network) if names is None else names)
 
 
 def outputs_of(network: nn.Module, call: Call) -> list[Tensor]:
@@ -498,14 +515,18 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
     Args:
         symmetry: Says which buffers are running variances: these are multiplied.
         network: Changed.
-        amount: How much; if infinite, what was there is replaced, and units that were dead come to life.
+        amount: How much; if infinite, what was there is replaced, and units that were dead come to life. Weights and
+            statistics that are not finite are always replaced.
         generator: Where the noise comes from.
     """
     variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
-    constants = constant_names(network)
+    constants, weights = constant_names(network), dict(network.named_parameters())
     for name, tensor in state_tensors(network).items():
-        if name in constants or not tensor.is_floating_point() or not all_finite(tensor):
-            continue  # what comes with the architecture, integers, and masks of -inf
+        if name in constants or not tensor.is_floating_point():
+            continue  # what comes with the architecture, and integers
+        finite = all_finite(tensor)
+        if not finite and not (name in weights or name.endswith(("running_mean", "running_var"))):
+            continue  # masks of -inf
         # Drawing millions of numbers would take longer than everything else: large tensors get a few thousand.
         drawn = torch.randn(min(tensor.numel(), 65521), dtype=tensor.dtype, generator=generator)
         drawn = drawn.to(tensor.device)
@@ -513,9 +534,11 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
         with torch.no_grad():
             for part, noise in _tiles(tensor, drawn):
                 if name in variances:
+                    if not finite or (math.isinf(amount) and not _USUAL[0] ** 2 <= size <= _USUAL[1] ** 2):
+                        part.fill_(1.0)
                     part.mul_((min(amount, 0.3) * noise).exp())
-                elif math.isinf(amount):
-                    part.copy_(noise * size)
+                elif math.isinf(amount) or not finite:
+                    part.copy_(noise * (min(max(size, _USUAL[0]), _USUAL[1]) if finite else 0.1))
                 else:
                     part.add_(noise, alpha=amount * size)
 

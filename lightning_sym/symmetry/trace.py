@@ -88,7 +88,7 @@ def trace_symmetry(
         check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
             with weights near its own and one with random weights, on samples of every example and on noise around
             them, each through a round trip of the state dict. A network without weights cannot be tested; a note says
-            so.
+            so. Without, networks that the symmetry meets later are not run, either (:meth:`Symmetry.require`).
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
             lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
         cuts: Made by the network's :meth:`~lightning_sym.networks.Network.cuts`: what crosses them can be tapped, too.
@@ -104,7 +104,8 @@ def trace_symmetry(
         TypeError: If a parameter is complex or not floating, an example holds no tensor, or the network does not take
             its arguments.
         ValueError: If the network cannot be traced (data-dependent control flow, parametrised or lazy weights, a weight
-            that is not finite), has no output of that name, or puts out no finite number.
+            that is not finite, or shares a part of its memory with another), has no output of that name, or puts out
+            no finite number.
         RuntimeError: If the self-test fails, because the rule of some operation allows too much.
 
     Example:
@@ -144,15 +145,12 @@ def trace_symmetry(
         warnings.warn(note, stacklevel=2)
 
     def derive() -> Symmetry:
-        return _derived(network, examples, runs, affine=affine, shifts=shifts, output=output)
+        symmetry = _derived(network, examples, runs, affine=affine, shifts=shifts, output=output)
+        symmetry._checked = check
+        symmetry.require(network, check=weightless)
+        return symmetry
 
-    if check and not weightless:
-        return _proven(derive, traced, network, runs, tolerance)
-    symmetry = derive()
-    if check:
-        note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"
-        symmetry.notes = (*symmetry.notes, note)
-    return symmetry
+    return _proven(derive, traced, network, runs, tolerance) if check and not weightless else derive()
 
 
 class Traced(NamedTuple):
@@ -201,7 +199,8 @@ def _tested(call: Call, known: Sequence[Call]) -> Iterator[Call]:
 def _unused(network: nn.Module, runs: Sequence[Traced]) -> str | None:
     """Say which parameters no operation reads."""
     read = {name for _, each in runs for node, name in each.states.items() if node.users}
-    unused = [name for name in dict(network.named_parameters()) if name not in read]
+    states = state_tensors(network)
+    unused = [name for name in dict(network.named_parameters()) if name in states and name not in read]
     names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
     note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
     return note if unused else None
@@ -226,6 +225,7 @@ def _derived(
     trace.finish()
     joint, hidden = unstack(trace.stacks, trace.axis_labels)
     trace.taps = {mark: value for mark, value in trace.taps.items() if mark.name not in hidden}
+    valued = {name for each in captures for name in each.folded}
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
     flipped = [weight for _, weight, _, _ in trace.absorbed]
@@ -260,7 +260,11 @@ def _derived(
         trace.taps,
         network,
         notes,
-        constants={name: states[name] for name in read if name in unsaved or not states[name].is_floating_point()},
+        constants={
+            name: states[name]
+            for name in states
+            if name in valued or (name in read and (name in unsaved or not states[name].is_floating_point()))
+        },
         examples=examples,
         shown=shown,
         absorbed=absorbed_statistics(captures, dict(network.named_parameters())),
@@ -407,6 +411,7 @@ def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, t
                     raise
                 continue
         if examples is whole or symmetry.worst_error <= (tolerance or tolerance_of(symmetry.precision)):
+            symmetry._trials[:0] = [(examples, few)] if few else []
             break  # a function may do something else with small images
     symmetry.tolerance = tolerance if tolerance is not None else tolerance_of(symmetry.precision)
     if not symmetry.worst_error <= symmetry.tolerance:

@@ -7,6 +7,7 @@ element makes of the tensors is loaded into the twin. Where they are not, the tw
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.connectivity import merge
+from lightning_sym.symmetry import (
+    Symmetry,
+    activation_matching,
+    balance_heads,
+    canonicalize,
+    local_dimension,
+    orbit_distance,
+    orbit_tangents,
+    trace_symmetry,
+    weight_matching,
+)
+from lightning_sym.symmetry import base as symmetry_base
 
 torch.set_num_threads(1)
 
@@ -111,6 +124,107 @@ class Tanh(nn.Sequential):
         for module in self:
             x = torch.tanh(module(x))
         return x
+
+
+class Calls(nn.Module):
+    """Applies what it holds under a name that no repr tells."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Named:
+    """An activation by its name, one level or more below what a module holds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self, x: Tensor) -> Tensor:
+        return getattr(torch, self.name)(x)
+
+    __call__ = run
+
+
+class Slotted:
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return getattr(torch, self.name)(x)
+
+
+@dataclass
+class Inner:
+    act: Named
+
+
+@dataclass
+class Outer:
+    inner: Inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.inner.act.run(x)
+
+
+def closure(name: str) -> Callable[[Tensor], Tensor]:
+    held = Inner(Named(name))
+    return lambda h: held.act.run(h)
+
+
+def default(name: str) -> Callable[[Tensor], Tensor]:
+    return (lambda h, a="relu": getattr(torch, a)(h)) if name == "relu" else (lambda h, a="tanh": getattr(torch, a)(h))
+
+
+def keyword_default(name: str) -> Callable[[Tensor], Tensor]:
+    def run(h: Tensor, *, a: Any = Inner(Named(name))) -> Tensor:  # noqa: B008
+        return a.act.run(h)
+
+    return run
+
+
+def of_a_class(name: str) -> Callable[[Tensor], Tensor]:
+    class Local:
+        kind = Named(name)
+
+        def __call__(self, h: Tensor) -> Tensor:
+            return self.kind.run(h)
+
+    return Local()
+
+
+def in_a_table(name: str) -> Callable[[Tensor], Tensor]:
+    table = {"a": [{"b": (Named(name),)}]}
+    return lambda h: table["a"][0]["b"][0].run(h)
+
+
+def as_attribute(name: str) -> Callable[[Tensor], Tensor]:
+    def run(h: Tensor) -> Tensor:
+        return run.kind.run(h)  # type: ignore[attr-defined, no-any-return]
+
+    run.kind = Named(name)  # type: ignore[attr-defined]
+    return run
+
+
+# What makes of "relu" or "tanh" a function that hides which it is.
+HIDDEN: dict[str, Callable[[str], Callable[[Tensor], Tensor]]] = {
+    "dataclass in a dataclass": lambda name: Outer(Inner(Named(name))),
+    "bound method": lambda name: Named(name).run,
+    "object that is called": Named,
+    "object with slots": Slotted,
+    "default of a lambda": default,
+    "default of a keyword": keyword_default,
+    "closure over an object": closure,
+    "attribute of a class": of_a_class,
+    "dictionary in a list in a closure": in_a_table,
+    "attribute of a function": as_attribute,
+    "partial of a method": lambda name: functools.partial(Named.run, Named(name)),
+}
 
 
 def hooked() -> nn.Module:
@@ -430,3 +544,161 @@ def test_what_a_fingerprint_cannot_see_is_found_by_check() -> None:
     twin = made(lambda: Program(other, parts), 1)
     if refusal(lambda: symmetry.require(twin)) is None:
         assert symmetry.check(twin, inputs, samples=3) > 1e-3
+
+
+def hiding(kind: str, name: str, seed: int) -> Any:
+    return made(between(of(Calls, HIDDEN[kind](name))), seed)
+
+
+ENTRIES: dict[str, Callable[[Symmetry, nn.Module, nn.Module, Tensor], Any]] = {
+    "act": lambda s, net, twin, x: s.act(s.sample(), twin),
+    "act in place": lambda s, net, twin, x: s.act(s.sample(), twin, inplace=True),
+    "on_activations": lambda s, net, twin, x: s.on_activations(s.sample(), "1", twin),
+    "canonicalize": lambda s, net, twin, x: canonicalize(s, twin),
+    "weight_matching": lambda s, net, twin, x: weight_matching(s, net, twin),
+    "weight_matching, reference": lambda s, net, twin, x: weight_matching(s, twin, net),
+    "activation_matching": lambda s, net, twin, x: activation_matching(s, net, twin, [(x,)]),
+    "orbit_distance": lambda s, net, twin, x: orbit_distance(s, net, twin),
+    "merge": lambda s, net, twin, x: merge(s, [net, twin]),
+    "local_dimension": lambda s, net, twin, x: local_dimension(s, twin, x),
+    "orbit_tangents": lambda s, net, twin, x: orbit_tangents(s, twin),
+    "a move": lambda s, net, twin, x: balance_heads(s, twin),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_twin_of_a_hidden_function_is_refused_and_the_same_function_is_not(kind: str) -> None:
+    network, twin, x = hiding(kind, "relu", 0), hiding(kind, "tanh", 1), torch.randn(VECTOR, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x)
+    before = copy.deepcopy(twin.state_dict())
+    with pytest.raises(ValueError, match="another function") as error:
+        symmetry.act(symmetry.sample(), twin, inplace=True)
+    assert is_one_sentence(str(error.value))
+    assert all(torch.equal(now, before[name]) for name, now in twin.state_dict().items())
+    same, other_input = hiding(kind, "relu", 2), torch.randn(9, 5, dtype=torch.float64)
+    fresh = hiding(kind, "relu", 3)
+    fresh.load_state_dict(symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), same).state_dict())
+    assert difference(evaluate(fresh, (other_input,)), evaluate(same, (other_input,))) < KEPT
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_refuses_a_hidden_twin(entry: str) -> None:
+    kind, x = "closure over an object", torch.randn(VECTOR, dtype=torch.float64)
+    network, twin = hiding(kind, "relu", 0), hiding(kind, "tanh", 1)
+    symmetry = trace_symmetry(network, x)
+    with pytest.raises(ValueError, match="another function"):
+        ENTRIES[entry](symmetry, network, twin, x)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every time that networks that are met are run."""
+    found: list[int] = []
+    run = symmetry_base.largest_change
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        found.append(1)
+        return run(*arguments, **keywords)
+
+    monkeypatch.setattr(symmetry_base, "largest_change", counted)
+    return found
+
+
+def test_a_network_is_run_once_and_again_when_what_it_holds_changes(runs: list[int]) -> None:
+    kind, x = "dataclass in a dataclass", torch.randn(VECTOR, dtype=torch.float64)
+    network, other = hiding(kind, "relu", 0), hiding(kind, "relu", 1)
+    symmetry = trace_symmetry(network, x)
+    symmetry.act(symmetry.sample(), network)
+    assert len(runs) == 0  # the self-test has run it
+    for _ in range(3):
+        symmetry.act(symmetry.sample(), symmetry.act(symmetry.sample(), other))
+    canonicalize(symmetry, other)
+    weight_matching(symmetry, network, other)
+    other.load_state_dict(network.state_dict())
+    other.train()
+    symmetry.act(symmetry.sample(), other, inplace=True)
+    assert len(runs) == 1
+    for held in (network, other):  # the one that was traced, too
+        held[1].function.inner.act.name = "tanh"
+        with pytest.raises(ValueError, match="another function"):
+            symmetry.act(symmetry.sample(), held)
+        held[1].function.inner.act.name = "relu"
+        symmetry.act(symmetry.sample(), held)
+
+
+def test_a_method_of_its_class_that_changes_is_seen() -> None:
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu()
+
+    x = torch.randn(VECTOR, dtype=torch.float64)
+    network = made(between(Late), 0)
+    symmetry = trace_symmetry(network, x)
+    Late.forward = lambda self, x: x.tanh()  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="another function"):
+        symmetry.act(symmetry.sample(), network)
+
+
+def test_check_false_runs_nothing(runs: list[int]) -> None:
+    x = torch.randn(VECTOR, dtype=torch.float64)
+    network, twin = made(between(nn.ReLU), 0), made(between(nn.ReLU), 1)
+    symmetry = trace_symmetry(network, x)
+    symmetry.act(symmetry.sample(), twin, check=False)
+    assert not symmetry._met.get(twin)
+    symmetry.require(twin, check=False)
+    symmetry.act(symmetry.sample(), twin)
+    unchecked = trace_symmetry(network, x, check=False)
+    unchecked.act(unchecked.sample(), made(between(nn.ReLU), 2))
+    assert runs == []
+    with torch.device("meta"):
+        weightless = between(nn.ReLU)()
+    symmetry.act(symmetry.sample(), weightless)
+    assert runs == []
+    assert sum("not checked" in note for note in symmetry.notes) == 1
+    weightless.to_empty(device="cpu")
+    symmetry.act(symmetry.sample(), weightless)
+    assert runs == [1]
+
+
+def unusual(edit: str, dtype: torch.dtype) -> nn.Module:
+    """Return a network with weights on which a self-test is blind, or overflows."""
+    network = made(between(of(N, 8), nn.ReLU), 1)
+    with torch.no_grad():
+        for name, tensor in network.state_dict().items():
+            if edit == "NaN" and tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+            elif edit == "one NaN" and name == "0.weight":
+                tensor[0, 0] = torch.nan
+            elif edit == "infinite" and "running" not in name and tensor.is_floating_point():
+                tensor.fill_(torch.inf)
+            elif edit == "zeros" and tensor.is_floating_point():
+                tensor.zero_()
+            elif edit in ("1e38", "1e-30") and tensor.is_floating_point():
+                tensor.mul_(float(edit)).clamp_(-3e38, 3e38)
+    return network.to(dtype)
+
+
+@pytest.mark.parametrize("edit", ["NaN", "one NaN", "infinite", "zeros", "1e38", "1e-30", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_network_of_any_weights_is_accepted(edit: str, dtype: torch.dtype) -> None:
+    symmetry = trace_symmetry(made(between(of(N, 8), nn.ReLU), 0), torch.randn(VECTOR, dtype=torch.float64))
+    symmetry.act(symmetry.sample(scale=0.1), unusual(edit, dtype))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1e30])
+def test_weights_at_which_twins_are_alike_do_not_hide_one(size: float) -> None:
+    kind, x = "bound method", torch.randn(VECTOR, dtype=torch.float64)
+    symmetry = trace_symmetry(hiding(kind, "relu", 0), x)
+    twin = hiding(kind, "tanh", 1)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(size)
+    with pytest.raises(ValueError, match="another function"):
+        symmetry.act(symmetry.sample(), twin)
+
+
+def test_a_symmetry_that_was_copied_meets_networks_anew(runs: list[int]) -> None:
+    network = made(between(nn.ReLU), 0)
+    symmetry = copy.deepcopy(trace_symmetry(network, torch.randn(VECTOR, dtype=torch.float64)))
+    symmetry.act(symmetry.sample(), network)
+    assert runs == [1]

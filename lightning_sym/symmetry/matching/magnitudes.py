@@ -175,10 +175,11 @@ def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -
     """Add the shifts that bring biases and means to those of the reference, if that is nearer: they are free."""
     if not symmetry.structure.shifts:
         return element
-    target, begin = dict(a.named_parameters()), symmetry.act(element, b)
+    begin = symmetry.act(element, b)
+    target = {name: tensor for name, tensor in a.named_parameters() if name in symmetry.parameter_names}
     shift = nearest(symmetry.structure.shifts, state_tensors(begin), target)
     moved = symmetry.compose(replace(symmetry.identity(), shift=shift), element)
-    one, two = (squared_distance(dict(n.named_parameters()), target) for n in (begin, symmetry.act(moved, b)))
+    one, two = (squared_distance(target, dict(n.named_parameters())) for n in (begin, symmetry.act(moved, b)))
     return moved if two < one else element
 
 

@@ -80,7 +80,8 @@ def parameter_distance(a: nn.Module, b: nn.Module) -> float:
         b: The second network, with parameters of the same names and shapes; it may be on another device.
     """
     with torch.no_grad():
-        return math.sqrt(squared_distance(dict(a.named_parameters()), dict(b.named_parameters())))
+        ours = {name: tensor for name, tensor in state_tensors(a).items() if isinstance(tensor, nn.Parameter)}
+        return math.sqrt(squared_distance(ours, dict(b.named_parameters())))
 
 
 def weight_matching(
@@ -230,10 +231,11 @@ def form_to_form(symmetry: Symmetry, a: nn.Module, b: nn.Module) -> Element:
 
 def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:
     """Say how near to ``a`` what was found brings ``b``."""
-    ours = dict(a.named_parameters())
-    moved = MovedTensors(symmetry.structure, found.element, state_tensors(b))
-    distances = parameter_distance(a, b), math.sqrt(squared_distance(ours, moved))
-    return Found(found.element, found.objective, found.sweeps, found.restarts, *distances)
+    ours = {name: tensor for name, tensor in state_tensors(a).items() if name in symmetry.parameter_names}
+    theirs = state_tensors(b)
+    moved = MovedTensors(symmetry.structure, found.element, theirs)
+    before, after = (math.sqrt(squared_distance(ours, own)) for own in (theirs, moved))
+    return Found(found.element, found.objective, found.sweeps, found.restarts, before, after)
 
 
 def matched_by(symmetry: Symmetry, b: nn.Module, found: Found, method: str) -> Match:

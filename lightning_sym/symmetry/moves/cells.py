@@ -48,7 +48,7 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
         >>> torch.allclose(one, two, atol=1e-5)
         True
     """
-    require_weights(symmetry, network)
+    require_weights(symmetry, network, check=check)
     structure, identity = symmetry.structure, symmetry.identity()
     if not structure.dense and not structure.phases:
         raise ValueError("no units of the network are mixed by invertible matrices; expected attention with heads")

@@ -55,7 +55,7 @@ def fold_norm_gains(
         >>> moved[1].weight.tolist() == [1.0] * 8 and moved[1].bias.tolist() == [0.0] * 8
         True
     """
-    require_weights(symmetry, network)
+    require_weights(symmetry, network, check=check)
     norms = [norm for norm in symmetry.norms if norm.gain is not None or norm.bias is not None]
     if not norms:
         raise ValueError(

@@ -1,5 +1,6 @@
 """What a move returns, how it is proved, and what the moves have in common."""
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from torch import nn
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.proof import batches_of, change_between, double, double_copy, tolerance_of
 from lightning_sym.symmetry.tracing.calls import Call
@@ -39,8 +40,13 @@ class Moved:
         yield self.element
 
 
-def require_weights(symmetry: Symmetry, network: nn.Module) -> None:
+def require_weights(symmetry: Symmetry, network: nn.Module, *, check: bool = True) -> None:
     """Check that a network is one of the traced architecture, and has weights.
+
+    Args:
+        symmetry: The symmetry of that architecture.
+        network: Not changed.
+        check: Whether to run it if the symmetry has not met it.
 
     Raises:
         TypeError: If it is no network.
@@ -51,7 +57,8 @@ def require_weights(symmetry: Symmetry, network: nn.Module) -> None:
             "the network holds tensors without values (on meta), from which no move can be computed; expected a "
             "network with weights of the traced architecture"
         )
-    symmetry.require(network)
+    with contextlib.nullcontext() if check else unchecked():
+        symmetry.require(network)
 
 
 def moved(
@@ -76,12 +83,13 @@ def moved(
     Raises:
         RuntimeError: If the function has changed.
     """
-    result = symmetry.act(element, network)
+    result = symmetry.act(element, network, check=check)
     settle(result)
     if not check:
         return Moved(result, element, tuple(notes))
     exact, generator = double_copy(network), torch.Generator().manual_seed(0)
-    after = symmetry.act(element, exact)
+    with unchecked():
+        after = symmetry.act(element, exact)
     settle(after)
     calls: list[Call] = list(on_device_of(exact, double(list(symmetry.examples))))
     with torch.no_grad(), evaluating(exact), evaluating(after):

@@ -65,7 +65,7 @@ def rotate_stream(
         >>> torch.allclose(moved[0].weight, hadamard(8) @ network[0].weight)
         True
     """
-    require_weights(symmetry, network)
+    require_weights(symmetry, network, check=check)
     chosen = _chosen(symmetry, network, stream)
     identity, rotations = symmetry.identity(), symmetry.structure.rotations
     turns = list(identity.rotation)

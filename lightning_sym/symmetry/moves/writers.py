@@ -49,7 +49,7 @@ def center_writers(
         >>> bool(moved[0].weight.mean(0).abs().max() < 1e-6)
         True
     """
-    require_weights(symmetry, network)
+    require_weights(symmetry, network, check=check)
     norms = [norm for norm in symmetry.norms if norm.layer]
     if not norms:
         raise ValueError("the network has no layer norm, so that nothing takes a mean off; expected one that has")

@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, tensors_of
+from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Leaf modules run as one operation: rules for module classes see them whole. The operation finds its module here.
@@ -48,6 +54,7 @@ class Capture:
         marks: The tensors that have a name.
         leaves: The module behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
+        folded: The constants whose values may have been read while it ran.
     """
 
     graph: fx.Graph
@@ -57,6 +64,7 @@ class Capture:
     marks: list["Mark"] = field(default_factory=list)
     leaves: dict[int, nn.Module] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    folded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,27 @@ def operation_name(target: Any) -> str:
     return schema.name.removeprefix("aten::") if schema is not None else getattr(target, "__name__", str(target))
 
 
+def memory_of(tensor: Tensor) -> Any:
+    """Return a key for the numbers of a tensor in memory: two names with the same key hold one tensor."""
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError, ValueError):  # none: sparse, lazy, or of a functional transform
+        return id(tensor)
+    if not tensor.numel():
+        return id(tensor)
+    strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    return storage, tensor.storage_offset(), tuple(tensor.shape), strides, tensor.dtype
+
+
 def state_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer once, by its first name."""
-    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    """Return every parameter and buffer once, by its first name: names that share their memory hold one tensor."""
+    found: dict[Any, tuple[str, Tensor]] = {}
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        found.setdefault(memory_of(tensor), (name, tensor))
+    return dict(found.values())
 
 
-def _places(network: nn.Module) -> dict[str, Tensor]:
+def places_of(network: nn.Module) -> dict[str, Tensor]:
     """Return every place that holds a parameter or buffer: modules and weights may go by several names."""
     return {
         (f"{prefix}." if prefix else "") + name: tensor
@@ -101,22 +124,42 @@ def _places(network: nn.Module) -> dict[str, Tensor]:
 
 def first_names(network: nn.Module) -> dict[str, str]:
     """Return for every place that holds a parameter or buffer the first name of what it holds."""
-    first = {id(tensor): name for name, tensor in state_tensors(network).items()}
-    return {place: first[id(tensor)] for place, tensor in _places(network).items()}
+    first = {memory_of(tensor): name for name, tensor in state_tensors(network).items()}
+    return {place: first[memory_of(tensor)] for place, tensor in places_of(network).items()}
 
 
-def constant_names(network: nn.Module) -> set[str]:
-    """Return the buffers, by their first names, that a state dict does not hold: they come with the architecture."""
+def unsaved_places(network: nn.Module) -> set[str]:
+    """Return the places of buffers that a state dict does not hold."""
     return {
-        name
-        for name in dict(network.named_buffers())
-        for prefix, _, own in [name.rpartition(".")]
-        if own in network.get_submodule(prefix)._non_persistent_buffers_set
+        (f"{prefix}." if prefix else "") + name
+        for prefix, module in network.named_modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
     }
 
 
+def constant_names(network: nn.Module) -> set[str]:
+    """Return the tensors, by their first names, that a state dict holds nowhere: they come with the architecture."""
+    names, unsaved = first_names(network), unsaved_places(network)
+    return set(names.values()) - {name for place, name in names.items() if place not in unsaved}
+
+
+def share_memory(network: nn.Module, names: Mapping[str, str]) -> nn.Module:
+    """Let places hold one tensor, in place.
+
+    Args:
+        network: Changed.
+        names: For each place the first name of what it shall hold, as :func:`first_names` returns.
+    """
+    places = places_of(network)
+    for place, name in names.items():
+        if places[place] is not places[name] and memory_of(places[place]) != memory_of(places[name]):
+            places[place].data = places[name].data
+    return network
+
+
 def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of a network.
+    """Return a deep copy of a network, in which the same names share their memory.
 
     Args:
         network: Not changed.
@@ -125,13 +168,19 @@ def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     Raises:
         TypeError: If it holds something that cannot be copied.
     """
+    made = {} if made is None else made
+    # What modules keep of a forward pass (a pruned weight) hangs on the graph of its gradient, which is not copied.
+    for leaf in (leaf for module in network.modules() for leaf in pytree.tree_leaves(vars(module))):
+        if isinstance(leaf, Tensor) and not leaf.is_leaf:
+            made.setdefault(id(leaf), leaf.detach().clone())
     try:
-        return copy.deepcopy(network, made)
+        result = copy.deepcopy(network, made)
     except TypeError as error:
         raise TypeError(
             f"the network cannot be copied ({error}); expected modules without locks, files or other things that "
             "copy.deepcopy refuses"
         ) from error
+    return share_memory(result, first_names(network))
 
 
 def _first_line_of_user(error: BaseException) -> str:
@@ -294,7 +343,7 @@ def _as_leaves(
 
 def _run_on_meta(network: nn.Module, call: Call) -> None:
     """Run a network of which some tensors have no values: then none needs any."""
-    call, held = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), (call, _places(network)))
+    call, held = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), (call, places_of(network)))
     with torch.device("meta"):
         torch.func.functional_call(network, held, call.positional, dict(call.keywords), tie_weights=False)
 
@@ -313,6 +362,7 @@ def capture(
     leaf_types: tuple[type[nn.Module], ...] = (),
     *,
     cuts: Cuts | None = None,
+    fold: bool = False,
 ) -> Capture:
     """Run a network once on tensors without data and write down its operations.
 
@@ -324,6 +374,8 @@ def capture(
         call: Its arguments, of which tensors are used for their shapes only, and which of its outputs count.
         leaf_types: Module classes to record as one operation.
         cuts: Cuts of the network, whose values are named ``site/0``, ``site/1``, ... as well.
+        fold: Whether to keep the values of constants on the way, which takes longer; it is tried where the network
+            does not run without.
 
     Raises:
         ValueError: If the control flow depends on values, an operation cannot run without data, or there is no output
@@ -346,12 +398,15 @@ def capture(
         stack.enter_context(mode)
 
         names = first_names(network)
+        unsaved = constant_names(network)
+        constants = {n for n, t in states.items() if not t.is_meta and (n in unsaved or not t.is_floating_point())}
         running = network if cuts is None else cuts.whole
         left_out: list[str] = []
 
         def run(state: Mapping[str, Tensor], arguments: tuple[Any, Any]) -> Any:
-            held = {place: state[names[place]] for place in _places(running)}
-            with torch.no_grad():
+            held = {place: state[names[place]] for place in places_of(running)}
+            known = [(state[name], states[name]) for name in constants]
+            with torch.no_grad(), Folding(known) if fold else contextlib.nullcontext():
                 outputs = torch.func.functional_call(running, held, *arguments, tie_weights=False)
             if cuts is not None:
                 outputs, *values = outputs
@@ -362,11 +417,19 @@ def capture(
 
         stack.enter_context(_replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         try:
-            module = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(fake, arguments)
+            module: fx.GraphModule | None = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(
+                fake, arguments
+            )
         except OutputError as error:
             raise ValueError(str(error)) from None
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            if fold:
+                raise _refusal(error, misspelt(network, call), _of_experts(network)) from error
+            module = None
         except Exception as error:
             raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # says what the log would
+    if module is None or (_hidden(module) and not fold):
+        return capture(network, call, leaf_types, cuts=cuts, fold=True)
     _check_operations(module, recorder)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     return Capture(
@@ -377,6 +440,7 @@ def capture(
         marks=list(recorder.marks.values()),
         leaves=leaves,
         left_out=left_out,
+        folded=frozenset(constants if fold else ()),
     )
 
 
@@ -407,13 +471,24 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
     )
 
 
+def _hidden(module: fx.GraphModule) -> list[fx.Node]:
+    """Return the tensors of a graph that come out of nowhere, as what made them was not seen."""
+    nodes = [node for node in module.graph.nodes if node.op == "get_attr"]
+    return [node for node in nodes if isinstance(getattr(module, str(node.target), None), FakeTensor)]
+
+
 def _check_operations(module: fx.GraphModule, recorder: _Recorder) -> None:
     """Refuse graphs in which some operations cannot be seen."""
+    invisible = _hidden(module)
     for node in module.graph.nodes:
         values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-        hidden = node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), FakeTensor)
+        hidden = node in invisible
         if hidden or any(is_functorch_wrapped_tensor(value) for value in values):
-            what = "computes a gradient inside" if hidden else "uses torch.vmap or another transform of functions"
+            what = (
+                "computes a gradient inside, or sets the .data of a tensor"
+                if hidden
+                else "uses torch.vmap or another transform of functions"
+            )
             where = recorder.modules.get(node, "forward")
             raise ValueError(
                 f"the network cannot be traced, because {where} {what}; expected plain operations: write them with a "
