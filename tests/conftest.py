@@ -61,10 +61,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     arguments = {name: str(request.getfixturevalue(name)) for name in fixtures}
     launcher.stdin.write(json.dumps([request.module.__file__, str(log), str(folder), arguments]) + "\n")
     launcher.stdin.flush()
-    ready, _, _ = select.select([launcher.stdout], [], [], 240)
+    limit = getattr(request.module, "LIMIT", 240)
+    ready, _, _ = select.select([launcher.stdout], [], [], limit)
     if not ready:
         os.killpg(launcher.pid, signal.SIGKILL)
-        pytest.fail(f"The scenarios took more than 240 s: {log.read_text()[-3000:]}")
+        pytest.fail(f"The scenarios took more than {limit} s: {log.read_text()[-3000:]}")
     status = launcher.stdout.readline().strip()
     if status != "0":
         pytest.fail(f"The scenarios ended with {status or 'their launcher'}: {log.read_text()}", pytrace=False)

@@ -17,7 +17,8 @@ from pytorch_lightning.utilities import rank_zero_only
 from lightning_sym.cli import checkpoints, main
 from lightning_sym.zoo import ModelZoo
 
-pytestmark = [pytest.mark.long, pytest.mark.ddp]
+pytestmark = [pytest.mark.long, pytest.mark.ddp, pytest.mark.timeout(900)]
+LIMIT = 800  # seconds for 45 runs of two processes, 3 s each on an idle machine
 
 FIT = (
     *("fit", "--seed_everything=0", "--trainer.max_epochs=2", "--trainer.devices=2", *QUIET),
