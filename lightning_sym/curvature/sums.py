@@ -317,7 +317,7 @@ def _attended(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Te
         hidden = hidden | (~mask if mask.dtype == torch.bool else ~(mask > _MASKED))
     if given.get("is_causal"):
         hidden = hidden | torch.ones_like(hidden[..., :, :]).triu(1)
-    sums = scores.masked_fill(hidden, 0.0).sum(-1, keepdim=True)
+    sums: Tensor = scores.masked_fill(hidden, 0.0).sum(-1, keepdim=True)
     return sums.expand(*sums.shape[:-1], value.shape[-1])
 
 
