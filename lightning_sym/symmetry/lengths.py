@@ -44,8 +44,10 @@ def resized(call: Call, axes: Axes, size: int, generator: torch.Generator | None
     for number, axis in axes:
         own: Tensor = leaves[number]
         leaves[number] = own.index_select(axis, torch.arange(size, device=own.device) % own.shape[axis])
-    for number in {number for number, _ in axes} if generator is not None else ():
+    for number in {number for number, _ in axes}:
         own = leaves[number]
+        if generator is None:
+            break
         if own.is_floating_point():
             leaves[number] = noisy(own, generator)
         elif own.dtype != torch.bool and not own.is_complex():

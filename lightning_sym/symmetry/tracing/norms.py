@@ -74,10 +74,13 @@ def absorbed_statistics(captures: Sequence[Capture], parameters: Collection[str]
             # Places of the statistic, and of the parameter: gain against variance, bias against mean.
             own, other = (4, 1) if users[0].args[4] is node else (3, 2)
             partner = users[0].args[other]
-            pairs = isinstance(partner, fx.Node) and capture.states.get(partner) in parameters
-            if pairs and all(
-                user in users and user.args[own] is node and user.args[other] is partner
-                for user in (*node.users, *partner.users)
+            if (
+                isinstance(partner, fx.Node)
+                and capture.states.get(partner) in parameters
+                and all(
+                    user in users and user.args[own] is node and user.args[other] is partner
+                    for user in (*node.users, *partner.users)
+                )
             ):
                 absorbed.add(name)
             else:
