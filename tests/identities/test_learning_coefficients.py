@@ -268,13 +268,13 @@ def exact_energy(name: str, found: LearningCoefficientEstimate) -> float:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults_decide_and_their_intervals_cover_at_their_level(name: str) -> None:
-    """Of 20 intervals that cover with 95%, fewer than 16 do so with 0.3%; two in 20 may end at the largest number."""
+    """Of 20 intervals that cover with 95%, fewer than 16 do so with 0.3%; two may escape or be undecided to the end."""
     deviations, covered = [], 0
     for seed in range(20):
         found = DEFAULTS[name].estimate(WHITE, **AS_OF_200, seed=seed)
         exact = exact_energy(name, found)
         if found.estimate is None:
-            assert found.losses.shape[1] == coefficients._MOST_CHAINS, found.refusal
+            assert found.escaped or found.losses.shape[1] == coefficients._MOST_CHAINS, found.refusal
             continue
         low, high = found.interval()
         covered += low <= exact <= high
