@@ -108,8 +108,8 @@ def content_of(path: Path) -> str | None:
     """Return a digest of a file, or of the beginnings of the first files in a folder; None if there are none."""
     try:
         if path.is_file():
-            with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            with path.open("rb") as whole:
+                return hashlib.file_digest(whole, "sha256").hexdigest()
         digest, files = hashlib.sha256(), 0
         for file in islice(_files(path), _MOST_FILES):
             with file.open("rb") as content:

@@ -511,7 +511,7 @@ class RecipeCLI(LightningCLI):
         elif self._first_rank and self._get(self.config, "overwrite") and not self._get(self.config, "ckpt_path"):
             self.save_config_kwargs["replaced"] = self._earlier_run()
         trainer = super().instantiate_trainer(**kwargs)
-        watch_over(trainer, self.subcommand, self.config[self.subcommand], self.datamodule)
+        watch_over(trainer, self._command, self.config[self.subcommand], self.datamodule)
         if Watch.current is not None and self.subcommand == "fit" and not config.get("fast_dev_run"):
             Watch.current.folder = run_dir
         return trainer

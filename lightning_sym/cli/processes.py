@@ -51,7 +51,7 @@ def watch_over(trainer: Trainer, command: str, settings: Any, data: object) -> N
     places = tuple(getattr(data, "location_arguments", ()))
     strategy.setup_environment = partial(_meet, strategy.setup_environment, command, settings, places)
     # Lightning's own handler waits for the other processes, which may be anywhere.
-    trainer._signal_connector._sigterm_notifier_fn = stop  # type: ignore[method-assign]
+    trainer._signal_connector._sigterm_notifier_fn = stop  # type: ignore[method-assign, assignment]
     launcher = strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher and Watch.current is not None:
         strategy._launcher = WatchedLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
