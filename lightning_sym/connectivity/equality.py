@@ -24,7 +24,7 @@ from lightning_sym.symmetry.views import ConvertedTensors
 _OF_WEIGHTS, _OF_OUTPUTS = 20.0, 12.0
 # Of numbers of 16 bits that would be much. Planted elements leave 5 and 2 times.
 _COARSE, _OF_COARSE_WEIGHTS, _OF_COARSE_OUTPUTS = 1e-4, 8.0, 6.0
-_DRAWS = 8  # of what rounding does
+_DRAWS = 4  # of what rounding does
 _INPUTS, _NUMBERS = 64, 2**19  # so many random inputs, if they have no more numbers together than that
 _COMPUTED = 1e-13
 _FAR = 0.5  # outputs that are that far apart, relative to themselves, are not explained by rounding
@@ -59,8 +59,8 @@ def equality(
     """Decide whether elements make two networks equal, to the rounding of their files.
 
     First their outputs on random inputs, each by itself, against what rounding the weights of ``b`` does to them. Where
-    they agree, the elements are improved in double precision; then every slice of every tensor, rows and columns,
-    against what rounding the weights of ``b`` makes of the moved slice (docs/merging.md).
+    they agree, every slice of every tensor, rows and columns, against what rounding the weights of ``b`` makes of the
+    moved slice; if that is not enough, the elements are improved in double precision (docs/merging.md).
 
     Args:
         symmetry: The symmetry of both.
@@ -81,11 +81,12 @@ def equality(
             return tuple(Equality("not found", times, worst, count) for _ in elements)
         found = []
         for element in elements:
-            if not _is_identity(symmetry, element):
+            ours, theirs = state_tensors(one), state_tensors(two)
+            times, worst = weights_apart(symmetry, ours, theirs, element, rounding, seed)
+            if times > 1 and not _is_identity(symmetry, element):
                 moved = symmetry.act(element, double_copy(b).eval(), inplace=True)
-                near = weight_matching(symmetry, one, moved, seed=seed)
-                element = symmetry.compose(near.element, element)
-            times, worst = weights_apart(symmetry, state_tensors(one), state_tensors(two), element, rounding, seed)
+                near = weight_matching(symmetry, one, moved, seed=seed).element
+                times, worst = weights_apart(symmetry, ours, theirs, symmetry.compose(near, element), rounding, seed)
             found.append(Equality("equal" if times <= 1 else "same function", times, worst, count))
         return tuple(found)
 
@@ -143,7 +144,7 @@ def _outputs_apart(
     sizes = [_norms(own) for own in ours]
     noise = [torch.zeros_like(own) for own in apart]
     far = any(bool((x > _FAR * torch.maximum(size, size.mean())).any()) for x, size in zip(apart, sizes, strict=True))
-    draws = 1 if far and rounding < _COARSE else _DRAWS // 2
+    draws = 1 if far and rounding < _COARSE else _DRAWS
     for draw in range(draws):
         rounded = double_copy(two).eval()
         for name, tensor in state_tensors(rounded).items():
