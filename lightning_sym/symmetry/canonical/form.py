@@ -1,7 +1,7 @@
 """Canonical forms: one member for each orbit of a network's symmetry group."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -390,20 +390,26 @@ def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
         return _up_to_shifts(course, signs=signs, order=order)
     # Shifts and all else in turn: biases that take up signs, or gains in a stream, say anew what shifts there are.
     untilted: list[str] = []
-    for count in range(_MOST_SHIFTS):
+    changes: list[float] = []
+    while len(changes) < _MOST_SHIFTS and not _stalled(changes, 5):
         tilts, untilted = to_gains(structure, course.tensors)
         tilt = replace(course.identity, tilt=tilts)
         tensors = MovedTensors(structure, tilt, course.tensors) if tilts else course.tensors
         step = nearest(structure.shifts, tensors)
-        left = max((float(vector.abs().max()) for vector in (*step, *tilts) if vector.numel()), default=0.0)
-        if count and left <= _STILL:
+        changes.append(max((float(vector.abs().max()) for vector in (*step, *tilts) if vector.numel()), default=0.0))
+        if len(changes) > 1 and changes[-1] <= _STILL:
             break
         course.move(course.symmetry.compose(replace(course.identity, shift=step), tilt))
         _up_to_shifts(course, signs=signs, order=order)
     else:
-        course.unsettled = left
-        course.notes.append(f"shifts and all else were found to {left:.1e} only")
+        course.unsettled = changes[-1]
+        course.notes.append(f"shifts and all else were found to {course.unsettled:.1e} only")
     course.notes += untilted
+
+
+def _stalled(changes: Sequence[float], rounds: int) -> bool:
+    """Return whether the last rounds did not halve the least change: coupled cells may go to and fro for ever."""
+    return len(changes) > rounds and min(changes[-rounds:]) > min(changes[:-rounds]) / 2
 
 
 def _up_to_shifts(course: _Course, *, signs: bool, order: bool) -> None:
@@ -467,7 +473,8 @@ def _balanced_cells(
     total = symmetry.identity()
     singular: set[int] = set()
     squares = Squares(plan, tensors, dtype)
-    for count in range(_MOST_ROUNDS):
+    changes: list[float] = []
+    while len(changes) < _MOST_ROUNDS and not _stalled(changes, 40):
         here = MovedTensors(structure, total, tensors, shifted=False)
         gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, here))
         step = replace(symmetry.identity(), log_scale=torch.from_numpy(gauge.log_scale))
@@ -481,7 +488,8 @@ def _balanced_cells(
             for gram, diagonal in zip(grams[cell][1], diagonals, strict=True):
                 apart = float((gram - torch.diag(diagonal)).abs().max() / diagonal.max())
                 moved = max(moved, apart if apart > _PARTLY_SETTLED else 0.0)
-        if count and moved <= _SETTLED:
+        changes.append(moved)
+        if len(changes) > 1 and moved <= _SETTLED:
             break
         dense = list(symmetry.identity().dense)
         for cell, (out, read) in grams:
@@ -494,6 +502,8 @@ def _balanced_cells(
         total = symmetry.compose(replace(symmetry.identity(), dense=tuple(dense)), total)
         inside = replace(total, log_scale=symmetry.identity().log_scale)
         squares.renew(MovedTensors(structure, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))
+    if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind, either
+        return _balanced_cells(symmetry, tensors, scales, dtype, partly=False)
     notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
     if singular:
         notes.append(
