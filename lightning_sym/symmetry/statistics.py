@@ -43,7 +43,7 @@ def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matri
 def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[str, Sequence[int]]) -> int:
     """Return in how many dimensions a group moves some buffers, at generic weights.
 
-    Matrices that act on them count with every entry that they move: then it may be more than it is.
+    Matrices that act on them count with all of their dimensions: then the rank is an upper bound.
 
     Args:
         structure: The group.
@@ -57,16 +57,30 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
         return 0
     slots = {name: structure.slots_of.get(name, ()) for name in names}
     blocks = [tangent_rows(slots[name], generic[name].numpy(), structure.magnitudes) for name in names]
-    moved = [sparse.vstack(blocks)]
+    outside = np.ones(structure.magnitudes.shape[1], bool)  # scales of units that a cell's matrix mixes are its own
+    for units, table in zip(structure.orbits, structure.scale_table, strict=True):
+        outside[table.ravel()] &= structure.cell_of[units[0]] < 0
+    moved = [sparse.vstack(blocks).tocsc()[:, outside]]
     for shift in shifts:
         rows = {name: sparse.csr_matrix((int(np.prod(shapes[name])), shift.size)) for name in names}
         for name, matrix in rates(shift, generic, structure.shifts):
             if name in rows:
                 rows[name] = rows[name] + matrix
         moved.append(sparse.vstack(list(rows.values())))
-    mixing = (structure.dense_places, structure.rotated_places, structure.turned_places, structure.tilted_places)
-    mixed = {name for name in names if any(slot.offset in places for slot in slots[name] for places in mixing)}
-    return _rank(sparse.hstack(moved).tocsr()) + sum(int(np.prod(shapes[name])) for name in mixed)
+    return _rank(sparse.hstack(moved).tocsr()) + _mixing(
+        structure, {slot.offset for own in slots.values() for slot in own}
+    )
+
+
+def _mixing(structure: Structure, offsets: Collection[int]) -> int:
+    """Return the dimension of all matrices that act at some slots."""
+    cells = {cell for at in offsets for own, _, _ in structure.dense_places.get(at, ()) for cell in own}
+    rotations = {index for at in offsets for index, _, _ in structure.rotated_places.get(at, ())}
+    tilts = {structure.tilted_places[at][0] for at in offsets if at in structure.tilted_places}
+    phases = {phase for at in offsets for phase in structure.turned_places.get(at, ([],))[0]}
+    dimension = sum(len(structure.dense[cell]) ** 2 for cell in cells)
+    dimension += sum(structure.rotations[index].dimension for index in rotations)
+    return dimension + sum(structure.tilts[index].size for index in tilts) + len(phases)
 
 
 def _rank(matrix: sparse.csr_matrix) -> int:

@@ -379,7 +379,7 @@ def test_a_network_of_sizes_alone_comes_back_from_its_checkpoint():
     succeed("fit", "--model=ZooTask", "--model.members=1", "--model.network=test_cli.SizesOnly", *args)
     again = ["--ckpt_path=run/checkpoints/last.ckpt", "--model.allow=[test_cli]", "--trainer.max_epochs=2"]
     succeed("fit", *args, *again)
-    model = ZooTask.load_from_checkpoint("run/checkpoints/last.ckpt", weights_only=True)
+    model = ZooTask.load_from_checkpoint("run/checkpoints/last.ckpt", allow=["test_cli"])
     assert model.network.architecture["init_args"] == {"image_size": 8, "num_classes": 10}
 
 
