@@ -161,6 +161,7 @@ def merge_files(asked: Asked) -> None:
     if asked.report.exists():
         raise ValueError(f"{asked.report} is there already; expected a place without an earlier report.")
     files, architecture, configured = _members(asked.files)
+    arguments: dict[str, Any]
     if asked.network is None and configured is not None:
         name, arguments = f"transformers:{configured}", {}
         model = _built(functools.partial(build_model, name, arguments))

@@ -174,7 +174,8 @@ def _plain(output: Tensor) -> Tensor:
 
 def _norms(outputs: Tensor) -> Tensor:
     """Return the norm over the first axis (inputs) of each number that is put out."""
-    return torch.linalg.vector_norm(outputs[None] if outputs.ndim < 2 else outputs, dim=0).reshape(-1)
+    norms: Tensor = torch.linalg.vector_norm(outputs[None] if outputs.ndim < 2 else outputs, dim=0)
+    return norms.reshape(-1)
 
 
 def _times(apart: Tensor, allowed: Tensor) -> Tensor:

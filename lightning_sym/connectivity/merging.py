@@ -142,10 +142,8 @@ def merge(
         if method == "weights" and len(networks) > 2 and max_rounds > 1:
             found.make_rounds(match_in_rounds, max_rounds, seed, balance=scales and balance)
         mean = files.copy(target, mean_tensors(found.networks))
-    rounds = len(found.distances) - 1
-    return Merged(
-        mean, *map(tuple, (found.elements, found.found)), rounds, tuple(found.distances), tuple(found.reasons)
-    )
+    elements, own, distances = tuple(found.elements), tuple(found.found), tuple(found.distances)
+    return Merged(mean, elements, own, len(distances) - 1, distances, tuple(found.reasons))
 
 
 class _Alignment:
