@@ -53,7 +53,9 @@ class LoadsTrusted:
         if given.get("weights_only") is not False:
             content = _read(checkpoint_path, given.get("hparams_file"), cls.CHECKPOINT_HYPER_PARAMS_KEY)
             content = {name: value for name, value in content.items() if name not in options}  # which win
-            _check(content, cls, (cls.__module__, *cls.trusted_modules(), *(allow or ())), str(checkpoint_path))
+            options |= _check(
+                content, cls, (cls.__module__, *cls.trusted_modules(), *(allow or ())), str(checkpoint_path)
+            )
         try:
             return parent(checkpoint_path, *args, **options)
         except argparse.ArgumentError as error:  # of the parser, which names the argument
@@ -92,10 +94,12 @@ def _read(checkpoint: Any, other: Any, key: str) -> dict[str, Any]:
     return found
 
 
-def _check(settings: Mapping[str, Any], kind: type, allow: Sequence[str], source: str) -> None:
+def _check(settings: Mapping[str, Any], kind: type, allow: Sequence[str], source: str) -> dict[str, Any]:
+    """Check what a checkpoint says; return the settings that are used in place of its own."""
     plain = {name: value for name, value in settings.items() if name not in ("_instantiator", "_class_path")}
     if settings.get("_instantiator", _INSTANTIATOR) not in (_INSTANTIATOR, None):
         raise ValueError(f"{source} names {settings['_instantiator']!r} to build it with; expected {_INSTANTIATOR}.")
     path = settings.get("_class_path")
     found = kind if path is None else resolve(str(path), (*SETTINGS, *allow), source)
-    check_settings(plain, found, allow, source)
+    checked = check_settings(plain, found, allow, source)
+    return {name: value for name, value in checked.items() if value is not plain[name]}

@@ -91,6 +91,8 @@ def check_settings(
 ) -> dict[str, Any]:
     """Return the settings that a file holds of a class, after a check of every class and function that they name.
 
+    Networks of libraries are those without trained weights: what a file says fetches nothing.
+
     Args:
         settings: By the names of the constructor's arguments; others are there to be read only.
         kind: The class, or a function that builds something, which is trusted.
@@ -112,7 +114,7 @@ def check_settings(
             _check(value, roots, source, code=_is_code(annotations.get(name, Any), nested))
     except RecursionError:
         raise ValueError(f"{source} holds settings that are nested without end; give another file.") from None
-    return dict(settings)
+    return {name: _all_untrained(value, roots, source) for name, value in settings.items()}
 
 
 def _check(value: object, roots: Sequence[str], source: str, *, code: bool) -> None:
@@ -183,3 +185,45 @@ def _is_code(annotation: Any, unknown: bool) -> bool:
         return any(_is_code(one, unknown) for one in inner)
     built_in = getattr(annotation, "__module__", "") in ("builtins", "collections.abc", "typing")
     return isinstance(annotation, type) and not issubclass(annotation, _PLAIN) and not built_in
+
+
+# Libraries that fetch trained weights, and the arguments that ask them to.
+_LIBRARIES = ("torchvision", "timm", "transformers")
+_TRAINED = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "checkpoint_path")
+
+
+def untrained(target: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function of a library of models without those that ask for trained weights."""
+    if not within(str(target.__module__), _LIBRARIES):
+        return arguments
+
+    def random(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: random(entry) for key, entry in value.items() if key not in _TRAINED}
+        return [random(entry) for entry in value] if isinstance(value, list) else value
+
+    takes = dict(inspect.signature(target).parameters)
+    if target.__module__ == "torchvision.models._api" and "name" in arguments:  # get_model, which hands on
+        from torchvision.models import get_model_builder
+
+        takes |= inspect.signature(get_model_builder(arguments["name"])).parameters
+    # Some take trained weights by default, of a backbone.
+    wanted = [name for name in _TRAINED if name in takes and takes[name].default not in (None, False, "")]
+    return {**random(arguments), **dict.fromkeys(wanted)}
+
+
+def _all_untrained(value: Any, roots: Sequence[str], source: str) -> Any:
+    """Return a checked setting without arguments that ask for trained weights; itself if there are none."""
+    if isinstance(value, list):
+        entries = [_all_untrained(entry, roots, source) for entry in value]
+        return value if all(a is b for a, b in zip(value, entries, strict=True)) else entries
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _all_untrained(entry, roots, source) for key, entry in value.items()}
+    path = found.get("class_path")
+    if isinstance(path, str) and within(path, _LIBRARIES):
+        given = dict(found.get("init_args") or {})
+        arguments = untrained(resolve(path, roots, source), given)
+        if arguments != given:
+            found["init_args"] = arguments
+    return value if all(found[key] is value.get(key) for key in found) else found

@@ -146,8 +146,9 @@ class CurvatureOperator(SymmetricOperator):
         dtype: What to compute in; default the network's (float32 for half precision).
         columns: How many vectors go through the network together in products with matrices. >= 1.
         check: Whether to check in every product that the data are the same, and once that the network puts out the
-            same for the same input, and that the loss of every batch is a mean. It costs a sum over the inputs, and
-            one forward pass. Without it all samples count, also those that the loss ignores.
+            same for the same input, and that the loss of every batch is a mean, which batches of one sample cannot
+            tell. It costs a sum over the inputs, and one forward pass. Without it all samples count, also those that
+            the loss ignores.
 
     Attributes:
         names: Names of the parameters, in the order of the vectors.
@@ -594,7 +595,8 @@ class _Batches:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return a number that changes with the values and their order, as a tensor."""
-    rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device))
+    # What is not a number may stand for a value that is missing, and does not equal itself.
+    rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device)).nan_to_num()
     places = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device).sqrt()
     return (rows @ places) @ torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device).sqrt()
 

@@ -17,7 +17,8 @@ from lightning_sym.layers.polyphase_pool import PolyphasePool
 
 _CYCLES = 100  # of draws, each of which shows at least one more row
 _UNITS = 12  # so many in a row are never all off
-_MASKED = -1e3  # what is below stands for a masked place
+_MASKED = -90.0  # what is below stands for a masked place: those are filled with -100, -1000 and less
+_ON = 4.0  # so far at least from 0 is tried, where a single sample says little of how large outputs get
 
 
 class FactorSums:
@@ -269,7 +270,7 @@ class _Look:
     def _tried(self, name: str, where: Tensor, noise: Tensor, kind: int) -> Tensor:
         """Return what a layer puts out instead: larger than all else, up or down, or of magnitude 1."""
         clean = self.clean[name]
-        size = float(clean.abs().max()) * float(noise.abs().amax()) / 2 or 1.0  # another one in each cycle
+        size = max(float(clean.abs().max()), _ON) * float(noise.abs().amax()) / 2  # another one in each cycle
         tried = noise if kind == 2 else clean + size * (1 - 2 * kind) * (noise.sign() + noise / 8)
         return torch.where(where, tried, clean)
 

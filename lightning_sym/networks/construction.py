@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_sym._trust import NETWORKS, resolve, within
+from lightning_sym._trust import NETWORKS, resolve, untrained, within
 from lightning_sym.networks.base import Network, WrappedNetwork, snapshot
 from lightning_sym.networks.narrowing import Axis, kept_from_json, narrowed
 
@@ -46,7 +46,7 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
     path, arguments, kept = _read(architecture)
     target = resolve(path, (*NETWORKS, *allow), "The architecture")
     _check_builds_module(target, path, allow)
-    arguments = _untrained(target, arguments)
+    arguments = untrained(target, arguments)
     try:
         module = target(**snapshot(arguments))
     except TypeError as error:
@@ -71,31 +71,6 @@ def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[Ax
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise ValueError(f"The init_args of an architecture must be a dictionary, got {arguments!r}; {expected}.")
     return path, dict(arguments), kept_from_json(architecture.get("kept", []))
-
-
-# Libraries that fetch trained weights, and the arguments that ask them to.
-_LIBRARIES = ("torchvision", "timm", "transformers")
-_TRAINED = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "checkpoint_path")
-
-
-def _untrained(target: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function of a library of models without those that ask for trained weights."""
-    if not within(str(target.__module__), _LIBRARIES):
-        return arguments
-
-    def random(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: random(entry) for key, entry in value.items() if key not in _TRAINED}
-        return [random(entry) for entry in value] if isinstance(value, list) else value
-
-    takes = dict(inspect.signature(target).parameters)
-    if target.__module__ == "torchvision.models._api" and "name" in arguments:  # get_model, which hands on
-        from torchvision.models import get_model_builder
-
-        takes |= inspect.signature(get_model_builder(arguments["name"])).parameters
-    # Some take trained weights by default, of a backbone.
-    wanted = [name for name in _TRAINED if name in takes and takes[name].default not in (None, False, "")]
-    return {**random(arguments), **dict.fromkeys(wanted)}
 
 
 def _check_builds_module(target: Callable[..., Any], path: str, allow: Sequence[str]) -> None:

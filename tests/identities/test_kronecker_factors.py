@@ -427,6 +427,10 @@ def softly(memory, h):
     return (masked(memory, h[..., :1], -math.inf).softmax(1) * h).sum(1)
 
 
+def mildly(memory, h):
+    return ((h[..., :1] - 1e3 * ~memory["mask"]).softmax(1) * h).sum(1)
+
+
 def attending(memory, h):
     scores = h @ h.mT - 1e9 * (~memory["mask"]).to(h).mT
     return masked(memory, scores.softmax(-1) @ h).sum(1)
@@ -440,6 +444,10 @@ def gated(memory, h):
     return h * (h > 0)
 
 
+def far_from_on(memory, h):
+    return torch.where(h > 1.5, h - 1.5, 0.0)
+
+
 # By name: the width of the first layer, what comes behind it, and how rows become a sample.
 POOLS = {
     "mean": (5, lambda memory, h: h.tanh(), lambda m, h: masked(m, h).sum(1) / m["mask"].sum(1)),
@@ -448,6 +456,8 @@ POOLS = {
     "largest of some": (2, gated, lambda m, h: masked(m, h, -1e9).max(1).values),
     "softmax": (4, lambda memory, h: F.hardtanh(h), softly),
     "attention": (5, lambda memory, h: F.gelu(h), attending),
+    "softmax behind a finite mask": (4, gated, mildly),
+    "mean of units that few turn on": (3, far_from_on, lambda m, h: masked(m, h).sum(1) / m["mask"].sum(1)),
     "last": (3, gated, last),
     "convolution": (4, lambda m, h: masked(m, h.relu()), lambda m, h: masked(m, h).sum(1)),
 }

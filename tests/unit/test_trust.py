@@ -121,6 +121,18 @@ def test_settings_of_an_open_file_and_of_a_file_beside_it_are_checked():
     assert not Path("marker").exists()
 
 
+@pytest.mark.parametrize("weights", [{"weights": "DEFAULT"}, {"weights": "IMAGENET1K_V1", "progress": False}])
+def test_a_checkpoint_fetches_no_trained_weights(weights, monkeypatch):
+    fetched = []
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_, **__: fetched.append(1) or {})
+    network = {"class_path": "torchvision.models.squeezenet1_1", "init_args": {"num_classes": 1000, **weights}}
+    file = write({"network": network, "members": 1})
+    assert_refused(lambda: ZooTask.load_from_checkpoint(file), error=TypeError, says="SqueezeNet")
+    said = call("test", "--ckpt_path", file, "--data=DigitsDataModule", *QUIET)
+    assert not fetched
+    assert said.error.startswith("model.network must name a class"), said.error
+
+
 def test_what_the_user_names_is_trusted_and_what_a_task_wrote_comes_back():
     succeed("fit", *SMALL, *QUIET, "--trainer.max_epochs=1", "--run_dir=run")
     checkpoint = "run/checkpoints/last.ckpt"

@@ -119,6 +119,8 @@ def test_written_file_can_be_read_by_others(tmp_path):
 def test_weights_that_are_not_finite_are_not_written(tmp_path, value):
     state = {"a": torch.zeros(2), "b": torch.tensor([0.0, value])}
     assert_refused(write_member, tmp_path, 4, state, architecture={}, says="Member 4 has values that are not finite in")
+    eight = {name: value.to(torch.float8_e5m2) for name, value in state.items()}
+    assert_refused(write_member, tmp_path, 4, eight, architecture={}, says="Member 4 has values that are not finite in")
     assert not list(tmp_path.iterdir())
 
 
