@@ -61,7 +61,12 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
     if "add_function_arguments() got an unexpected keyword" in line:
         found = [(path, kind) for path, kind, _ in classes(given or {}) if inspect.isfunction(object_at(kind))]
         for path, kind in found:
-            return f"{path} must name a class, to which sizes of the data are handed, and {kind} is a function."
+            package, _, name = kind.rpartition(".")
+            instead = f"; for torchvision: --{path} TorchvisionNetwork --{path}.model {name}"
+            instead = instead if package.startswith("torchvision.models") else ""
+            return (
+                f"{path} must name a class, to which sizes of the data are handed, and {kind} is a function{instead}."
+            )
     if match := re.search(
         r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
     ):
@@ -152,11 +157,6 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
         key = re.search(r'Parser key "([^"]+)"', line)
         where = path_of(given, key[1] if key else "", match[1])
         return f"{where}: expected the path of a class or a function, got {match[1]!r}."
-    if "unexpected keyword argument 'linked_targets'" in line:
-        return (
-            "model.network names a function, and expected a class; networks of torchvision are those of "
-            "TorchvisionNetwork (--model.network TorchvisionNetwork --model.network.model resnet18)."
-        )
     if match := re.search(r"does not correspond to a subclass of (\w+)", line):
         key = re.search(r'Parser key "([^"]+)"', line)
         wanted = "torch.nn.Module" if match[1] == NetworkOrModule.__name__ else match[1]

@@ -79,8 +79,8 @@ model.optimizer: torch.nn.functional.relu is no optimizer; expected a class as t
 $ fit SMALL --model.lr_scheduler=torch.optim.SGD
 model.lr_scheduler: torch.optim.SGD is no scheduler; expected a class as torch.optim.lr_scheduler.CosineAnnealingLR.
 $ fit SMALL --model.network=torchvision.models.resnet18
-model.network names a function, and expected a class; networks of torchvision are those of TorchvisionNetwork
-(--model.network TorchvisionNetwork --model.network.model resnet18).
+model.network must name a class, to which sizes of the data are handed, and torchvision.models.resnet18 is a function;
+for torchvision: --model.network TorchvisionNetwork --model.network.model resnet18.
 $ fit --config words.yaml
 words.yaml holds no configuration; expected sections such as model, data and trainer.
 $ fit --config broken.yaml
