@@ -18,6 +18,7 @@ from scipy import sparse
 from torch import nn
 
 from lightning_sym.symmetry.tracing.capture import (
+    address_of,
     first_names,
     memory_of,
     places_of,
@@ -195,19 +196,18 @@ def overlaps(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> It
         tensors: By name, none of them twice.
         moving: The names of those that move.
     """
-    groups: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    groups: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or not tensor.numel():
             continue
         try:
-            storage = tensor.untyped_storage()._cdata
+            memory, begin = address_of(tensor)
         except (RuntimeError, NotImplementedError, ValueError):  # as in `memory_of`
             continue
         reach = int(sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
         if name in moving and reach + 1 < tensor.numel():
             yield name, name
-        begin = int(tensor.storage_offset()) * tensor.itemsize
-        groups[storage].append((begin, begin + (reach + 1) * tensor.itemsize, name))
+        groups[memory].append((begin, begin + (reach + 1) * tensor.itemsize, name))
     for group in groups.values():
         group.sort()
         for index, (begin, end, name) in enumerate(group):
@@ -219,13 +219,13 @@ def overlaps(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> It
 
 
 def _meet(one: torch.Tensor, two: torch.Tensor, begin: int, end: int) -> bool:
-    """Whether two tensors of one storage have a byte between two places in common."""
+    """Whether two tensors of one memory have a byte between two places in common."""
     taken = torch.zeros(end - begin, dtype=torch.bool)
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.itemsize
         steps = (*(step * size for step in tensor.stride()), 1)
-        return taken.as_strided((*tensor.shape, size), steps, tensor.storage_offset() * size - begin)
+        return taken.as_strided((*tensor.shape, size), steps, address_of(tensor)[1] - begin)
 
     bytes_of(one).fill_(True)
     return bool(bytes_of(two).any())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -80,6 +81,24 @@ def columns_of_one(s: Any) -> None:
     s.mid.weight, s.dec.weight = (nn.Parameter(part) for part in wide.split(8, dim=1))
 
 
+def by_numpy(s: Any) -> None:
+    s.dec.weight.data = torch.from_numpy(s.mid.weight.detach().numpy())  # a storage of its own at the same address
+
+
+def by_dlpack(s: Any) -> None:
+    s.dec.weight.data = torch.from_dlpack(s.mid.weight.detach())
+
+
+def by_one_array(s: Any) -> None:
+    s.array = np.random.default_rng(0).normal(size=(8, 8))
+    s.mid.weight, s.dec.weight = (nn.Parameter(torch.from_numpy(s.array)) for _ in range(2))
+
+
+def halves_of_one_array(s: Any) -> None:
+    array = np.random.default_rng(0).normal(size=(16, 8))
+    s.mid.weight, s.dec.weight = (nn.Parameter(torch.from_numpy(part)) for part in (array[:8], array[8:]))
+
+
 def transposed(s: Any) -> None:
     s.dec.weight = nn.Parameter(s.mid.weight.detach().T)
 
@@ -114,14 +133,23 @@ def transposed_attribute(s: Any) -> None:
     s.__dict__["extra"] = s.mid.weight.detach().T
 
 
+def transposed_by_numpy(s: Any) -> None:
+    s.dec.weight.data = torch.from_numpy(s.mid.weight.detach().numpy().T)
+
+
+def row_by_numpy(s: Any) -> None:
+    s.dec.bias.data = torch.from_numpy(s.mid.weight.detach().numpy()[0])
+
+
 def in_a_list(s: Any) -> None:
     s.held = {"views": [s.dec.bias.data]}
 
 
 SHARED = [by_data, by_view, weight_and_bias, by_slices_of_one, buffer, unsaved_buffer, two_buffers]
-APART = [of_one_flat_parameter, columns_of_one]
+SHARED += [by_numpy, by_dlpack, by_one_array]
+APART = [of_one_flat_parameter, columns_of_one, halves_of_one_array]
 OVERLAPPING = [transposed, overlapping_slices, overlapping_columns, row_as_buffer, row_as_bias, expanded, attribute]
-OVERLAPPING += [transposed_attribute, in_a_list]
+OVERLAPPING += [transposed_attribute, in_a_list, transposed_by_numpy, row_by_numpy]
 X, OTHER = (2, 5), (9, 5)
 
 

@@ -92,16 +92,31 @@ def operation_name(target: Any) -> str:
     return schema.name.removeprefix("aten::") if schema is not None else getattr(target, "__name__", str(target))
 
 
+def address_of(tensor: Tensor) -> tuple[Any, int]:
+    """Return a key for what memory a tensor lies in, and at which byte of it the tensor begins.
+
+    Addresses, where there are any: numpy and DLPack make several storages of one memory.
+
+    Raises:
+        RuntimeError, NotImplementedError, ValueError: If there is none (sparse, lazy, or of a functional transform).
+    """
+    storage = tensor.untyped_storage()
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    if storage.device.type == "meta":
+        return storage._cdata, begin
+    return str(storage.device), storage.data_ptr() + begin
+
+
 def memory_of(tensor: Tensor) -> Any:
     """Return a key for the numbers of a tensor in memory: two names with the same key hold one tensor."""
     try:
-        storage = tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError, ValueError):  # none: sparse, lazy, or of a functional transform
+        place = address_of(tensor)
+    except (RuntimeError, NotImplementedError, ValueError):
         return id(tensor)
     if not tensor.numel():
         return id(tensor)
     strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
-    return storage, tensor.storage_offset(), tuple(tensor.shape), strides, tensor.dtype
+    return place, tuple(tensor.shape), strides, tensor.dtype
 
 
 def state_tensors(network: nn.Module) -> dict[str, Tensor]:
