@@ -250,6 +250,36 @@ def test_best_factors_beat_a_grid(numbers, q, s):
     assert value(math.exp(step[0])) <= value(grid).min() + 1e-9
 
 
+class Symmetric(nn.Module):
+    """Reads one group on both axes of a weight, where descents often end in a local optimum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight, self.last = nn.Linear(4, 6), nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) @ (self.weight - self.weight.T))
+
+
+def normed():
+    norm = nn.LayerNorm(6)
+    return nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 6), norm, nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("make", [Symmetric, normed])
+def test_orbit_distance_is_zero_where_matching_needs_the_canonical_forms(make):
+    torch.manual_seed(0)
+    network = make().double().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    symmetry = trace_symmetry(network, torch.randn(3, 4, dtype=torch.float64))
+    for seed in range(4):
+        moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), network)
+        bounds = orbit_distance(symmetry, network, moved)
+        assert bounds.lower <= bounds.upper < EXACT
+
+
 @pytest.mark.parametrize("name", ["relu", "tanh", "myrtle", "resnet20_a", "two_groups"])
 def test_orbit_distance_of_one_orbit_is_zero(name):
     case = made(name)

@@ -62,7 +62,7 @@ def orbit_distance(
     group both bounds agree. Where matrices mix units (the values of an attention head), balancing leaves orthogonal
     ones, which change no singular value: those of all cells of a kind are compared in their order; so are those of all
     that stands on a stream that rotates. The upper bound is then also looked for between the canonical forms, which
-    agree on one orbit.
+    agree on one orbit; so it is where both networks look like members of one orbit.
 
     Args:
         symmetry: The symmetry of the architecture.
@@ -93,7 +93,11 @@ def orbit_distance(
         compared = comparable(symmetry, a, b, balance=balance)
         descent = Descent(compared, signs=signs, device=where)
         found = [descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)]
-        if symmetry.structure.dense or symmetry.structure.rotations:
+        if (
+            symmetry.structure.dense
+            or symmetry.structure.rotations
+            or (balance and descent.suspicious(found[0].element))
+        ):
             initial = compared.forth(form_to_form(symmetry, a, b))
             found.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial, turned=False))
         upper = math.inf
