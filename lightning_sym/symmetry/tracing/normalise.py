@@ -17,6 +17,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     matmul,
     multi_dot,
     narrow_convolution,
+    reshaped,
     shown,
     stored,
     summed_product,
@@ -47,9 +48,16 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     """
     _remove_writes(Rewriter(capture, kept))
     rewriter = Rewriter(capture, kept)
+    rewriter.erase_unread()
+    _spell(rewriter)
+    # Regions are recognised here.
+    return capture
+
+
+def _spell(rewriter: Rewriter) -> None:
+    """Rewrite until nothing is left to rewrite."""
     while rewriter.rewrite(_REWRITES):
         pass
-    return capture
 
 
 def _remove_writes(r: Rewriter) -> None:
@@ -176,6 +184,21 @@ def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite layers with a bias that is none of the network's tensors as it is."""
+    bias, name = argument(node, 2, "bias"), r.name(node)
+    if isinstance(bias, fx.Node) and bias not in r.capture.states:
+        rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
+        assert not isinstance(node.target, str)
+        found = stored(r, bias, [0])
+        if found in r.capture.states:
+            return r.insert(node.target, *node.args[:2], found, *node.args[3:], **rest)
+        layer = r.insert(node.target, *node.args[:2], None, *node.args[3:], **rest)
+        count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
+        return r.insert(aten.add.Tensor, layer, reshaped(r, bias, [*r.shape(bias), *[1] * count]))
+    return narrow_convolution(r, node) if name.startswith("conv") and "transpose" not in name else None
+
+
 # Movements.
 
 
@@ -296,7 +319,8 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), addmm),
     **dict.fromkeys(("tensordot", "inner"), tensordot),
     **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), multi_dot),
-    **{f"conv{count}d": narrow_convolution for count in (1, 2, 3)},
+    "linear": _layer,
+    **{f"conv{kind}{count}d": _layer for kind in ("", "_transpose") for count in (1, 2, 3)},
     "einsum": einsum,
     "bilinear": bilinear,
     "sum": summed_product,

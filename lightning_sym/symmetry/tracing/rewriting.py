@@ -1,6 +1,7 @@
 """Rewrites captured networks: puts operations in the place of others, and keeps all that is known of the graph true."""
 
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -195,9 +196,20 @@ class Rewriter:
         self._made.pop(node, None)
         self.graph.erase_node(node)
         for given in before:
-            pure = given.op == "get_attr" or (given.op == "call_function" and not written_by(given))
-            if pure and not given.users and given not in self._marked:
+            if self._is_dead(given):
                 self._erase(given)
+
+    def _is_dead(self, node: fx.Node) -> bool:
+        """Whether nobody can tell that a node is there."""
+        operation = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        pure = node.op == "get_attr" or (node.op == "call_function" and operation and not written_by(node))
+        return pure and not node.users and node not in self._marked
+
+    def erase_unread(self) -> None:
+        """Take out all operations whose results nobody reads."""
+        for node in reversed(list(self.graph.nodes)):
+            if not node._erased and self._is_dead(node):
+                self._erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
         """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.
