@@ -32,7 +32,7 @@ from lightning_sym.symmetry.proof import (
 )
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, capture, constant_names, state_tensors
-from lightning_sym.symmetry.tracing.normalise import normalise
+from lightning_sym.symmetry.tracing.normalise import charts_of, normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 from lightning_sym.symmetry.tracing.shift_walk import find_shifts
@@ -40,6 +40,7 @@ from lightning_sym.symmetry.tracing.stacks import away_from, unstack
 from lightning_sym.symmetry.tracing.streams import find_rotations
 from lightning_sym.symmetry.tracing.structure import build_structure, folded
 from lightning_sym.symmetry.tracing.tilt_search import find_tilts
+from lightning_sym.symmetry.tracing.vocabulary import Value
 from lightning_sym.symmetry.tracing.walk import Walk
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
 from lightning_sym.symmetry.translations import size_of
@@ -223,6 +224,9 @@ def _derived(
     trace = Walk(states, constants=unsaved, affine=affine, examples=len(examples))
     for captured in captures:
         trace.run(captured)
+    charts, unlike = charts_of(captures)
+    for name in unlike & trace.axis_labels.keys():
+        trace.fix(Value(tuple(states[name].shape), trace.axis_labels[name]))
     trace.finish()
     joint, hidden = unstack(trace.stacks, trace.axis_labels)
     trace.taps = {mark: value for mark, value in trace.taps.items() if mark.name not in hidden}
@@ -230,11 +234,12 @@ def _derived(
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
     flipped = [weight for _, weight, _, _ in trace.absorbed]
-    found, shown, norms = find_shifts(captures, states, unsaved, keep=flipped) if shifts else ([], {}, {})
+    found, shown, norms = find_shifts(captures, states, unsaved | unlike, keep=flipped) if shifts else ([], {}, {})
     found, shown = away_from(joint, found, shown)
     structure, seen, met = build_structure(
         trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, found
     )
+    structure = replace(structure, charts=charts)
     rotations, why_not = find_rotations(structure, met, trace.gains)
     structure, seen = (replace(each, rotations=tuple(rotations)) for each in (structure, seen))
     tilts, why_no_tilts = find_tilts(structure, seen, norms)
@@ -252,7 +257,7 @@ def _derived(
 
     def common_shift() -> int:
         """Return how many more shifts a softmax behind the outputs does not see."""
-        further, more, _ = find_shifts(captures, shapes, unsaved, keep=flipped, outputs=True)
+        further, more, _ = find_shifts(captures, shapes, unsaved | unlike, keep=flipped, outputs=True)
         return size_of(away_from(joint, further, more)[0]) - size_of(found)
 
     return Symmetry(

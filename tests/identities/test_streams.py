@@ -143,7 +143,6 @@ FORBIDDEN = {
     "a gain that is a bias as well": (
         lambda s, x: s.head(mean_square(s.write(x), s.gain, 1e-6) + s.gain), {"gain": GAIN, "head": HEAD}
     ),
-    "a gain and ones": (lambda s, x: s.head(mean_square(s.write(x), 1 + s.gain, 1e-6)), {"gain": GAIN, "head": HEAD}),
     "squares that are read one by one": (
         lambda s, x: s.head(s.write(x) * (-(s.write(x) ** 2)).exp()), {"head": HEAD}
     ),

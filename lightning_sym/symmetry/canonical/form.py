@@ -118,7 +118,7 @@ def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
     """
     symmetry.require(network)
     plan = plan_of(symmetry)
-    squares = Squares(plan, state_tensors(network))
+    squares = Squares(plan, symmetry.tensors(network))
     slices = squares.slices(np.ones(plan.total))
     return dict(_balances(symmetry, plan, slices))
 
@@ -224,7 +224,7 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
-    course = _course(symmetry, state_tensors(network), scales, signs=signs, order=order)
+    course = _course(symmetry, symmetry.tensors(network), scales, signs=signs, order=order)
     difference, notes = math.nan, list(course.notes)
     size = sum(tensor.numel() for tensor in state_tensors(network).values())
     if check or (check is None and size <= _CHECKED):
@@ -246,7 +246,7 @@ def canonicalize(
 def _apart(course: "_Course", network: nn.Module, *, signs: bool, order: bool) -> dict[str, float]:
     """Return how far the form of a moved copy is from a form, by tensor, relative to the largest entry that it had."""
     symmetry, scales = course.symmetry, course.scales
-    exact = ConvertedTensors({name: tensor.detach() for name, tensor in state_tensors(network).items()}, doubled)
+    exact = ConvertedTensors({name: tensor.detach() for name, tensor in symmetry.tensors(network).items()}, doubled)
 
     def moved_copy(mixing: bool) -> dict[str, Tensor]:
         """Return a copy that was moved by all that the form is to undo."""
@@ -292,7 +292,7 @@ def _not_unique(symmetry: Symmetry, apart: Mapping[str, float]) -> list[str]:
 
 def canonical_element(symmetry: Symmetry, network: nn.Module) -> Element:
     """Return the element that brings a network to its canonical form, or nearer to it; see :func:`canonicalize`."""
-    return _course(symmetry, state_tensors(network), "balanced", signs=True, order=True, partly=True).element
+    return _course(symmetry, symmetry.tensors(network), "balanced", signs=True, order=True, partly=True).element
 
 
 def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> Element:
@@ -305,7 +305,7 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
         network: Not changed.
         signs: Whether gains between which streams rotate may change their signs; they are positive then.
     """
-    course = _Course(symmetry, state_tensors(network), "balanced", kept=False, partly=True)
+    course = _Course(symmetry, symmetry.tensors(network), "balanced", kept=False, partly=True)
     _up_to_rotations(course, signs=False, order=False)
     if signs and symmetry.structure.rotations:
         course.move(positive(symmetry, course.tensors))

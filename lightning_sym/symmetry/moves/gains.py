@@ -67,15 +67,15 @@ def fold_norm_gains(
     biases = list(dict.fromkeys(norm.bias for norm in norms if norm.bias and not is_left(leave, norm.bias)))
     exact = double_copy(network)
     _require_plain(norms, gains)
-    element = _folding(symmetry, network, state_tensors(exact), gains)
-    shift, left = _without_biases(symmetry, state_tensors(symmetry.act(element, exact)), biases)
+    element = _folding(symmetry, network, symmetry.tensors(exact), gains)
+    shift, left = _without_biases(symmetry, symmetry.tensors(symmetry.act(element, exact)), biases)
     kept = [name for name in biases if bool(left[name].any())]
 
     def settle(result: nn.Module) -> None:
         tensors = state_tensors(result)
         with torch.no_grad():
             for name in gains:
-                tensors[name].fill_(1.0)
+                tensors[name].fill_(1.0 - symmetry.structure.charts.get(name, 0.0))
             for name in biases:
                 tensors[name].masked_fill_(~left[name].to(tensors[name].device), 0.0)
 
