@@ -341,6 +341,9 @@ def _rms_norm(
     labels = []
     for label in value.labels:
         label = trace.constraints.resolve(label)
+        if not set(label.axes) & set(axes):  # each unit has its own root mean square
+            labels.append(_normalised(trace, label, epsilon))
+            continue
         # The root mean square is even in every unit: signs pass one by one.
         if label.axes and set(label.axes) <= set(axes):
             trace.constraints.keep_norm(label)
@@ -381,7 +384,8 @@ def _group_norm(
             trace.see(coarse)
             if size > 1:
                 trace.constraints.block(coarse.atom[parents], label.atom)
-        value = value.with_labels(_normalised(trace, label, epsilon, parents))
+        # A group of one channel is divided by its own deviation, over places.
+        value = value.with_labels(_normalised(trace, label, epsilon, parents if size > 1 else None))
     return _affine(trace, value, weight, bias, [1])
 
 
