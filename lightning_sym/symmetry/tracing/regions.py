@@ -87,7 +87,7 @@ class _Region(NamedTuple):
     gains: list[tuple[fx.Node, int]]
     bias: fx.Node | None
     shape: tuple[int, ...]
-    moves: list[fx.Node]
+    moves: list["_Step"]
 
 
 class _Step(NamedTuple):
@@ -151,7 +151,7 @@ class _Recogniser:
         """Yield what a node may be the last step of: with the weights that it multiplies and adds, and without."""
         moves, whole = [], node
         while self.rewriter.name(whole) in MOVEMENTS and (whole is node or self._is_inner(whole, moves[0])):
-            if not isinstance(whole.args[0], fx.Node):
+            if whole.all_input_nodes != [whole.args[0]]:
                 return
             moves.insert(0, whole)
             whole = whole.args[0]
@@ -175,7 +175,7 @@ class _Recogniser:
             yield self._product(node, node, None, node, [])
 
     def _product(self, node: Any, user: fx.Node, bias: fx.Node | None, whole: fx.Node, moves: list[fx.Node]) -> _Region:
-        region = _Region(moves[-1] if moves else whole, [], [], bias, _size(whole) or (), moves)
+        region = _Region(moves[-1] if moves else whole, [], [], bias, _size(whole) or (), [_Step.of(move) for move in moves])
         own = self.rewriter.made_of(node)
         waiting: list[tuple[Any, int]] = [(node, 1)]
         users: dict[Any, fx.Node] = {}
@@ -258,7 +258,7 @@ class _Recogniser:
 
         parts = [(step.target, fx.map_arg(step.args, told), fx.map_arg(step.kwargs, told)) for step in steps]
         factors = [(told(f) if isinstance(f, fx.Node) else f, power) for f, power in region.factors]
-        moves = [(str(node.target), str(node.args[1:]), str(node.kwargs)) for node in region.moves]
+        moves = [(move.target, move.args[1:], move.kwargs) for move in region.moves]
         return str((_size(start), parts, factors, region.shape, moves))
 
     def _run(self, region: _Region, start: fx.Node, steps: Sequence[_Step], numbers: Tensor) -> Tensor:
@@ -275,10 +275,8 @@ class _Recogniser:
             part = get(factor) if isinstance(factor, fx.Node) else factor
             result = result * part if power == 1 else result / part
         result = result.expand(region.shape)
-        for node in region.moves:
-            result = moved(node, result)
-            if not isinstance(result, Tensor):
-                raise _Unknown
+        for move in region.moves:
+            result = _run(move, lambda _: result)
         return result.expand(numbers.shape)
 
     def _constant(self, node: fx.Node) -> Any:
@@ -337,8 +335,7 @@ class _Recogniser:
                 bias = None if offset is not None else bias
             node = layout.put(insert, start, weight, offset)
             if not measured.exact:
-                kept = region._replace(moves=[_Step.of(move) for move in region.moves])
-                node.meta["stands_for"] = lambda numbers: self._run(kept, start, steps, numbers)
+                node.meta["stands_for"] = lambda numbers: self._run(region, start, steps, numbers)
         if measured.factor != 1:
             node = insert(aten.mul.Tensor, node, measured.factor)
         for gain, power in gains:
@@ -354,8 +351,8 @@ class _Recogniser:
         """Move a gain or bias as what it is joined with is moved."""
         if region.moves:
             weights = self.rewriter.insert(aten.expand.default, weights, list(region.shape))
-        for node in region.moves:
-            weights = self.rewriter.insert(node.target, weights, *node.args[1:], **node.kwargs)
+        for move in region.moves:
+            weights = self.rewriter.insert(move.target, weights, *move.args[1:], **move.kwargs)
         return weights
 
     def _vector(
@@ -374,8 +371,8 @@ class _Recogniser:
             places = moved(node, places)
         if region.moves and isinstance(places, Tensor):
             places = places.expand(region.shape)
-        for node in region.moves:
-            places = moved(node, places)
+        for move in region.moves:
+            places = _run(move, lambda _: places)
         if not isinstance(places, Tensor):
             return None
         expected = torch.arange(shape[axis]).reshape(-1, *[1] * (len(shape) - axis - 1))
