@@ -1,5 +1,7 @@
 """Rewrites captured networks: puts operations in the place of others, and keeps all that is known of the graph true."""
 
+import math
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -80,6 +82,29 @@ class Rewriter:
     def is_frozen(self, node: fx.Node) -> bool:
         """Whether something is written into the memory of a node that others see: it stays as it is."""
         return node in self._frozen
+
+    def writes_into(self, node: fx.Node) -> bool:
+        """Whether something is written into the memory of a node."""
+        return not self._written.isdisjoint(memories_of(node))
+
+    def number(self, item: Any) -> float | None:
+        """Return the number in the place of a tensor, or that a node is whatever goes in; None if it is none."""
+        if not isinstance(item, fx.Node):
+            return float(item) if isinstance(item, (int, float)) else None
+        if self.made_of(item) != "constants" or math.prod(self.shape(item)) != 1 or self.is_frozen(item):
+            return None
+        if item.op == "get_attr":
+            held = _tensor(item)
+            return None if held.is_meta else float(held)
+        if not isinstance(item.target, torch._ops.OpOverload) or item.target._schema.is_mutable:
+            return None
+        args, kwargs = pytree.tree_map_only(fx.Node, self.number, (item.args, item.kwargs))
+        if None in [one for node, one in zip(item.args, args, strict=True) if isinstance(node, fx.Node)]:
+            return None
+        for at, node in enumerate(item.args):
+            if isinstance(node, fx.Node):
+                args = (*args[:at], torch.full(self.shape(node), args[at], dtype=_tensor(node).dtype), *args[at + 1 :])
+        return float(item.target(*args, **{**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
 
     def made_of(self, node: Any) -> Made:
         """Return what a node is made of: of nothing but constants, of weights besides, or of the network's inputs."""
@@ -171,9 +196,20 @@ class Rewriter:
         self._made.pop(node, None)
         self.graph.erase_node(node)
         for given in before:
-            pure = given.op == "get_attr" or (given.op == "call_function" and not written_by(given))
-            if pure and not given.users and given not in self._marked:
+            if self._is_dead(given):
                 self._erase(given)
+
+    def _is_dead(self, node: fx.Node) -> bool:
+        """Whether nobody can tell that a node is there."""
+        operation = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        pure = node.op == "get_attr" or (node.op == "call_function" and operation and not written_by(node))
+        return pure and not node.users and node not in self._marked
+
+    def erase_unread(self) -> None:
+        """Take out all operations whose results nobody reads."""
+        for node in reversed(list(self.graph.nodes)):
+            if not node._erased and self._is_dead(node):
+                self._erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
         """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.
