@@ -244,13 +244,13 @@ def _normalised_over(
     own = any(label.axes and not gone & set(label.axes) for label in value.labels)
     for label in value.labels:
         kept = [axis for axis in label.axes if axis not in gone]
-        if label.axes and len(kept) == len(label.axes):
+        if len(kept) == len(label.axes):
             labels.append(_normalised(trace, label, epsilon, centred=centred))
         elif not kept:
             # A factor that all units of a weight have in common is one of those of the rows that it divides.
             exact = epsilon == 0 and not (own and (value.state is not None or value.sources))
-            whole = np.zeros(label.atom.shape, np.int64)
-            labels.append(_normalised(trace, label, 0.0 if exact else 1.0, whole, centred=centred))
+            groups = np.zeros(label.atom.shape, np.int64)
+            labels.append(_normalised(trace, label, 0.0 if exact else 1.0, groups, centred=centred))
         else:  # what is normalised together stays together (heads)
             whole = trace.parts(label, kept)
             number = Label(whole.axes, np.arange(whole.size).reshape(whole.atom.shape), whole.tag, whole.scale)
