@@ -236,9 +236,7 @@ def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None, 
     return label.scaled_by(scale)
 
 
-def _normalised_over(
-    trace: Trace, value: Value, axes: Sequence[int], epsilon: float, *, centred: bool = True
-) -> Value:
+def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: float, *, centred: bool = True) -> Value:
     """Divide by deviations over some axes: units on these have one in common, whole or in parts, others their own."""
     gone, labels = {axis % value.ndim for axis in axes}, []
     own = any(label.axes and not gone & set(label.axes) for label in value.labels)

@@ -6,7 +6,7 @@ random numbers, and what comes out tells what it is. See docs/theory/intertwiner
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import operation_name
+from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, moved
 from lightning_sym.symmetry.tracing.rewriting import KeptError, Rewriter
 
@@ -25,7 +25,16 @@ _PASSED = _CASTS | {"dropout", "clone", "contiguous", "alias", "detach", "positi
 _SUMS = {
     *("mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "amax", "max", "logsumexp"),
     *("softmax", "_softmax", "log_softmax", "_log_softmax", "einsum", "matmul", "mm", "bmm", "linear", "mv", "dot"),
-    *("layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "native_layer_norm", "cumsum", "tensordot"),
+    *(
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "instance_norm",
+        "batch_norm",
+        "native_layer_norm",
+        "cumsum",
+        "tensordot",
+    ),
 }
 _LAST = {"mul", "div", "add", "sub", "exp", "log", "cat", "addcmul", *MOVEMENTS}
 _MOST_NODES = 48  # of a region
@@ -43,7 +52,7 @@ class Measured:
     Attributes:
         kind: A layer norm takes the mean off, an RMS norm does not.
         axes: The axes over which it goes, whole.
-        split: An axis on which it goes over blocks of the same size, each by itself, and this size; None if there is none.
+        split: An axis on which it goes over blocks of one size, each by itself, and this size; None if there is none.
         factor: The number by which it multiplies in the end.
         eps: What it adds to the variance, or to the mean square.
         exact: Whether it is this function. If not, it is another function of the deviation times the same value, which
@@ -175,7 +184,9 @@ class _Recogniser:
             yield self._product(node, node, None, node, [])
 
     def _product(self, node: Any, user: fx.Node, bias: fx.Node | None, whole: fx.Node, moves: list[fx.Node]) -> _Region:
-        region = _Region(moves[-1] if moves else whole, [], [], bias, _size(whole) or (), [_Step.of(move) for move in moves])
+        region = _Region(
+            moves[-1] if moves else whole, [], [], bias, _size(whole) or (), [_Step.of(move) for move in moves]
+        )
         own = self.rewriter.made_of(node)
         waiting: list[tuple[Any, int]] = [(node, 1)]
         users: dict[Any, fx.Node] = {}
@@ -185,7 +196,7 @@ class _Recogniser:
             inner = part is whole or (isinstance(part, fx.Node) and self._is_inner(part, users.get(part, user)))
             if name in ("mul", "div") and inner and len(part.args) == 2 and not part.kwargs:
                 one, two = part.args
-                users |= {given: part for given in part.all_input_nodes}
+                users |= dict.fromkeys(part.all_input_nodes, part)
                 waiting += [(two, power if name == "mul" else -power), (one, power)]
             elif name in _CASTS and inner and part is not whole and isinstance(part.args[0], fx.Node):
                 users[part.args[0]] = part
@@ -221,9 +232,16 @@ class _Recogniser:
         while heap and len(steps) < _MOST_NODES:
             _, node = heapq.heappop(heap)
             own = node.meta.get("val")
-            if not heap and summed and isinstance(own, Tensor) and own.shape == value.shape and own.dtype == value.dtype:
-                if node is not last and not self.rewriter.is_frozen(node):
-                    yield node, steps[::-1]
+            if (
+                not heap
+                and summed
+                and isinstance(own, Tensor)
+                and own.shape == value.shape
+                and own.dtype == value.dtype
+                and node is not last
+                and not self.rewriter.is_frozen(node)
+            ):
+                yield node, steps[::-1]
             name = self.rewriter.name(node)
             if not name or not _is_plain_operation(node) or self._has_weights(node, region):
                 return
@@ -245,7 +263,7 @@ class _Recogniser:
             try:
                 with torch.no_grad():
                     self.known[key] = measured(lambda t: self._run(region, start, steps, t), _size(start) or ())
-            except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, _Unknown):
+            except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, _UnknownError):
                 self.known[key] = None  # what cannot be run on numbers alone is no norm that could be found
         return self.known[key]
 
@@ -276,25 +294,25 @@ class _Recogniser:
             result = result * part if power == 1 else result / part
         result = result.expand(region.shape)
         for move in region.moves:
-            result = _run(move, lambda _: result)
+            result = _moved_by(move, result)
         return result.expand(numbers.shape)
 
     def _constant(self, node: fx.Node) -> Any:
         """Return the value of what no input and no weight changes.
 
         Raises:
-            _Unknown: If it has none.
+            _UnknownError: If it has none.
         """
         if node not in self.constants:
             if node.op == "get_attr":
                 value = getattr(node.graph.owning_module, str(node.target))
                 if not isinstance(value, Tensor) or value.is_meta or type(value) is not Tensor:
-                    raise _Unknown
+                    raise _UnknownError
                 self.constants[node] = value.double() if value.is_floating_point() else value
             elif _is_plain_operation(node):
                 self.constants[node] = _run(_Step.of(node), self._constant)
             else:
-                raise _Unknown
+                raise _UnknownError
         return self.constants[node]
 
     # What is put in its place.
@@ -317,7 +335,6 @@ class _Recogniser:
             target = aten.softmax.int if measured.kind == "softmax" else aten.log_softmax.int
             node = insert(target, start, measured.axes[0])
         else:
-            axes = [axis for axis in range(len(shape)) if measured.split is None or axis == measured.split[0]]
             if measured.split is None and len(measured.axes) > 1 and measured.kind == "layer":
                 # Behind a norm of all channels and places, gains of channels make it a group norm of one group.
                 first = [gain for gain, power in gains if power == 1][:1] or [bias]
@@ -372,19 +389,19 @@ class _Recogniser:
         if region.moves and isinstance(places, Tensor):
             places = places.expand(region.shape)
         for move in region.moves:
-            places = _run(move, lambda _: places)
+            places = _moved_by(move, places)
         if not isinstance(places, Tensor):
             return None
         expected = torch.arange(shape[axis]).reshape(-1, *[1] * (len(shape) - axis - 1))
         return vector if torch.equal(*torch.broadcast_tensors(places, expected)) else None
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """A constant without a value."""
 
 
 class _Layout:
-    """How a norm over any axes is one of the operations of torch, which go over the last axes, or groups of channels."""
+    """How a norm over any axes is one of torch's operations, which go over the last axes, or groups of channels."""
 
     def __init__(self, shape: tuple[int, ...], measured: Measured) -> None:
         self.shape, self.measured = shape, measured
@@ -527,12 +544,13 @@ def _norm(
             samples.append(further)
         kind: Kind = "layer" if centred else "rms"
         (square, factor), (small, steep), (large, flat) = samples
-        whole = (flat.square() * large)[0]
-        eps = float((whole / steep.square() - small)[0])
-        eps = 0.0 if abs(eps) < 1e-7 * float(small[0]) else float(f"{eps:.6g}")
-        times = float((factor * (square + eps).sqrt())[0])
-        if eps >= 0 and all(_close(own, times * (squares + eps).rsqrt()) for squares, own in samples):
-            return Measured(kind, axes, split, _rounded(times), eps)
+        eps = 0.0
+        for _ in range(3):
+            eps = float((flat.square() * (large + eps) / steep.square() - small)[0])
+        for own in (0.0, float(f"{eps:.3g}"), eps):
+            times = float((factor * (square + own).sqrt())[0])
+            if own >= 0 and all(_close(each, times * (squares + own).rsqrt()) for squares, each in samples):
+                return Measured(kind, axes, split, _rounded(times), own)
         # Any other function of the size: the same for other numbers of this size, and more than a power of it.
         other = torch.randn(shape, generator=generator, dtype=torch.float64)
         further = ratio(other, function(other), centred)
@@ -588,6 +606,35 @@ def _run(step: _Step, get: Callable[[fx.Node], Any]) -> Any:
         kwargs = {**kwargs, "dtype": torch.float64}
     function = aten.reshape.default if step.target is aten.view.default else step.target
     return function(*args, **kwargs)
+
+
+def _moved_by(step: _Step, tensor: Tensor) -> Any:
+    """Move the elements of a tensor as an operation does."""
+    return _run(step, lambda _: tensor)
+
+
+def computed(capture: Capture, values: Mapping[fx.Node, Any]) -> list[Tensor]:
+    """Run a captured network in float64 on the CPU.
+
+    Args:
+        capture: The network.
+        values: What its placeholders hold.
+
+    Returns:
+        Its outputs.
+    """
+    known = dict(values)
+    for node in capture.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "get_attr":
+            held = getattr(node.graph.owning_module, str(node.target))
+            known[node] = held.double() if held.is_floating_point() else held
+        elif stands_for := node.meta.get("stands_for"):
+            known[node] = stands_for(known[node.args[0]])
+        elif node.op == "call_function" and node.target is not torch._C._set_grad_enabled:
+            known[node] = _run(_Step.of(node), known.__getitem__)
+    return [known[leaf] for leaf in pytree.tree_leaves(node.args[0]) if isinstance(leaf, fx.Node)]
 
 
 def _is_plain_operation(node: fx.Node) -> bool:
