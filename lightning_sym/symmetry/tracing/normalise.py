@@ -25,6 +25,7 @@ from lightning_sym.symmetry.tracing.contractions import (
 )
 from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, memories_of
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
+from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.rules import out_of_place
 
@@ -50,7 +51,8 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     rewriter = Rewriter(capture, kept)
     rewriter.erase_unread()
     _spell(rewriter)
-    # Regions are recognised here.
+    if recognise(rewriter):
+        _spell(rewriter)
     return capture
 
 
