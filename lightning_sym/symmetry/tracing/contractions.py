@@ -81,7 +81,8 @@ def _matrix(r: Rewriter, weight: fx.Node, letters: str, rows: str, columns: str)
     shape = [math.prod(sizes[letter] for letter in part) for part in (rows, columns)]
     weight, letters = without(r, weight, letters, gone)
     weight = reshaped(r, _ordered(r, weight, letters, rows + columns), shape)
-    return stored(r, weight, [0, 1]) if not rows or shown(r, weight)[0].meta["val"].ndim == 2 else None
+    found = stored(r, weight, [0, 1])
+    return found if found is not weight or (not rows and len(columns) == 1) else None
 
 
 def without(r: Rewriter, node: fx.Node, letters: str, gone: Sequence[str]) -> tuple[fx.Node, str]:
