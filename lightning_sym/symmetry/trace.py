@@ -32,7 +32,8 @@ from lightning_sym.symmetry.proof import (
 )
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, capture, constant_names, state_tensors
-from lightning_sym.symmetry.tracing.normalise import charts_of, normalise
+from lightning_sym.symmetry.tracing.charts import charts_of
+from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 from lightning_sym.symmetry.tracing.shift_walk import find_shifts

@@ -68,16 +68,21 @@ def stored(r: Rewriter, node: fx.Node, axes: Sequence[int]) -> fx.Node | None:
     return None
 
 
-def _matrix(r: Rewriter, weight: fx.Node, letters: str, rows: str, columns: str) -> fx.Node:
-    """Return weights as a matrix; along their other letters they are the same everywhere."""
+def _matrix(r: Rewriter, weight: fx.Node, letters: str, rows: str, columns: str) -> fx.Node | None:
+    """Return weights as a matrix; along their other letters they are the same everywhere.
+
+    Weights with more axes than a matrix stay as they are (experts, heads), unless they are a view of one.
+    """
+    gone = [letter for letter in letters if letter not in rows + columns]
     if len(rows) == len(columns) == 1:
         found = stored(r, weight, [letters.index(rows), letters.index(columns)])
-        if found is not None:
-            return found
-    weight, letters = without(r, weight, letters, [letter for letter in letters if letter not in rows + columns])
+        return found or _ordered(r, *without(r, weight, letters, gone), rows + columns)
     sizes = dict(zip(letters, r.shape(weight), strict=True))
-    weight = _ordered(r, weight, letters, rows + columns)
-    return reshaped(r, weight, [math.prod(sizes[letter] for letter in part) for part in (rows, columns)])
+    shape = [math.prod(sizes[letter] for letter in part) for part in (rows, columns)]
+    weight, letters = without(r, weight, letters, gone)
+    weight = reshaped(r, _ordered(r, weight, letters, rows + columns), shape)
+    found = stored(r, weight, [0, 1])
+    return found if found is not weight or (not rows and len(columns) == 1) else None
 
 
 def without(r: Rewriter, node: fx.Node, letters: str, gone: Sequence[str]) -> tuple[fx.Node, str]:
@@ -107,6 +112,8 @@ def contract(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: 
             return None
     if {letter for letter in one + two if (letter in one) != (letter in two)} - set(out) or set(out) - set(one + two):
         return None
+    if set(one + two) <= set(out):
+        return _product(r, one, two, out, first, second)
     made = r.made_of(first), r.made_of(second)
     if made == ("weights", "inputs"):
         return _linear(r, two, one, out, second, first, sizes)
@@ -127,7 +134,8 @@ def _linear(
     if not columns or set(two) - repeated - set(rows + columns):
         return None
     rest = "".join(letter for letter in out if letter not in rows)
-    matrix = _matrix(r, weight, two, rows, columns)
+    if (matrix := _matrix(r, weight, two, rows, columns)) is None:
+        return None
     narrow = ""  # axes of size 1 that the value was only given for this product
     for letter in rest:
         others = [axis for axis, other in enumerate(one) if other != letter]
@@ -149,14 +157,22 @@ def _linear(
     return result
 
 
+def _product(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node:
+    parts = []
+    for letters, part in ((one, first), (two, second)):
+        sizes = dict(zip(letters, r.shape(part), strict=True))
+        own = "".join(letter for letter in out if letter in letters)
+        shape = [sizes.get(letter, 1) for letter in out]
+        parts.append(reshaped(r, _ordered(r, part, letters, own), shape[out.find(own[0]) if own else len(shape) :]))
+    return r.insert(aten.mul.Tensor, *parts)
+
+
 def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
     batch = "".join(letter for letter in out if letter in one and letter in two)
     summed = "".join(letter for letter in one if letter in two and letter not in out)
     own, other = (
         "".join(letter for letter in out if letter in letters and letter not in batch) for letters in (one, two)
     )
-    if not summed:
-        return None
     if not own and not other:
         product = r.insert(
             aten.mul.Tensor, _ordered(r, first, one, batch + summed), _ordered(r, second, two, batch + summed)

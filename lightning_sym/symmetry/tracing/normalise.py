@@ -1,13 +1,14 @@
 """The normal form of a captured network: the same function, spelled in few operations."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.charts import factored, filled, read_as_sums
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     addmm,
@@ -25,6 +26,7 @@ from lightning_sym.symmetry.tracing.contractions import (
 )
 from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, memories_of
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
+from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.rules import out_of_place
 
@@ -50,8 +52,9 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     rewriter = Rewriter(capture, kept)
     rewriter.erase_unread()
     _spell(rewriter)
-    _read_as_sums(rewriter)
-    # Regions are recognised here.
+    read_as_sums(rewriter)
+    if recognise(rewriter):
+        _spell(rewriter)
     return capture
 
 
@@ -73,42 +76,6 @@ def _remove_writes(r: Rewriter) -> None:
         one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
         if one.shape == two.shape and one.dtype == two.dtype:  # it computes in the type that it writes
             node.target = other
-
-
-# Gains that are a number plus a parameter.
-
-
-def _read_as_sums(r: Rewriter) -> None:
-    """Let a parameter that is read as 1 + w, and in no other way, stand for the sum: what multiplies that scales."""
-    for node, name in r.capture.states.items():
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        sums = _sums_with_numbers(r, node)
-        if sums and len({number for _, _, number in sums}) == 1:
-            for own, part, _ in sums:
-                r.replace(own, part)
-            r.capture.charts[name] = sums[0][2]
-
-
-def _sums_with_numbers(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, fx.Node, float]]:
-    """Return all that reads a value, if it adds a number: the sum, the value as it is cast there, and the number."""
-    found: list[tuple[fx.Node, fx.Node, float]] = []
-    for user in node.users:
-        if r.name(user) in PASSES - {"neg"}:
-            inside = _sums_with_numbers(r, user) if r.made_of(user) == "weights" else []
-            if not inside:
-                return []
-            found += inside
-            continue
-        others = [given for given in user.args[:2] if given is not node]
-        number = r.number(others[0]) if len(others) == 1 else None
-        if r.name(user) != "add" or not number or argument(user, 2, "alpha", 1) != 1:
-            return []
-        if r.shape(user) != r.shape(node) or user.meta["val"].dtype != node.meta["val"].dtype:
-            return []
-        found.append((user, node, number))
-    return found
 
 
 # Other names, and operations that are two others.
@@ -192,7 +159,7 @@ def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    return _scaled_sum(r, node) or _biased(r, node)
+    return _scaled_sum(r, node) or _biased(r, node) or factored(r, node)
 
 
 def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -372,27 +339,10 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("concat", "concatenate"), _renamed(aten.cat.default)),
     "stack": _stack,
     "getitem": _item,
+    **dict.fromkeys(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"), filled),
     **dict.fromkeys(VIEWS, _undone),
     **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
     "expand_as": _same_shape(aten.expand.default),
     "cat": _joined,
     **dict.fromkeys(("masked_fill", "where"), _mask),
 }
-
-
-def charts_of(captures: Sequence[Capture]) -> tuple[dict[str, float], set[str]]:
-    """Return what is added to parameters wherever they are read, and those to which not every capture adds the same."""
-    charts: dict[str, float] = {}
-    unlike: set[str] = set()
-    for name in {name for capture in captures for name in capture.charts}:
-        read = {
-            capture.charts.get(name, 0.0)
-            for capture in captures
-            for node, own in capture.states.items()
-            if own == name and node.users
-        }
-        if len(read) == 1:
-            charts[name] = read.pop()
-        else:
-            unlike.add(name)
-    return dict(sorted(charts.items())), unlike

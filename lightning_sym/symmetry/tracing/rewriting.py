@@ -94,7 +94,7 @@ class Rewriter:
         if self.made_of(item) != "constants" or math.prod(self.shape(item)) != 1 or self.is_frozen(item):
             return None
         if item.op == "get_attr":
-            held = _tensor(item)
+            held: Any = getattr(item.graph.owning_module, str(item.target))
             return None if held.is_meta else float(held)
         if not isinstance(item.target, torch._ops.OpOverload) or item.target._schema.is_mutable:
             return None
