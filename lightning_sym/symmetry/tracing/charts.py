@@ -83,7 +83,7 @@ def _reads(r: Rewriter, here: _Read) -> list[_Read] | None:
 def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
     """Return what an operation makes of a multiple of a parameter and a number, if it is one, too."""
     name, (_, part, factor, number) = r.name(user), here
-    if user in r.capture.modules and user in {mark.node for mark in r.capture.marks}:
+    if any(mark.node is user for mark in r.capture.marks):
         return None
     value, old = user.meta.get("val"), here.node.meta["val"]
     if not name or not isinstance(value, Tensor) or value.shape != old.shape:
@@ -92,23 +92,19 @@ def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
         return _Read(user, part, -factor, number)
     if name in PASSES:
         return _Read(user, user if (factor, number) == (1.0, 0.0) else part, factor, number)
-    if name not in ("add", "sub", "mul") or value.dtype != old.dtype or argument(user, 2, "alpha", 1) != 1:
+    if name not in ("add", "sub", "rsub", "mul") or value.dtype != old.dtype or argument(user, 2, "alpha", 1) != 1:
         return None
     first = user.args[0] is here.node
     other = _number(r, user.args[1 if first else 0])
-    if other is None:
+    if other is None or not factor:
         return None
     if name == "mul":
         return _Read(user, part, factor * other, number)
-    if not factor:
-        return None
-    sign = -1.0 if name == "sub" else 1.0
-    if first:
-        return _Read(user, part, factor, number + sign * other / factor)
-    factor *= sign
-    return _Read(user, part, factor, number + other / factor) if name == "add" else _Read(
-        user, part, factor, number + other / factor
-    )
+    if name == "rsub" or (name == "sub" and not first):
+        factor = -factor
+    elif name == "sub":
+        other = -other
+    return _Read(user, part, factor, number + other / factor)
 
 
 def _number(r: Rewriter, item: object) -> float | None:

@@ -60,8 +60,9 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
 
 def _spell(rewriter: Rewriter) -> None:
     """Rewrite until nothing is left to rewrite."""
+    rewriter.share()
     while rewriter.rewrite(_REWRITES):
-        pass
+        rewriter.share()
 
 
 def _remove_writes(r: Rewriter) -> None:

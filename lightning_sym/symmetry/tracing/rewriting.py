@@ -211,6 +211,22 @@ class Rewriter:
             if not node._erased and self._is_dead(node):
                 self._erase(node)
 
+    def share(self) -> None:
+        """Let one operation stand for all that do the same with the same tensors."""
+        known: dict[Any, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            target = node.target
+            if not self.name(node) or not isinstance(node.meta.get("val"), Tensor) or self.writes_into(node):
+                continue
+            if isinstance(target, torch._ops.OpOverload) and (
+                target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+            ):
+                continue
+            leaves, form = pytree.tree_flatten((node.args, node.kwargs))
+            first = known.setdefault((target, form, *((type(leaf), leaf) for leaf in leaves)), node)
+            if first is not node:
+                self.replace(node, first)
+
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
         """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.
 
