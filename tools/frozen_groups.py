@@ -90,9 +90,14 @@ def _of_case(module: str, table: str, name: str) -> Made:
     if module == "model_zoo_cases":
         return case.make(), case.inputs(False)
     if module == "symmetry_family_cases":
-        return case.make(), case.example(2)
+        return case.make().double(), case.example(2)
     make, shape = case
     return make().eval(), (torch.randn(2, *shape),)
+
+
+def _spelled(function: Any, spelling: str) -> Made:
+    """Make a network in one of the spellings of a function."""
+    return function.network(spelling), function.inputs(2)
 
 
 def _of_torchvision(name: str, size: int, **settings: Any) -> Made:
@@ -102,18 +107,18 @@ def _of_torchvision(name: str, size: int, **settings: Any) -> Made:
     return torchvision.models.get_model(name, weights=None, **settings).eval(), (torch.randn(2, 3, size, size),)
 
 
-def _swin() -> Made:
-    from torchvision.models import SwinTransformer
-
-    network = SwinTransformer([2, 2], 16, [1, 1], [2, 4], [4, 4], num_classes=5)
-    return network.eval(), (torch.randn(2, 3, 32, 32),)
-
-
-def _convnext() -> Made:
+def _narrow(family: str) -> Made:
+    """Make a narrow network of a class of torchvision, and two images."""
+    from torchvision import models
     from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
-    blocks = [CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 2)]
-    return ConvNeXt(blocks, num_classes=5).eval(), (torch.randn(2, 3, 32, 32),)
+    make: dict[str, Callable[[], nn.Module]] = {
+        "swin": lambda: models.SwinTransformer([2, 2], 16, [1, 1], [2, 4], [4, 4], num_classes=5),
+        "convnext": lambda: ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 2)], num_classes=5),
+        "densenet": lambda: models.DenseNet(4, (2, 2), 8, num_classes=5),
+        "vit": lambda: models.VisionTransformer(32, 8, 2, 2, 16, 24, num_classes=5),
+    }
+    return make[family]().eval(), (torch.randn(2, 3, 32, 32),)
 
 
 def _layer(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Made:
@@ -134,26 +139,26 @@ def _tables() -> Iterator[tuple[str, Callable[[], Made]]]:
     for library, (module, table) in tables.items():
         for name in getattr(importlib.import_module(module), table):
             yield f"{library}/{name}", functools.partial(_of_case, module, table, name)
+    for module, table in (("spelling_cases", "FUNCTIONS"), ("further_spelling_cases", "FURTHER")):
+        for name, function in getattr(importlib.import_module(module), table).items():
+            for spelling in function.spellings:
+                yield f"spelling/{name}: {spelling}", functools.partial(_spelled, function, spelling)
 
 
 def corpus() -> dict[str, Callable[[], Made]]:
     """Return how each network of the corpus is made, by name."""
-    vit = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
-    dense = {"growth_rate": 4, "block_config": (2, 2), "num_init_features": 8}
     sizes: dict[str, tuple[int, dict[str, Any]]] = {
-        "resnet18": (64, {"width_per_group": 64}),
+        "resnet18": (64, {}),
         "alexnet": (64, {}),
         "vgg11_bn": (32, {}),
         "squeezenet1_1": (64, {}),
         "mobilenet_v2": (64, {"width_mult": 0.35}),
         "mobilenet_v3_small": (64, {"width_mult": 0.5}),
-        "densenet121": (64, dense),
         "googlenet": (64, {"aux_logits": False, "init_weights": False}),
         "efficientnet_b0": (64, {}),
         "shufflenet_v2_x0_5": (64, {}),
         "mnasnet0_5": (64, {}),
         "regnet_y_400mf": (64, {}),
-        "vit_b_16": (32, vit),
     }
     settings: dict[str, Any] = {"batch_first": True}
     layer = settings | {"d_model": 16, "nhead": 4, "dim_feedforward": 12}
@@ -164,8 +169,10 @@ def corpus() -> dict[str, Callable[[], Made]]:
             f"torchvision/{name}": functools.partial(_of_torchvision, name, size, num_classes=5, **more)
             for name, (size, more) in sizes.items()
         },
-        "torchvision/swin": _swin,
-        "torchvision/convnext": _convnext,
+        **{
+            f"torchvision/{family}": functools.partial(_narrow, family)
+            for family in ("swin", "convnext", "densenet", "vit")
+        },
         **{
             f"layers/{name}{'_both_ways' * both}": functools.partial(
                 _layer, functools.partial(cell, 5, 6, num_layers=2, bidirectional=both, **settings), (2, 4, 5)
@@ -226,12 +233,17 @@ def measured(name: str, check: bool) -> Record:
 
 
 def about() -> Record:
-    """Return which tracer runs, with which torch."""
+    """Return which tracer runs, with which torch: its folder, and the last commit that changed it."""
     import lightning_sym
 
-    folder = Path(lightning_sym.__file__).parents[1]
-    commit = subprocess.run(["git", "-C", folder, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return {"about": {"tracer": str(folder), "commit": commit.stdout.strip(), "torch": torch.__version__}}
+    folder = Path(lightning_sym.__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True).stdout.strip()
+
+    changed = " and changes" * bool(git("status", "--porcelain", "."))
+    commit = git("log", "-1", "--format=%h", ".") + changed
+    return {"about": {"tracer": str(folder), "commit": commit, "torch": torch.__version__}}
 
 
 def write(file: Path, only: str, jobs: int, check: bool) -> None:
