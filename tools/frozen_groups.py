@@ -349,7 +349,8 @@ def differences(old: Record, new: Record) -> tuple[list[str], list[str]]:
     if "error" in new:
         return [f"fails now: {new['error']}"], []
     before, after = comparable(old), comparable(new)
-    smaller, larger = [], []
+    smaller: list[str] = []
+    larger: list[str] = []
     for name in before | after:
         one, two = before.get(name, 0), after.get(name, 0)
         if not math.isclose(one, two, rel_tol=1e-9, abs_tol=1e-5):
