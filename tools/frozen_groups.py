@@ -41,8 +41,9 @@ Made = tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]
 LIMIT = 300
 # Ratio of process times, and seconds, from which on a trace is called slower.
 SLOWER, NOTABLE = 1.5, 0.3
-# Folders and files of tests whose traces are recorded.
-TESTS = ("tests/identities", "tests/unit/symmetry", "tests/properties/test_symmetry_laws.py")
+# Folders with the tests whose traces are recorded, and what the files name that trace something.
+TESTS = ("identities", "unit/symmetry", "properties")
+TRACING = re.compile(r"trace_symmetry|orbit_cases|symmetry_family_cases")
 
 
 # ---- numbers of a group
@@ -87,7 +88,7 @@ def sentence(error: BaseException) -> str:
 def _of_case(module: str, table: str, name: str) -> Made:
     """Make a network of one of the tables of networks that the tests have."""
     case = getattr(importlib.import_module(module), table)[name]
-    if module == "model_zoo_cases":
+    if module in ("model_zoo_cases", "further_model_cases"):
         return case.make(), case.inputs(False)
     if module == "symmetry_family_cases":
         return case.make().double(), case.example(2)
@@ -131,6 +132,7 @@ def _tables() -> Iterator[tuple[str, Callable[[], Made]]]:
     tables = {
         "torch": ("model_zoo_cases", "TORCH"),
         "transformers": ("model_zoo_cases", "TRANSFORMERS"),
+        "more transformers": ("further_model_cases", "FURTHER_TRANSFORMERS"),
         "timm": ("model_zoo_cases", "TIMM"),
         "ours": ("architectures", "OURS"),
         "architectures": ("architectures", "TORCHVISION"),
@@ -195,10 +197,6 @@ def corpus() -> dict[str, Callable[[], Made]]:
 # ---- writing
 
 
-def _interrupt(*_: Any) -> None:
-    raise TimeoutError(f"more than {LIMIT} s")
-
-
 def measured(name: str, check: bool) -> Record:
     """Trace one network of the corpus.
 
@@ -211,9 +209,6 @@ def measured(name: str, check: bool) -> Record:
     """
     from lightning_sym.symmetry import trace_symmetry
 
-    signal.signal(signal.SIGALRM, _interrupt)
-    signal.alarm(LIMIT)
-    record: Record = {"name": name}
     start = time.process_time()
     try:
         with warnings.catch_warnings():
@@ -222,14 +217,24 @@ def measured(name: str, check: bool) -> Record:
             network, inputs = corpus()[name]()
             start = time.process_time()
             given, keywords = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-            symmetry = trace_symmetry(network, *given, check=check, **keywords)
-            record["seconds"] = round(time.process_time() - start, 3)
-            record |= numbers(symmetry)
+            found = numbers(trace_symmetry(network, *given, check=check, **keywords))
     except Exception as error:
-        record |= {"seconds": round(time.process_time() - start, 3), "error": sentence(error)}
+        found = {"error": sentence(error)}
+    return {"name": name, "seconds": round(time.process_time() - start, 3), **found}
+
+
+def _interrupt(*_: Any) -> None:
+    raise TimeoutError(f"more than {LIMIT} s")
+
+
+def _within_the_limit(name: str, check: bool) -> Record:
+    """Trace one network in a process that does nothing else."""
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.alarm(LIMIT)
+    try:
+        return measured(name, check)
     finally:
         signal.alarm(0)
-    return record
 
 
 def about() -> Record:
@@ -253,7 +258,7 @@ def write(file: Path, only: str, jobs: int, check: bool) -> None:
         raise SystemExit(f"no network matches {only!r}; the names are: {', '.join(corpus())}")
     torch.set_num_threads(1)
     start = time.perf_counter()
-    trace = functools.partial(measured, check=check)
+    trace = functools.partial(_within_the_limit, check=check)
     with file.open("w", encoding="utf-8") as out, multiprocessing.get_context("fork").Pool(jobs) as pool:
         out.write(json.dumps(about()) + "\n")
         for record in pool.imap(trace, names):
@@ -319,8 +324,10 @@ def write_tests(file: Path, more: list[str]) -> int:
 
     recorder = Recorder(file.resolve())
     os.chdir(ROOT)
+    every = [test for folder in TESTS for test in sorted((ROOT / "tests" / folder).glob("test_*.py"))]
+    tracing = [str(test) for test in every if TRACING.search(test.read_text(encoding="utf-8"))]
     options = ["-c", "pyproject.toml", "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--tb=no", "-W", "ignore"]
-    status = pytest.main([*options, *(more or TESTS)], plugins=[recorder])
+    status = pytest.main([*options, *(more or tracing)], plugins=[recorder])
     recorder.out.close()
     print(f"{sum(recorder.counts.values())} traces of {len(recorder.counts)} tests, in {file}")
     return int(status)
@@ -342,7 +349,8 @@ def differences(old: Record, new: Record) -> tuple[list[str], list[str]]:
     if "error" in new:
         return [f"fails now: {new['error']}"], []
     before, after = comparable(old), comparable(new)
-    smaller, larger = [], []
+    smaller: list[str] = []
+    larger: list[str] = []
     for name in before | after:
         one, two = before.get(name, 0), after.get(name, 0)
         if not math.isclose(one, two, rel_tol=1e-9, abs_tol=1e-5):

@@ -133,6 +133,76 @@ def attention_without_biases(s: Any, x: Tensor) -> Tensor:
     return s.o((s.q(x) @ s.k(x).mT).softmax(-1) @ s.v(x))
 
 
+# ---- other masks of attention: slopes within a window, a mask as input, queries that share keys, learned biases
+
+
+PLACES = torch.arange(3)[:, None] - torch.arange(3)
+WINDOW = (PLACES >= 0) & (PLACES < 2)
+SLOPES = -PLACES.double() * torch.tensor([0.5, 0.25], dtype=torch.float64)[:, None, None]
+SLOPED = SLOPES.masked_fill(~WINDOW, -math.inf)
+
+
+def fused_with(mask: Callable[..., Tensor]) -> Spelled:
+    return lambda s, x, *more: s.o(joined(F.scaled_dot_product_attention(*qkv(s, x), attn_mask=mask(s, *more))))
+
+
+def logits(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT / math.sqrt(q.shape[-1])
+
+
+def with_a_mask(samples: int) -> tuple[Tensor, ...]:
+    return (*steps(6)(samples), torch.randn(samples, 1, 3, 3, dtype=torch.float64))
+
+
+def biased(weigh: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    """Return attention that adds an input to the logits."""
+
+    def forward(s: Any, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = qkv(s, x)
+        return s.o(joined(weigh(logits(q, k), mask) @ v))
+
+    return forward
+
+
+def relative(s: Any) -> Tensor:
+    return s.t[:, PLACES + 2]
+
+
+def grouped(repeat: Callable[[Tensor], Tensor]) -> Spelled:
+    """Return attention of 4 heads of queries that share 2 of keys and values."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = s.q(x).unflatten(-1, (4, -1)).transpose(1, 2), heads_of(s.k(x)), heads_of(s.v(x))
+        return s.o(joined(logits(q, repeat(k)).softmax(-1) @ repeat(v)))
+
+    return forward
+
+
+def grouped_fused(s: Any, x: Tensor) -> Tensor:
+    q, k, v = s.q(x).unflatten(-1, (4, -1)).transpose(1, 2), heads_of(s.k(x)), heads_of(s.v(x))
+    return s.o(joined(F.scaled_dot_product_attention(q, k, v, enable_gqa=True)))
+
+
+def grouped_by_einsum(s: Any, x: Tensor) -> Tensor:
+    q, k, v = s.q(x).unflatten(-1, (2, 2, -1)), s.k(x).unflatten(-1, (2, -1)), s.v(x).unflatten(-1, (2, -1))
+    weights = (torch.einsum("bqghe,bkge->bghqk", q, k) / math.sqrt(q.shape[-1])).softmax(-1)
+    return s.o(torch.einsum("bghqk,bkge->bqghe", weights, v).flatten(2))
+
+
+def grouped_view(s: Any, x: Tensor) -> Tensor:
+    q, k, v = s.q(x).unflatten(-1, (2, 2, -1)).permute(0, 2, 3, 1, 4), heads_of(s.k(x)), heads_of(s.v(x))
+    y = logits(q, k[:, :, None]).softmax(-1) @ v[:, :, None]
+    return s.o(y.permute(0, 3, 1, 2, 4).flatten(2))
+
+
+REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "repeat_interleave": lambda k: k.repeat_interleave(2, 1),
+    "expand": lambda k: k[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2),
+    "stack": lambda k: torch.stack([k, k], 2).flatten(1, 2),
+    "index": lambda k: k[:, [0, 0, 1, 1]],
+}
+
+
 # ---- one axis of units that becomes channels times space
 
 
@@ -385,6 +455,46 @@ FURTHER: dict[str, Function] = {
     "queries of another sequence": Function(
         {"m": of(nn.MultiheadAttention, 6, 2, batch_first=True)}, two_sequences, 48,
         {"fused": lambda s, x, y: s.m(x, y, y, need_weights=False)[0], "weights": lambda s, x, y: s.m(x, y, y)[0]},
+    ),
+    "attention, slopes in a window": Function(
+        HEADS, steps(6), 24,
+        {
+            "added": scores(lambda s, q, k: logits(q, k) + SLOPED),
+            "slopes, then window": scores(lambda s, q, k: (logits(q, k) + SLOPES).masked_fill(~WINDOW, -math.inf)),
+            "where": scores(lambda s, q, k: torch.where(WINDOW, logits(q, k) + SLOPES, -math.inf)),
+            "least number": scores(
+                lambda s, q, k: logits(q, k) + SLOPES + (~WINDOW).double() * torch.finfo(torch.float64).min
+            ),
+            "einsum": scores(lambda s, q, k: torch.einsum("bhqe,bhke->bhqk", q, k) / math.sqrt(2) + SLOPED),
+            "fused": fused_with(lambda s: SLOPED),
+        },
+    ),
+    "attention, mask as input": Function(
+        HEADS, with_a_mask, 24,
+        {
+            "added": biased(lambda z, mask: (z + mask).softmax(-1)),
+            "products": biased(lambda z, mask: ratio(z.softmax(-1) * mask.exp())),
+            "exp over sum": biased(lambda z, mask: ratio((z + mask).exp())),
+            "exp times exp": biased(lambda z, mask: ratio(z.exp() * mask.exp())),
+            "log_softmax": biased(lambda z, mask: (mask + z).log_softmax(-1).exp()),
+            "fused": fused_with(lambda s, mask: mask),
+        },
+    ),
+    "attention, learned biases": Function(
+        HEADS | {"t": parameter(2, 5)}, steps(6), 26,
+        {
+            "added": scores(lambda s, q, k: logits(q, k) + relative(s)),
+            "index_select": scores(
+                lambda s, q, k: logits(q, k) + s.t.index_select(1, (PLACES + 2).flatten()).view(2, 3, 3)
+            ),
+            "embedding": scores(lambda s, q, k: F.embedding(PLACES + 2, s.t.T).permute(2, 0, 1) + logits(q, k)),
+            "unfold": scores(lambda s, q, k: logits(q, k) + s.t.flip(1).unfold(1, 3, 1).flip(1)),
+            "fused": fused_with(relative),
+        },
+    ),
+    "attention, grouped queries": Function(
+        {"q": of(L, 6, 8), "k": of(L, 6, 4), "v": of(L, 6, 4), "o": of(L, 8, 6)}, steps(6), 24,
+        each(REPEATED, grouped) | {"einsum": grouped_by_einsum, "view": grouped_view, "fused": grouped_fused},
     ),
     "keys without biases behind a norm": Function(
         {"n": of(nn.LayerNorm, 6), "o": of(L, 3, 7)} | {name: of(L, 6, 3, bias=False) for name in "qkv"}, steps(6), 36,
