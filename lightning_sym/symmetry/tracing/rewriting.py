@@ -196,7 +196,7 @@ class Rewriter:
         self._made.pop(node, None)
         self.graph.erase_node(node)
         for given in before:
-            if self._is_dead(given):
+            if not given._erased and self._is_dead(given):
                 self._erase(given)
 
     def _is_dead(self, node: fx.Node) -> bool:
