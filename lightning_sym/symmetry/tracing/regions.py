@@ -181,6 +181,8 @@ class _Recogniser:
                     new = self._put(region, *best)
                 except KeptError:
                     return None
+                if new is None:
+                    continue
                 first = _after(before)
                 self.rewriter.replace(node, new)
                 return first.prev
@@ -433,10 +435,12 @@ class _Recogniser:
         others = [name for name in names if name not in known and name not in _PASSED | MOVEMENTS]
         return len(known) == 1 and not others
 
-    def _put(self, region: _Region, measured: Measured, start: fx.Node, steps: Sequence[_Step]) -> fx.Node:
+    def _put(self, region: _Region, measured: Measured, start: fx.Node, steps: Sequence[_Step]) -> fx.Node | None:
         insert, shape = self._insert, _size(start) or ()
         gains, bias = list(region.gains), region.bias
         if measured.kind in ("softmax", "log_softmax"):
+            if region.moves and (gains or bias is not None):
+                return None
             target = aten.softmax.int if measured.kind == "softmax" else aten.log_softmax.int
             if measured.masked:
                 start = self._masked(region, start, steps, put=True) or start
@@ -457,15 +461,16 @@ class _Recogniser:
             if measured.exact and measured.factor == 1 and not gains and measured.kind == "layer":
                 offset = self._vector(bias, region, shape, layout.channel)
                 bias = None if offset is not None else bias
+            if region.moves and (gains or bias is not None):
+                return None  # in front of the moves they tell more
             node = layout.put(insert, start, weight, offset)
             if not measured.exact:
                 node.meta["stands_for"] = lambda numbers: self._run(region, start, steps, numbers)
         node = self._scaled(node, measured)
         for gain, power in gains:
-            moved_gain = self._moved(gain, region)
-            node = insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, node, moved_gain)
+            node = insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, node, gain)
         if bias is not None:
-            node = insert(aten.add.Tensor, node, self._moved(bias, region))
+            node = insert(aten.add.Tensor, node, bias)
         if _dtype(node) != _dtype(region.node):
             node = insert(aten.to.dtype, node, _dtype(region.node))
         return node
@@ -474,41 +479,34 @@ class _Recogniser:
         return node if measured.factor == 1 else self._insert(aten.mul.Tensor, node, measured.factor)
 
     def _masked(self, region: _Region, start: fx.Node, steps: Sequence[_Step], *, put: bool) -> fx.Node | None:
-        """Return what goes into the softmax of a region that leaves something out: the value and a constant, added.
+        """Return what goes into the softmax of a region that leaves something out: what is left out is very low.
 
         Args:
             region: The region.
             start: The value of which it is made.
             steps: The operations between.
-            put: Whether to put the sum into the graph, and not only find the constant.
+            put: Whether to put it into the graph where it is not there, and not only find out what it is made of.
 
         Returns:
-            The sum, or the constant; None if there is none.
+            It, or a constant of which it is made; None if there is none.
         """
-        shown = self._run(region, start, steps, torch.zeros(_size(start) or (), dtype=torch.float64)) != 0
+        numbers = torch.zeros(_size(start) or (), dtype=torch.float64)
+        shown = self._run(region, start, steps, numbers) != 0
         for step in steps:
-            name = self.rewriter.name(step.node)
-            for node in step.node.all_input_nodes if name in ("add", "mul") else ():
-                if self.rewriter.made_of(node) != "constants":
-                    continue
-                value = self._constant(node).double()
-                hides = (value < _LOW) if name == "add" else (value == 0)
-                rest = 0 if name == "add" else 1
-                if bool((hides | (value == rest)).all()) and torch.equal(~hides.broadcast_to(shown.shape), shown):
+            others = [node for node in step.node.all_input_nodes if self.rewriter.made_of(node) == "constants"]
+            if self.rewriter.name(step.node) == "mul" and len(others) == 1:
+                value = self._constant(others[0]).double().broadcast_to(shown.shape)
+                if torch.equal(value, shown.double()):
                     if not put:
-                        return node
-                    if name == "mul":
-                        node = self._insert(aten.log.default, self._insert(aten.to.dtype, node, _dtype(start)))
-                    return self._insert(aten.add.Tensor, start, node)
+                        return others[0]
+                    low = self._insert(aten.log.default, self._insert(aten.to.dtype, others[0], _dtype(start)))
+                    return self._insert(aten.add.Tensor, start, low)
+            elif [node for node in step.node.all_input_nodes if node not in others] == [start]:
+                value = _run(step, lambda node: numbers if node is start else self._constant(node))
+                if isinstance(value, Tensor) and torch.equal(value, numbers.where(shown, value)):
+                    if bool((value[~shown] < _LOW).all()):
+                        return step.node
         return None
-
-    def _moved(self, weights: fx.Node, region: _Region) -> fx.Node:
-        """Move a gain or bias as what it is joined with is moved."""
-        if region.moves:
-            weights = self._insert(aten.expand.default, weights, list(region.shape))
-        for move in region.moves:
-            weights = self._insert(move.target, weights, *move.args[1:], **move.kwargs)
-        return weights
 
     def _vector(
         self, weights: fx.Node | None, region: _Region, shape: tuple[int, ...], axis: int | None
