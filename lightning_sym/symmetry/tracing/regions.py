@@ -503,7 +503,8 @@ class _Recogniser:
                     return self._insert(aten.add.Tensor, start, low)
             elif [node for node in step.node.all_input_nodes if node not in others] == [start]:
                 value = _run(step, lambda node: numbers if node is start else self._constant(node))
-                if isinstance(value, Tensor) and torch.equal(value, numbers.where(shown, value)):
+                same = isinstance(value, Tensor) and value.shape == shown.shape == numbers.shape
+                if same and torch.equal(value, numbers.where(shown, value)):
                     if bool((value[~shown] < _LOW).all()):
                         return step.node
         return None
