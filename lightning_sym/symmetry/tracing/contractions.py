@@ -21,6 +21,8 @@ VIEWS = {
     *("transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims", "slice", "select", "narrow", "expand"),
     *("expand_as", "contiguous", "alias", "detach", "to"),
 }
+_LISTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"}
+_MOST = 2**22  # elements of a tensor that are numbered
 
 
 def permuted(r: Rewriter, node: fx.Node, axes: Sequence[int]) -> fx.Node:
@@ -93,7 +95,9 @@ def without(r: Rewriter, node: fx.Node, letters: str, gone: Sequence[str]) -> tu
     return node, letters
 
 
-def contract(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
+def contract(
+    r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node, bias: fx.Node | None = None
+) -> fx.Node | None:
     """Return the product of two values, summed over letters that do not come out; None if no spelling is plainer.
 
     Args:
@@ -103,6 +107,7 @@ def contract(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: 
         out: The result's.
         first: First factor.
         second: Second factor.
+        bias: What is added along the one letter that only weights have.
     """
     sizes: dict[str, int] = {}
     for letters, node in ((one, first), (two, second)):
@@ -115,15 +120,24 @@ def contract(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: 
     if set(one + two) <= set(out):
         return _product(r, one, two, out, first, second)
     made = r.made_of(first), r.made_of(second)
+    if "constants" in made and (mean := _uniform(r, one, two, out, first, second)) is not None:
+        return mean
     if made == ("weights", "inputs"):
-        return _linear(r, two, one, out, second, first, sizes)
+        return _linear(r, two, one, out, second, first, sizes, bias)
     if made == ("inputs", "weights"):
-        return _linear(r, one, two, out, first, second, sizes)
+        return _linear(r, one, two, out, first, second, sizes, bias)
     return _matmul(r, one, two, out, first, second)
 
 
 def _linear(
-    r: Rewriter, one: str, two: str, out: str, value: fx.Node, weight: fx.Node, sizes: dict[str, int]
+    r: Rewriter,
+    one: str,
+    two: str,
+    out: str,
+    value: fx.Node,
+    weight: fx.Node,
+    sizes: dict[str, int],
+    bias: fx.Node | None = None,
 ) -> fx.Node | None:
     strides = dict(zip(two, weight.meta["val"].stride(), strict=True))
     repeated = {
@@ -145,7 +159,7 @@ def _linear(
     kept = [sizes[letter] for letter in rest]
     if len(columns) > 1:
         value = reshaped(r, value, [*kept, math.prod(sizes[letter] for letter in columns)])
-    result = r.insert(aten.linear.default, value, matrix)
+    result = r.insert(aten.linear.default, value, matrix, *([] if bias is None else [bias]))
     if not rows:
         result = r.insert(aten.select.int, result, -1, 0)
     elif len(rows) > 1:
@@ -165,6 +179,19 @@ def _product(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: 
         shape = [sizes.get(letter, 1) for letter in out]
         parts.append(reshaped(r, _ordered(r, part, letters, own), shape[out.find(own[0]) if own else len(shape) :]))
     return r.insert(aten.mul.Tensor, *parts)
+
+
+def _uniform(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Return the product of a value and one number, summed; None if it is something else."""
+    if r.made_of(first) == "constants":
+        one, two, first, second = two, one, second, first
+    number = r.number(second)
+    if number is None or not set(two) <= set(one):
+        return None
+    axes = [axis for axis, letter in enumerate(one) if letter not in out]
+    rest = "".join(letter for letter in one if letter in out)
+    summed = r.insert(aten.sum.dim_IntList, first, axes)
+    return _ordered(r, r.insert(aten.mul.Tensor, summed, number), rest, out)
 
 
 def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
@@ -202,7 +229,9 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
     ranks = len(r.shape(first)), len(r.shape(second))
-    if len({r.made_of(first), r.made_of(second)} & {"weights", "inputs"}) == 2:
+    if len({r.made_of(first), r.made_of(second)}) == 2 and "inputs" in (r.made_of(first), r.made_of(second)):
+        if "constants" in (r.made_of(first), r.made_of(second)):
+            return _with_constant(r, node, first, second)
         batch = string.ascii_lowercase[: max(*ranks, 2) - 2]
         one, two = (batch[len(batch) - max(rank - 2, 0) :] for rank in ranks)
         # Of factors of other sizes along the axes in front, those of size 1 are the same everywhere.
@@ -215,6 +244,21 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if r.name(node) == "matmul":
         return None
     return r.insert(aten.matmul.default, first, second)
+
+
+def _with_constant(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Rewrite a product with a row or column that is one number everywhere."""
+    value, axis, number = second, -2, r.number(first)
+    if number is None:
+        value, axis, number = first, -1, r.number(second)
+    if (
+        number is None
+        or len(r.shape(value)) < 2
+        or math.prod(r.shape(second if axis == -1 else first)) != r.shape(value)[axis]
+    ):
+        return None
+    summed = r.insert(aten.sum.dim_IntList, value, [axis], True)
+    return reshaped(r, r.insert(aten.mul.Tensor, summed, number), r.shape(node))
 
 
 def addmm(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -308,7 +352,10 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     parts: list[Any] = list(product.args[:2])
     if not all(isinstance(part, fx.Node) for part in parts):
         return None
-    if {r.made_of(part) for part in parts} != {"weights", "inputs"}:
+    made = {r.made_of(part) for part in parts}
+    if made == {"constants", "inputs"}:
+        return _scaled_sum(r, node, parts)
+    if made != {"weights", "inputs"}:
         return None
     whole = r.shape(product)
     letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
@@ -337,6 +384,15 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return result
 
 
+def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | None:
+    for value, other in (parts, parts[::-1]):
+        number = r.number(other)
+        if number is not None and r.shape(value) == r.shape(node.args[0]):
+            assert not isinstance(node.target, str)
+            return r.insert(aten.mul.Tensor, r.insert(node.target, value, *node.args[1:], **node.kwargs), number)
+    return None
+
+
 def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite convolutions of width 1 by a matrix that was given further axes."""
     value, weight, bias, stride, padding, _, groups = (
@@ -362,7 +418,96 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
     out = letters[:channel] + "Z" + letters[channel + 1 :]
     matrix = "Z" + letters[channel] + string.ascii_uppercase[:count]
     weight, matrix = without(r, weight, matrix, matrix[2:])
-    result = contract(r, letters, matrix, out, value, weight)
-    if result is None or bias is None:
-        return result
-    return r.insert(aten.add.Tensor, result, reshaped(r, bias, [-1, *[1] * count]))
+    return contract(r, letters, matrix, out, value, weight, bias)
+
+
+# Layers in pieces.
+
+
+def _layers(r: Rewriter, parts: Sequence[Any], user: fx.Node) -> list[list[Any]] | None:
+    """Return value, weight and bias of linear layers that only one operation reads; None if some are none."""
+    found = []
+    for part in parts:
+        bias = None
+        if r.name(part) == "add" and r.only_for(part, user) and len(r.shape(part.args[1])) == 1:
+            part, bias, reader = *part.args, part
+        else:
+            reader = user
+        if r.name(part) != "linear" or not r.only_for(part, reader):
+            return None
+        own = argument(part, 2, "bias")
+        if own is not None and bias is not None:
+            return None
+        found.append([*part.args[:2], bias if own is None else own])
+    return found
+
+
+def joined_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite layers of one value, one beside the other, whose weights are parts of one matrix."""
+    parts, axis = node.args[0], argument(node, 1, "dim", 0)
+    assert isinstance(parts, (list, tuple))
+    layers = _layers(r, parts, node) if axis % len(r.shape(node)) == len(r.shape(node)) - 1 else None
+    if layers is None or any(layer[0] is not layers[0][0] for layer in layers):
+        return None
+    weights, biases = ([layer[at] for layer in layers] for at in (1, 2))
+    weight = joined(r, weights, 0)
+    bias = None if biases[0] is None else joined(r, biases, 0) if None not in biases else node
+    if weight is None or bias is node or (bias is None and any(one is not None for one in biases)):
+        return None
+    return r.insert(aten.linear.default, layers[0][0], weight, *([] if bias is None else [bias]))
+
+
+def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of layers of parts of one value, whose weights are parts of one matrix."""
+    layers = _layers(r, node.args[:2], node) if node.kwargs.get("alpha", 1) == 1 else None
+    if layers is None or None not in (layers[0][2], layers[1][2]):
+        return None
+    bias = layers[0][2] or layers[1][2]
+    value, weight = joined(r, [layer[0] for layer in layers], -1), joined(r, [layer[1] for layer in layers], 1)
+    if value is None or weight is None:
+        return None
+    return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return which element of its memory each element of a tensor is."""
+    numbers = torch.full((), tensor.storage_offset())
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        numbers = numbers[..., None] + torch.arange(size) * step
+    return numbers
+
+
+def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
+    """Return the value that some parts of its are when they are put together again as they were, if they are that."""
+    memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
+    if len(memories) < len(parts) or any(memory != memories[0] for memory in memories):
+        return None
+    if any(r.is_frozen(part) for part in parts) or sum(math.prod(r.shape(part)) for part in parts) > _MOST:
+        return None
+    source, *_ = shown(r, parts[0])
+    while (whole := _taken_apart(r, source)) is not None:
+        source, *_ = shown(r, whole)
+    held = source.meta.get("val")
+    if not isinstance(held, Tensor) or memories_of(source) != memories[0] or r.is_frozen(source):
+        return None
+    numbers = torch.cat([_numbers(part.meta["val"]) for part in parts], axis)
+    own = _numbers(held)
+    if held.dtype != parts[0].meta["val"].dtype:
+        return None
+    if own.shape == numbers.shape:
+        return source if torch.equal(numbers, own) else None
+    if own.numel() == numbers.numel() and torch.equal(numbers.reshape(-1), own.reshape(-1)):
+        return reshaped(r, source, numbers.shape)
+    return (
+        permuted(r, source, [1, 0])
+        if own.ndim == 2 and own.T.shape == numbers.shape and torch.equal(own.T, numbers)
+        else None
+    )
+
+
+def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Return the value of which a node is one of the parts in a list."""
+    if r.name(node) != "getitem" or r.name(node.args[0]) not in _LISTS:
+        return None
+    source = node.args[0].args[0]  # type: ignore[union-attr]
+    return source if isinstance(source, fx.Node) else None

@@ -6,32 +6,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, filled, read_as_sums
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
+    added_layers,
     addmm,
     bilinear,
     einsum,
+    joined,
+    joined_layers,
     layout,
     matmul,
     multi_dot,
     narrow_convolution,
+    permuted,
     reshaped,
     shown,
     stored,
     summed_product,
     tensordot,
 )
-from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, memories_of
+from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, reduced
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.rules import out_of_place
 
 aten = torch.ops.aten
-_MOST = 2**22  # elements of a tensor that are numbered
 _LOW = -1e3  # the softmax of what is so much lower than all else is zero
 _FAR = 6  # operations between a mask and its softmax at most
 
@@ -156,11 +160,181 @@ def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(node.target, node.args[0], r.insert(aten.mul.Tensor, node.args[1], alpha))
 
 
+def _broadcast(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums and products with a value that is expanded, though it would be anyway."""
+    for at, given in enumerate(node.args[:2]):
+        if r.name(given) not in ("expand", "expand_as") or r.writes_into(given):  # type: ignore[arg-type]
+            continue
+        source = given.args[0]  # type: ignore[union-attr]
+        other = node.args[1 - at]
+        if len(r.shape(source)) and torch.broadcast_shapes(r.shape(source), r.shape(other)) == r.shape(node):
+            args = (source, other) if at == 0 else (other, source)
+            assert not isinstance(node.target, str)
+            return r.insert(node.target, *args, *node.args[2:], **node.kwargs)
+    return None
+
+
+def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums with 0, and products with 1."""
+    neutral = 0 if r.name(node) in ("add", "sub") else 1
+    for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
+        same = isinstance(value, fx.Node) and isinstance(other, (int, float)) and other == neutral
+        if same and value.meta["val"].dtype == node.meta["val"].dtype and not r.writes_into(node):  # type: ignore[union-attr]
+            return value  # type: ignore[return-value]
+    return None
+
+
+def _signed(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums and differences with the negative of something."""
+    one, two = node.args[:2]
+    adds = r.name(node) == "add"
+    if r.name(two) == "neg":
+        return r.insert(aten.sub.Tensor if adds else aten.add.Tensor, one, two.args[0])  # type: ignore[union-attr]
+    if adds and r.name(one) == "neg" and isinstance(two, fx.Node):
+        return r.insert(aten.sub.Tensor, two, one.args[0])  # type: ignore[union-attr]
+    return None
+
+
+def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    return _scaled_sum(r, node) or _neutral(r, node) or _broadcast(r, node) or _signed(r, node)
+
+
+def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite products with 1, with the negative of weights, and sums times one over their number of terms."""
+    if (same := _neutral(r, node) or _broadcast(r, node) or _mean(r, node)) is not None:
+        return same
+    for one, two in (node.args[:2], node.args[1::-1]):
+        if r.name(one) == "neg" and r.made_of(one) == "weights" and r.made_of(two) == "inputs":
+            return r.insert(aten.neg.default, r.insert(aten.mul.Tensor, two, one.args[0]))  # type: ignore[union-attr]
+    return None
+
+
+def _quotient(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    if node.kwargs.get("rounding_mode") is not None:
+        return None
+    return _neutral(r, node) or _mean(r, node)
+
+
+def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a sum that is divided by the number of its terms."""
+    for total, factor in (node.args[:2], node.args[1::-1] if r.name(node) == "mul" else (None, None)):
+        if r.name(total) != "sum" or not isinstance(total, fx.Node) or total.kwargs.get("dtype") is not None:
+            continue
+        number = r.number(factor)
+        rank = len(r.shape(total.args[0]))
+        axes = sorted(reduced(total, rank))
+        count = math.prod(r.shape(total.args[0])[axis] for axis in axes)
+        wanted = count if r.name(node) == "div" else 1 / count
+        alike = number is not None and math.isclose(number, wanted, rel_tol=1e-12)
+        if alike and r.shape(node) == r.shape(total) and node.meta["val"].dtype == total.meta["val"].dtype:
+            return r.insert(aten.mean.dim, total.args[0], axes, argument(total, 2, "keepdim", False))
+    return None
+
+
+def _pool(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite pooling of everything into one place."""
+    count = int(next(letter for letter in r.name(node) if letter in "123"))
+    if set(r.shape(node)[-count:]) != {1}:
+        return None
+    if not r.name(node).startswith("adaptive"):
+        size, padding = argument(node, 1, "kernel_size"), argument(node, 3, "padding", 0)
+        given = [size] * count if isinstance(size, int) else list(size) * (count // len(size))
+        if tuple(given) != r.shape(node.args[0])[-count:] or any(
+            padding if isinstance(padding, (list, tuple)) else [padding]
+        ):
+            return None
+    return reshaped(r, r.insert(aten.mean.dim, node.args[0], list(range(-count, 0))), r.shape(node))
+
+
+_PERMUTATIONS = {"permute", "transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims"}
+
+
+def _mean_of_moved(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the mean over axes of a permuted value."""
+    moved, axes = node.args[0], argument(node, 1, "dim")
+    if r.name(moved) not in _PERMUTATIONS or not r.only_for(moved, node) or not axes or argument(node, 2, "keepdim"):
+        return None
+    assert isinstance(moved, fx.Node)
+    rank = len(r.shape(moved))
+    target: Any = moved.target
+    marked = target(torch.empty(tuple(range(rank)), device="meta"), *moved.args[1:], **moved.kwargs)
+    order = list(marked.shape)
+    gone = sorted(order[axis] for axis in reduced(node, rank))
+    kept = [axis for axis in range(rank) if axis not in gone]
+    result = r.insert(node.target, moved.args[0], gone, False, **node.kwargs)
+    return permuted(r, result, [kept.index(axis) for axis in order if axis not in gone])
+
+
+# Constants, and tables.
+
+
+def _made_like(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite constants that take their shape from another value."""
+    number: Any = {"zeros": 0, "ones": 1}.get(r.name(node).removeprefix("new_").removesuffix("_like"))
+    if number is None:
+        number = node.args[1] if r.name(node) == "full_like" else node.args[2]
+    if isinstance(number, fx.Node) or r.writes_into(node):
+        return None
+    kind = node.meta["val"].dtype
+    return r.insert(aten.full.default, list(r.shape(node)), number, dtype=kind, device=node.meta["val"].device)
+
+
+def _of_integers(r: Rewriter, node: fx.Node) -> bool:
+    """Whether a node is made of nothing but the integers that go in: no choice of the network's."""
+    seen, left = {node}, [node]
+    while left:
+        for given in left.pop().all_input_nodes:
+            if given not in seen:
+                seen.add(given)
+                left.append(given)
+    values = (leaf for one in seen for leaf in pytree.tree_leaves(one.meta.get("val")) if isinstance(leaf, Tensor))
+    return not any(value.is_floating_point() for value in values)
+
+
+def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite rows of a matrix of weights, by integers that go in: an embedding; those in a row: a slice."""
+    table, place = node.args[0], node.args[1]
+    if r.name(node) == "index":
+        if not isinstance(place, (list, tuple)) or len(place) != 1:
+            return None
+        place = place[0]
+    elif node.args[1] != 0 or len(r.shape(node.args[2])) != 1:
+        return None
+    else:
+        place = node.args[2]
+    if r.made_of(table) != "weights" or len(r.shape(table)) != 2 or not isinstance(place, fx.Node):
+        return None
+    if place.meta["val"].dtype not in (torch.int64, torch.int32) or not _of_integers(r, place):
+        return None
+    if r.made_of(place) == "inputs":
+        return r.insert(aten.embedding.default, table, place)
+    known = r.constant(place)
+    if known is None or known.ndim != 1 or not len(known) or bool((known.diff() != 1).any()) or int(known[0]) < 0:
+        return None
+    return r.insert(aten.slice.Tensor, table, 0, int(known[0]), int(known[-1]) + 1)
+
+
+def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the product of rows of which one entry is 1 and a matrix of weights."""
+    value, weight = node.args[:2]
+    while r.name(value) in ("to", "_to_copy", "float", "double", "type_as"):
+        value = value.args[0]  # type: ignore[union-attr]
+    if argument(node, 2, "bias") is not None or r.name(value) != "one_hot" or not isinstance(value, fx.Node):
+        return None
+    place = value.args[0]
+    if not isinstance(place, fx.Node) or r.made_of(weight) != "weights" or not _of_integers(r, place):
+        return None
+    return r.insert(aten.embedding.default, permuted(r, weight, [1, 0]), place)  # type: ignore[arg-type]
+
+
 # Biases.
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    return _scaled_sum(r, node) or _biased(r, node) or factored(r, node)
+    for rewrite in (_scaled_sum, _neutral, _broadcast, _biased, added_layers, _signed, factored):
+        if (new := rewrite(r, node)) is not None:
+            return new
+    return None
 
 
 def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -192,6 +366,8 @@ def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a bias that is none of the network's tensors as it is."""
     bias, name = argument(node, 2, "bias"), r.name(node)
+    if name == "linear" and (embedded := _one_hot(r, node)) is not None:
+        return embedded
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
         assert not isinstance(node.target, str)
@@ -228,47 +404,13 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    """Return which element of its memory each element of a tensor is."""
-    numbers = torch.full((), tensor.storage_offset())
-    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
-        numbers = numbers[..., None] + torch.arange(size) * step
-    return numbers
-
-
-def _joined(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite parts of a value that are put together again as they were."""
-    parts, whole = node.args[0], r.shape(node)
-    if not isinstance(parts, (list, tuple)) or math.prod(whole) > _MOST or r.writes_into(node):
-        return None
-    memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
-    if not memories or any(memory != memories[0] for memory in memories) or any(map(r.is_frozen, node.all_input_nodes)):
-        return None
-    first, *_ = shown(r, parts[0])  # type: ignore[arg-type]
-    while first.op == "call_function" and (source := _taken_apart(r, first)) is not None:
-        first, *_ = shown(r, source)
-    candidates = [first]
-    for candidate in candidates:
-        held = candidate.meta.get("val")
-        if not isinstance(held, Tensor) or tuple(held.shape) != whole or memories_of(candidate) != memories[0]:
-            continue
-        if held.dtype != node.meta["val"].dtype or r.writes_into(candidate):
-            continue
-        numbers = torch.cat([_numbers(part.meta["val"]) for part in parts], argument(node, 1, "dim", 0))  # type: ignore[union-attr]
-        if torch.equal(numbers, _numbers(held)):
-            return candidate
-    return None
-
-
-_LISTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"}
-
-
-def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the value of which a node is one of the parts in a list."""
-    if r.name(node) != "getitem" or r.name(node.args[0]) not in _LISTS:
-        return None
-    source = node.args[0].args[0]  # type: ignore[union-attr]
-    return source if isinstance(source, fx.Node) else None
+def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite parts of a value that are put together again as they were, and layers whose weights are such parts."""
+    parts: Any = node.args[0]
+    whole = joined(r, parts, argument(node, 1, "dim", 0))
+    if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
+        return whole
+    return joined_layers(r, node)
 
 
 # Masks.
@@ -278,6 +420,12 @@ def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a mask before a softmax: it adds a number so low that nothing is left, or nothing."""
     if r.name(node) == "masked_fill":
         value, mask, number = node.args[:3]
+        if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
+            kind, sizes = node.meta["val"].dtype, r.shape(mask)
+            filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
+            assert not isinstance(node.target, str)
+            filled = r.insert(node.target, filled, mask, number)
+            return r.insert(aten.expand.default, filled, list(r.shape(node)))
         inverted = False
     else:
         mask, value, number = node.args[:3]
@@ -330,7 +478,13 @@ _REWRITES: dict[str, Rewrite] = {
     "bilinear": bilinear,
     "sum": summed_product,
     "add": _sum,
-    "sub": _scaled_sum,
+    "sub": _difference,
+    "mean": _mean_of_moved,
+    "mul": _product,
+    "div": _quotient,
+    **{f"{kind}avg_pool{count}d": _pool for kind in ("", "adaptive_") for count in (1, 2, 3)},
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _made_like),
+    **dict.fromkeys(("index", "index_select"), _read_at),
     "rsub": _reversed_difference,
     "addcmul": _with_product(aten.mul.Tensor),
     "addcdiv": _with_product(aten.div.Tensor),
@@ -344,6 +498,6 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(VIEWS, _undone),
     **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
     "expand_as": _same_shape(aten.expand.default),
-    "cat": _joined,
+    "cat": _cat,
     **dict.fromkeys(("masked_fill", "where"), _mask),
 }

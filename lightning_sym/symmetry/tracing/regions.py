@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, moved
+from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, TRANSPOSES, argument, moved
 from lightning_sym.symmetry.tracing.rewriting import KeptError, Rewriter
 
 aten = torch.ops.aten
@@ -40,7 +40,11 @@ _LAST = {"mul", "div", "add", "sub", "exp", "log", "cat", "addcmul", *MOVEMENTS}
 _MOST_NODES = 48  # of a region
 _MOST_FAILURES = 4  # values that are tried in vain as the one of which a region is made
 _CLOSE = 1e-9  # relative rounding errors of a region in float64
+_LOW = -1e3  # the exponential of what is so much lower than all else is zero
 _SMALL, _LARGE = 1e-4, 1e3  # factors that tell eps and what multiplies a norm
+
+_OTHERS = {"group_norm", "cosine_similarity"}
+_OF_GROUP_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
 
 Kind = Literal["layer", "rms", "softmax", "log_softmax"]
 
@@ -55,6 +59,7 @@ class Measured:
         split: An axis on which it goes over blocks of one size, each by itself, and this size; None if there is none.
         factor: The number by which it multiplies in the end.
         eps: What it adds to the variance, or to the mean square.
+        masked: Whether a softmax leaves out what a constant multiplies by zero behind the exponential.
         exact: Whether it is this function. If not, it is another function of the deviation times the same value, which
             no rotation changes either.
     """
@@ -64,6 +69,7 @@ class Measured:
     split: tuple[int, int] | None = None
     factor: float = 1.0
     eps: float = 0.0
+    masked: bool = False
     exact: bool = True
 
 
@@ -115,7 +121,8 @@ class _Step(NamedTuple):
 class _Recogniser:
     def __init__(self, rewriter: Rewriter) -> None:
         self.rewriter, self.graph = rewriter, rewriter.graph
-        self.order = {node: place for place, node in enumerate(self.graph.nodes)}
+        self.order: dict[fx.Node, float] = {node: place for place, node in enumerate(self.graph.nodes)}
+        self.inserted = 0
         self.constants: dict[fx.Node, Any] = {}
         self.known: dict[Hashable, Measured | None] = {}
 
@@ -124,14 +131,39 @@ class _Recogniser:
         changes, node = 0, next(iter(reversed(self.graph.nodes)))
         while node.op != "root":
             before = node.prev
-            if self.rewriter.name(node) in _LAST and node.users and (new := self._rewritten(node)) is not None:
+            if node.users and (new := self._rewritten(node)) is not None:
                 changes += 1
                 before = new
             node = before
         return changes
 
+    def _insert(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Put an operation before the one at hand."""
+        node = self.rewriter.insert(target, *args, **kwargs)
+        self.inserted += 1
+        self.order[node] = self.order[self.rewriter.at] - 1 / (1 + self.inserted)
+        return node
+
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
-        """Replace the region that ends in a node, if there is one; return the node before what was put in."""
+        """Replace the region that ends in a node, if there is one; return the node at which to go on."""
+        if (name := self.rewriter.name(node)) in _OTHERS:
+            self.rewriter.at = node
+            try:
+                new: fx.Node | None = getattr(self, f"_{name}")(node)
+            except KeptError:
+                return None
+            if new is not None:
+                self.rewriter.replace(node, new)
+            return new
+        if name not in _LAST:
+            return None
+        if name in ("mul", "div"):
+            try:
+                new = self._pulled_in(node)
+            except KeptError:
+                return None
+            if new is not None:
+                return new
         for region in self._regions(node):
             best: tuple[Measured, fx.Node, list[_Step]] | None = None
             failures = 0
@@ -149,10 +181,76 @@ class _Recogniser:
                     new = self._put(region, *best)
                 except KeptError:
                     return None
+                if new is None:
+                    continue
                 first = _after(before)
                 self.rewriter.replace(node, new)
                 return first.prev
         return None
+
+    def _group_norm(self, node: fx.Node) -> fx.Node | None:
+        """A group norm of one group, without places, is a layer norm."""
+        shape = _size(node) or ()
+        if node.args[1] != 1 or math.prod(shape[2:]) != 1 or shape[1] == 1 or len(shape) > 2:
+            return None
+        weight, bias, eps = (argument(node, at, key, default) for at, key, default in _OF_GROUP_NORM)
+        return self._insert(aten.layer_norm.default, node.args[0], [shape[1]], weight, bias, eps)
+
+    def _cosine_similarity(self, node: fx.Node) -> fx.Node | None:
+        """A cosine is a sum of products of what both are divided by their length."""
+        shapes = [_size(value) or () for value in node.args[:2]]
+        rank = max(len(shape) for shape in shapes)
+        axis = argument(node, 2, "dim", 1) % rank
+        sizes = {shape[axis - rank] for shape in shapes if len(shape) >= rank - axis}
+        if len(sizes) != 1 or any(len(shape) < rank - axis for shape in shapes):
+            return None
+        units = []
+        for value, shape in zip(node.args[:2], shapes, strict=True):
+            layout = _Layout(shape, Measured("rms", (axis - rank + len(shape),)))
+            units.append(layout.put(self._insert, value, None, None))
+        product = self._insert(aten.mul.Tensor, *units)
+        total = self._insert(aten.sum.dim_IntList, product, [axis])
+        return self._insert(aten.mul.Tensor, total, 1 / sizes.pop())
+
+    def _pulled_in(self, node: fx.Node) -> fx.Node | None:
+        """Divide what a linear map takes by its length, where the map's result is divided by this length."""
+        region = self._product(node, node, None, node, [])
+        parts = [*region.factors, *region.gains]
+        maps = [part for part in parts if self.rewriter.name(part[0]) in ("linear", "matmul") and part[1] == 1]
+        if len(parts) < 2 or len(maps) != 1 or any(given is not None for given in maps[0][0].args[2:]):
+            return None
+        (result,) = maps
+        for part in parts:
+            sizes = _size(part[0])
+            for place, value in enumerate(result[0].args[:2]) if sizes and part is not result else ():
+                wide = _beside(self.rewriter.name(result[0]), place, _size(value) or (), sizes)
+                if wide is None:
+                    continue
+                source, turned = self._turned(value)
+                wide = [*wide[:-2], wide[-1], wide[-2]] if turned else wide
+                own = _Region(source, [part], [], None, sizes, [])
+                for start, steps in self._starts(own):
+                    shape = _size(source) or ()
+                    if start is source and (found := self._measured(own, start, steps, wide)) is not None:
+                        self.rewriter.at = node
+                        new = self._scaled(_Layout(shape, found).put(self._insert, source, None, None), found)
+                        new = self._insert(value.target, new, *value.args[1:]) if turned else new
+                        given = [new if at == place else other for at, other in enumerate(result[0].args[:2])]
+                        last = self._insert(result[0].target, *given)
+                        for other, power in [other for other in parts if other is not part and other is not result]:
+                            last = self._insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, last, other)
+                        self.rewriter.replace(node, last)
+                        return last
+        return None
+
+    def _turned(self, value: fx.Node) -> tuple[fx.Node, bool]:
+        """Return of what a value is the transposed, and that it is; else itself."""
+        shape = _size(value.args[0] if value.args else None) or ()
+        if self.rewriter.name(value) in TRANSPOSES and len(shape) > 1:
+            numbers = torch.arange(math.prod(shape)).reshape(shape)
+            if torch.equal(_moved_by(_Step.of(value), numbers), numbers.mT):
+                return value.args[0], True  # type: ignore[return-value]
+        return value, False
 
     # Where a region may begin and end.
 
@@ -217,7 +315,7 @@ class _Recogniser:
         value = last.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return
-        heap: list[tuple[int, fx.Node]] = []
+        heap: list[tuple[float, fx.Node]] = []
         steps: list[_Step] = []
         seen: set[fx.Node] = set()
 
@@ -238,7 +336,6 @@ class _Recogniser:
                 and isinstance(own, Tensor)
                 and own.shape == value.shape
                 and own.dtype == value.dtype
-                and node is not last
                 and not self.rewriter.is_frozen(node)
             ):
                 yield node, steps[::-1]
@@ -257,12 +354,20 @@ class _Recogniser:
 
     # What a region does.
 
-    def _measured(self, region: _Region, start: fx.Node, steps: Sequence[_Step]) -> Measured | None:
-        key = self._key(region, start, steps)
+    def _measured(
+        self, region: _Region, start: fx.Node, steps: Sequence[_Step], wide: Sequence[int] | None = None
+    ) -> Measured | None:
+        """Return what a region does; or what multiplying by its result does, in another shape."""
+
+        def function(numbers: Tensor) -> Tensor:
+            result = self._run(region, start, steps, numbers)
+            return result if wide is None else numbers * result.reshape(wide)
+
+        key = self._key(region, start, steps), str(wide)
         if key not in self.known:
             try:
                 with torch.no_grad():
-                    self.known[key] = measured(lambda t: self._run(region, start, steps, t), _size(start) or ())
+                    self.known[key] = measured(function, _size(start) or ())
             except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, _UnknownError):
                 self.known[key] = None  # what cannot be run on numbers alone is no norm that could be found
         return self.known[key]
@@ -295,7 +400,7 @@ class _Recogniser:
         result = result.expand(region.shape)
         for move in region.moves:
             result = _moved_by(move, result)
-        return result.expand(numbers.shape)
+        return result
 
     def _constant(self, node: fx.Node) -> Any:
         """Return the value of what no input and no weight changes.
@@ -319,6 +424,8 @@ class _Recogniser:
 
     def _is_plain(self, region: _Region, measured: Measured, start: fx.Node, steps: Sequence[_Step]) -> bool:
         """Whether a region is one operation already, so that there is nothing to do."""
+        if measured.masked:
+            return self._masked(region, start, steps, put=False) is None
         if region.gains or region.bias is not None:
             return False
         names = [self.rewriter.name(step.node) for step in steps]
@@ -328,11 +435,15 @@ class _Recogniser:
         others = [name for name in names if name not in known and name not in _PASSED | MOVEMENTS]
         return len(known) == 1 and not others
 
-    def _put(self, region: _Region, measured: Measured, start: fx.Node, steps: Sequence[_Step]) -> fx.Node:
-        insert, shape = self.rewriter.insert, _size(start) or ()
+    def _put(self, region: _Region, measured: Measured, start: fx.Node, steps: Sequence[_Step]) -> fx.Node | None:
+        insert, shape = self._insert, _size(start) or ()
         gains, bias = list(region.gains), region.bias
         if measured.kind in ("softmax", "log_softmax"):
+            if region.moves and (gains or bias is not None):
+                return None
             target = aten.softmax.int if measured.kind == "softmax" else aten.log_softmax.int
+            if measured.masked:
+                start = self._masked(region, start, steps, put=True) or start
             node = insert(target, start, measured.axes[0])
         else:
             if measured.split is None and len(measured.axes) > 1 and measured.kind == "layer":
@@ -350,27 +461,53 @@ class _Recogniser:
             if measured.exact and measured.factor == 1 and not gains and measured.kind == "layer":
                 offset = self._vector(bias, region, shape, layout.channel)
                 bias = None if offset is not None else bias
+            if region.moves and (gains or bias is not None):
+                return None  # in front of the moves they tell more
             node = layout.put(insert, start, weight, offset)
             if not measured.exact:
                 node.meta["stands_for"] = lambda numbers: self._run(region, start, steps, numbers)
-        if measured.factor != 1:
-            node = insert(aten.mul.Tensor, node, measured.factor)
+        node = self._scaled(node, measured)
         for gain, power in gains:
-            moved_gain = self._moved(gain, region)
-            node = insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, node, moved_gain)
+            node = insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, node, gain)
         if bias is not None:
-            node = insert(aten.add.Tensor, node, self._moved(bias, region))
-        if node.meta["val"].dtype != region.node.meta["val"].dtype:
-            node = insert(aten.to.dtype, node, region.node.meta["val"].dtype)
+            node = insert(aten.add.Tensor, node, bias)
+        if _dtype(node) != _dtype(region.node):
+            node = insert(aten.to.dtype, node, _dtype(region.node))
         return node
 
-    def _moved(self, weights: fx.Node, region: _Region) -> fx.Node:
-        """Move a gain or bias as what it is joined with is moved."""
-        if region.moves:
-            weights = self.rewriter.insert(aten.expand.default, weights, list(region.shape))
-        for move in region.moves:
-            weights = self.rewriter.insert(move.target, weights, *move.args[1:], **move.kwargs)
-        return weights
+    def _scaled(self, node: fx.Node, measured: Measured) -> fx.Node:
+        return node if measured.factor == 1 else self._insert(aten.mul.Tensor, node, measured.factor)
+
+    def _masked(self, region: _Region, start: fx.Node, steps: Sequence[_Step], *, put: bool) -> fx.Node | None:
+        """Return what goes into the softmax of a region that leaves something out: what is left out is very low.
+
+        Args:
+            region: The region.
+            start: The value of which it is made.
+            steps: The operations between.
+            put: Whether to put it into the graph where it is not there, and not only find out what it is made of.
+
+        Returns:
+            It, or a constant of which it is made; None if there is none.
+        """
+        numbers = torch.zeros(_size(start) or (), dtype=torch.float64)
+        shown = self._run(region, start, steps, numbers) != 0
+        for step in steps:
+            others = [node for node in step.node.all_input_nodes if self.rewriter.made_of(node) == "constants"]
+            if self.rewriter.name(step.node) == "mul" and len(others) == 1:
+                value = self._constant(others[0]).double().broadcast_to(shown.shape)
+                if torch.equal(value, shown.double()):
+                    if not put:
+                        return others[0]
+                    low = self._insert(aten.log.default, self._insert(aten.to.dtype, others[0], _dtype(start)))
+                    return self._insert(aten.add.Tensor, start, low)
+            elif [node for node in step.node.all_input_nodes if node not in others] == [start]:
+                value = _run(step, lambda node: numbers if node is start else self._constant(node))
+                same = isinstance(value, Tensor) and value.shape == shown.shape == numbers.shape
+                if same and torch.equal(value, numbers.where(shown, value)):
+                    if bool((value[~shown] < _LOW).all()):
+                        return step.node
+        return None
 
     def _vector(
         self, weights: fx.Node | None, region: _Region, shape: tuple[int, ...], axis: int | None
@@ -466,6 +603,12 @@ def measured(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Me
     result = function(numbers)
     if not bool(result.isfinite().all()):
         return None
+    hidden = result == 0
+    if bool(hidden.any()):
+        low = numbers.masked_fill(hidden, -math.inf)
+        axes = (axis for axis in range(len(shape)) if _close(result, low.softmax(axis)))
+        axis = next(axes, None)
+        return None if axis is None else Measured("softmax", (axis,), masked=True)
     found = _seen_by_one(function, numbers, result)
     if found is None:
         return None
@@ -583,9 +726,28 @@ def _is_function_of(function: Any, numbers: Tensor, other: Tensor, ratio: Any, c
     return True
 
 
+def _beside(kind: str, place: int, own: tuple[int, ...], sizes: tuple[int, ...]) -> list[int] | None:
+    """Return in which shape what multiplies the result of a linear map multiplies one of its arguments.
+
+    Args:
+        kind: Which map: ``linear`` or ``matmul``.
+        place: Which argument, 0 or 1.
+        own: Its shape.
+        sizes: The shape of what multiplies the result.
+    """
+    if place == 0:
+        return list(sizes) if sizes[-1] == 1 and len(own) == len(sizes) and sizes[:-1] == own[:-1] else None
+    turned = kind == "linear"
+    if len(own) == 2:
+        fits = math.prod(sizes) == sizes[-1] == own[0 if turned else 1] > 1
+        return ([sizes[-1], 1] if turned else [1, sizes[-1]]) if fits else None
+    fits = len(own) == len(sizes) and sizes == (*own[:-2], 1, own[-1])
+    return list(sizes) if fits else None
+
+
 def _is_larger(new: Measured, old: Measured) -> bool:
     """Whether a region that begins before another one is the same norm, or takes the mean off besides."""
-    same = (new.axes, new.split, new.factor, new.exact) == (old.axes, old.split, old.factor, old.exact)
+    same = replace(new, kind=old.kind, eps=old.eps) == old
     close = abs(new.eps - old.eps) <= 1e-5 * max(new.eps, old.eps)
     return same and close and (new.kind == old.kind or (new.kind, old.kind) == ("layer", "rms"))
 
@@ -660,3 +822,8 @@ def _rounded(factor: float) -> float:
 def _size(node: Any) -> tuple[int, ...] | None:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype

@@ -18,6 +18,7 @@ from lightning_sym.symmetry.tracing.memory import written_by
 # Returns what stands for an operation, if it is of the spelling that this rewrites; None if it is not.
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node | None]
 Made = Literal["constants", "weights", "inputs"]
+_MOST = 2**16  # elements of a constant that is computed
 _ORDER: tuple[Made, ...] = ("constants", "weights", "inputs")
 
 
@@ -43,6 +44,7 @@ class Rewriter:
         self._written = {memory for node in self.graph.nodes for at in written_by(node) for memory in memories_of(at)}
         self._marked = {mark.node for mark in capture.marks}
         self._made: dict[fx.Node, Made] = {}
+        self._constants: dict[fx.Node, Tensor | None] = {}
         self._mode = next(
             (
                 value.fake_mode
@@ -87,24 +89,36 @@ class Rewriter:
         """Whether something is written into the memory of a node."""
         return not self._written.isdisjoint(memories_of(node))
 
-    def number(self, item: Any) -> float | None:
-        """Return the number in the place of a tensor, or that a node is whatever goes in; None if it is none."""
+    def constant(self, item: Any) -> Tensor | None:
+        """Return the value of what is made of numbers alone, in float64 if it is one; None if that is not known."""
         if not isinstance(item, fx.Node):
-            return float(item) if isinstance(item, (int, float)) else None
-        if self.made_of(item) != "constants" or math.prod(self.shape(item)) != 1 or self.is_frozen(item):
+            return torch.tensor(item, dtype=torch.float64) if isinstance(item, (int, float)) else None
+        if item not in self._constants:
+            self._constants[item] = self._constant(item)
+        return self._constants[item]
+
+    def _constant(self, item: fx.Node) -> Tensor | None:
+        if self.made_of(item) != "constants" or math.prod(self.shape(item)) > _MOST or self.is_frozen(item):
             return None
         if item.op == "get_attr":
             held: Any = getattr(item.graph.owning_module, str(item.target))
-            return None if held.is_meta else float(held)
+            return None if held.is_meta else held.detach().to("cpu", copy=True)
         if not isinstance(item.target, torch._ops.OpOverload) or item.target._schema.is_mutable:
             return None
-        args, kwargs = pytree.tree_map_only(fx.Node, self.number, (item.args, item.kwargs))
-        if None in [one for node, one in zip(item.args, args, strict=True) if isinstance(node, fx.Node)]:
+        parts = {node: self.constant(node) for node in item.all_input_nodes}
+        if any(part is None for part in parts.values()):
             return None
-        for at, node in enumerate(item.args):
-            if isinstance(node, fx.Node):
-                args = (*args[:at], torch.full(self.shape(node), args[at], dtype=_tensor(node).dtype), *args[at + 1 :])
-        return float(item.target(*args, **{**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
+        args, kwargs = fx.map_arg((item.args, item.kwargs), parts.get)
+        result = item.target(*args, **{**kwargs, "device": "cpu"} if "device" in kwargs else kwargs)
+        return result if isinstance(result, Tensor) else None
+
+    def number(self, item: Any) -> float | None:
+        """Return the number that a constant is everywhere; None if it is several, or not known."""
+        value = self.constant(item)
+        if value is None or not value.numel() or value.is_complex():
+            return None
+        first = value.reshape(-1)[0]
+        return float(first) if bool((value == first).all()) else None
 
     def made_of(self, node: Any) -> Made:
         """Return what a node is made of: of nothing but constants, of weights besides, or of the network's inputs."""
@@ -145,14 +159,18 @@ class Rewriter:
             raise KeptError
         with self.graph.inserting_before(self.at):
             node = self.graph.create_node("call_function", target, args, kwargs)
-        inputs = fx.map_arg((args, kwargs), _tensor)
-        with torch.no_grad(), self._mode:
-            given, named = pytree.tree_map_only(Tensor, self._without_data, inputs)
-            node.meta["val"] = pytree.tree_map_only(Tensor, Tensor.detach, target(*given, **named))
+        node.meta["val"] = self._computed(target, args, kwargs)
         self._learn(node)
         if self.at in self.capture.modules:
             self.capture.modules[node] = self.capture.modules[self.at]
         return node
+
+    def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation makes, without data."""
+        args, kwargs = fx.map_arg((args, kwargs), _held)
+        with torch.no_grad(), self._mode:
+            given, named = pytree.tree_map_only(Tensor, self._without_data, (args, kwargs))
+            return pytree.tree_map_only(Tensor, Tensor.detach, target(*given, **named))
 
     def _without_data(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
@@ -173,11 +191,12 @@ class Rewriter:
                 f"{old} of shape {tuple(one.shape)} and {one.dtype} was replaced by {new} of {tuple(two.shape)} and "
                 f"{two.dtype}; expected the same shape and type"
             )
-        fresh = not new.users and new not in self._marked
-        if fresh:
-            new.meta["val"] = one  # in the same memory
-        elif (memories_of(old) ^ memories_of(new)) & self._written:
-            raise ValueError(f"{old} or {new} is written into; expected that they share their memory")
+        here, there = memories_of(old), memories_of(new)
+        if not self._written.isdisjoint(here ^ there):
+            if new.users or new in self._marked:
+                raise ValueError(f"{old} or {new} is written into; expected that they share their memory")
+            new.meta["val"] = one
+        users = [user for user in old.users if memories_of(user) & here] if here != there else []
         old.replace_all_uses_with(new)
         for at, mark in enumerate(self.capture.marks):
             if mark.node is old:
@@ -185,6 +204,21 @@ class Rewriter:
                 self._marked.add(new)
         self._marked.discard(old)
         self._erase(old)
+        if memories_of(new) == there:
+            for user in users:
+                self._renew(user)
+
+    def _renew(self, node: fx.Node) -> None:
+        """Let a view show the memory that its argument has now, and all views of it."""
+        before = memories_of(node)
+        if node.op != "call_function" or not self._written.isdisjoint(before):
+            return
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default  # its argument may lie otherwise now
+        node.meta["val"] = self._computed(node.target, node.args, node.kwargs)
+        for user in node.users:
+            if memories_of(user) & before:
+                self._renew(user)
 
     def _erase(self, node: fx.Node) -> None:
         """Take out a node that nobody reads, and what only it read."""
@@ -194,9 +228,10 @@ class Rewriter:
                 self.capture.marks[at] = replace(mark, after=node.prev)
         self.capture.modules.pop(node, None)
         self._made.pop(node, None)
+        self._constants.pop(node, None)
         self.graph.erase_node(node)
         for given in before:
-            if self._is_dead(given):
+            if not given._erased and self._is_dead(given):
                 self._erase(given)
 
     def _is_dead(self, node: fx.Node) -> bool:
@@ -268,11 +303,14 @@ class KeptError(Exception):
     """A user has a rule for an operation that was to be put in."""
 
 
+def _held(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return getattr(node.graph.owning_module, str(node.target)) if value is None and node.op == "get_attr" else value
+
+
 def _tensor(node: fx.Node) -> Tensor:
     """Return the tensor without data that a node makes."""
-    value = node.meta.get("val")
-    if value is None and node.op == "get_attr":
-        value = getattr(node.graph.owning_module, str(node.target))
+    value = _held(node)
     if not isinstance(value, Tensor):
         raise KeyError(f"{node} makes no tensor")
     return value

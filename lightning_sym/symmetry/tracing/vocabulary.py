@@ -605,12 +605,13 @@ class Trace:
             labels[wide] = labels[wide].scaled_by(scale)
         return [label for label in labels if label.axes]
 
-    def parts(self, label: Label, axes: Sequence[int]) -> Label:
+    def parts(self, label: Label, axes: Sequence[int], *, mixed: bool = False) -> Label:
         """Demand that units which stand at one place of some axes of a label stay together (heads, groups).
 
         Args:
             label: The units, on further axes as well.
             axes: Some of the label's axes.
+            mixed: Whether mixtures of the parts of one whole may pass.
 
         Returns:
             The wholes whose parts they are, on these axes: new units with scales of their own.
@@ -618,7 +619,8 @@ class Trace:
         label = self.constraints.resolve(label)
         shape = tuple(label.atom.shape[label.axes.index(axis)] for axis in axes)
         wholes = self.constraints.fresh(tuple(axes), shape)
-        self.constraints.restrict(label)
+        if not mixed:
+            self.constraints.restrict(label)
         self.constraints.block(self.onto(wholes, label).atom, label.atom)
         self.see(wholes)
         return wholes

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from helpers import Program
-from torch import fx, nn
+from helpers import Program, outputs_of_graph
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry.trace import trace_symmetry
@@ -15,14 +15,6 @@ from lightning_sym.symmetry.tracing.capture import capture, operation_name, stat
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.rules import register_rule
 from lightning_sym.symmetry.tracing.shift_walk import find_shifts
-
-
-def outputs_of(captured, network, inputs):
-    """Run a captured graph on numbers."""
-    module = fx.GraphModule(captured.graph.owning_module or nn.Module(), captured.graph)
-    with torch.no_grad():
-        result = fx.Interpreter(module).run(*state_tensors(network).values(), *inputs)
-    return torch.utils._pytree.tree_leaves(result)
 
 
 def operations(captured):
@@ -64,6 +56,13 @@ LINEAR = {
     "viewed bias": lambda x, w, b: x @ w.T + b.view(1, 1, -1).expand(*x.shape[:-1], -1),
     "addcmul": lambda x, w, b: torch.addcmul(b, x @ w.T, torch.ones((), dtype=w.dtype)),
 }
+LINEAR |= {
+    "beside one another": lambda x, w, b: torch.cat(
+        [F.linear(x, *part) for part in zip(w.split(1), b.split(1), strict=True)], -1
+    ),
+    "added up": lambda x, w, b: sum(y @ v.T for y, v in zip(x.split((2, 3), -1), w.split((2, 3), 1), strict=True)) + b,
+    "bias last": lambda x, w, b: F.conv1d(x.mT, w[..., None]).mT + b,
+}
 MOVES = {
     "view_as": lambda h: h.view_as(h),
     "expand_as": lambda h: h.expand_as(h),
@@ -82,6 +81,18 @@ OTHERS = {
     "rsub": lambda h: torch.rsub(h, h.tanh()),
     "rsub of a number": lambda h: 1 - h,
     "factor of a sum": lambda h: torch.add(h, h.tanh(), alpha=0.3) - torch.sub(h, h.sin(), alpha=2),
+    "mean by a sum": lambda h: h + h.sum(-1, keepdim=True) / h.shape[-1] + h.sum() * (1 / h.numel()),
+    "no mean": lambda h: h + h.sum(-1, keepdim=True) / 7,
+    "mean by a product": lambda h: h + torch.einsum("btd,t->bd", h, torch.full((3,), 1 / 3, dtype=h.dtype))[:, None],
+    "mean by a row": lambda h: h + torch.full((1, 3), 0.25, dtype=h.dtype) @ h,
+    "mean by a column": lambda h: h + h @ torch.full((4,), 0.25, dtype=h.dtype)[:, None],
+    "pooled": lambda h: (
+        h + F.adaptive_avg_pool1d(h.mT, 1).mT + F.avg_pool1d(h.mT, 3).mT + F.avg_pool1d(h, 3, 1)[..., :1]
+    ),
+    "mean of a transpose": lambda h: h + h.permute(2, 0, 1).mean((-1, 1)),
+    "negatives": lambda h: (0 + h * 1) / 1 - (-h.tanh()) + (-h.sin()),
+    "like others": lambda h: h + torch.ones_like(h) - h.new_full((4,), 2) + torch.full_like(h, 3) * h.new_zeros(4),
+    "expanded": lambda h: h + h.mean(1, keepdim=True).expand_as(h) * h.mean(0).expand(*h.shape),
     "other names": lambda h: torch.true_divide(torch.multiply(h, h), torch.subtract(h.square(), -2)),
     "rounded quotient": lambda h: torch.divide(h, 0.7, rounding_mode="floor") + h,
     "seen after a write": lambda h: (torch.relu_(g := h * 1), g)[1] + h,
@@ -134,6 +145,20 @@ def attention(mask, products=PRODUCTS["matmul"], read=None):
     return Program(forward, {**{name: nn.Linear(6, 4) for name in "qkv"}, "o": nn.Linear(4, 6)}).double()
 
 
+def tables():
+    """Yield embeddings in several spellings."""
+    reads = {
+        "embedding": lambda s, i: s.e(i) + s.p[: i.shape[1]],
+        "index": lambda s, i: s.e.weight[i] + s.p[torch.arange(i.shape[1])],
+        "index_select": lambda s, i: s.e.weight.index_select(0, i.flatten()).view(*i.shape, -1) + s.p.narrow(0, 0, 3),
+        "one_hot": lambda s, i: F.one_hot(i, 9).to(s.p) @ s.e.weight + F.embedding(torch.arange(i.shape[1]), s.p),
+        "backwards": lambda s, i: s.e(i) + s.p[torch.arange(2, -1, -1)],
+    }
+    for name, read in reads.items():
+        parts = {"e": nn.Embedding(9, 4), "p": nn.Parameter(torch.randn(3, 4)), "b": nn.Linear(4, 5)}
+        yield name, Program(lambda s, i, read=read: s.b(read(s, i).tanh()), parts).double()
+
+
 def every_network():
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     for name, first in LINEAR.items():
@@ -147,6 +172,8 @@ def every_network():
         yield f"mask: {name}", attention(mask), x
     for name, products in PRODUCTS.items():
         yield f"attention: {name}", attention(MASKED["where"], products), x
+    for name, network in tables():
+        yield f"table: {name}", network, torch.randint(9, (2, 3))
     yield "mask of the input", attention(MASKED["where"], read=lambda x: x[:, :1, None, :1] > -9), x
     yield "encoder", nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True).double().eval(), x
 
@@ -161,8 +188,8 @@ def test_the_normal_form_computes_the_same(name):
     with torch.no_grad():
         expected = network(x)
     captured = capture(network, Call.of(x, {}, None))
-    before = outputs_of(captured, network, [x])
-    after = outputs_of(normalise(captured), network, [x])
+    before = outputs_of_graph(captured, network, [x])
+    after = outputs_of_graph(normalise(captured), network, [x])
     captured.graph.lint()
     torch.testing.assert_close(before, [expected], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(after, [expected], rtol=1e-12, atol=1e-12)
