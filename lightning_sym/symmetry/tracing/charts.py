@@ -11,17 +11,6 @@ from lightning_sym.symmetry.tracing.invisible import PASSES, argument
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
-_FILLS = {"ones_like": 1.0, "new_ones": 1.0, "zeros_like": 0.0, "new_zeros": 0.0}
-
-
-def filled(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a tensor that is one number everywhere, of the shape and type of another one."""
-    name = r.name(node)
-    place = 1 if name == "full_like" else 2
-    number = _FILLS[name] if name in _FILLS else r.number(argument(node, place, "fill_value"))
-    if number is None:
-        return None
-    return r.insert(aten.full.default, list(r.shape(node)), number, dtype=node.meta["val"].dtype)
 
 
 def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.charts import factored, filled, read_as_sums
+from lightning_sym.symmetry.tracing.charts import factored, read_as_sums
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     added_layers,
@@ -494,7 +494,6 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("concat", "concatenate"), _renamed(aten.cat.default)),
     "stack": _stack,
     "getitem": _item,
-    **dict.fromkeys(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"), filled),
     **dict.fromkeys(VIEWS, _undone),
     **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
     "expand_as": _same_shape(aten.expand.default),
