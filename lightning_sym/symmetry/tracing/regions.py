@@ -403,7 +403,7 @@ class _Recogniser:
 
         for step in steps:
             values[step.node] = _run(step, get)
-        result: Any = torch.ones((), dtype=torch.float64)
+        result = torch.ones((), dtype=torch.float64)
         for factor, power in region.factors:
             part = get(factor) if isinstance(factor, fx.Node) else factor
             result = result * part if power == 1 else result / part
