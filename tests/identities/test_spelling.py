@@ -33,7 +33,6 @@ EVERY = "every spelling"
 SHORT: dict[str, Collection[str]] = {
     "linear": {"bias as a column"},
     "linear around a layer norm": {"bias as a column"},
-    "layer norm": {"group_norm"},
     "group norm": EVERY,
     "batch norm": {"norm, then gain", "by hand", "folded", "addcmul", "channels first", "depthwise"},
     "convolution": {
@@ -47,7 +46,7 @@ SHORT: dict[str, Collection[str]] = {
         "chunks",
         "sum over inputs",
     },
-    "attention, causal": {"exp over sum, stable", "exp times mask", "logsumexp", "head by head"},
+    "attention, causal": {"exp over sum, stable", "head by head"},
     "attention, padded": {"exp times mask", "softmax times mask"},
     "rotary, halves": {"complex", "written", "matrices"},
     "rotary, pairs": {"complex", "matrices", "narrow"},
@@ -55,7 +54,6 @@ SHORT: dict[str, Collection[str]] = {
     "residual": {"sum", "folded gain", "baddbmm"},
     "embedding and positions": {"gather"},
     "pooling": {"image", "stack", "mean of chunks"},
-    "cosine": {"cosine_similarity", "divided later", "outer norms"},
     "gains of 1 + w": EVERY,
     "gains of 1 + w of a layer norm": EVERY,
     "gains of 1 + w in front of layers": EVERY,
@@ -75,7 +73,7 @@ SHORT: dict[str, Collection[str]] = {
     "neighbours": {"index_add", "index_add in place", "scatter_add", "scatter_reduce", "index_put"},
     "mean of neighbours": EVERY,
     "bottleneck with a batch norm": EVERY,
-    "cosine attention": EVERY,
+    "cosine attention": {"cosine_similarity"},
     "temperature per head": EVERY,
     "shared queries and keys": EVERY,
     "weighted mean": {"products", "einsum", "bmm", "steps"},
