@@ -561,7 +561,9 @@ class _Layout:
             self.channel = measured.axes[0] if len(measured.axes) == 1 else None
         self.kept = kept
 
-    def put(self, insert: Callable[..., fx.Node], start: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
+    def put(
+        self, insert: Callable[..., fx.Node], start: fx.Node, weight: fx.Node | None, bias: fx.Node | None
+    ) -> fx.Node:
         """Insert the operations, with gain and bias along the axis of the channels."""
         node: fx.Node = start
         measured = self.measured
