@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, TRANSPOSES, argument, moved
-from lightning_sym.symmetry.tracing.rewriting import KeptError, Rewriter
+from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 
 aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ class _Recogniser:
             self.rewriter.at = node
             try:
                 new: fx.Node | None = getattr(self, f"_{name}")(node)
-            except KeptError:
+            except NoSpellingError:
                 return None
             if new is not None:
                 self.rewriter.replace(node, new)
@@ -160,7 +160,7 @@ class _Recogniser:
         if name in ("mul", "div"):
             try:
                 new = self._pulled_in(node)
-            except KeptError:
+            except NoSpellingError:
                 return None
             if new is not None:
                 return new
@@ -179,7 +179,7 @@ class _Recogniser:
                 self.rewriter.at, before = node, node.prev
                 try:
                     new = self._put(region, *best)
-                except KeptError:
+                except NoSpellingError:
                     return None
                 if new is None:
                     continue
