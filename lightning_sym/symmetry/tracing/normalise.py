@@ -37,6 +37,7 @@ from lightning_sym.symmetry.tracing.rules import out_of_place
 
 aten = torch.ops.aten
 _LOW = -1e3  # the softmax of what is so much lower than all else is zero
+_LOWEST = -1e30  # to which nothing can be added
 _FAR = 6  # operations between a mask and its softmax at most
 
 
@@ -106,10 +107,34 @@ def _arithmetic(target: Any) -> Rewrite:
     return rewrite
 
 
-def _stack(r: Rewriter, node: fx.Node) -> fx.Node:
+def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
     values: Any = node.args[0]
     axis = argument(node, 1, "dim", 0) % len(r.shape(node))
+    if any(_stacked(r, user) is node for user in node.users):
+        return None  # it is going to be a sum
     return r.insert(aten.cat.default, [r.insert(aten.unsqueeze.default, value, axis) for value in values], axis)
+
+
+def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Return the stack over whose terms a sum goes."""
+    stack = node.args[0] if node.args else None
+    if r.name(node) != "sum" or r.name(stack) != "stack" or not r.only_for(stack, node) or node.kwargs:
+        return None
+    assert isinstance(stack, fx.Node)
+    axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
+    alone = len(node.args) == 2 and reduced(node, len(r.shape(stack))) == {axis}
+    return stack if alone and stack.meta["val"].dtype == node.meta["val"].dtype else None
+
+
+def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of what was stacked for it, and of a product."""
+    stack = _stacked(r, node)
+    if stack is None:
+        return summed_product(r, node)
+    first, *rest = stack.args[0]  # type: ignore[misc]
+    for value in rest:
+        first = r.insert(aten.add.Tensor, first, value)
+    return first if rest else None  # type: ignore[return-value]
 
 
 def _with_product(target: Any) -> Rewrite:
@@ -439,7 +464,7 @@ def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     if r.made_of(value) != "inputs" or (r.name(node) == "where" and inverted and not isinstance(value, fx.Node)):
         return None
-    if not _leads_to_softmax(r, node):
+    if not _leads_to_softmax(r, node, low):
         return None
     kind = value.meta["val"].dtype
     zeros = r.insert(aten.full.default, list(r.shape(mask)), 0.0, dtype=kind)
@@ -449,14 +474,17 @@ def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.add.Tensor, value, added)
 
 
-def _leads_to_softmax(r: Rewriter, node: fx.Node) -> bool:
-    """Whether nothing but a softmax reads a value, to which others may be added before."""
+def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
+    """Whether nothing but a softmax reads a value, to which others may be added before.
+
+    Its logarithm shows low numbers, but nothing that was added to the lowest ones.
+    """
     for _ in range(_FAR):
         if len(node.users) != 1:
             return False
         (user,) = node.users
         if r.name(user) in SOFTMAX:
-            return True
+            return "log" not in r.name(user) or low < _LOWEST
         if (
             r.name(user) not in PASSES | {"add", "masked_fill", "where"}
             or r.shape(user) != r.shape(node)
@@ -476,7 +504,7 @@ _REWRITES: dict[str, Rewrite] = {
     **{f"conv{kind}{count}d": _layer for kind in ("", "_transpose") for count in (1, 2, 3)},
     "einsum": einsum,
     "bilinear": bilinear,
-    "sum": summed_product,
+    "sum": _total,
     "add": _sum,
     "sub": _difference,
     "mean": _mean_of_moved,

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, TRANSPOSES, argument, moved
-from lightning_sym.symmetry.tracing.rewriting import KeptError, Rewriter
+from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 
 aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ class _Recogniser:
             self.rewriter.at = node
             try:
                 new: fx.Node | None = getattr(self, f"_{name}")(node)
-            except KeptError:
+            except NoSpellingError:
                 return None
             if new is not None:
                 self.rewriter.replace(node, new)
@@ -160,7 +160,7 @@ class _Recogniser:
         if name in ("mul", "div"):
             try:
                 new = self._pulled_in(node)
-            except KeptError:
+            except NoSpellingError:
                 return None
             if new is not None:
                 return new
@@ -179,7 +179,7 @@ class _Recogniser:
                 self.rewriter.at, before = node, node.prev
                 try:
                     new = self._put(region, *best)
-                except KeptError:
+                except NoSpellingError:
                     return None
                 if new is None:
                     continue
@@ -205,7 +205,8 @@ class _Recogniser:
         if len(sizes) != 1 or any(len(shape) < rank - axis for shape in shapes):
             return None
         units = []
-        for value, shape in zip(node.args[:2], shapes, strict=True):
+        values: Any = node.args[:2]
+        for value, shape in zip(values, shapes, strict=True):
             layout = _Layout(shape, Measured("rms", (axis - rank + len(shape),)))
             units.append(layout.put(self._insert, value, None, None))
         product = self._insert(aten.mul.Tensor, *units)
@@ -215,33 +216,41 @@ class _Recogniser:
     def _pulled_in(self, node: fx.Node) -> fx.Node | None:
         """Divide what a linear map takes by its length, where the map's result is divided by this length."""
         region = self._product(node, node, None, node, [])
-        parts = [*region.factors, *region.gains]
+        parts: list[tuple[Any, int]] = [*region.factors, *region.gains]
         maps = [part for part in parts if self.rewriter.name(part[0]) in ("linear", "matmul") and part[1] == 1]
         if len(parts) < 2 or len(maps) != 1 or any(given is not None for given in maps[0][0].args[2:]):
             return None
-        (result,) = maps
+        result = maps[0][0]
         for part in parts:
             sizes = _size(part[0])
-            for place, value in enumerate(result[0].args[:2]) if sizes and part is not result else ():
-                wide = _beside(self.rewriter.name(result[0]), place, _size(value) or (), sizes)
+            for place, value in enumerate(result.args[:2]) if sizes and part is not maps[0] else ():
+                wide = _beside(self.rewriter.name(result), place, _size(value) or (), sizes or ())
                 if wide is None:
                     continue
                 source, turned = self._turned(value)
                 wide = [*wide[:-2], wide[-1], wide[-2]] if turned else wide
-                own = _Region(source, [part], [], None, sizes, [])
+                own = _Region(source, [part], [], None, sizes or (), [])
                 for start, steps in self._starts(own):
-                    shape = _size(source) or ()
                     if start is source and (found := self._measured(own, start, steps, wide)) is not None:
-                        self.rewriter.at = node
-                        new = self._scaled(_Layout(shape, found).put(self._insert, source, None, None), found)
-                        new = self._insert(value.target, new, *value.args[1:]) if turned else new
-                        given = [new if at == place else other for at, other in enumerate(result[0].args[:2])]
-                        last = self._insert(result[0].target, *given)
-                        for other, power in [other for other in parts if other is not part and other is not result]:
-                            last = self._insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, last, other)
-                        self.rewriter.replace(node, last)
-                        return last
+                        others = [other for other in parts if other is not part and other is not maps[0]]
+                        return self._divided(node, result, place, found, others)
         return None
+
+    def _divided(
+        self, node: fx.Node, result: fx.Node, place: int, found: Measured, others: list[tuple[Any, int]]
+    ) -> fx.Node:
+        """Put the map of a normalised argument, times other factors, in the place of a product."""
+        self.rewriter.at = node
+        value: Any = result.args[place]
+        source, turned = self._turned(value)
+        new = self._scaled(_Layout(_size(source) or (), found).put(self._insert, source, None, None), found)
+        new = self._insert(value.target, new, *value.args[1:]) if turned else new
+        given = [new if at == place else other for at, other in enumerate(result.args[:2])]
+        last = self._insert(result.target, *given)
+        for other, power in others:
+            last = self._insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, last, other)
+        self.rewriter.replace(node, last)
+        return last
 
     def _turned(self, value: fx.Node) -> tuple[fx.Node, bool]:
         """Return of what a value is the transposed, and that it is; else itself."""
@@ -256,7 +265,8 @@ class _Recogniser:
 
     def _regions(self, node: fx.Node) -> Iterator[_Region]:
         """Yield what a node may be the last step of: with the weights that it multiplies and adds, and without."""
-        moves, whole = [], node
+        moves: list[fx.Node] = []
+        whole: Any = node
         while self.rewriter.name(whole) in MOVEMENTS and (whole is node or self._is_inner(whole, moves[0])):
             if whole.all_input_nodes != [whole.args[0]]:
                 return
@@ -393,7 +403,7 @@ class _Recogniser:
 
         for step in steps:
             values[step.node] = _run(step, get)
-        result: Any = torch.ones((), dtype=torch.float64)
+        result = torch.ones((), dtype=torch.float64)
         for factor, power in region.factors:
             part = get(factor) if isinstance(factor, fx.Node) else factor
             result = result * part if power == 1 else result / part
@@ -448,8 +458,8 @@ class _Recogniser:
         else:
             if measured.split is None and len(measured.axes) > 1 and measured.kind == "layer":
                 # Behind a norm of all channels and places, gains of channels make it a group norm of one group.
-                first = [gain for gain, power in gains if power == 1][:1] or [bias]
-                axis = next((a for a in measured.axes if self._vector(first[0], region, shape, a)), None)
+                first = next((gain for gain, power in gains if power == 1), bias)
+                axis = next((a for a in measured.axes if self._vector(first, region, shape, a)), None)
                 if axis is not None:
                     others = tuple(other for other in measured.axes if other != axis)
                     measured = replace(measured, axes=others, split=(axis, shape[axis]))
@@ -503,10 +513,9 @@ class _Recogniser:
                     return self._insert(aten.add.Tensor, start, low)
             elif [node for node in step.node.all_input_nodes if node not in others] == [start]:
                 value = _run(step, lambda node: numbers if node is start else self._constant(node))
-                same = isinstance(value, Tensor) and value.shape == shown.shape == numbers.shape
-                if same and torch.equal(value, numbers.where(shown, value)):
-                    if bool((value[~shown] < _LOW).all()):
-                        return step.node
+                hides = isinstance(value, Tensor) and torch.equal(value < _LOW, ~shown)
+                if hides and torch.equal(value, numbers.where(shown, value)):
+                    return step.node
         return None
 
     def _vector(
@@ -530,7 +539,7 @@ class _Recogniser:
         if not isinstance(places, Tensor):
             return None
         expected = torch.arange(shape[axis]).reshape(-1, *[1] * (len(shape) - axis - 1))
-        return vector if torch.equal(*torch.broadcast_tensors(places, expected)) else None
+        return vector if bool((places == expected).all()) else None
 
 
 class _UnknownError(Exception):
@@ -552,9 +561,12 @@ class _Layout:
             self.channel = measured.axes[0] if len(measured.axes) == 1 else None
         self.kept = kept
 
-    def put(self, insert: Any, start: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
+    def put(
+        self, insert: Callable[..., fx.Node], start: fx.Node, weight: fx.Node | None, bias: fx.Node | None
+    ) -> fx.Node:
         """Insert the operations, with gain and bias along the axis of the channels."""
-        node, measured = start, self.measured
+        node: fx.Node = start
+        measured = self.measured
         moved = self.permuted != list(range(len(self.shape)))
         if moved:
             node = insert(aten.permute.default, node, self.permuted)
@@ -606,8 +618,7 @@ def measured(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Me
     hidden = result == 0
     if bool(hidden.any()):
         low = numbers.masked_fill(hidden, -math.inf)
-        axes = (axis for axis in range(len(shape)) if _close(result, low.softmax(axis)))
-        axis = next(axes, None)
+        axis = next((axis for axis in range(len(shape)) if _close(result, low.softmax(axis))), None)
         return None if axis is None else Measured("softmax", (axis,), masked=True)
     found = _seen_by_one(function, numbers, result)
     if found is None:
@@ -664,7 +675,7 @@ def _norm(
         wide, gone = tensor, list(axes)
         if split is not None:
             axis, size = split
-            wide = tensor.unflatten(axis, (shape[axis] // size, size))
+            wide = tensor.reshape(*shape[:axis], -1, size, *shape[axis + 1 :])
             gone = [other + (other > axis) for other in axes] + [axis + 1]
         kept = [axis for axis in range(wide.ndim) if axis not in gone]
         return wide.permute(*kept, *gone).flatten(len(kept)).flatten(0, -2)

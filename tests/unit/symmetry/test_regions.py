@@ -159,6 +159,29 @@ def names_of(found: Capture) -> list[str]:
     return [operation_name(node.target) for node in found.graph.nodes if node.op == "call_function"]
 
 
+def stable(z: Tensor, hidden: Tensor) -> Tensor:
+    shifted = z.masked_fill(hidden, -math.inf) - z.masked_fill(hidden, -math.inf).amax(-1, keepdim=True)
+    return shifted.exp() / shifted.exp().sum(-1, keepdim=True)
+
+
+MASKED = {
+    "factor": lambda z, hidden: F.normalize(z.exp() * ~hidden, p=1, dim=-1),
+    "masks of its own": stable,
+    "where": lambda z, hidden: F.normalize(torch.where(hidden, -1e9, z).exp(), p=1, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_softmax_behind_a_mask_has_the_group_of_torchs(name: str) -> None:
+    hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    masked = functools.partial(MASKED[name], hidden=hidden)
+    numbers = []
+    for softmax in (masked, lambda z: z.masked_fill(hidden, -math.inf).softmax(-1)):
+        network = Program(functools.partial(attention, softmax)).double()
+        numbers.append(trace_symmetry(network, torch.randn(2, 3, 9)).dimension)
+    assert numbers[0] == numbers[1]
+
+
 @pytest.mark.parametrize("name", EXPONENTIALS)
 def test_softmaxes_are_found_however_they_are_written(name: str) -> None:
     found = capture(Program(functools.partial(attention, EXPONENTIALS[name])).double(), Call.of(torch.randn(2, 3, 9)))
@@ -178,6 +201,7 @@ def test_what_is_put_in_computes_the_same(kind: str, name: str) -> None:
     torch.testing.assert_close(result, network(x).detach(), rtol=1e-10, atol=1e-10)
 
 
+KEPT = torch.ones(3, D).tril()
 NEITHER = {
     "identity": lambda x: x,
     "mean only": centred,
@@ -189,7 +213,7 @@ NEITHER = {
     "median": lambda x: (x - x.median(-1, keepdim=True).values) / x.std(-1, keepdim=True),
     "length times itself": lambda x: x * x.norm(dim=-1, keepdim=True),
     "softmax with a sink": lambda x: x.exp() / (1 + x.exp().sum(-1, keepdim=True)),
-    "masked softmax": lambda x: (x + torch.ones(3, D).tril().log()).softmax(-1),
+    "masked softmax with a sink": lambda x: x.exp() * KEPT / (1 + (x.exp() * KEPT).sum(-1, keepdim=True)),
     "warm softmax": lambda x: (x / 2).softmax(-1),
     "weighted mean": lambda x: F.layer_norm(x * torch.arange(1.0, D + 1), (D,)),
     "norm of a row by another": lambda x: x / x.roll(1, 0).norm(dim=-1, keepdim=True),
@@ -247,3 +271,40 @@ def test_rule_of_a_user_for_an_operation_inside_wins() -> None:
     assert recognise(Rewriter(found, kept={"aten::rsqrt"})) == 0
     found = capture(Program(LAYER["mean"]).double(), Call.of(torch.randn(2, 3, 9)))
     assert recognise(Rewriter(found, kept={"aten::layer_norm"})) == 0
+
+
+class Cosines(nn.Module):
+    """A classifier by cosines."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.weight, self.function = nn.Linear(9, D), nn.Parameter(torch.randn(7, D)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.before(x), self.weight)
+
+
+COSINES = {
+    "normalize": lambda h, w: F.normalize(h, dim=-1) @ F.normalize(w, dim=-1).T,
+    "cosine_similarity": lambda h, w: F.cosine_similarity(h[..., None, :], w, dim=-1),
+    "divided later": lambda h, w: h @ w.T / h.norm(dim=-1, keepdim=True) / w.norm(dim=-1),
+    "outer norms": lambda h, w: F.linear(h, w) / (h.square().sum(-1).sqrt()[..., None] * w.norm(dim=1)),
+    "rms_norm": lambda h, w: F.rms_norm(h, (D,), eps=0.0) @ (F.rms_norm(w, (D,), eps=0.0) / D).T,
+}
+
+
+@pytest.mark.parametrize("name", COSINES)
+def test_cosines_scale_each_class_and_rotate_what_is_compared(name: str) -> None:
+    symmetry = trace_symmetry(Cosines(COSINES[name]).double(), torch.randn(2, 3, 9))
+    assert symmetry.scales == 7 + 1
+    assert [rotation.dimension for rotation in symmetry.structure.rotations] == [D * (D - 1) // 2]
+    assert symmetry.dimension == 8 + D * (D - 1) // 2
+
+
+def test_group_norm_of_single_channels_is_an_instance_norm() -> None:
+    found = []
+    for norm in (nn.GroupNorm(4, 4), nn.InstanceNorm2d(4, affine=True)):
+        network = nn.Sequential(nn.Conv2d(5, 4, 1), norm, nn.Conv2d(4, 3, 1)).double()
+        symmetry = trace_symmetry(network, torch.randn(2, 5, 4, 5, dtype=torch.float64))
+        found.append((symmetry.dimension, symmetry.signs, symmetry.log10_permutations))
+    assert found[0] == found[1]
