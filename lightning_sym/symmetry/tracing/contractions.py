@@ -78,6 +78,13 @@ def _matrix(r: Rewriter, weight: fx.Node, letters: str, rows: str, columns: str)
     gone = [letter for letter in letters if letter not in rows + columns]
     if len(rows) == len(columns) == 1:
         found = stored(r, weight, [letters.index(rows), letters.index(columns)])
+        source = shown(r, weight)[0]
+        if (
+            found in (None, weight)
+            and len(r.shape(source)) > 2
+            and math.prod(r.shape(source)) > math.prod(r.shape(weight))
+        ):
+            return None  # a part of a kernel, say
         return found or _ordered(r, *without(r, weight, letters, gone), rows + columns)
     sizes = dict(zip(letters, r.shape(weight), strict=True))
     shape = [math.prod(sizes[letter] for letter in part) for part in (rows, columns)]

@@ -103,10 +103,34 @@ def _arithmetic(target: Any) -> Rewrite:
     return rewrite
 
 
-def _stack(r: Rewriter, node: fx.Node) -> fx.Node:
+def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
     values: Any = node.args[0]
     axis = argument(node, 1, "dim", 0) % len(r.shape(node))
+    if any(_stacked(r, user) is node for user in node.users):
+        return None  # it is going to be a sum
     return r.insert(aten.cat.default, [r.insert(aten.unsqueeze.default, value, axis) for value in values], axis)
+
+
+def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Return the stack over whose terms a sum goes."""
+    stack = node.args[0] if node.args else None
+    if r.name(node) != "sum" or r.name(stack) != "stack" or not r.only_for(stack, node) or node.kwargs:
+        return None
+    assert isinstance(stack, fx.Node)
+    axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
+    alone = len(node.args) == 2 and reduced(node, len(r.shape(stack))) == {axis}
+    return stack if alone and stack.meta["val"].dtype == node.meta["val"].dtype else None
+
+
+def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of what was stacked for it, and of a product."""
+    stack = _stacked(r, node)
+    if stack is None:
+        return summed_product(r, node)
+    first, *rest = stack.args[0]  # type: ignore[misc]
+    for value in rest:
+        first = r.insert(aten.add.Tensor, first, value)
+    return first if rest else None  # type: ignore[return-value]
 
 
 def _with_product(target: Any) -> Rewrite:
@@ -473,7 +497,7 @@ _REWRITES: dict[str, Rewrite] = {
     **{f"conv{kind}{count}d": _layer for kind in ("", "_transpose") for count in (1, 2, 3)},
     "einsum": einsum,
     "bilinear": bilinear,
-    "sum": summed_product,
+    "sum": _total,
     "add": _sum,
     "sub": _difference,
     "mean": _mean_of_moved,

@@ -61,7 +61,10 @@ class Rewriter:
 
     def name(self, node: Any) -> str:
         """Return the name of an operation that may be replaced, without the mark of writing in place; else nothing."""
-        if not isinstance(node, fx.Node) or node.op != "call_function" or node in self._frozen:
+        if not isinstance(node, fx.Node) or node.op != "call_function":
+            return ""
+        # Whatever is written into a result later, an operation makes the same of what it reads.
+        if node in self._frozen and (node is not self.at or self._shares(node)):
             return ""
         if self._is_kept(node.target) or node.kwargs.get("out") is not None:
             return ""
@@ -80,6 +83,11 @@ class Rewriter:
         if not isinstance(node, fx.Node):
             return ()
         return tuple(_tensor(node).shape)
+
+    @staticmethod
+    def _shares(node: fx.Node) -> bool:
+        own = memories_of(node)
+        return any(own & memories_of(given) for given in node.all_input_nodes)
 
     def is_frozen(self, node: fx.Node) -> bool:
         """Whether something is written into the memory of a node that others see: it stays as it is."""
@@ -256,8 +264,8 @@ class Rewriter:
         node = next(iter(self.graph.nodes))
         while node.op != "root":
             following = node.next
+            self.at, before = node, node.prev
             if (rule := table.get(self.name(node))) is not None:
-                self.at, before = node, node.prev
                 try:
                     new = rule(self, node)
                 except KeptError:
