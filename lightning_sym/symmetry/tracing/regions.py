@@ -7,7 +7,7 @@ random numbers, and what comes out tells what it is. See docs/theory/intertwiner
 import functools
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, TRANSPOSES, argument, moved
 from lightning_sym.symmetry.tracing.measuring import Measured, measured
 from lightning_sym.symmetry.tracing.rewriting import KeptError, Rewriter
@@ -614,34 +613,6 @@ def _run(step: _Step, get: Callable[[fx.Node], Any]) -> Any:
 def _moved_by(step: _Step, tensor: Tensor) -> Any:
     """Move the elements of a tensor as an operation does."""
     return _run(step, lambda _: tensor)
-
-
-def computed(capture: Capture, values: Mapping[fx.Node, Any]) -> list[Tensor]:
-    """Run a captured network in float64 on the CPU.
-
-    Args:
-        capture: The network.
-        values: What its placeholders hold.
-
-    Returns:
-        Its outputs.
-    """
-    known = dict(values)
-    for node in capture.graph.nodes:
-        if node.op == "output":
-            break
-        if node.op == "get_attr":
-            held = getattr(node.graph.owning_module, str(node.target))
-            known[node] = held.double() if held.is_floating_point() else held
-        elif stands_for := node.meta.get("stands_for"):
-            function, steps = stands_for
-            start = node
-            for _ in range(steps):
-                start = start.args[0]
-            known[node] = function(known[start])
-        elif node.op == "call_function" and node.target is not torch._C._set_grad_enabled:
-            known[node] = _run(_Step.of(node), known.__getitem__)
-    return [known[leaf] for leaf in pytree.tree_leaves(node.args[0]) if isinstance(leaf, fx.Node)]
 
 
 def _is_plain_operation(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import outputs_of_graph
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,7 +14,7 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture, operation_name
 from lightning_sym.symmetry.tracing.measuring import measured
-from lightning_sym.symmetry.tracing.regions import computed, recognise
+from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 D, EPS = 6, 1e-5
@@ -202,8 +203,7 @@ def test_what_is_put_in_computes_the_same(kind: str, name: str) -> None:
     x = torch.randn(2, 3, 9, dtype=torch.float64)
     found = capture(network, Call.of(x))
     assert recognise(Rewriter(found)) == 1
-    values = {node: network.get_parameter(name).detach() for node, name in found.states.items()}
-    (result,) = computed(found, values | dict(zip(found.inputs, [x], strict=True)))
+    (result,) = outputs_of_graph(found, network, [x])
     torch.testing.assert_close(result, network(x).detach(), rtol=1e-10, atol=1e-10)
 
 
