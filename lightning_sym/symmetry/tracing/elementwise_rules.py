@@ -541,7 +541,7 @@ def _spatial(trace: Trace) -> int:
 def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     count = _spatial(trace)
     single = isinstance(trace.node.meta["val"], Tensor)
-    value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
+    value = trace.tied(value, range(-count, 0))
     value = trace.elementwise(Value(trace.output_shape(None if single else 0), value.labels), positive_scales=True)
     return value if single else [value, _unscaled(trace, value)]
 

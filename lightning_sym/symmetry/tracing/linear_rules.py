@@ -93,7 +93,7 @@ def _convolution(count: int, transposed: bool) -> Rule:
         groups = args[1] if len(args) > 1 else 1
         shape = trace.output_shape()
         channel = value.ndim - count - 1
-        value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
+        value = trace.tied(value, range(-count, 0))
         weight = trace.free_of(weight, range(2, weight.ndim), "")
         if groups == 1:
             into: list[int | None] = [None] * weight.ndim
@@ -275,7 +275,7 @@ def _batch_norm(
     others = [axis for axis in range(value.ndim) if axis != 1]
     if training or mean is None or variance is None:
         return _affine(trace, _normalised_over(trace, value, others, epsilon), weight, bias, [1])
-    value = trace.free_of(value, others, "acts along an axis on which units live")
+    value = trace.tied(value, others)
     label = trace.label(value, 1)
     if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
         by_size = mean.by_size or variance.by_size
@@ -364,7 +364,7 @@ def _group_norm(
     epsilon: float = 1e-5,
     *args: Any,
 ) -> Value:
-    value = trace.free_of(value, range(2, value.ndim), "acts along an axis on which units live")
+    value = trace.tied(value, range(2, value.ndim))
     label = trace.label(value, 1)
     if label is not None:
         size = value.shape[1] // groups

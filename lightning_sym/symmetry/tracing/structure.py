@@ -389,7 +389,7 @@ def _told_apart(
         for _ in range(3):  # what it was merged with counts, too: colour refinement
             seen = mix(seen) + sum_by(one, mix(seen)[two], number) + sum_by(two, mix(seen)[one] * np.uint64(3), number)
         tag = tag.copy()
-        tag[again] = (mix(seen[raw[again]]) >> np.uint64(1)).astype(np.int64)
+        tag[again] = (mix(seen[raw[again]] ^ mix(tag[again])) >> np.uint64(1)).astype(np.int64)
         again = twice(tag)
     return tag, atom[again]
 

@@ -310,7 +310,7 @@ class Trace:
         return self.elementwise(value)
 
     def linear_along(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
-        """Apply a fixed linear map along some axes (pooling by means, resizing): nothing may act on these axes.
+        """Apply a fixed linear map along some axes (pooling by means, resizing): what acts, acts alike at all places.
 
         Units on all other axes may even be mixed.
 
@@ -319,8 +319,64 @@ class Trace:
             axes: The axes that the map mixes; negative ones count from the end.
             shape: The result's shape.
         """
-        value = self.free_of(value, axes, "acts along an axis on which units live")
+        value = self.tied(value, axes)
         return Value(tuple(shape), tuple(self.constraints.resolve(label) for label in value.labels))
+
+    def tied(self, value: Value, axes: Sequence[int]) -> Value:
+        """Let what acts on a value act alike at all places of some axes: a channel's places become one unit.
+
+        Args:
+            value: Any value.
+            axes: The axes along which an operation acts, whatever the channel; negative ones count from the end.
+
+        Returns:
+            The value, of whose labels none is on these axes any more.
+        """
+        gone, labels = {axis % value.ndim for axis in axes}, []
+        for label in value.labels:
+            kept = [axis for axis in label.axes if axis not in gone]
+            tied: Label | None = label
+            if len(kept) < len(label.axes):
+                tied = self._at_one_place(label, kept) if kept or len(value.labels) == 1 else None
+                if tied is None:
+                    self.fix(value.with_labels(label), "acts along an axis on which units live")
+            labels.append(tied)
+        return replace(value, labels=tuple(label for label in labels if label is not None))
+
+    def _at_one_place(self, label: Label, kept: Sequence[int]) -> Label | None:
+        """Make one unit of those that stand at one position of some axes of a label, told apart by their places.
+
+        Args:
+            label: The units, on further axes as well.
+            kept: Some of its axes.
+
+        Returns:
+            The units on these axes; None if what they are at one place does not say what they are at the others.
+        """
+        label = self.constraints.resolve(label)
+        order = [label.axes.index(axis) for axis in kept]
+        order += [at for at in range(len(label.axes)) if at not in order]
+        shape = tuple(label.atom.shape[at] for at in order[: len(kept)])
+        atom, tag, scale = (np.transpose(part, order).reshape(int(np.prod(shape)), -1) for part in label.parts)
+        _, row, like = np.unique(tag[:, 0], return_index=True, return_inverse=True)
+        held = np.unique(np.stack([atom.ravel(), np.repeat(like, atom.shape[1])]), axis=1)
+        rows = np.unique(np.stack([atom.ravel(), np.repeat(np.arange(len(atom)), atom.shape[1])]), axis=1)
+        if (tag != tag[row][like]).any() or held.shape[1] < rows.shape[1]:
+            return None
+        # The first place of each of the units tells them apart.
+        _, first = np.unique(atom.ravel(), return_index=True)
+        place = self.constraints.derive_tags(tag.ravel()[first], first % atom.shape[1])
+        self.see(Label((), atom.ravel()[first], place, scale.ravel()[first]))
+        pairs = np.unique(np.stack([np.repeat(atom[:, 0], atom.shape[1]), atom.ravel()]), axis=1)
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        if pairs.size:
+            self.constraints.merges.append((pairs[0], pairs[1]))
+        factors = np.unique(np.stack([np.repeat(scale[:, 0], scale.shape[1]), scale.ravel()]), axis=1)
+        factors = factors[:, factors[0] != factors[1]]
+        if factors.size:
+            self.constraints.equate([(factors[0], 1.0), (factors[1], -1.0)])
+        parts = (part[:, 0].reshape(shape) for part in (atom, tag, scale))
+        return self._plainest(Label(tuple(kept), *parts))
 
     def free_of(self, value: Value, axes: Sequence[int], reason: str) -> Value:
         """Fix the labels that live on some axes, and return the value without them."""
@@ -410,9 +466,6 @@ class Trace:
         if len(np.unique(position[~filler])) < int((~filler).sum()):
             same = self._same(value, axes, function)
             codes = self._copies(value, label, axes, position, function)
-            if codes is None:
-                self.fix(value.with_labels(label), "an axis of units was mixed with another axis")
-                return None
             _, first, again = np.unique(same, return_index=True, return_inverse=True)
             if len(np.unique(position[~filler])) < len(np.unique(same[~filler])):
                 code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
@@ -449,8 +502,8 @@ class Trace:
     @staticmethod
     def _copies(
         value: Value, label: Label, axes: list[int], position: Ints, function: Callable[[Tensor], Tensor]
-    ) -> Ints | None:
-        """Tell copies of a position apart by their places on the value's other axes; None if these were mixed in."""
+    ) -> Ints:
+        """Tell copies of a position apart by their places on the value's other axes."""
         code = np.zeros_like(position)
         for axis, size in enumerate(value.shape):
             if axis in label.axes or size == 1:
@@ -459,8 +512,9 @@ class Trace:
             along = set(varying_axes(place))
             if along <= set(axes):
                 code = code * (size + 1) + on_axes(place, axes) if along else code
-            elif along & set(axes):
-                return None
+            elif along & set(axes):  # each position shows some of the places (every second one)
+                _, shown = np.unique(rows_of(place, tuple(axes)), axis=0, return_inverse=True)
+                code = code * (size + 1) + shown.reshape(code.shape)
         # What still coincides (a tensor joined to itself) is told apart by its order.
         rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
         return code * (int(rank.max()) + 1) + rank.reshape(position.shape)

@@ -89,7 +89,5 @@ def _view_scatter(trace: Trace, base: Value, new: Value, *args: Any, **kwargs: A
 def _max_unpool(trace: Trace, value: Value, indices: Value, *args: Any) -> Value:
     """Units go back to where they came from; everywhere else is zero."""
     count = 2 if "2d" in trace.operation else 3
-    value, indices = (
-        trace.free_of(v, range(-count, 0), "acts along an axis on which units live") for v in (value, indices)
-    )
+    value, indices = (trace.tied(v, range(-count, 0)) for v in (value, indices))
     return Value(trace.output_shape(), trace.join(value, indices, product=True).labels)
