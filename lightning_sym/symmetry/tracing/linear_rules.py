@@ -250,11 +250,9 @@ def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: f
             groups = np.zeros(label.atom.shape, np.int64)
             labels.append(_normalised(trace, label, 0.0 if exact else 1.0, groups, centred=centred))
         else:  # what is normalised together stays together (heads)
-            whole = trace.parts(label, kept)
+            whole = trace.parts(label, kept, mixtures=True)
             number = Label(whole.axes, np.arange(whole.size).reshape(whole.atom.shape), whole.tag, whole.scale)
             groups = trace.onto(number, label).atom
-            if not centred:
-                trace.constraints.restrict(label)
             labels.append(_normalised(trace, label, epsilon, groups, centred=centred))
     return value.with_labels(*labels)
 

@@ -24,6 +24,7 @@ from lightning_sym.symmetry.tracing.coordinates import (
 from lightning_sym.symmetry.tracing.mixtures import Mixture
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
+_ALONG = "acts along an axis on which units live"
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,15 +320,20 @@ class Trace:
             axes: The axes that the map mixes; negative ones count from the end.
             shape: The result's shape.
         """
+        gone = {axis % value.ndim for axis in axes}
+        for label in value.labels:
+            if label.axes and {*label.axes} <= gone:  # what undoes the map and does it again is no scale
+                self.note(f"{_ALONG} ({len(np.unique(label.atom))} units keep but one scale in common here)")
         value = self.tied(value, axes)
         return Value(tuple(shape), tuple(self.constraints.resolve(label) for label in value.labels))
 
-    def tied(self, value: Value, axes: Sequence[int]) -> Value:
+    def tied(self, value: Value, axes: Sequence[int], reason: str = _ALONG) -> Value:
         """Let what acts on a value act alike at all places of some axes: a channel's places become one unit.
 
         Args:
             value: Any value.
             axes: The axes along which an operation acts, whatever the channel; negative ones count from the end.
+            reason: Why nothing may act on units that live on these axes alone.
 
         Returns:
             The value, of whose labels none is on these axes any more.
@@ -339,7 +345,7 @@ class Trace:
             if len(kept) < len(label.axes):
                 tied = self._at_one_place(label, kept) if kept or len(value.labels) == 1 else None
                 if tied is None:
-                    self.fix(value.with_labels(label), "acts along an axis on which units live")
+                    self.fix(value.with_labels(label), None if value.state else reason)
             labels.append(tied)
         return replace(value, labels=tuple(label for label in labels if label is not None))
 
@@ -659,12 +665,13 @@ class Trace:
             labels[wide] = labels[wide].scaled_by(scale)
         return [label for label in labels if label.axes]
 
-    def parts(self, label: Label, axes: Sequence[int]) -> Label:
+    def parts(self, label: Label, axes: Sequence[int], *, mixtures: bool = False) -> Label:
         """Demand that units which stand at one place of some axes of a label stay together (heads, groups).
 
         Args:
             label: The units, on further axes as well.
             axes: Some of the label's axes.
+            mixtures: Whether mixtures of those that stay together may pass.
 
         Returns:
             The wholes whose parts they are, on these axes: new units with scales of their own.
@@ -672,7 +679,8 @@ class Trace:
         label = self.constraints.resolve(label)
         shape = tuple(label.atom.shape[label.axes.index(axis)] for axis in axes)
         wholes = self.constraints.fresh(tuple(axes), shape)
-        self.constraints.restrict(label)
+        if not mixtures:
+            self.constraints.restrict(label)
         self.constraints.block(self.onto(wholes, label).atom, label.atom)
         self.see(wholes)
         return wholes
@@ -902,6 +910,9 @@ class Trace:
             self.fix(values[1].with_labels(labels[1]))
             return None
         axes = tuple(axis for axis in batch if axis is not None)
+        squared = one.atom == two.atom
+        if squared.any():  # a sum of squares: of all mixtures only orthogonal ones undo themselves
+            self.constraints.keep_norm(one.at(squared))
         joined = self.constraints.same_units(one, two, contracted=True)
         self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
         if not axes:
