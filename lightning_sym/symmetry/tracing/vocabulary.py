@@ -551,7 +551,6 @@ class Trace:
         *,
         product: bool,
         divide: bool = False,
-        linear: bool = False,
         gain: str | None = None,
     ) -> Value:
         """Combine two values element by element, with broadcasting: a sum, or a product (or quotient).
@@ -563,8 +562,6 @@ class Trace:
             two: Any value, of a shape that broadcasts with the first.
             product: Whether scales multiply.
             divide: Whether it is a quotient.
-            linear: Whether the factor on the coarser axes multiplies whole blocks of the other one's units, so that
-                mixtures inside a block pass.
             gain: The parameter that is one of the factors (or divides), if it is a vector of gains.
         """
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
@@ -601,8 +598,8 @@ class Trace:
                 if gain is not None and not nested and self.tensors[gain].numel() == joined.size:
                     self.gains[gain] += 1
                     self.constraints.gained.append(joined.atom.ravel())
-                elif not nested or not linear:
-                    self.constraints.restrict(joined)
+                elif not nested or (divide and label is parents):
+                    self.constraints.restrict(joined)  # one factor for a whole block passes all mixtures in it
                 scale = self.constraints.product((label.scale, 1.0), (partner.scale, -1.0 if divide else 1.0))
             else:
                 self.constraints.equate([(label.scale, 1.0), (partner.scale, -1.0)])
@@ -826,7 +823,7 @@ class Trace:
         one_label, two_label = inner
         blocks: Label | None = None
         if one_label is not None and two_label is not None:
-            blocks = self._undone(values, (one_label, two_label), axes)
+            blocks = self._undone(values, (one_label, two_label), axes, alone=not (first.labels or second.labels))
         else:
             for value, label, other in ((values[0], inner[0], two), (values[1], inner[1], one)):
                 # Zeros (an initial state) accept anything.
@@ -834,14 +831,14 @@ class Trace:
                     self.fix(value.with_labels(label))
         one_side = not (first.labels and second.labels)  # the map is linear in it
         with self.constraints.unrestricted() if one_side else contextlib.nullcontext():
-            result = self.join(first, second, product=True, linear=True)
+            result = self.join(first, second, product=True)
         if blocks is None:
             return Value(tuple(shape), result.labels)
         beside = [label for label in result.labels if set(label.axes) & set(blocks.axes)]
         met: tuple[Label, ...] = (blocks,)
         if beside:
             sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
-            met = self.join(result.with_labels(*beside), Value(sizes, met), product=True, linear=True).labels
+            met = self.join(result.with_labels(*beside), Value(sizes, met), product=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
 
     def _for_each_block(
@@ -888,9 +885,15 @@ class Trace:
         return torch.equal(part, part.narrow(axis, 0, 1).expand_as(part))
 
     def _undone(
-        self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]]
+        self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]], *, alone: bool
     ) -> Label | None:
         """Let what acts on the summed axis of one factor be undone by the other.
+
+        Args:
+            values: The factors.
+            labels: Of each, what acts on the summed axis.
+            goes: Where the axes of each go.
+            alone: Whether nothing acts on the product but what acts on its blocks: then these have scales.
 
         Returns:
             The blocks of units that stand at one place of the batch axes, on these; None if there are no such axes.
@@ -914,15 +917,18 @@ class Trace:
         if squared.any():  # a sum of squares: of all mixtures only orthogonal ones undo themselves
             self.constraints.keep_norm(one.at(squared))
         joined = self.constraints.same_units(one, two, contracted=True)
-        self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
         if not axes:
+            self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
             return None
         # The same members again (in another sample of the batch) are the same block.
         rows = joined.atom.reshape(-1, joined.atom.shape[-1])
         _, first_row, again = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         blocks = self.constraints.fresh((0,), (len(first_row),)).take(again.reshape(joined.atom.shape[:-1]))
         blocks = Label(axes, blocks.atom, numbered(blocks), blocks.scale)
-        self.constraints.fix_scales(blocks.scale)
+        whole = np.broadcast_to(blocks.scale[..., None], one.scale.shape)
+        self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0), (whole, -1.0)])
+        if not alone:
+            self.constraints.fix_scales(blocks.scale)
         self.constraints.block(np.broadcast_to(blocks.atom[..., None], joined.atom.shape), joined.atom)
         self.see(blocks)
         return blocks
