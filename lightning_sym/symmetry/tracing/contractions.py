@@ -254,7 +254,15 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     found = _letters(r, equation, values) if len(values) > 1 else None
     if found is None:
         return None
-    (one, two, *others), out = found
+    terms, out = found
+    values = list(values)
+    for at, term in enumerate(terms):  # over what stands in no other term the value itself is summed
+        rest = out + "".join(terms[:at] + terms[at + 1 :])
+        alone = [axis for axis, letter in enumerate(term) if letter not in rest]
+        if alone:
+            values[at] = r.insert(aten.sum.dim_IntList, values[at], alone)
+            terms[at] = "".join(letter for letter in term if letter in rest)
+    (one, two, *others) = terms
     if others:
         later = "".join([out, *others])
         between = "".join(dict.fromkeys(letter for letter in one + two if letter in later))

@@ -582,7 +582,11 @@ class Trace:
                 continue
             left.remove(partner)
             nested = label.axes != partner.axes
-            if not nested:
+            parents = self._repeated(label, partner) if product and not nested else None
+            if parents is not None:
+                nested, joined = True, self.constraints.resolve(label)
+                self.constraints.block(parents.atom, joined.atom)
+            elif not nested:
                 joined = self.constraints.same_units(label, partner)
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
@@ -610,6 +614,17 @@ class Trace:
                 inverted = product and divide
                 result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
         return self.disjoint(Value(shape, tuple(self._lent(result) if product else result)))
+
+    def _repeated(self, label: Label, partner: Label) -> Label | None:
+        """Return the wholes of which a factor shows one number each for several units; None if it shows no such."""
+        whole = self.constraints.resolve(partner)
+        of = self.constraints.copied_from(whole.atom)
+        if (of == whole.atom).all() or (self.constraints.copied_from(label.atom) != label.atom).any():
+            return None
+        pairs = np.unique(np.stack([of.ravel(), whole.tag.ravel()]), axis=1)
+        if pairs.shape[1] > len(np.unique(of)) or len(np.unique(label.atom)) < label.size:
+            return None
+        return Label(whole.axes, of, whole.tag, whole.scale)
 
     def _told_apart(self, label: Label, parents: Label, value: Value, rank: int) -> Label:
         """Tell units apart along axes on which their parents do not live, but are something else at each place.
