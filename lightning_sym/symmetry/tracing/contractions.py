@@ -181,15 +181,15 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
         return _ordered(r, r.insert(aten.sum.dim_IntList, product, axes), batch, out)
     if len(summed) > 1 or len(own) > 1 or len(other) > 1:
         return None
-    if not own:
-        return _matmul(r, two, one, out, second, first)
     first = _ordered(r, first, one, batch + own + summed)
     second = _ordered(r, second, two, batch + summed + other)
+    if not own:
+        first = r.insert(aten.unsqueeze.default, first, -2)
     if not other:
         second = r.insert(aten.unsqueeze.default, second, -1)
     result = r.insert(aten.matmul.default, first, second)
-    if not other:
-        result = r.insert(aten.squeeze.dim, result, -1)
+    if not own or not other:
+        result = r.insert(aten.squeeze.dim, result, -1 if own else -2)
     return _ordered(r, result, batch + own + other, out)
 
 
@@ -308,7 +308,7 @@ def bilinear(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of an elementwise product of a value and weights."""
+    """Rewrite the sum of an elementwise product of two factors, of which one is the same along some axis."""
     product, axes = node.args[0], argument(node, 1, "dim")
     if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
         return None
@@ -316,7 +316,8 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     parts: list[Any] = list(product.args[:2])
     if not all(isinstance(part, fx.Node) for part in parts):
         return None
-    if {r.made_of(part) for part in parts} != {"weights", "inputs"}:
+    made = {r.made_of(part) for part in parts}
+    if "inputs" not in made or "constants" in made or len({part.meta["val"].dtype for part in parts}) > 1:
         return None
     whole = r.shape(product)
     letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
@@ -337,6 +338,8 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         parts[at], own = without(r, part, own, list(dict.fromkeys(gone)))
         terms.append(own)
     if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
+        return None
+    if set(terms[0]) == set(terms[1]) and made == {"inputs"}:
         return None
     out = "".join(letter for letter in letters if letter not in summed)
     result = contract(r, *terms, out, *parts)

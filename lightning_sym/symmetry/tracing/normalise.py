@@ -163,6 +163,16 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(reduce, rows, [1])
 
 
+def _cosine(r: Rewriter, node: fx.Node) -> fx.Node:
+    """Rewrite cosines as products of normalised vectors."""
+    axis, eps = argument(node, 2, "dim", 1), argument(node, 3, "eps", 1e-8)
+    vectors = []
+    for value in node.args[:2]:
+        norm = r.insert(aten.linalg_vector_norm.default, value, 2, [axis], True)
+        vectors.append(r.insert(aten.div.Tensor, value, r.insert(aten.clamp_min.default, norm, eps)))
+    return r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, *vectors), [axis])
+
+
 def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums and differences with a factor."""
     alpha = node.kwargs.get("alpha", 1)
@@ -344,6 +354,7 @@ _REWRITES: dict[str, Rewrite] = {
     **{f"conv{kind}{count}d": _layer for kind in ("", "_transpose") for count in (1, 2, 3)},
     "einsum": einsum,
     "bilinear": bilinear,
+    "cosine_similarity": _cosine,
     "sum": summed_product,
     "add": _sum,
     "sub": _scaled_sum,

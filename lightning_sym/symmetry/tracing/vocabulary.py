@@ -25,6 +25,7 @@ from lightning_sym.symmetry.tracing.mixtures import Mixture
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
 _ALONG = "acts along an axis on which units live"
+_MOST = 2**16  # elements of a matrix that are units each
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +172,7 @@ class Trace:
         self.axis_labels: dict[str, tuple[Label, ...]] = {}
         self.kinds: dict[str, tuple[str, float]] = {}
         self.grouped: dict[str, Label] = {}
+        self.joint: set[str] = set()
         self.grouped_by: dict[str, set[fx.Node]] = {}
         self.untold: set[fx.Node] = set()
         self.mixed_uses: set[str] = set()
@@ -424,8 +426,63 @@ class Trace:
             for label, part in zip(value.labels, moved, strict=False)
         )
         kept = tuple(label for label in labels if label is not None)
+        if len({axis for label in kept for axis in label.axes}) < sum(len(label.axes) for label in kept):
+            joint = self._jointly(value, function)
+            if joint is not None:
+                return joint
         result = self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state))
         return replace(result, state=None, chooses=value.chooses)
+
+    def _jointly(self, value: Value, function: Callable[[Tensor], Tensor]) -> Value | None:
+        """Let the elements of a matrix that nothing else reads be units each: what its two axes hold met on one axis.
+
+        Args:
+            value: A parameter, moved perhaps.
+            function: What moves it further.
+
+        Returns:
+            The value moved, with one label; None if it is none of a parameter that is read here only, as a whole.
+        """
+        root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
+        axes = tuple(axis for axis, size in enumerate(root.shape) if size > 1)
+        name = root.state
+        if name is None or name in self.joint or len(axes) != 2 or root.members is not None:
+            return None
+        if not self._is_read_here_only(name):
+            return None
+
+        def moved(tensor: Tensor) -> Tensor:
+            for step in path:
+                tensor = step(tensor)
+            return function(tensor)
+
+        count = int(np.prod(root.shape))
+        place = moved(coordinates(root.shape, axes)) if count <= _MOST else torch.zeros(1)
+        if len(place.unique()) < count:
+            return None
+        self.joint.add(name)
+        for label in root.labels:
+            self.constraints.fix(label)
+        label = self.constraints.fresh(axes, tuple(root.shape[axis] for axis in axes), tag=UNSET)
+        rest = tuple(own for own in root.labels if own.axes[0] not in axes)
+        self.axis_labels[name] = (*rest, label)
+        result = self._moved(replace(root, labels=(label,)), label, place, moved, True)
+        return Value(tuple(place.shape), () if result is None else (result,))
+
+    def _is_read_here_only(self, name: str) -> bool:
+        """Whether the operation at hand is the only one that reads a parameter, other than by moving it."""
+        nodes = [node for node, state in self.capture.states.items() if state == name]
+        while len(nodes) == 1 and nodes[0] is not self.node:
+            nodes = list(nodes[0].users)
+        return bool(nodes) and nodes[0] is self.node
+
+    def _on_one_axis(self, value: Value, other: Value, rank: int) -> Value:
+        """Let a matrix on whose axes another value has units of one kind have units of that kind, too."""
+        own = [{axis + rank - value.ndim for axis in label.axes} for label in value.labels]
+        wide = [{axis + rank - other.ndim for axis in label.axes} for label in other.labels]
+        if any(sum(bool(axes & label) for axes in own) > 1 for label in wide):
+            return self._jointly(value, lambda tensor: tensor) or value
+        return value
 
     def disjoint(self, value: Value) -> Value:
         """Where several labels came to live on the same axes, fix all of them but the one of most units."""
@@ -540,7 +597,8 @@ class Trace:
         """Return the vector among the parameters whose elements, at most moved, are this value; else None."""
         names = {root.state for root, _ in value.sources or ((value, ()),)}
         name = names.pop() if len(names) == 1 else None
-        if name is None or max(self.tensors[name].shape, default=0) != self.tensors[name].numel():
+        vector = name in self.joint or (name and max(self.tensors[name].shape, default=0) == self.tensors[name].numel())
+        if name is None or not vector:
             return None
         return name
 
@@ -565,6 +623,7 @@ class Trace:
             gain: The parameter that is one of the factors (or divides), if it is a vector of gains.
         """
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+        one, two = self._on_one_axis(one, two, len(shape)), self._on_one_axis(two, one, len(shape))
         first, second = self._broadcast(one, shape), self._broadcast(two, shape)
         added = bool(not product and first and second and self._is_number(first) != self._is_number(second))
         if added:
@@ -865,7 +924,10 @@ class Trace:
                 continue
             across = others.index(target)
             size = other.shape[across]
-            if size == 1 or not any(across in label.axes for label in other.labels) or not self._repeats(value, axis):
+            summed = others.index(None)
+            if size == 1 or not any({across, summed} <= {*label.axes} for label in other.labels):
+                continue
+            if not self._repeats(value, axis):
                 continue
             label = value.labels[0]
             axes = tuple(sorted((axis, *label.axes)))
