@@ -70,6 +70,7 @@ class _SignChoice:
 
     def __init__(self, symmetry: Symmetry, plan: Plan, gauged: Gauged) -> None:
         self.plan, self.gauged = plan, gauged
+        self.cell_of = np.r_[symmetry.structure.cell_of, -1]  # the last one for positions of no unit
         self.forms = symmetry.structure.signs.tocsr()
         self.by_generator = self.forms.tocsc()
         self.signs = np.ones(self.forms.shape[1])
@@ -103,10 +104,15 @@ class _SignChoice:
         return self.signs
 
     def _touched(self, generator: int) -> list[tuple[int, Slot]]:
-        """Return the positions of parameters on which a generator acts, and their slots."""
+        """Return the positions of parameters on which a generator acts, and their slots.
+
+        Positions that matrices mix are left out if there are others.
+        """
         touched = self.by_generator.indices[slice(*self.by_generator.indptr[generator : generator + 2])]
         positions = touched[self.plan.parameter[touched]].tolist()
-        return [(position, self.plan.slots[self.plan.slot_of[position]]) for position in positions]
+        found = [(position, self.plan.slots[self.plan.slot_of[position]]) for position in positions]
+        plain = [(at, slot) for at, slot in found if self.cell_of[slot.unit.ravel()[at - slot.offset]] < 0]
+        return plain or found
 
     def _gain(self, members: Ints) -> str | None:
         """Return the vector that takes the signs but not the scales of the weights: gamma of a batch norm."""

@@ -215,15 +215,15 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
         return _ordered(r, r.insert(aten.sum.dim_IntList, product, axes), batch, out)
     if len(summed) > 1 or len(own) > 1 or len(other) > 1:
         return None
-    if not own:
-        return _matmul(r, two, one, out, second, first)
     first = _ordered(r, first, one, batch + own + summed)
     second = _ordered(r, second, two, batch + summed + other)
+    if not own:
+        first = r.insert(aten.unsqueeze.default, first, -2)
     if not other:
         second = r.insert(aten.unsqueeze.default, second, -1)
     result = r.insert(aten.matmul.default, first, second)
-    if not other:
-        result = r.insert(aten.squeeze.dim, result, -1)
+    if not own or not other:
+        result = r.insert(aten.squeeze.dim, result, -1 if own else -2)
     return _ordered(r, result, batch + own + other, out)
 
 
@@ -312,7 +312,15 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     found = _letters(r, equation, values) if len(values) > 1 else None
     if found is None:
         return None
-    (one, two, *others), out = found
+    terms, out = found
+    values = list(values)
+    for at, term in enumerate(terms):  # over what stands in no other term the value itself is summed
+        rest = out + "".join(terms[:at] + terms[at + 1 :])
+        alone = [axis for axis, letter in enumerate(term) if letter not in rest]
+        if alone:
+            values[at] = r.insert(aten.sum.dim_IntList, values[at], alone)
+            terms[at] = "".join(letter for letter in term if letter in rest)
+    (one, two, *others) = terms
     if others:
         later = "".join([out, *others])
         between = "".join(dict.fromkeys(letter for letter in one + two if letter in later))
@@ -358,7 +366,7 @@ def bilinear(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of an elementwise product of a value and weights."""
+    """Rewrite the sum of an elementwise product of two factors, of which one is the same along some axis."""
     product, axes = node.args[0], argument(node, 1, "dim")
     if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
         return None
@@ -369,7 +377,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     made = {r.made_of(part) for part in parts}
     if made == {"constants", "inputs"}:
         return _scaled_sum(r, node, parts)
-    if made != {"weights", "inputs"}:
+    if "inputs" not in made or "constants" in made or len({part.meta["val"].dtype for part in parts}) > 1:
         return None
     whole = r.shape(product)
     letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
@@ -390,6 +398,8 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         parts[at], own = without(r, part, own, list(dict.fromkeys(gone)))
         terms.append(own)
     if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
+        return None
+    if set(terms[0]) == set(terms[1]) and made == {"inputs"}:
         return None
     out = "".join(letter for letter in letters if letter not in summed)
     result = contract(r, *terms, out, *parts)

@@ -183,16 +183,20 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
     labels = []
     for label in value.labels:
         label = trace.constraints.resolve(label)
-        if label.axes and set(label.axes) <= gone and len(value.labels) == 1:
+        kept = tuple(axis for axis in label.axes if axis not in gone)
+        if len(kept) < len(label.axes) and (kept or len(value.labels) == 1):
             trace.constraints.keep_norm(label)
+            whole = trace.parts(label, kept, mixtures=True)
             if centred:
                 trace.constraints.keep_ones(label)
-                first = np.full(label.scale.shape, label.scale.flat[0])
-                trace.constraints.equate([(label.scale, 1.0), (first, -1.0)], magnitudes=False)
-            labels.append(trace.constraints.number_of(label, power, even=True))
+                signs = trace.constraints.fresh_scales(whole.scale.shape)
+                signs = trace.onto(whole.scaled_by(signs), label).scale
+                trace.constraints.equate([(label.scale, 1.0), (signs, -1.0)], magnitudes=False)
+            common = trace.onto(whole, label).scale
+            trace.constraints.equate([(common, 1.0), (label.scale, -power)], signs=False)
+            trace.constraints.fix_scales(whole.scale, magnitudes=False)
+            labels.append(whole.on(tuple(a if keep else a - sum(g < a for g in gone) for a in kept)))
             continue
-        if centred and gone & set(label.axes):
-            label = _of_parts(trace, label, gone)
         one = value.with_labels(label)
         (own,) = trace.elementwise(one, positive_scales=True, signs=True, exponent=power, even=True).labels
         own = _of_parts(trace, own, gone) if gone & set(own.axes) else own
@@ -523,7 +527,7 @@ def _spatial(trace: Trace) -> int:
 def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     count = _spatial(trace)
     single = isinstance(trace.node.meta["val"], Tensor)
-    value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
+    value = trace.tied(value, range(-count, 0))
     value = trace.elementwise(Value(trace.output_shape(None if single else 0), value.labels), positive_scales=True)
     return value if single else [value, _unscaled(trace, value)]
 

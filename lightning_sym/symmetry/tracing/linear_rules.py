@@ -85,7 +85,7 @@ def _convolution(count: int, transposed: bool) -> Rule:
         groups = args[1] if len(args) > 1 else 1
         shape = trace.output_shape()
         channel = value.ndim - count - 1
-        value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
+        value = trace.tied(value, range(-count, 0))
         weight = trace.free_of(weight, range(2, weight.ndim), "")
         if groups == 1:
             into: list[int | None] = [None] * weight.ndim
@@ -242,7 +242,7 @@ def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: f
             groups = np.zeros(label.atom.shape, np.int64)
             labels.append(_normalised(trace, label, 0.0 if exact else 1.0, groups, centred=centred))
         else:  # what is normalised together stays together (heads)
-            whole = trace.parts(label, kept, mixed=True)
+            whole = trace.parts(label, kept, mixtures=True)
             number = Label(whole.axes, np.arange(whole.size).reshape(whole.atom.shape), whole.tag, whole.scale)
             groups = trace.onto(number, label).atom
             labels.append(_normalised(trace, label, epsilon, groups, centred=centred))
@@ -265,7 +265,7 @@ def _batch_norm(
     others = [axis for axis in range(value.ndim) if axis != 1]
     if training or mean is None or variance is None:
         return _affine(trace, _normalised_over(trace, value, others, epsilon), weight, bias, [1])
-    value = trace.free_of(value, others, "acts along an axis on which units live")
+    value = trace.tied(value, others)
     label = trace.label(value, 1)
     if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
         by_size = mean.by_size or variance.by_size
@@ -354,7 +354,7 @@ def _group_norm(
     epsilon: float = 1e-5,
     *args: Any,
 ) -> Value:
-    value = trace.free_of(value, range(2, value.ndim), "acts along an axis on which units live")
+    value = trace.tied(value, range(2, value.ndim))
     label = trace.label(value, 1)
     if label is not None:
         size = value.shape[1] // groups

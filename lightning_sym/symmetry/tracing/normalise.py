@@ -158,8 +158,10 @@ def _reversed_difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite one of the two results of `var_mean` and `std_mean`."""
+    """Rewrite one of the two results of `var_mean` and `std_mean`, or the first one of `embedding_bag`."""
     both, item = node.args
+    if r.name(both) == "embedding_bag" and item == 0:
+        return _bag(r, both)  # type: ignore[arg-type]
     if r.name(both) not in ("var_mean", "std_mean"):
         return None
     assert isinstance(both, fx.Node)
@@ -174,6 +176,33 @@ def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return r.insert(aten.mean.dim, both.args[0], axes, keep)
     operation = aten.var if r.name(both) == "var_mean" else aten.std
     return r.insert(getattr(operation, overload), *both.args, **both.kwargs)
+
+
+def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite bags of one size as sums of embeddings."""
+    weight, index, offsets = node.args[:3]
+    weights, padding = argument(node, 6, "per_sample_weights"), argument(node, 8, "padding_idx")
+    if r.name(offsets) != "arange" or weights is not None or argument(node, 7, "include_last_offset", False):
+        return None
+    given: Any = offsets.args  # type: ignore[union-attr]
+    if padding not in (None, -1) or len(given) != 3 or given[0] != 0 or not all(isinstance(n, int) for n in given):
+        return None
+    _, count, size = given
+    if (count,) != r.shape(index) or count % size:
+        return None
+    rows = r.insert(aten.embedding.default, weight, reshaped(r, index, [-1, size]))  # type: ignore[arg-type]
+    reduce = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)[argument(node, 4, "mode", 0)]
+    return r.insert(reduce, rows, [1])
+
+
+def _cosine(r: Rewriter, node: fx.Node) -> fx.Node:
+    """Rewrite cosines as products of normalised vectors."""
+    axis, eps = argument(node, 2, "dim", 1), argument(node, 3, "eps", 1e-8)
+    vectors = []
+    for value in node.args[:2]:
+        norm = r.insert(aten.linalg_vector_norm.default, value, 2, [axis], True)
+        vectors.append(r.insert(aten.div.Tensor, value, r.insert(aten.clamp_min.default, norm, eps)))
+    return r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, *vectors), [axis])
 
 
 def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -504,6 +533,7 @@ _REWRITES: dict[str, Rewrite] = {
     **{f"conv{kind}{count}d": _layer for kind in ("", "_transpose") for count in (1, 2, 3)},
     "einsum": einsum,
     "bilinear": bilinear,
+    "cosine_similarity": _cosine,
     "sum": _total,
     "add": _sum,
     "sub": _difference,
