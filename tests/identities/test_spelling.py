@@ -51,7 +51,7 @@ SHORT: dict[str, Collection[str]] = {
     "pool of CLIP": EVERY,
     "attention, mask as input": {"products", "exp times exp"},
     "attention, learned biases": EVERY,
-    "attention, grouped queries": {"stack", "index", "einsum", "view"},
+    "attention, grouped queries": {"stack", "index", "einsum"},
     "embedding into an LSTM": EVERY,
     "embedding into a GRU": EVERY,
     "pixel shuffle": EVERY,

@@ -925,7 +925,9 @@ class Trace:
             across = others.index(target)
             size = other.shape[across]
             summed = others.index(None)
-            if size == 1 or not any({across, summed} <= {*label.axes} for label in other.labels):
+            if size == 1 or not any(across in label.axes for label in other.labels):
+                continue
+            if any(summed in label.axes and across not in label.axes for label in other.labels):  # the same in all
                 continue
             if not self._repeats(value, axis):
                 continue
