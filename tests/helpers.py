@@ -261,8 +261,21 @@ def write_zoo(folder: Path, networks: Sequence[Network], data: Any) -> Path:
     return folder
 
 
+class Exact(fx.Interpreter):
+    """Runs a graph, and instead of norms that only stand for another function this function."""
+
+    def run_node(self, n):
+        if "stands_for" not in n.meta:
+            return super().run_node(n)
+        function, steps = n.meta["stands_for"]
+        for _ in range(steps):
+            n = n.args[0]
+        return function(self.env[n])
+
+
 def outputs_of_graph(captured, network, inputs):
     """Run the graph of a capture on the numbers of a network and of inputs; return all outputs."""
     module = fx.GraphModule(captured.graph.owning_module or nn.Module(), captured.graph)
+    interpreter = Exact(module, garbage_collect_values=False)
     with torch.no_grad():
-        return torch.utils._pytree.tree_leaves(fx.Interpreter(module).run(*state_tensors(network).values(), *inputs))
+        return torch.utils._pytree.tree_leaves(interpreter.run(*state_tensors(network).values(), *inputs))

@@ -1,21 +1,22 @@
 """Finds norms and softmaxes, however they are written, and puts one operation in the place of each.
 
 A region is a part of the graph that makes a value of one other value of the same shape, without weights. It is run on
-random numbers, and what comes out tells what it is. See docs/theory/intertwiners.md, 2.11.
+random numbers, and what comes out tells what it is. See docs/theory/intertwiners.md, 2.16.
 """
 
+import functools
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, TRANSPOSES, argument, moved
+from lightning_sym.symmetry.tracing.measuring import Measured, measured
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 
 aten = torch.ops.aten
@@ -25,52 +26,15 @@ _PASSED = _CASTS | {"dropout", "clone", "contiguous", "alias", "detach", "positi
 _SUMS = {
     *("mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "amax", "max", "logsumexp"),
     *("softmax", "_softmax", "log_softmax", "_log_softmax", "einsum", "matmul", "mm", "bmm", "linear", "mv", "dot"),
-    *(
-        "layer_norm",
-        "rms_norm",
-        "group_norm",
-        "instance_norm",
-        "batch_norm",
-        "native_layer_norm",
-        "cumsum",
-        "tensordot",
-    ),
+    *("layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "cumsum", "tensordot"),
 }
 _LAST = {"mul", "div", "add", "sub", "exp", "log", "cat", "addcmul", *MOVEMENTS}
 _MOST_NODES = 48  # of a region
 _MOST_FAILURES = 4  # values that are tried in vain as the one of which a region is made
-_CLOSE = 1e-9  # relative rounding errors of a region in float64
 _LOW = -1e3  # the exponential of what is so much lower than all else is zero
-_SMALL, _LARGE = 1e-4, 1e3  # factors that tell eps and what multiplies a norm
 
 _OTHERS = {"group_norm", "cosine_similarity"}
 _OF_GROUP_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
-
-Kind = Literal["layer", "rms", "softmax", "log_softmax"]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a region does.
-
-    Attributes:
-        kind: A layer norm takes the mean off, an RMS norm does not.
-        axes: The axes over which it goes, whole.
-        split: An axis on which it goes over blocks of one size, each by itself, and this size; None if there is none.
-        factor: The number by which it multiplies in the end.
-        eps: What it adds to the variance, or to the mean square.
-        masked: Whether a softmax leaves out what a constant multiplies by zero behind the exponential.
-        exact: Whether it is this function. If not, it is another function of the deviation times the same value, which
-            no rotation changes either.
-    """
-
-    kind: Kind
-    axes: tuple[int, ...]
-    split: tuple[int, int] | None = None
-    factor: float = 1.0
-    eps: float = 0.0
-    masked: bool = False
-    exact: bool = True
 
 
 def recognise(rewriter: Rewriter) -> int:
@@ -168,13 +132,13 @@ class _Recogniser:
             best: tuple[Measured, fx.Node, list[_Step]] | None = None
             failures = 0
             for start, steps in self._starts(region):
-                measured = self._measured(region, start, steps)
-                if measured is None:
+                found = self._measured(region, start, steps)
+                if found is None:
                     failures += 1
                     if best is not None or failures == _MOST_FAILURES:
                         break
-                elif best is None or _is_larger(measured, best[0]):
-                    best = measured, start, steps
+                elif best is None or _is_larger(found, best[0]):
+                    best = found, start, steps
             if best is not None and not self._is_plain(region, *best):
                 self.rewriter.at, before = node, node.prev
                 try:
@@ -432,51 +396,53 @@ class _Recogniser:
 
     # What is put in its place.
 
-    def _is_plain(self, region: _Region, measured: Measured, start: fx.Node, steps: Sequence[_Step]) -> bool:
+    def _is_plain(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[_Step]) -> bool:
         """Whether a region is one operation already, so that there is nothing to do."""
-        if measured.masked:
+        if found.masked:
             return self._masked(region, start, steps, put=False) is None
         if region.gains or region.bias is not None:
             return False
         names = [self.rewriter.name(step.node) for step in steps]
-        told = {"layer": ("layer_norm",), "rms": ("rms_norm",)}.get(measured.kind, (measured.kind, f"_{measured.kind}"))
-        told = ("group_norm",) if measured.split is not None and measured.kind == "layer" else told
+        told = {"layer": ("layer_norm",), "rms": ("rms_norm",)}.get(found.kind, (found.kind, f"_{found.kind}"))
+        told = ("group_norm",) if found.split is not None and found.kind == "layer" else told
         known = [name for name in names if name in told or name == "instance_norm"]
         others = [name for name in names if name not in known and name not in _PASSED | MOVEMENTS]
         return len(known) == 1 and not others
 
-    def _put(self, region: _Region, measured: Measured, start: fx.Node, steps: Sequence[_Step]) -> fx.Node | None:
+    def _put(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[_Step]) -> fx.Node | None:
         insert, shape = self._insert, _size(start) or ()
         gains, bias = list(region.gains), region.bias
-        if measured.kind in ("softmax", "log_softmax"):
+        if found.kind in ("softmax", "log_softmax"):
             if region.moves and (gains or bias is not None):
                 return None
-            target = aten.softmax.int if measured.kind == "softmax" else aten.log_softmax.int
-            if measured.masked:
+            target = aten.softmax.int if found.kind == "softmax" else aten.log_softmax.int
+            if found.masked:
                 start = self._masked(region, start, steps, put=True) or start
-            node = insert(target, start, measured.axes[0])
+            node = insert(target, start, found.axes[0])
         else:
-            if measured.split is None and len(measured.axes) > 1 and measured.kind == "layer":
+            if found.split is None and len(found.axes) > 1 and found.kind == "layer":
                 # Behind a norm of all channels and places, gains of channels make it a group norm of one group.
                 first = next((gain for gain, power in gains if power == 1), bias)
-                axis = next((a for a in measured.axes if self._vector(first, region, shape, a)), None)
+                axis = next((a for a in found.axes if self._vector(first, region, shape, a)), None)
                 if axis is not None:
-                    others = tuple(other for other in measured.axes if other != axis)
-                    measured = replace(measured, axes=others, split=(axis, shape[axis]))
-            layout = _Layout(shape, measured)
+                    others = tuple(other for other in found.axes if other != axis)
+                    found = replace(found, axes=others, split=(axis, shape[axis]))
+            layout = _Layout(shape, found)
             weight = offset = None
-            if measured.exact and gains and gains[0][1] == 1:
+            if found.exact and gains and gains[0][1] == 1:
                 weight = self._vector(gains[0][0], region, shape, layout.channel)
                 gains = gains[weight is not None :]
-            if measured.exact and measured.factor == 1 and not gains and measured.kind == "layer":
+            if found.exact and found.factor == 1 and not gains and found.kind == "layer":
                 offset = self._vector(bias, region, shape, layout.channel)
                 bias = None if offset is not None else bias
             if region.moves and (gains or bias is not None):
                 return None  # in front of the moves they tell more
+            before = self.inserted
             node = layout.put(insert, start, weight, offset)
-            if not measured.exact:
-                node.meta["stands_for"] = lambda numbers: self._run(region, start, steps, numbers)
-        node = self._scaled(node, measured)
+            if not found.exact:
+                run = functools.partial(self._run, region, start, steps)
+                node.meta["stands_for"] = run, self.inserted - before
+        node = self._scaled(node, found)
         for gain, power in gains:
             node = insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, node, gain)
         if bias is not None:
@@ -485,8 +451,8 @@ class _Recogniser:
             node = insert(aten.to.dtype, node, _dtype(region.node))
         return node
 
-    def _scaled(self, node: fx.Node, measured: Measured) -> fx.Node:
-        return node if measured.factor == 1 else self._insert(aten.mul.Tensor, node, measured.factor)
+    def _scaled(self, node: fx.Node, found: Measured) -> fx.Node:
+        return node if found.factor == 1 else self._insert(aten.mul.Tensor, node, found.factor)
 
     def _masked(self, region: _Region, start: fx.Node, steps: Sequence[_Step], *, put: bool) -> fx.Node | None:
         """Return what goes into the softmax of a region that leaves something out: what is left out is very low.
@@ -549,16 +515,16 @@ class _UnknownError(Exception):
 class _Layout:
     """How a norm over any axes is one of torch's operations, which go over the last axes, or groups of channels."""
 
-    def __init__(self, shape: tuple[int, ...], measured: Measured) -> None:
-        self.shape, self.measured = shape, measured
-        kept = [axis for axis in range(len(shape)) if axis not in measured.axes]
-        if measured.split is not None:
-            kept.remove(measured.split[0])
-            self.permuted = [*kept, measured.split[0], *measured.axes]
-            self.channel: int | None = measured.split[0]
+    def __init__(self, shape: tuple[int, ...], found: Measured) -> None:
+        self.shape, self.found = shape, found
+        kept = [axis for axis in range(len(shape)) if axis not in found.axes]
+        if found.split is not None:
+            kept.remove(found.split[0])
+            self.permuted = [*kept, found.split[0], *found.axes]
+            self.channel: int | None = found.split[0]
         else:
-            self.permuted = [*kept, *measured.axes]
-            self.channel = measured.axes[0] if len(measured.axes) == 1 else None
+            self.permuted = [*kept, *found.axes]
+            self.channel = found.axes[0] if len(found.axes) == 1 else None
         self.kept = kept
 
     def put(
@@ -566,31 +532,31 @@ class _Layout:
     ) -> fx.Node:
         """Insert the operations, with gain and bias along the axis of the channels."""
         node: fx.Node = start
-        measured = self.measured
+        found = self.found
         moved = self.permuted != list(range(len(self.shape)))
         if moved:
             node = insert(aten.permute.default, node, self.permuted)
         sizes = [self.shape[axis] for axis in self.permuted]
-        if measured.split is None:
-            over = [self.shape[axis] for axis in measured.axes]
-            if measured.kind == "layer":
-                node = insert(aten.layer_norm.default, node, over, weight, bias, measured.eps)
+        if found.split is None:
+            over = [self.shape[axis] for axis in found.axes]
+            if found.kind == "layer":
+                node = insert(aten.layer_norm.default, node, over, weight, bias, found.eps)
             else:
-                node = insert(aten.rms_norm.default, node, over, weight, measured.eps)
+                node = insert(aten.rms_norm.default, node, over, weight, found.eps)
         else:
-            axis, size = measured.split
-            groups, rest = self.shape[axis] // size, [self.shape[axis] for axis in measured.axes]
+            axis, size = found.split
+            groups, rest = self.shape[axis] // size, [self.shape[axis] for axis in found.axes]
             before = [self.shape[axis] for axis in self.kept]
-            if measured.kind == "layer":
+            if found.kind == "layer":
                 flat = [math.prod(before), self.shape[axis], *rest]
                 if flat != sizes:
                     node = insert(aten.reshape.default, node, flat)
-                node = insert(aten.group_norm.default, node, groups, weight, bias, measured.eps)
+                node = insert(aten.group_norm.default, node, groups, weight, bias, found.eps)
                 if flat != sizes:
                     node = insert(aten.reshape.default, node, sizes)
             else:
                 node = insert(aten.reshape.default, node, [*before, groups, size, *rest])
-                node = insert(aten.rms_norm.default, node, [size, *rest], None, measured.eps)
+                node = insert(aten.rms_norm.default, node, [size, *rest], None, found.eps)
                 node = insert(aten.reshape.default, node, sizes)
                 if weight is not None:
                     wide = insert(aten.reshape.default, weight, [-1, *[1] * len(rest)])
@@ -598,143 +564,6 @@ class _Layout:
         if moved:
             node = insert(aten.permute.default, node, [self.permuted.index(axis) for axis in range(len(self.shape))])
         return node
-
-
-def measured(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Measured | None:
-    """Find out if a function is a norm or a softmax.
-
-    Args:
-        function: Maps a tensor in float64 to one of the same shape.
-        shape: This shape.
-
-    Returns:
-        What it does; None if it is neither.
-    """
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
-    result = function(numbers)
-    if not bool(result.isfinite().all()):
-        return None
-    hidden = result == 0
-    if bool(hidden.any()):
-        low = numbers.masked_fill(hidden, -math.inf)
-        axis = next((axis for axis in range(len(shape)) if _close(result, low.softmax(axis))), None)
-        return None if axis is None else Measured("softmax", (axis,), masked=True)
-    found = _seen_by_one(function, numbers, result)
-    if found is None:
-        return None
-    axes, split = found
-    if len(axes) == 1 and split is None:
-        for kind in ("softmax", "log_softmax"):
-            expected = getattr(torch, kind)(numbers, axes[0])
-            factor = float(result.flatten()[0] / expected.flatten()[0])
-            if kind == "log_softmax" and abs(factor - 1) > _CLOSE:
-                continue
-            if _close(result, factor * expected):
-                return Measured(kind, axes, factor=_rounded(factor))  # type: ignore[arg-type]
-    return _norm(function, numbers, result, axes, split, generator)
-
-
-def _seen_by_one(
-    function: Callable[[Tensor], Tensor], numbers: Tensor, result: Tensor
-) -> tuple[tuple[int, ...], tuple[int, int] | None] | None:
-    """Return on which axes, whole or in blocks, lies what the first element changes."""
-    other = numbers.clone()
-    other[(0,) * numbers.ndim] += 1.0
-    changed = (function(other) - result).abs() > _CLOSE * float(result.abs().max())
-    axes: list[int] = []
-    splits: list[tuple[int, int]] = []
-    for axis, size in enumerate(numbers.shape):
-        others = [other for other in range(numbers.ndim) if other != axis]
-        own = changed.any(dim=others) if others else changed
-        count = int(own.sum())
-        if count == size > 1:
-            axes.append(axis)
-        elif count > 1:
-            if size % count or not bool(own[:count].all()):
-                return None
-            splits.append((axis, count))
-    if len(splits) > 1 or not (axes or splits):
-        return None
-    block = math.prod(numbers.shape[axis] for axis in axes) * (splits[0][1] if splits else 1)
-    return (tuple(axes), splits[0] if splits else None) if int(changed.sum()) == block else None
-
-
-def _norm(
-    function: Callable[[Tensor], Tensor],
-    numbers: Tensor,
-    result: Tensor,
-    axes: tuple[int, ...],
-    split: tuple[int, int] | None,
-    generator: torch.Generator,
-) -> Measured | None:
-    """Find out if a function multiplies what it takes, without its mean perhaps, by a function of its size."""
-    shape = numbers.shape
-
-    def grouped(tensor: Tensor) -> Tensor:
-        wide, gone = tensor, list(axes)
-        if split is not None:
-            axis, size = split
-            wide = tensor.reshape(*shape[:axis], -1, size, *shape[axis + 1 :])
-            gone = [other + (other > axis) for other in axes] + [axis + 1]
-        kept = [axis for axis in range(wide.ndim) if axis not in gone]
-        return wide.permute(*kept, *gone).flatten(len(kept)).flatten(0, -2)
-
-    def ratio(numbers: Tensor, result: Tensor, centred: bool) -> tuple[Tensor, Tensor] | None:
-        """Return the mean squares of groups, and by what these are multiplied; None if they are not."""
-        value, own = grouped(numbers), grouped(result)
-        value = value - value.mean(-1, keepdim=True) if centred else value
-        square = value.square().mean(-1)
-        factor = (own * value).mean(-1) / square
-        return (square, factor) if _close(own, factor[:, None] * value) else None
-
-    for centred in (True, False):
-        if (found := ratio(numbers, result, centred)) is None:
-            continue
-        samples = [found]
-        for scale in (_SMALL, _LARGE):
-            if (further := ratio(numbers * scale, function(numbers * scale), centred)) is None:
-                return None
-            samples.append(further)
-        kind: Kind = "layer" if centred else "rms"
-        (square, factor), (small, steep), (large, flat) = samples
-        eps = 0.0
-        for _ in range(3):
-            eps = float((flat.square() * (large + eps) / steep.square() - small)[0])
-        for own in (0.0, float(f"{eps:.3g}"), eps):
-            times = float((factor * (square + own).sqrt())[0])
-            if own >= 0 and all(_close(each, times * (squares + own).rsqrt()) for squares, each in samples):
-                return Measured(kind, axes, split, _rounded(times), own)
-        # Any other function of the size: the same for other numbers of this size, and more than a power of it.
-        other = torch.randn(shape, generator=generator, dtype=torch.float64)
-        further = ratio(other, function(other), centred)
-        if further is None:
-            return None
-        powers = (factor / steep).abs().log() / math.log(1 / _SMALL), (flat / factor).abs().log() / math.log(_LARGE)
-        if bool((powers[0] - powers[1]).abs().max() < 1e-6):
-            return None
-        if not _is_function_of(function, numbers, other, ratio, centred):
-            return None
-        return Measured(kind, axes, split, 1.0, 1e-5, exact=False)
-    return None
-
-
-def _is_function_of(function: Any, numbers: Tensor, other: Tensor, ratio: Any, centred: bool) -> bool:
-    """Whether what multiplies groups depends on nothing but their size."""
-    own = ratio(numbers, function(numbers), centred)
-    low, high = 1e-2, 1e2
-    square = ratio(other, function(other), centred)
-    if own is None or square is None:
-        return False
-    # Each group of the other numbers is given the size of the first group, one at a time.
-    for place in range(min(len(square[0]), 3)):
-        scale = float((own[0][0] / square[0][place]).sqrt())
-        if not low < scale < high:
-            continue
-        again = ratio(other * scale, function(other * scale), centred)
-        if again is None or abs(float(again[1][place] / own[1][0]) - 1) > _CLOSE:
-            return False
-    return True
 
 
 def _beside(kind: str, place: int, own: tuple[int, ...], sizes: tuple[int, ...]) -> list[int] | None:
@@ -786,30 +615,6 @@ def _moved_by(step: _Step, tensor: Tensor) -> Any:
     return _run(step, lambda _: tensor)
 
 
-def computed(capture: Capture, values: Mapping[fx.Node, Any]) -> list[Tensor]:
-    """Run a captured network in float64 on the CPU.
-
-    Args:
-        capture: The network.
-        values: What its placeholders hold.
-
-    Returns:
-        Its outputs.
-    """
-    known = dict(values)
-    for node in capture.graph.nodes:
-        if node.op == "output":
-            break
-        if node.op == "get_attr":
-            held = getattr(node.graph.owning_module, str(node.target))
-            known[node] = held.double() if held.is_floating_point() else held
-        elif stands_for := node.meta.get("stands_for"):
-            known[node] = stands_for(known[node.args[0]])
-        elif node.op == "call_function" and node.target is not torch._C._set_grad_enabled:
-            known[node] = _run(_Step.of(node), known.__getitem__)
-    return [known[leaf] for leaf in pytree.tree_leaves(node.args[0]) if isinstance(leaf, fx.Node)]
-
-
 def _is_plain_operation(node: fx.Node) -> bool:
     """Whether an operation is one of torch's own, which leaves nothing to chance."""
     target = node.target
@@ -820,14 +625,6 @@ def _is_plain_operation(node: fx.Node) -> bool:
 
 def _after(node: fx.Node) -> fx.Node:
     return node.next
-
-
-def _close(one: Tensor, two: Tensor) -> bool:
-    return bool((one - two).abs().max() <= _CLOSE * two.abs().max())
-
-
-def _rounded(factor: float) -> float:
-    return 1.0 if abs(factor - 1) < _CLOSE else factor
 
 
 def _size(node: Any) -> tuple[int, ...] | None:
