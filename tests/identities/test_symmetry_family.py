@@ -51,7 +51,6 @@ SHIFTS = {
     ),
     **dict.fromkeys(
         [
-            "parts: standardised_filters",
             "tables: relative_table",
             "tables: relative_table_by_a_buffer_of_indices",
             "tables: relative_table_of_two_heads",

@@ -306,9 +306,8 @@ def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[lis
 
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums of products of two values or more, the first two first."""
-    equation, values = node.args[:2]
-    assert isinstance(equation, str)
-    assert isinstance(values, (list, tuple))
+    equation: Any = node.args[0]
+    values: Any = node.args[1]
     found = _letters(r, equation, values) if len(values) > 1 else None
     if found is None:
         return None
@@ -402,7 +401,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if set(terms[0]) == set(terms[1]) and made == {"inputs"}:
         return None
     out = "".join(letter for letter in letters if letter not in summed)
-    result = contract(r, *terms, out, *parts)
+    result = contract(r, terms[0], terms[1], out, parts[0], parts[1])
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))
     return result
@@ -452,11 +451,10 @@ def _layers(r: Rewriter, parts: Sequence[Any], user: fx.Node) -> list[list[Any]]
     """Return value, weight and bias of linear layers that only one operation reads; None if some are none."""
     found = []
     for part in parts:
-        bias = None
+        bias, reader = None, user
         if r.name(part) == "add" and r.only_for(part, user) and len(r.shape(part.args[1])) == 1:
-            part, bias, reader = *part.args, part
-        else:
-            reader = user
+            reader = part
+            part, bias = reader.args
         if r.name(part) != "linear" or not r.only_for(part, reader):
             return None
         own = argument(part, 2, "bias")

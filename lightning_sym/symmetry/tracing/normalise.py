@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -131,10 +132,11 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     stack = _stacked(r, node)
     if stack is None:
         return summed_product(r, node)
-    first, *rest = stack.args[0]  # type: ignore[misc]
-    for value in rest:
-        first = r.insert(aten.add.Tensor, first, value)
-    return first if rest else None  # type: ignore[return-value]
+    values: Any = stack.args[0]
+    total: fx.Node = values[0]
+    for value in values[1:]:
+        total = r.insert(aten.add.Tensor, total, value)
+    return total if len(values) > 1 else None
 
 
 def _with_product(target: Any) -> Rewrite:
@@ -221,7 +223,7 @@ def _broadcast(r: Rewriter, node: fx.Node) -> fx.Node | None:
             continue
         source = given.args[0]  # type: ignore[union-attr]
         other = node.args[1 - at]
-        if len(r.shape(source)) and torch.broadcast_shapes(r.shape(source), r.shape(other)) == r.shape(node):
+        if len(r.shape(source)) and np.broadcast_shapes(r.shape(source), r.shape(other)) == r.shape(node):
             args = (source, other) if at == 0 else (other, source)
             assert not isinstance(node.target, str)
             return r.insert(node.target, *args, *node.args[2:], **node.kwargs)
