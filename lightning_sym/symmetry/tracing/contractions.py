@@ -235,22 +235,29 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     first, second = node.args[:2]
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
+    made = {r.made_of(first), r.made_of(second)}
+    rewritten = None
+    if made == {"constants", "inputs"}:
+        rewritten = _with_constant(r, node, first, second)
+    elif made == {"weights", "inputs"}:
+        rewritten = _with_weights(r, first, second)
+    if rewritten is None and r.name(node) != "matmul":
+        return r.insert(aten.matmul.default, first, second)
+    return rewritten
+
+
+def _with_weights(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Rewrite the product of a value and weights."""
     ranks = len(r.shape(first)), len(r.shape(second))
-    if len({r.made_of(first), r.made_of(second)}) == 2 and "inputs" in (r.made_of(first), r.made_of(second)):
-        if "constants" in (r.made_of(first), r.made_of(second)):
-            return _with_constant(r, node, first, second)
-        batch = string.ascii_lowercase[: max(*ranks, 2) - 2]
-        one, two = (batch[len(batch) - max(rank - 2, 0) :] for rank in ranks)
-        # Of factors of other sizes along the axes in front, those of size 1 are the same everywhere.
-        sizes = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
-        gone = [letter for letter in one if letter in two and sizes[0][letter] != sizes[1][letter]]
-        first, one = without(r, first, one, [letter for letter in gone if sizes[0][letter] == 1])
-        second, two = without(r, second, two, [letter for letter in gone if sizes[1][letter] == 1])
-        rows, columns = "Y" * (ranks[0] > 1), "Z" * (ranks[1] > 1)
-        return contract(r, f"{one}{rows}X", f"{two}X{columns}", f"{batch}{rows}{columns}", first, second)
-    if r.name(node) == "matmul":
-        return None
-    return r.insert(aten.matmul.default, first, second)
+    batch = string.ascii_lowercase[: max(*ranks, 2) - 2]
+    one, two = (batch[len(batch) - max(rank - 2, 0) :] for rank in ranks)
+    # Of factors of other sizes along the axes in front, those of size 1 are the same everywhere.
+    sizes = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
+    gone = [letter for letter in one if letter in two and sizes[0][letter] != sizes[1][letter]]
+    first, one = without(r, first, one, [letter for letter in gone if sizes[0][letter] == 1])
+    second, two = without(r, second, two, [letter for letter in gone if sizes[1][letter] == 1])
+    rows, columns = "Y" * (ranks[0] > 1), "Z" * (ranks[1] > 1)
+    return contract(r, f"{one}{rows}X", f"{two}X{columns}", f"{batch}{rows}{columns}", first, second)
 
 
 def _with_constant(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> fx.Node | None:

@@ -31,7 +31,7 @@ def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value
     return trace.join(result, bias.on([axis], result.ndim), product=False)
 
 
-@register_rule("aten::matmul", "aten::bmm", "aten::mm", "aten::mv")
+@register_rule("aten::matmul")
 def _matmul(trace: Trace, one: Value, two: Value) -> Any:
     shape = trace.output_shape()
     batch = len(shape) - (one.ndim > 1) - (two.ndim > 1)
@@ -39,14 +39,6 @@ def _matmul(trace: Trace, one: Value, two: Value) -> Any:
     first = [*range(batch + 2 - one.ndim, batch), batch, None] if one.ndim > 1 else [None]
     second = [*range(batch + 2 - two.ndim, batch), None, len(shape) - 1] if two.ndim > 1 else [None]
     return trace.contract(one, first, two, second, shape)
-
-
-@register_rule("aten::addmm", "aten::baddbmm")
-def _addmm(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) -> Any:
-    result = _matmul(trace, one, two)
-    if added.ndim == 1:
-        return _biased(trace, result, added, result.ndim - 1)
-    return trace.join(added, result, product=False)
 
 
 @register_rule("aten::einsum")

@@ -36,6 +36,7 @@ from lightning_sym.symmetry.tracing.rules import out_of_place
 
 aten = torch.ops.aten
 _LOW = -1e3  # the softmax of what is so much lower than all else is zero
+_LOWEST = -1e30  # to which nothing can be added
 _FAR = 6  # operations between a mask and its softmax at most
 
 
@@ -460,7 +461,7 @@ def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     if r.made_of(value) != "inputs" or (r.name(node) == "where" and inverted and not isinstance(value, fx.Node)):
         return None
-    if not _leads_to_softmax(r, node):
+    if not _leads_to_softmax(r, node, low):
         return None
     kind = value.meta["val"].dtype
     zeros = r.insert(aten.full.default, list(r.shape(mask)), 0.0, dtype=kind)
@@ -470,14 +471,17 @@ def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.add.Tensor, value, added)
 
 
-def _leads_to_softmax(r: Rewriter, node: fx.Node) -> bool:
-    """Whether nothing but a softmax reads a value, to which others may be added before."""
+def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
+    """Whether nothing but a softmax reads a value, to which others may be added before.
+
+    Its logarithm shows low numbers, but nothing that was added to the lowest ones.
+    """
     for _ in range(_FAR):
         if len(node.users) != 1:
             return False
         (user,) = node.users
         if r.name(user) in SOFTMAX:
-            return True
+            return "log" not in r.name(user) or low < _LOWEST
         if (
             r.name(user) not in PASSES | {"add", "masked_fill", "where"}
             or r.shape(user) != r.shape(node)

@@ -12,8 +12,6 @@ from torch import fx
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, PASSES, argument, name_of, reduced, shape_of
 
-_MULTIPLY = {"mul", "multiply"}
-_DIVIDE = {"div", "true_divide", "divide"}
 _SUMS = {"add", "sub"}
 _POOLING = {f"{kind}avg_pool{count}d" for kind in ("", "adaptive_") for count in (1, 2, 3)}
 _HANDED_ON = PASSES | MOVEMENTS | _POOLING | {"getitem"}
@@ -109,7 +107,7 @@ class _Finder:
         while len(users) == 1 and bias is None:
             user, name = users[0], name_of(users[0])
             others = [given for given in user.args[:2] if given is not node]
-            if name in _MULTIPLY and len(others) == 1 and isinstance(others[0], fx.Node):
+            if name == "mul" and len(others) == 1 and isinstance(others[0], fx.Node):
                 found, as_it_is = self._gain(others[0])
                 if gain is not None or found is None or not _is_vector(others[0]):
                     break
@@ -117,7 +115,7 @@ class _Finder:
             elif name == "add" and len(others) == 1:
                 bias = self._state(others[0]) if _is_vector(others[0]) else None
                 break
-            elif name not in PASSES | MOVEMENTS and (name not in _MULTIPLY | _DIVIDE or user.args[0] is not node):
+            elif name not in PASSES | MOVEMENTS and (name not in ("mul", "div") or user.args[0] is not node):
                 break
             node, users = user, list(user.users)
         return gain, bias, plain
@@ -155,11 +153,11 @@ class _Finder:
                 waiting.append(node.args[0])
             elif name in _SUMS and all(isinstance(given, fx.Node) for given in node.args[:2]):
                 waiting += node.args[:2]
-            elif name in ("cat", "concat", "stack"):
+            elif name == "cat":
                 waiting += list(node.args[0])  # type: ignore[arg-type]
-            elif name in _MULTIPLY | _DIVIDE and (value := self._scaled(node)) is not None:
+            elif name in ("mul", "div") and (value := self._scaled(node)) is not None:
                 waiting.append(value)
-            elif name in ("linear", "addmm", "matmul", "mm", "embedding") or name.startswith("conv"):
+            elif name in ("linear", "matmul", "embedding") or name.startswith("conv"):
                 read = [self._state(given) for given in node.all_input_nodes]
                 writers |= dict.fromkeys(name for name in read if name is not None)
                 if not any(read):
@@ -171,7 +169,7 @@ class _Finder:
     def _scaled(self, node: fx.Node) -> Any:
         """Return the value that a product multiplies by a number, by gains, or by one number for all units."""
         one, two = node.args[:2]
-        for value, factor in ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ((one, two),):
+        for value, factor in ((one, two), (two, one)) if name_of(node) == "mul" else ((one, two),):
             if isinstance(value, fx.Node):
                 sizes = shape_of(factor)
                 if not isinstance(factor, fx.Node) or self._state(factor) or (sizes is not None and sizes[-1:] == (1,)):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, TRANSPOSES, argument, moved
 from lightning_sym.symmetry.tracing.measuring import Measured, measured
-from lightning_sym.symmetry.tracing.rewriting import KeptError, Rewriter
+from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 
 aten = torch.ops.aten
 
@@ -114,7 +114,7 @@ class _Recogniser:
             self.rewriter.at = node
             try:
                 new: fx.Node | None = getattr(self, f"_{name}")(node)
-            except KeptError:
+            except NoSpellingError:
                 return None
             if new is not None:
                 self.rewriter.replace(node, new)
@@ -124,7 +124,7 @@ class _Recogniser:
         if name in ("mul", "div"):
             try:
                 new = self._pulled_in(node)
-            except KeptError:
+            except NoSpellingError:
                 return None
             if new is not None:
                 return new
@@ -143,7 +143,7 @@ class _Recogniser:
                 self.rewriter.at, before = node, node.prev
                 try:
                     new = self._put(region, *best)
-                except KeptError:
+                except NoSpellingError:
                     return None
                 if new is None:
                     continue

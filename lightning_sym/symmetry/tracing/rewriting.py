@@ -111,13 +111,15 @@ class Rewriter:
         if item.op == "get_attr":
             held: Any = getattr(item.graph.owning_module, str(item.target))
             return None if held.is_meta else held.detach().to("cpu", copy=True)
-        if not isinstance(item.target, torch._ops.OpOverload) or item.target._schema.is_mutable:
+        target: Any = item.target
+        fixed = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+        if not fixed or torch.Tag.nondeterministic_seeded in target.tags or "empty" in target._schema.name:
             return None
         parts = {node: self.constant(node) for node in item.all_input_nodes}
         if any(part is None for part in parts.values()):
             return None
         args, kwargs = fx.map_arg((item.args, item.kwargs), parts.get)
-        result = item.target(*args, **{**kwargs, "device": "cpu"} if "device" in kwargs else kwargs)
+        result = target(*args, **{**kwargs, "device": "cpu"} if "device" in kwargs else kwargs)
         return result if isinstance(result, Tensor) else None
 
     def number(self, item: Any) -> float | None:
@@ -161,13 +163,17 @@ class Rewriter:
             kwargs: Its keywords.
 
         Raises:
-            KeptError: If a user has a rule for it.
+            NoSpellingError: If a user has a rule for it, or it does not take these arguments (of mixed precision).
         """
         if self._is_kept(target):
-            raise KeptError
+            raise NoSpellingError
         with self.graph.inserting_before(self.at):
             node = self.graph.create_node("call_function", target, args, kwargs)
-        node.meta["val"] = self._computed(target, args, kwargs)
+        try:
+            node.meta["val"] = self._computed(target, args, kwargs)
+        except (RuntimeError, TypeError, ValueError) as error:
+            self.graph.erase_node(node)
+            raise NoSpellingError from error
         self._learn(node)
         if self.at in self.capture.modules:
             self.capture.modules[node] = self.capture.modules[self.at]
@@ -244,14 +250,29 @@ class Rewriter:
 
     def _is_dead(self, node: fx.Node) -> bool:
         """Whether nobody can tell that a node is there."""
+        return self._is_pure(node) and not node.users and node not in self._marked
+
+    @staticmethod
+    def _is_pure(node: fx.Node) -> bool:
+        """Whether a node does nothing but make its result."""
         operation = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-        pure = node.op == "get_attr" or (node.op == "call_function" and operation and not written_by(node))
-        return pure and not node.users and node not in self._marked
+        return node.op == "get_attr" or (node.op == "call_function" and operation and not written_by(node))
 
     def erase_unread(self) -> None:
-        """Take out all operations whose results nobody reads."""
+        """Take out all operations whose results nobody reads, but not those by which alone a tensor is known."""
+        alive: set[fx.Node] = set()
         for node in reversed(list(self.graph.nodes)):
-            if not node._erased and self._is_dead(node):
+            read = any(user in alive for user in node.users) or node in self._marked
+            if read or (node.op == "call_function" and not self._is_pure(node)) or node.op == "output":
+                alive.add(node)
+        lonely = {node for node in self.capture.states if node not in alive}  # of a head whose output is left out, say
+        for node in self.graph.nodes:
+            if node not in alive and not lonely.isdisjoint(node.all_input_nodes):
+                lonely.add(node)
+        for node in reversed(list(self.graph.nodes)):
+            lonely |= {given for given in node.all_input_nodes if node in lonely}
+        for node in reversed(list(self.graph.nodes)):
+            if node not in lonely and not node._erased and self._is_dead(node):
                 self._erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
@@ -268,7 +289,9 @@ class Rewriter:
             if (rule := table.get(self.name(node))) is not None:
                 try:
                     new = rule(self, node)
-                except KeptError:
+                except NoSpellingError:
+                    new = None
+                if new is not None and _kind(new) != _kind(node):
                     new = None
                 put_in = self._put_in(before, node)
                 for one in reversed(put_in):
@@ -291,8 +314,13 @@ class Rewriter:
         return found
 
 
-class KeptError(Exception):
-    """A user has a rule for an operation that was to be put in."""
+class NoSpellingError(Exception):
+    """An operation that was to be put in does not take its arguments, or a user has a rule for it."""
+
+
+def _kind(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
+    tensor = _tensor(node)
+    return tensor.shape, tensor.dtype
 
 
 def _held(node: fx.Node) -> Any:
