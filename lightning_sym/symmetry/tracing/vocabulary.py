@@ -578,6 +578,7 @@ class Trace:
             elif along & set(axes):  # each position shows some of the places (every second one)
                 _, shown = np.unique(rows_of(place, tuple(axes)), axis=0, return_inverse=True)
                 code = code * (size + 1) + shown.reshape(code.shape)
+        code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # the same for inputs of other sizes
         # What still coincides (a tensor joined to itself) is told apart by its order.
         rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
         return code * (int(rank.max()) + 1) + rank.reshape(position.shape)
