@@ -578,6 +578,7 @@ class Trace:
             elif along & set(axes):  # each position shows some of the places (every second one)
                 _, shown = np.unique(rows_of(place, tuple(axes)), axis=0, return_inverse=True)
                 code = code * (size + 1) + shown.reshape(code.shape)
+        code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # the same for inputs of other sizes
         # What still coincides (a tensor joined to itself) is told apart by its order.
         rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
         return code * (int(rank.max()) + 1) + rank.reshape(position.shape)
@@ -641,9 +642,13 @@ class Trace:
                 continue
             left.remove(partner)
             nested = label.axes != partner.axes
-            parents = self._repeated(label, partner) if product and not nested else None
+            parents = None
+            if product and not nested:
+                parents, units = self._repeated(label, partner, two, len(shape)), label
+                if parents is None and (parents := self._repeated(partner, label, one, len(shape))) is not None:
+                    label, units = parents, partner
             if parents is not None:
-                nested, joined = True, self.constraints.resolve(label)
+                nested, joined = True, self.constraints.resolve(units)
                 self.constraints.block(parents.atom, joined.atom)
             elif not nested:
                 joined = self.constraints.same_units(label, partner)
@@ -674,16 +679,25 @@ class Trace:
                 result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
         return self.disjoint(Value(shape, tuple(self._lent(result) if product else result)))
 
-    def _repeated(self, label: Label, partner: Label) -> Label | None:
-        """Return the wholes of which a factor shows one number each for several units; None if it shows no such."""
+    def _repeated(self, label: Label, partner: Label, value: Value, rank: int) -> Label | None:
+        """Return the wholes of which a factor shows one number each for several units; None if it shows no such.
+
+        Args:
+            label: The units.
+            partner: Those of the factor, on the same axes.
+            value: The factor, broadcast to a result of `rank` axes.
+            rank: See `value`.
+        """
         whole = self.constraints.resolve(partner)
         of = self.constraints.copied_from(whole.atom)
-        if (of == whole.atom).all() or (self.constraints.copied_from(label.atom) != label.atom).any():
+        axes = [axis - rank + value.ndim for axis in whole.axes]
+        if (of == whole.atom).all() or len(np.unique(label.atom)) < label.size or min(axes, default=-1) < 0:
             return None
-        pairs = np.unique(np.stack([of.ravel(), whole.tag.ravel()]), axis=1)
-        if pairs.shape[1] > len(np.unique(of)) or len(np.unique(label.atom)) < label.size:
+        if (self.constraints.copied_from(label.atom) != label.atom).any():
             return None
-        return Label(whole.axes, of, whole.tag, whole.scale)
+        numbers = self._same(value, axes, lambda tensor: tensor)
+        pairs = np.unique(np.stack([of.ravel(), whole.tag.ravel(), numbers.ravel()]), axis=1)
+        return Label(whole.axes, of, whole.tag, whole.scale) if pairs.shape[1] == len(np.unique(of)) else None
 
     def _told_apart(self, label: Label, parents: Label, value: Value, rank: int) -> Label:
         """Tell units apart along axes on which their parents do not live, but are something else at each place.
@@ -924,12 +938,9 @@ class Trace:
                 continue
             across = others.index(target)
             size = other.shape[across]
-            summed = others.index(None)
-            if size == 1 or not any(across in label.axes for label in other.labels):
-                continue
-            if any(summed in label.axes and across not in label.axes for label in other.labels):  # the same in all
-                continue
-            if not self._repeats(value, axis):
+            # What is summed over is undone by units of each block only if these are others in each.
+            met = {across, others.index(None)} if goes.index(None) in value.labels[0].axes else {across}
+            if size == 1 or not any(met <= {*label.axes} for label in other.labels) or not self._repeats(value, axis):
                 continue
             label = value.labels[0]
             axes = tuple(sorted((axis, *label.axes)))

@@ -91,9 +91,7 @@ def _along_an_axis(trace: Trace, base: Value, axis: int, index: Value, new: Any,
 
 
 @register_rule("aten::scatter", "aten::scatter_add", "aten::scatter_reduce")
-def _scatter(
-    trace: Trace, base: Value, axis: int, index: Value, new: Any, reduce: str = "sum", **kwargs: Any
-) -> Any:
+def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, reduce: str = "sum", **kwargs: Any) -> Any:
     plain = "reduce" not in trace.operation and "reduce" not in trace.node.kwargs
     if index.concrete is None and plain:
         result = marked(trace, base, axis, index, new)
