@@ -11,6 +11,16 @@ aten = torch.ops.aten
 _LIBRARIES = []
 
 
+def real():
+    """Whether this machine has a GPU: then nothing has to pretend, and the same scripts run on it.
+
+    Convolutions compute in full precision then, as results are compared with the CPU's.
+    """
+    found = torch.cuda.is_available()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32 and not found
+    return found
+
+
 def install():
     """Make ``device="cuda"`` work, and Lightning's ``Trainer(accelerator="gpu", devices=1)``.
 
