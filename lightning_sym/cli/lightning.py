@@ -322,6 +322,7 @@ class RecipeCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Prepare the run folder and find the checkpoint, before anything is built."""
         config = self.config[self.subcommand]
+        torch.backends.cudnn.deterministic = True  # gradients of convolutions differ from run to run otherwise
         last = self._run_dir / "checkpoints" / "last.ckpt"
         if self.subcommand != "fit" and config.get("ckpt_path") is None:
             if not last.is_file():
