@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from pytorch_lightning.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS, load_hparams_from_yaml
 from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
-
 from torch import nn
 
 from lightning_sym._checks import not_finite

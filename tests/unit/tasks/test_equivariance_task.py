@@ -340,7 +340,7 @@ def test_a_regression_sums_over_outputs_and_its_checkpoint_holds_the_prior(tmp_p
     content = torch.load(tmp_path / "a.ckpt")
     content["state_dict"]["network.linear.bias"][0] = torch.nan
     torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match="a.ckpt has values that are not finite in network.linear.bias: training"):
+    with pytest.raises(ValueError, match=r"a\.ckpt has values that are not finite in network\.linear\.bias: training"):
         EquivarianceTask.load_from_checkpoint(tmp_path / "a.ckpt", network=Line(), weights_only=True)
 
 
