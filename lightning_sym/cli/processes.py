@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_sym._agreement import check_agreement, content_of
 from lightning_sym._distributed import gathered, rank, ranks

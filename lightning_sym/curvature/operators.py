@@ -459,12 +459,12 @@ class CurvatureOperator(SymmetricOperator):
                 torch.autograd.grad(value, given, allow_unused=True)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())[:200].rstrip(".")
+        except (RuntimeError, IndexError, TypeError, ValueError) as caught:
+            said = " ".join(str(caught).split())[:200].rstrip(".")
             raise ValueError(
                 f"loss cannot be computed for outputs of shape {list(outputs.shape)} and targets of shape "
                 f"{list(targets.shape)} and type {targets.dtype} ({said}); give targets as the loss takes them."
-            ) from error
+            ) from caught
         if value.ndim:
             raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
         counted = ~_apart(self._loss, outputs, targets)[0].isnan()  # of an ignored sample alone, the mean of none
