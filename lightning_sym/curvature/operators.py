@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib
 import itertools
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -642,8 +643,8 @@ class _Batches:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return a number that changes with the values and their order, as a tensor."""
-    # What is not a number may stand for a value that is missing, and does not equal itself.
-    rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device)).nan_to_num()
+    # What is not a number may stand for a value that is missing, and does not equal itself: a number of its own.
+    rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device)).nan_to_num(math.e, math.pi, -math.pi)
     places = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device).sqrt()
     return (rows @ places) @ torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device).sqrt()
 

@@ -698,3 +698,25 @@ def test_what_is_wrong_is_said_in_one_sentence(refusal: Callable[[], None]) -> N
 def test_data_that_change_pass_unseen_only_where_the_check_is_off() -> None:
     operator = CurvatureOperator(small(), Shuffled(), F.cross_entropy, check=False)
     assert (operator @ torch.ones(operator.size)).isfinite().all()
+
+
+def of_known(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of squares over all targets, of which those that are missing count 0."""
+    return torch.where(targets.isfinite(), outputs - targets.nan_to_num(), 0).square().mean()
+
+
+@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+def test_targets_that_are_missing_do_not_change_and_are_seen_to_change(missing: float) -> None:
+    x, classes = samples()
+    y = F.one_hot(classes, 3).double()
+    y[::7, 1] = missing
+    y[5] = -missing
+    operator = CurvatureOperator(small(), uneven(x, y), of_known, kind="gauss_newton")
+    rest = CurvatureOperator(small(), uneven(x, y), of_known, kind="gauss_newton", check=False)
+    torch.testing.assert_close(operator.matrix(), rest.matrix(), rtol=0, atol=0)
+    batches = uneven(x, y.clone())
+    operator = CurvatureOperator(small(), batches, of_known)
+    for batch, other in zip(batches, uneven(x, y.nan_to_num(0.0, 0.0, 0.0)), strict=True):
+        batch[1].copy_(other[1])
+    with pytest.raises(ValueError, match="the data changed between two passes"):
+        operator @ torch.ones(operator.size)
