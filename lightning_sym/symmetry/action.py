@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, odd, on_axes, together
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
@@ -26,13 +27,14 @@ _POWERS = {
     "acc_delta": 2.0,
 }
 
-_ROUNDED = (torch.float32, torch.float16, torch.bfloat16)
 NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)
 
 
 def _exact(tensor: Tensor) -> Tensor:
     """Return a floating vector in double precision, any other tensor as it is."""
-    return tensor.detach().double() if tensor.ndim == 1 and tensor.dtype in _ROUNDED else tensor
+    exact = wide(tensor.device)
+    vector = tensor.ndim == 1 and tensor.is_floating_point() and tensor.dtype != exact
+    return tensor.detach().to(exact) if vector else tensor
 
 
 def _powered(scale: Floats, power: float) -> Floats:

@@ -14,6 +14,7 @@ from scipy import sparse
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
+from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.equations import solve
@@ -57,7 +58,8 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
         for off in shift.taken_off:
             if off.bias in tensors and all(name in tensors for name in off.needed):
                 weight = tensors[off.weight].detach()
-                flat = (weight.flatten(2).sum(2, dtype=torch.float64) if weight.ndim > 2 else weight).double()
+                exact = wide(weight.device)
+                flat = (weight.flatten(2).sum(2, dtype=exact) if weight.ndim > 2 else weight).to(exact)
                 entering = off.entering(vector, tensors).to(flat)
                 taken = torch.tensordot(flat, entering, ([off.axis], [0]))
                 if shift.norm is not None:
