@@ -187,7 +187,7 @@ class TensorDataModule(InMemoryDataModule):
     def _held_out(
         self, whole: LabelledInputs, split: str, fraction: float, keys: tuple[str | int, ...]
     ) -> tuple[LabelledInputs, LabelledInputs]:
-        """Return what is left of the training data, in a random order, and what is held out."""
+        """Shuffle the training data and split off a held-out set; return the rest first."""
         count = round(fraction * len(whole.inputs))
         if (fraction and count == 0) or count == len(whole.inputs):
             raise ValueError(

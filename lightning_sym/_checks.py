@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 
 import torch
@@ -131,3 +131,9 @@ def check_features(module: nn.Module, x: Tensor, channels: int, grid: tuple[int,
             f"{type(module).__name__} expects features of shape [N, {channels}, {sides[0]}, {sides[1]}], got "
             f"{list(x.shape)}; build the layer for the channels and grid of what comes in."
         )
+
+
+def not_finite(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors that hold NaN or infinity; torch compares no floats of 8 bits."""
+    eight = [value.float() if value.is_floating_point() and value.itemsize == 1 else value for value in state.values()]
+    return [name for name, value in zip(state, eight, strict=True) if not value.isfinite().all()]

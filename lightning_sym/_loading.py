@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from pytorch_lightning.core.saving import CHECKPOINT_PAST_HPARAMS_KEYS, load_hparams_from_yaml
 from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
+from torch import nn
 
+from lightning_sym._checks import not_finite
 from lightning_sym._trust import SETTINGS, check_settings, resolve
 
 # How Lightning calls what builds an object from the settings of a file, by way of a parser that imports.
@@ -29,6 +31,7 @@ class LoadsTrusted:
         checkpoint_path: Any,
         *args: Any,
         allow: Iterable[str] | None = None,
+        finite: bool = True,
         **options: Any,
     ) -> Any:
         """Load from a checkpoint; see Lightning's method of this name.
@@ -41,10 +44,11 @@ class LoadsTrusted:
             checkpoint_path: The file.
             args: Passed on.
             allow: Further packages that are trusted, for example ``["my_package"]``; also the task's argument.
-            options: Passed on. With ``weights_only=False`` the file may run code, and nothing is checked.
+            finite: Whether to refuse weights that are not finite; those of members that were stopped may be.
+            options: Passed on. With ``weights_only=False`` the file may run code, and no names are checked.
 
         Raises:
-            ValueError: If it names something else.
+            ValueError: If it names something else, or weights are not finite.
         """
         parent = super().load_from_checkpoint  # type: ignore[misc]
         if "allow" in inspect.signature(cls).parameters:
@@ -57,10 +61,20 @@ class LoadsTrusted:
                 content, cls, (cls.__module__, *cls.trusted_modules(), *(allow or ())), str(checkpoint_path)
             )
         try:
-            return parent(checkpoint_path, *args, **options)
+            found = parent(checkpoint_path, *args, **options)
         except argparse.ArgumentError as error:  # of the parser, which names the argument
             said = " ".join(str(error).split())
             raise ValueError(f"{checkpoint_path} holds settings that do not fit {cls.__name__}: {said}") from error
+        if finite and (broken := found.broken_weights()):
+            raise ValueError(
+                f"{checkpoint_path} has values that are not finite in {broken[0]}: training diverged; choose another "
+                "checkpoint, or load it with finite=False."
+            )
+        return found
+
+    def broken_weights(self) -> list[str]:
+        """Return the names of weights that are not finite."""
+        return not_finite(self.state_dict()) if isinstance(self, nn.Module) else []
 
     @classmethod
     def trusted_modules(cls) -> Iterable[str]:

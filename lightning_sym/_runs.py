@@ -16,7 +16,7 @@ from lightning_sym._documents import TooLargeError, load_json, load_yaml
 from lightning_sym._text import unknown
 
 CONFIG = "config.yaml"
-# Settings on which no result depends: where files lie, and what is shown while a run goes on.
+# Settings that change no result: locations of files, and displays during a run.
 _NO_SETTINGS = ("run_dir", "zoo_dir", "overwrite", "log_details", "requires", "ckpt_path", "weights_only", "checkpoint")
 _NO_OPTIONS = (
     *("logger", "log_every_n_steps", "profiler", "plugins", "default_root_dir", "dirpath"),

@@ -43,9 +43,8 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged, or no safetensors file ({error}).") from None
     try:
-        with warnings.catch_warnings():  # of a pickle that torch.save did not write; whether it is read is said below
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
+        with warnings.catch_warnings():  # of pickles that torch.save did not write, of sparse tensors: said below
+            warnings.simplefilter("ignore")
             archive = zipfile.is_zipfile(file)
             if program := _program(file) if archive else "":
                 raise _ProgramError(program)

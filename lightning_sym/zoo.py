@@ -40,7 +40,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, not_finite
 from lightning_sym._claims import Claim
 from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
@@ -286,7 +286,7 @@ class ModelZoo:
             ValueError: If there is no such member, its file is damaged, or its weights are not finite.
         """
         state = read_member(self.path / self.member(number).file)[1]
-        if finite and (broken := _not_finite(state)):
+        if finite and (broken := not_finite(state)):
             raise ValueError(
                 f"Member {number} of {self.path} has values that are not finite in {broken[0]}: it diverged; choose "
                 "other members, or load it with finite=False."
@@ -654,14 +654,8 @@ def _read_manifest(path: Path) -> list[str]:
         ) from None
 
 
-def _not_finite(state: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors that hold NaN or infinity; torch compares no floats of 8 bits."""
-    eight = [value.float() if value.is_floating_point() and value.itemsize == 1 else value for value in state.values()]
-    return [name for name, value in zip(state, eight, strict=True) if not value.isfinite().all()]
-
-
 def _check_finite(state: Mapping[str, Tensor], source: str) -> None:
-    if broken := _not_finite(state):
+    if broken := not_finite(state):
         raise ValueError(f"{source} has values that are not finite in {', '.join(broken[:3])}; it was not written.")
 
 

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import jsonargparse
 import torch
 import yaml
 from jsonargparse import Namespace
@@ -31,7 +32,7 @@ from safetensors.torch import save as save_safetensors
 
 import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
 from lightning_sym._claims import Claim
-from lightning_sym._documents import load_yaml
+from lightning_sym._documents import TooLargeError, load_yaml
 from lightning_sym._files import remove_abandoned, write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym._trust import SETTINGS, check_settings, resolve
@@ -56,9 +57,11 @@ class RecipeParser(LightningArgumentParser):
 
     Attributes:
         given: The options that are being parsed.
+        refused: Why YAML among them was not read; empty if all was.
     """
 
     given: ClassVar[Mapping[str, Any]] = {}
+    refused: ClassVar[str] = ""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)  # --trainer.max_epoch is a misspelling, not max_epochs
@@ -75,7 +78,7 @@ class RecipeParser(LightningArgumentParser):
         """Print what was wrong and exit with status 2."""
         if ex is not None and show_traceback():
             raise ex
-        print(f"lightning-sym: error: {explain(message, self.given)}", file=sys.stderr)
+        print(f"lightning-sym: error: {self.refused or explain(message, self.given)}", file=sys.stderr)
         print(USAGE, file=sys.stderr)
         raise SystemExit(2)
 
@@ -213,6 +216,7 @@ class RecipeCLI(LightningCLI):
         options = _with_resets(_without_replaced_network(_with_checkpoint_settings(args)))
         self._given = read_given(options[1:])
         RecipeParser.given = merge(self._given)  # of the class: errors come from nested parsers, too
+        RecipeParser.refused = ""
         self.config = parser.parse_args(options)
         if missing := first_missing(RecipeParser.given):
             parser.error(missing)
@@ -322,6 +326,7 @@ class RecipeCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Prepare the run folder and find the checkpoint, before anything is built."""
         config = self.config[self.subcommand]
+        torch.backends.cudnn.deterministic = True  # gradients of convolutions differ from run to run otherwise
         last = self._run_dir / "checkpoints" / "last.ckpt"
         if self.subcommand != "fit" and config.get("ckpt_path") is None:
             if not last.is_file():
@@ -638,6 +643,24 @@ def _callables(model: Mapping[str, Any]) -> dict[str, str]:
         if re.fullmatch(_CALLABLE, name)
     }
     return {name: kind.rsplit(".")[-1] for name, kind in classes.items() if isinstance(kind, str)}
+
+
+def _load_within_limits(text: str) -> Any:
+    """Load YAML that the parser reads: values of options, and files that they name."""
+    if len(text) > _HARMLESS or "*" in text:
+        try:
+            load_yaml(text, "The value of an option, or a file that it names,")
+        except TooLargeError as error:
+            RecipeParser.refused = str(error)  # jsonargparse tries other types, and then says something else
+            raise
+        except yaml.YAMLError:
+            pass  # the parser says what is wrong
+    return _LOAD(text)
+
+
+_HARMLESS = 100  # characters
+_LOAD = jsonargparse.get_loader("yaml")
+jsonargparse.set_loader("yaml", _load_within_limits, (yaml.YAMLError,))
 
 
 def _yaml(text: str) -> Any:

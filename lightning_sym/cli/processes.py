@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_sym._agreement import check_agreement, content_of
 from lightning_sym._distributed import gathered, rank, ranks
@@ -52,6 +53,9 @@ def watch_over(trainer: Trainer, command: str, settings: Any, data: object) -> N
     strategy.setup_environment = partial(_meet, strategy.setup_environment, command, settings, places)
     # Lightning's own handler waits for the other processes, which may be anywhere.
     trainer._signal_connector._sigterm_notifier_fn = stop  # type: ignore[method-assign, assignment]
+    timeout = getattr(strategy, "_timeout", None)
+    if Watch.current is not None and timeout not in (None, default_pg_timeout):  # the user's own
+        Watch.current.joins_within = timeout.total_seconds()
     launcher = strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher and Watch.current is not None:
         strategy._launcher = WatchedLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)

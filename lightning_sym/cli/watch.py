@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 GRACE = 20.0  # seconds that the main thread has to put things in order
 PARENT = "LIGHTNING_SYM_PARENT"  # environment variable: the process that launched this one
+JOINING = 300.0  # seconds that all processes have to join; torch waits for half an hour
 _PATIENCE = 20.0  # seconds after which a wait for the other processes is spoken of
 _TICK = 0.5
 _DONE, _END, _FAILED = "done", "end ", "failed: "
@@ -42,6 +43,7 @@ class Watch:
         children: Processes that this one launched: ranks 1, 2, ... of its run.
         folder: The run folder of a fit, of whose checkpoint the sentence speaks.
         waits: Where this process waits for the others to join; empty if it does not.
+        joins_within: Seconds after which it waits no longer.
     """
 
     current: ClassVar["Watch | None"] = None
@@ -50,6 +52,7 @@ class Watch:
         self.children: Sequence[subprocess.Popen[Any]] = []
         self.folder: Path | None = None
         self.waits = ""
+        self.joins_within = JOINING
         self._me = f"process {os.getpid()} on {socket.gethostname()}"
         self._reason, self._status = "", 1
         self._told = threading.Event()  # there is a reason
@@ -212,6 +215,12 @@ class Watch:
             if not said and now - began > _PATIENCE:
                 said = True
                 print(f"  {self._me} waits for the others of the run, at {self.waits}", file=sys.stderr, flush=True)
+            if self.waits and now - began > self.joins_within and not self._reason:
+                self._stop(
+                    f"{self._me} did not meet all others of the run at {self.waits} within {now - began:.0f} s; check "
+                    "that all of them were started, with the same address, port and number of processes",
+                    1,
+                )
             if now > self._interrupt_at and not self._raised and self._signals and not self._over.is_set():
                 self._interrupt_at = float("inf")
                 signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)

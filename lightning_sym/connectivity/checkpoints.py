@@ -327,7 +327,7 @@ def _configuration_of(file: Path) -> dict[str, Any] | None:
 
 
 def _beside(file: Path) -> list[Path]:
-    """Return what lies beside a checkpoint of transformers and belongs to the model, but for its weights."""
+    """Return the files of a transformers model beside its checkpoint, without weights."""
     if _configuration_of(file) is None:
         return []
     files = (path for path in sorted(file.parent.iterdir()) if path.is_file() and not path.name.startswith("."))

@@ -25,7 +25,8 @@ from lightning_sym.symmetry.views import ConvertedTensors
 _OF_WEIGHTS, _OF_OUTPUTS = 20.0, 12.0
 # Of numbers of 16 bits that would be much. Planted elements leave 5 and 2 times.
 _COARSE, _OF_COARSE_WEIGHTS, _OF_COARSE_OUTPUTS = 1e-4, 8.0, 6.0
-_DRAWS = 4  # of what rounding does
+_DRAWS = 4  # of what rounding does, of outputs half to either network
+_MOST_DRAWS, _IN_DOUBT = 16, 20.0  # so many more of outputs, where few draws may be why one is beyond its limit
 _INPUTS, _NUMBERS = 64, 2**19  # so many random inputs, if they have no more numbers together than that
 _COMPUTED = 1e-13
 _FAR = 0.5  # outputs that are that far apart, relative to themselves, are not explained by rounding
@@ -59,7 +60,7 @@ def equality(
 ) -> tuple[Equality, ...]:
     """Decide whether elements make two networks equal, to the rounding of their files.
 
-    First their outputs on random inputs, each by itself, against what rounding the weights of ``b`` does to them. Where
+    First their outputs on random inputs, each by itself, against what rounding the weights of both does to them. Where
     they agree, every slice of every tensor, rows and columns, against what rounding the weights of ``b`` makes of the
     moved slice; if that is not enough, the elements are improved in double precision (docs/merging.md).
 
@@ -143,22 +144,25 @@ def _outputs_apart(
         return math.inf, "the shape of an output"
     apart = [_norms(x - y) for x, y in zip(ours, theirs, strict=True)]
     sizes = [_norms(own) for own in ours]
-    noise = [torch.zeros_like(own) for own in apart]
     far = any(bool((x > _FAR * torch.maximum(size, size.mean())).any()) for x, size in zip(apart, sizes, strict=True))
-    draws = 1 if far and rounding < _COARSE else _DRAWS
-    for draw in range(draws):
-        rounded = double_copy(two).eval()
-        for name, tensor in state_tensors(rounded).items():
-            if tensor.is_floating_point():
-                tensor.copy_(_with_noise(tensor, name, rounding, seed + draw))
-        for total, x, y in zip(noise, _outputs(rounded, calls), theirs, strict=True):
-            total += _norms(x - y).square() / draws
-    worst, where, limit = 0.0, "no output", _OF_COARSE_OUTPUTS if rounding > _COARSE else _OF_OUTPUTS
-    for number, (x, squares, size) in enumerate(zip(apart, noise, sizes, strict=True)):
-        times = _times(x, limit * squares.sqrt() + 1e-13 * size)
-        if times.numel() and float(times.max()) > worst:
-            worst, place = float(times.max()), int(times.argmax())
-            where = f"output {place}" if len(apart) == 1 else f"number {place} of output {number}"
+    limit = _OF_COARSE_OUTPUTS if rounding > _COARSE else _OF_OUTPUTS
+    noise, drawn = [torch.zeros_like(own) for own in apart], 0
+    worst, where = math.inf, "no output"
+    while drawn < (2 if far and rounding < _COARSE else _DRAWS) or (drawn < _MOST_DRAWS and 1 < worst < _IN_DOUBT):
+        for network, outputs in ((one, ours), (two, theirs)):  # either is a rounded one
+            rounded = double_copy(network).eval()
+            for name, tensor in state_tensors(rounded).items():
+                if tensor.is_floating_point():
+                    tensor.copy_(_with_noise(tensor, name, rounding, seed + drawn))
+            for total, x, y in zip(noise, _outputs(rounded, calls), outputs, strict=True):
+                total += _norms(x - y).square()
+            drawn += 1
+        worst, where = 0.0, "no output"
+        for number, (x, squares, size) in enumerate(zip(apart, noise, sizes, strict=True)):
+            times = _times(x, limit * (squares / (drawn / 2)).sqrt() + 1e-13 * size)
+            if times.numel() and float(times.max()) > worst:
+                worst, place = float(times.max()), int(times.argmax())
+                where = f"output {place}" if len(apart) == 1 else f"number {place} of output {number}"
     return worst, where
 
 

@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib
 import itertools
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -146,9 +147,9 @@ class CurvatureOperator(SymmetricOperator):
         dtype: What to compute in; default the network's (float32 for half precision).
         columns: How many vectors go through the network together in products with matrices. >= 1.
         check: Whether to check in every product that the data are the same, and once that the network puts out the
-            same for the same input, and that the loss of every batch is a mean, which batches of one sample cannot
-            tell. It costs a sum over the inputs, and one forward pass. Without it all samples count, also those that
-            the loss ignores.
+            same for the same input, and that the loss is a mean over samples: within each batch, and over samples of
+            different batches. It costs a sum over the inputs, and one forward pass. Without it all samples count, also
+            those that the loss ignores.
 
     Attributes:
         names: Names of the parameters, in the order of the vectors.
@@ -158,7 +159,7 @@ class CurvatureOperator(SymmetricOperator):
 
     Raises:
         ValueError: If an argument is out of range, there is no such parameter, the network or the loss does not fit the
-            data, the loss is no mean, or outputs change from call to call.
+            data, the loss is no mean or has no second derivative, or outputs change from call to call.
         EmptyLoaderError: If there is no sample on any process.
         NonFiniteError: If a weight is not finite.
 
@@ -224,7 +225,16 @@ class CurvatureOperator(SymmetricOperator):
         parts: list[Tensor] = []
 
         def multiply() -> None:
-            parts.extend(self._local(part) for part in torch.split(vectors, self.columns, 1))
+            try:
+                parts.extend(self._local(part) for part in torch.split(vectors, self.columns, 1))
+            except RuntimeError as error:
+                if "implemented" not in str(error):
+                    raise
+                said = " ".join(str(error).split())[:100]
+                raise ValueError(
+                    f"torch has no second derivative of the network or the loss ({said}); use modules and a loss that "
+                    "have one."
+                ) from error
 
         with _exactly(self.device):
             together(multiply)
@@ -385,12 +395,36 @@ class CurvatureOperator(SymmetricOperator):
         What the loss is like depends on the labels, so that one batch says nothing of the others.
         """
         counted = []
+        across: list[tuple[Tensor, Tensor]] = []  # one sample of each of the last batches
         for number, (x, y) in enumerate(self._data):
             with _exactly(self.device), torch.no_grad():
                 outputs = self._checked_outputs(x, again=number == 0)
             with _exactly(self.device):
                 counted.append(self._counted(outputs, y))
+                shapes = outputs.shape[1:], y.shape[1:]
+                if across and shapes != tuple(part.shape[1:] for part in across[0]):
+                    self._check_across(across)
+                    across = []
+                elif len(across) == _FEW:
+                    self._check_across(across)
+                    across = across[-1:]
+                across.append((outputs[:1].clone(), y[:1]))
+        with _exactly(self.device):
+            self._check_across(across)
         self._data.count_only(counted)
+
+    def _check_across(self, rows: list[tuple[Tensor, Tensor]]) -> None:
+        """Check that the loss is a mean over samples of different batches.
+
+        Batches of one sample, or of one class, do not tell a mean from a sum or from a mean with weights.
+
+        Args:
+            rows: Outputs and targets of one sample each.
+        """
+        several = rows * 2 if len(rows) == 1 else rows
+        if several:
+            outputs, targets = (torch.cat(parts) for parts in zip(*several, strict=True))
+            self._counted(outputs, targets)
 
     def _checked_outputs(self, x: Tensor, *, again: bool) -> Tensor:
         """Return a batch's outputs, checked, and whether they are the same a second time."""
@@ -419,7 +453,19 @@ class CurvatureOperator(SymmetricOperator):
         Raises:
             ValueError: If it is not their mean, or its gradient not that of the mean.
         """
-        value = self._loss(outputs, targets)
+        try:
+            given = outputs.detach().requires_grad_()
+            value = self._loss(given, targets)
+            if value.requires_grad and not value.ndim:  # whole numbers in place of others fail only here
+                torch.autograd.grad(value, given, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError) as caught:
+            said = " ".join(str(caught).split())[:200].rstrip(".")
+            raise ValueError(
+                f"loss cannot be computed for outputs of shape {list(outputs.shape)} and targets of shape "
+                f"{list(targets.shape)} and type {targets.dtype} ({said}); give targets as the loss takes them."
+            ) from caught
         if value.ndim:
             raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
         counted = ~_apart(self._loss, outputs, targets)[0].isnan()  # of an ignored sample alone, the mean of none
@@ -516,7 +562,9 @@ def _apart(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
 
     outputs = outputs.detach()
     try:
-        slopes, losses = vmap(grad_and_value(one))(outputs, targets)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            slopes, losses = vmap(grad_and_value(one))(outputs, targets)
     except RuntimeError:  # what torch.func cannot do
         pairs = [grad_and_value(one)(row, target) for row, target in zip(outputs, targets, strict=True)]
         slopes, losses = (torch.stack(parts) for parts in zip(*pairs, strict=True))
@@ -595,8 +643,8 @@ class _Batches:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return a number that changes with the values and their order, as a tensor."""
-    # What is not a number may stand for a value that is missing, and does not equal itself.
-    rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device)).nan_to_num()
+    # What is not a number may stand for a value that is missing, and does not equal itself: a number of its own.
+    rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device)).nan_to_num(math.e, math.pi, -math.pi)
     places = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device).sqrt()
     return (rows @ places) @ torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device).sqrt()
 

@@ -266,8 +266,9 @@ def learning_coefficient(
             datamodule; they are held in memory. Under ``torch.distributed`` every process is given the same.
         loss: Called with outputs and targets; the mean over samples, a scalar.
         chains: Number of chains, >= 3. By default 8, and where these are too few to decide whether they are
-            stationary, as with few weights, as many from the beginning as their spread says, within a budget: at most
-            2048, and at most 8.6e9 for chains times steps times samples times weights and inputs of a sample.
+            stationary, as with few weights, as many from the beginning as their spread says; four times as many where
+            half of them or fewer left to infinity at a step that was fitted. All that within a budget: at most 2048,
+            and at most 8.6e9 for chains times steps times samples times weights and inputs of a sample.
         steps: Steps of each chain, the burn-in included. >= 8.
         burn_in: Steps that are not averaged: at least half of the steps, which is the default, and less than all.
         inverse_temperature: :math:`nb > 0`; default :math:`n / \ln n`.
@@ -347,9 +348,22 @@ def learning_coefficient(
         most = min(_MOST_CHAINS, _MOST_WORK // (steps * function.work))
         before = steps
         # Chains in fewer dimensions differ more from each other, and only they themselves tell by how much.
-        while len(found.chain_means) < min(wanted := found.chains_wanted, most):
-            found, before = run(min(wanted, most), before), before + steps
+        while len(found.chain_means) < (wanted := min(_wanted(found, step is None), most)):
+            found, before = run(wanted, before), before + steps
     return found
+
+
+def _wanted(found: LearningCoefficientEstimate, fitted: bool) -> int:
+    """Return how many chains to run next by default; as many as there are to stop.
+
+    A fitted step knows the curvature where the chains were early on. If few of them left, others would have seen more.
+
+    Args:
+        found: What the last ones say.
+        fitted: Whether their step was fitted.
+    """
+    chains, gone = len(found.chain_means), len(found.escaped)
+    return 4 * chains if fitted and 0 < gone <= chains / 2 else found.chains_wanted
 
 
 class _Run:

@@ -61,7 +61,7 @@ class SimilarityMetric(Metric):
 
 
 class Features:
-    """What one layer puts out for a batch, in the form that all measures share; what they need of it is kept.
+    """Store the outputs of one layer for a batch in the form that all measures share, and cache their statistics.
 
     Args:
         values: Real, samples on the first axis; not changed, and not copied if that can be avoided.

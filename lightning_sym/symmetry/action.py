@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, odd, on_axes, together
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
@@ -17,6 +18,7 @@ from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.shifts import Fold, ratio
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.translations import additions
+from lightning_sym.symmetry.views import ConvertedTensors
 
 # By which power of a weight's scale an optimiser's state moves.
 _POWERS = {
@@ -26,6 +28,13 @@ _POWERS = {
 }
 
 NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """Return a floating vector in double precision, any other tensor as it is."""
+    exact = wide(tensor.device)
+    vector = tensor.ndim == 1 and tensor.is_floating_point() and tensor.dtype != exact
+    return tensor.detach().to(exact) if vector else tensor
 
 
 def _powered(scale: Floats, power: float) -> Floats:
@@ -250,6 +259,7 @@ class Action:
 
     def summands(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> dict[str, list[Summand]]:
         """Return what is added to tensors before they move, by name; the arguments are those of :meth:`on_weights`."""
+        tensors = ConvertedTensors(tensors, _exact)
         added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
         for name, summand in self._added(tensors).items():
             added.setdefault(name, []).append(Summand(summand))
@@ -267,6 +277,8 @@ class Action:
             shifted: Whether to move running variances as evaluation asks for: v' = s^2 (v + eps) - eps.
             added: What is added before.
         """
+        if (exact := _exact(tensor)) is not tensor:  # what is added may cancel; the result is rounded once
+            return self.moved(exact, name, power=power, shifted=shifted, added=added).to(tensor)
         slots = self.structure.slots_of[name]
         stacked = [slot for slot in slots if slot.of_stack]
         if len(stacked) == 1:  # as a tensor of one axis for all units of all members

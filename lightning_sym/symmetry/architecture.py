@@ -30,6 +30,7 @@ from lightning_sym.symmetry.tracing.capture import (
 _TRAINING_ONLY = re.compile(r"(^|, )(inplace(=\w+)?|momentum=[^,]+|drop\w*=[^,]+)")
 # What to do where two networks cannot share a symmetry, or may not.
 ADVICE = "trace the symmetry of each by itself; symmetry.check(network) tells what an element would change there"
+_SHORT = (torch.float16, torch.bfloat16)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -55,6 +56,7 @@ class Architecture:
         self.constants = {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in constants.items() if not tensor.is_meta
         }
+        self._rounded = _rounded_to(states)
 
     def require_tensors(self, network: nn.Module) -> None:
         """Check that a network has the same tensors, and modules of the same classes.
@@ -70,7 +72,7 @@ class Architecture:
             shape, _ = self.layout[first]
             if name not in places or tuple(places[name].shape) != shape:
                 found = f"has shape {list(places[name].shape)} there" if name in places else "has no such tensor"
-                advice = _made(places, name)
+                advice = _wrapped(places, self.names) or _made(places, name)
                 raise ValueError(
                     f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network{advice}"
                 )
@@ -149,12 +151,21 @@ class Architecture:
         for name, constant in self.constants.items():
             if states[name].is_meta:
                 continue
-            other = states[name].detach().to("cpu", torch.promote_types(constant.dtype, states[name].dtype))
-            if not torch.equal(other, constant.to(other.dtype)):
+            if not self._same_constant(constant, states[name].detach().cpu(), states):
                 raise ValueError(
                     f"the constant buffer {name} holds other values there; expected those of the traced network: "
                     f"{ADVICE}"
                 )
+
+    def _same_constant(self, own: torch.Tensor, other: torch.Tensor, states: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a network's constant is the traced one, possibly rounded when a network was cast (``half()``)."""
+        if same_but_for_rounding(own, other):
+            return True
+        if not (own.is_floating_point() and other.is_floating_point()):
+            return False
+        # half().float() leaves no other dtype behind, but numbers that all fit into it.
+        there, here = _rounded_to(states), self._rounded
+        return any(_made_of(other, own, kind) for kind in there) or any(_made_of(own, other, kind) for kind in here)
 
     def other_setting(self, network: nn.Module) -> str:
         """Return in words what a network's modules hold, or what they are, other than in the traced one; or nothing."""
@@ -169,6 +180,27 @@ class Architecture:
     def text(self) -> str:
         """What is compared of shapes and modules, as text."""
         return repr(([(name, shape) for name, (shape, _) in self.layout.items()], self.leaves))
+
+
+def _wrapped(places: Collection[str], traced: Collection[str]) -> str:
+    """Say what to pass where one of two networks is a module of the other, as in DataParallel or torch.compile.
+
+    Args:
+        places: Names of tensors of the network.
+        traced: Those of the traced network.
+    """
+    for outer, inner, whose, advice in (
+        (places, traced, "its names have", "pass"),
+        (traced, places, "the traced network's names have", "trace"),
+    ):
+        first = next(iter(inner), "")
+        for prefix in [name.removesuffix(first) for name in outer if name.endswith(f".{first}")]:
+            if {name.removeprefix(prefix) for name in outer if name.startswith(prefix)} == set(inner):
+                path = prefix.removesuffix(".")
+                dotted = all(part.isidentifier() for part in path.split("."))
+                module = f"network.{path}" if dotted else f"network.get_submodule({path!r})"
+                return f": {whose} the prefix {prefix!r}; {advice} {module}, the network inside the wrapper"
+    return ""
 
 
 def _made(places: Collection[str], name: str) -> str:
@@ -187,6 +219,46 @@ def _same_numbers(one: torch.Tensor, two: torch.Tensor) -> bool:
     if one is two or memory_of(one) == memory_of(two) or one.is_meta or two.is_meta:
         return True
     return one.dtype == two.dtype and bool(((one == two) | (one != one) & (two != two)).all())
+
+
+def same_but_for_rounding(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, or numbers that differ by the rounding of a cast between their dtypes.
+
+    Each entry may differ by half a unit in the last place of the dtype that is less precise there.
+    """
+    if not (one.is_floating_point() and two.is_floating_point()):
+        kind = torch.promote_types(one.dtype, two.dtype)
+        return torch.equal(one.to(kind), two.to(kind))
+    a, b = one.double(), two.double()  # torch compares no floats of 8 bits
+    if one.dtype == two.dtype or one.shape != two.shape:
+        return torch.equal(a, b)
+    for made, of in ((one, two), (two, one)):
+        if made.itemsize <= 2 and any(_made_of(made, of, kind) for kind in _SHORT):  # cast to one after the other
+            return True
+    near = (a - b).abs() <= torch.maximum(_unit(one), _unit(two)) / 2
+    # Numbers beyond the range of the one dtype are infinite in it.
+    return bool((near | (one.to(two.dtype).double() == b) | (two.to(one.dtype).double() == a)).all())
+
+
+def _made_of(made: torch.Tensor, of: torch.Tensor, kind: torch.dtype) -> bool:
+    """Whether a tensor holds the numbers of another one after a cast to some dtype, and from there to its own."""
+    return torch.equal(made.double(), of.to(kind).to(made.dtype).double())
+
+
+def _unit(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the unit in the last place of each entry, in float64; NaN or infinite entries have that of 0."""
+    limits = torch.finfo(tensor.dtype)
+    sizes = tensor.double().nan_to_num(0, 0, 0).abs().clamp_min(limits.tiny)
+    return limits.eps * 2.0 ** (torch.frexp(sizes)[1] - 1).double()
+
+
+def _rounded_to(states: Mapping[str, torch.Tensor]) -> list[torch.dtype]:
+    """Return the types of 16 bits that hold all wider numbers of a network exactly; the first ones of each tensor."""
+    wide = [t.detach() for t in states.values() if t.is_floating_point() and t.itemsize > 2 and t.numel()]
+    if any(tensor.is_meta or tensor.layout != torch.strided for tensor in wide):
+        return []
+    rows = [tensor[(0,) * (tensor.ndim - 1)].reshape(-1)[:1000] for tensor in wide]
+    return [kind for kind in _SHORT if all(_made_of(row, row, kind) for row in rows)]
 
 
 def overlaps(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> Iterator[tuple[str, str]]:

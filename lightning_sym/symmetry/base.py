@@ -22,7 +22,7 @@ from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.action import Action, ActivationAction, inverted
-from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by
+from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by, same_but_for_rounding
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.charts import charted, uncharted
@@ -546,7 +546,7 @@ class Symmetry:
         named = named_for(shards, shapes, architecture.names, list(self.structure.slots_of), leave)
         for key, name in named.items():
             constant = architecture.constants.get(name)
-            if constant is not None and not torch.equal(shards.read(shards.tensors[key]).to(constant.dtype), constant):
+            if constant is not None and not same_but_for_rounding(shards.read(shards.tensors[key]), constant):
                 raise ValueError(
                     f"{checkpoint} holds other values of the constant {key} than the traced network: the element is of "
                     "another configuration."
@@ -718,7 +718,8 @@ class Symmetry:
 
         Compared are the names and shapes of tensors and which of them share their memory, the classes of modules and
         what they say of themselves (`extra_repr`), and by value the buffers that evaluation reads and no element moves:
-        integers, masks, and buffers that are in no state dict. All else, a run decides: the first time that this
+        integers, masks, and buffers that are in no state dict. Casting a network (``half()``) may round these buffers.
+        All else, a run decides: the first time that this
         symmetry meets a network, a random element acts on a copy in float64 with random weights, and the outputs are
         compared on the inputs of the self-test. That is remembered as long as what the network's modules hold besides
         weights stays the same, whatever its weights. The network that was traced counts as met, and so does what

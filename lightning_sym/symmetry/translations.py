@@ -14,6 +14,7 @@ from scipy import sparse
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
+from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.equations import solve
@@ -34,7 +35,8 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
             the weight is not among them.
 
     Returns:
-        By name, summands that broadcast to the tensor, of its dtype and on its device.
+        By name, summands that broadcast to the tensor, of its dtype and on its device. Sums over weights are float64
+        until then.
 
     Raises:
         ValueError: If a gain by which a summand would have to be divided holds a zero.
@@ -56,12 +58,13 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
         for off in shift.taken_off:
             if off.bias in tensors and all(name in tensors for name in off.needed):
                 weight = tensors[off.weight].detach()
-                entering = off.entering(vector, tensors).to(weight)
-                flat = weight.flatten(2).sum(2) if weight.ndim > 2 else weight
+                exact = wide(weight.device)
+                flat = (weight.flatten(2).sum(2, dtype=exact) if weight.ndim > 2 else weight).to(exact)
+                entering = off.entering(vector, tensors).to(flat)
                 taken = torch.tensordot(flat, entering, ([off.axis], [0]))
                 if shift.norm is not None:
                     taken = times * _without_mean(taken, means.get(off.bias), tensors)
-                found.setdefault(off.bias, []).append(Summand(-taken))
+                found.setdefault(off.bias, []).append(Summand(-taken.to(tensors[off.bias])))
         for row in shift.balanced:
             if row.bias in tensors and row.offset in tensors and (row.gain is None or row.gain in tensors):
                 offset = tensors[row.offset].detach().double().cpu() + moved.get(row.offset, 0.0)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, not_finite
 from lightning_sym._distributed import gathered
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
@@ -866,6 +866,17 @@ class PopulationTask(LoadsTrusted, LightningModule):
         self.history, self.history_epochs = saved["history"], saved["history_epochs"]
         if self._trainer is None or self.trainer.is_global_zero:  # what was added up over ranks is one rank's now
             self.train_metrics.set_totals(saved["train_sums"])
+
+    def broken_weights(self) -> list[str]:
+        """Return the weights that are not finite, but for current weights of members that were stopped."""
+        found = []
+        for number in self.population.numbers:
+            current = {} if number in self.stopped else self.population.member_state(number)
+            states = {"weights": current, "kept weights": self.kept.get(number, {}).get("state", {})}
+            for kind, state in states.items():
+                tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+                found += [f"{name}, {kind} of {self.member_title(number)}" for name in not_finite(tensors)]
+        return found
 
     def load_member_records(self, records: Mapping[int, Any]) -> None:
         """Take back what :meth:`member_records` returned."""

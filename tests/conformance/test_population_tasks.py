@@ -1,5 +1,6 @@
 """What every task with several networks must be, whatever its members are; ours, and two of the tests."""
 
+import copy
 import functools
 import itertools
 import math
@@ -385,6 +386,25 @@ def test_a_task_comes_back_from_its_checkpoint_without_running_code(name, zoo, t
         assert quiet_trainer().test(again, digits(), verbose=False) == expected
         settings = {"ckpt_path": tmp_path / "a.ckpt", "weights_only": True, "verbose": False}
         assert quiet_trainer().test(other, digits(), **settings) == expected
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_weights_that_are_not_finite_are_refused_unless_their_member_was_stopped(execution, tmp_path):
+    fit(task := ZooTask(perceptron(), members=2, execution=execution)).save_checkpoint(tmp_path / "a.ckpt")
+    whole, load = torch.load(tmp_path / "a.ckpt"), functools.partial(ZooTask.load_from_checkpoint, tmp_path / "b.ckpt")
+    current, kept, stopped = copy.deepcopy(whole), copy.deepcopy(whole), copy.deepcopy(whole)
+    weight = next(name for name in whole["state_dict"] if name.startswith("population.members.") and "1." in name)
+    for content in (current, stopped):
+        content["state_dict"][weight].view(-1)[0] = math.nan
+    next(iter(kept["population"]["kept"][1]["state"].values())).view(-1)[0] = math.inf
+    stopped["population"]["stopped"][int(weight.split(".")[2])] = {"epoch": 0, "step": 0, "reason": "its loss is nan"}
+    for content, says in ((current, ", weights of Member "), (kept, ", kept weights of Member 1")):
+        torch.save(content, tmp_path / "b.ckpt")
+        with pytest.raises(ValueError, match=f"not finite in .*{says}.*: training diverged; choose another"):
+            load()
+        assert load(finite=False).numbers == task.numbers
+    torch.save(stopped, tmp_path / "b.ckpt")
+    assert len(load().stopped) == 1
 
 
 @every

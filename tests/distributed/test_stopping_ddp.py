@@ -14,7 +14,7 @@ from helpers import assert_same
 from pytorch_lightning import Callback
 from pytorch_lightning.utilities import rank_zero_only
 
-from lightning_sym.cli import checkpoints, main
+from lightning_sym.cli import checkpoints, main, watch
 from lightning_sym.zoo import ModelZoo
 
 pytestmark = [pytest.mark.long, pytest.mark.ddp, pytest.mark.timeout(900)]
@@ -169,6 +169,8 @@ def scenarios(run):
         there = (run.folder / name / "checkpoints" / "last.ckpt").exists()
         again = [f"--run_dir={name}", "--ckpt_path=last" if there else "--overwrite=true"]
         results[f"{name} again"] = together(run.folder / name, again, again)
+    watch.JOINING = 2.0  # seconds
+    results["alone"] = together(run.folder / "alone", ["--run_dir=alone"])
     (run.folder / "results.json").write_text(json.dumps(results))
 
 
@@ -185,6 +187,13 @@ def test_different_options_stop_all_before_anything_is_trained(runs, results, na
         assert DIFFERENT[name][1] in said
     assert not (runs / name / "checkpoints").exists()
     assert not (runs / name / "zoo").exists()
+
+
+def test_a_process_whose_others_never_come_ends_with_a_sentence(runs, results):
+    ((status, _, said),) = results["alone"]
+    assert status == 1
+    assert "did not meet all others of the run at 127.0.0.1:" in said.splitlines()[-1], said
+    assert not (runs / "alone" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("name", FREE)

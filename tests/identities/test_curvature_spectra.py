@@ -180,6 +180,72 @@ def test_a_loss_that_is_no_mean_is_refused_in_whichever_batch(name) -> None:
     assert str(error.value).count(". ") == 0
 
 
+ALONE = {
+    "sum over 5": lambda f, y: F.cross_entropy(f, y, reduction="sum") / 5,
+    "sum": lambda f, y: F.cross_entropy(f, y, reduction="sum"),
+    "class weights": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "tokens": lambda f, y: (own := F.cross_entropy(f, y, reduction="none")).sum() / (1 + (y > 0).sum()) + own.mean(),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ALONE)
+def test_a_loss_that_is_no_mean_is_refused_where_no_batch_shows_it(name, size) -> None:
+    y = torch.arange(3).repeat_interleave(size)
+    x, _ = samples(len(y))
+    data = list(zip(x.split(size), y.split(size), strict=True))  # one sample each, or all of one class
+    with pytest.raises(ValueError, match="in which each counts alike"):
+        CurvatureOperator(small(), data, ALONE[name])
+    if "sum" in name:
+        with pytest.raises(ValueError, match="in which each counts alike"):
+            CurvatureOperator(small(), data[:1], ALONE[name])
+
+
+def test_samples_of_other_shapes_are_compared_among_themselves() -> None:
+    x = torch.randn(40, 5, dtype=torch.float64)
+    lengths = [2] * 20 + [3] * 20  # of what the loss sees
+    network = nn.Sequential(nn.Linear(5, 3)).double()
+    data = [(row[:1].expand(1, n, 5), torch.full((1, n), n - 2)) for row, n in zip(x.split(1), lengths, strict=True)]
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64))
+    each = [lambda f, y: F.cross_entropy(f.mT, y), lambda f, y: weighted(f.mT, y)]
+    for loss in each:
+        assert CurvatureOperator(network, data, loss).samples == 40
+    data[30][1][:, 0] = 0
+    with pytest.raises(ValueError, match="in which each counts alike"):
+        CurvatureOperator(network, data, each[1])
+
+
+@pytest.mark.parametrize("name", IGNORING | MEANS)
+def test_a_mean_is_accepted_in_batches_of_one_sample(name) -> None:
+    loss, y = (IGNORING | MEANS)[name]
+    whole, network, x = of_labels(loss, y)
+    alone = CurvatureOperator(network, list(zip(x.split(1), y.split(1), strict=True)), loss)
+    assert alone.samples == whole.samples
+    vector = torch.ones(whole.size)
+    torch.testing.assert_close(alone @ vector, whole @ vector, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("loss", [nn.MultiMarginLoss(), nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.HuberLoss()])
+def test_targets_that_a_loss_does_not_take_are_refused_in_a_sentence(loss) -> None:
+    x, y = samples(6)
+    fitting = y if isinstance(loss, (nn.MultiMarginLoss, nn.CrossEntropyLoss)) else F.one_hot(y, 3).double()
+    CurvatureOperator(small(), (x, fitting), loss)
+    other_type = fitting.double() if fitting is y else fitting.long()
+    for targets in [other_type] if isinstance(loss, nn.HuberLoss) else [other_type, y + 7, y[:, None]]:
+        with pytest.raises(
+            ValueError, match=r"loss cannot be computed for outputs of shape \[6, 3\] and targets"
+        ) as error:
+            CurvatureOperator(small(), (x, targets), loss)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+def test_a_loss_without_second_derivative_is_refused_in_a_sentence(kind) -> None:
+    operator = CurvatureOperator(small(), samples(6), nn.MultiMarginLoss(), kind=kind)
+    with pytest.raises(ValueError, match="torch has no second derivative"):
+        operator @ torch.ones(operator.size)
+
+
 # ---- products
 
 
@@ -632,3 +698,25 @@ def test_what_is_wrong_is_said_in_one_sentence(refusal: Callable[[], None]) -> N
 def test_data_that_change_pass_unseen_only_where_the_check_is_off() -> None:
     operator = CurvatureOperator(small(), Shuffled(), F.cross_entropy, check=False)
     assert (operator @ torch.ones(operator.size)).isfinite().all()
+
+
+def of_known(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of squares over all targets, of which those that are missing count 0."""
+    return torch.where(targets.isfinite(), outputs - targets.nan_to_num(), 0).square().mean()
+
+
+@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+def test_targets_that_are_missing_do_not_change_and_are_seen_to_change(missing: float) -> None:
+    x, classes = samples()
+    y = F.one_hot(classes, 3).double()
+    y[::7, 1] = missing
+    y[5] = -missing
+    operator = CurvatureOperator(small(), uneven(x, y), of_known, kind="gauss_newton")
+    rest = CurvatureOperator(small(), uneven(x, y), of_known, kind="gauss_newton", check=False)
+    torch.testing.assert_close(operator.matrix(), rest.matrix(), rtol=0, atol=0)
+    batches = uneven(x, y.clone())
+    operator = CurvatureOperator(small(), batches, of_known)
+    for batch, other in zip(batches, uneven(x, y.nan_to_num(0.0, 0.0, 0.0)), strict=True):
+        batch[1].copy_(other[1])
+    with pytest.raises(ValueError, match="the data changed between two passes"):
+        operator @ torch.ones(operator.size)

@@ -1,6 +1,8 @@
 """One search serves matching and merging: what an element makes of a network is found by both, and merged into it."""
 
+import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from helpers import one_in, randomize_statistics
 from torch import nn
 
 from lightning_sym.connectivity import average, merge
+from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.symmetry import orbit_distance, parameter_distance, trace_symmetry, weight_matching
 
 pytestmark = pytest.mark.long
@@ -111,3 +114,109 @@ def test_one_of_three_that_was_moved_is_brought_back_and_the_others_stay():
     assert not merged.reasons[2]
     for tensor, expected in zip(merged.network.parameters(), average([parent, near, near]).parameters(), strict=True):
         assert torch.allclose(tensor, expected, atol=0.01)
+
+
+# ---- networks that were trained further
+
+
+def small_perceptron() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 10))
+
+
+def small_convolutional() -> nn.Module:
+    first, second = (nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6)), (nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8))
+    return nn.Sequential(*first, nn.ReLU(), *second, nn.ReLU(), nn.Flatten(), nn.Linear(128, 10))
+
+
+class SmallTransformer(nn.Module):
+    """Rows of an image are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Linear(8, 16), nn.Parameter(0.1 * torch.randn(8, 16))
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True, dropout=0.0)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 10)
+
+    def forward(self, images):
+        return self.head(self.norm(self.block(self.embedding(images.squeeze(1)) + self.positions)).mean(1))
+
+
+@functools.cache
+def digits():
+    images, labels = zip(*DigitsDataModule().curvature_dataloader(), strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def tuned(network, seed, steps=40, lr=5e-3, decay=0.0, labels=range(10)):
+    """Return a network trained further on the digits with these labels."""
+    x, y = digits()
+    chosen = torch.nonzero(torch.isin(y, torch.tensor(list(labels)))).ravel()
+    network, generator = copy.deepcopy(network).train(), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=lr, weight_decay=decay)
+    for _ in range(steps):
+        batch = chosen[torch.randint(len(chosen), (64,), generator=generator)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x[batch]), y[batch]).backward()
+        optimizer.step()
+    return network.eval()
+
+
+@functools.cache
+def parent_of(make):
+    torch.manual_seed(0)
+    parent = tuned(make(), 0, steps=60)
+    return parent, trace_symmetry(parent, digits()[0][:2])
+
+
+def pruned(network):
+    """Return a network of which the smaller half of every matrix is zero."""
+    network = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                parameter[parameter.abs() < parameter.abs().median()] = 0
+    return network
+
+
+def reordered(symmetry, network):
+    drawn = symmetry.sample(torch.Generator().manual_seed(3), mixing=False)
+    return symmetry.act(replace(symmetry.identity(), permutation=drawn.permutation), network)
+
+
+STAY = {  # by name, of the parent: what was made of it
+    "other data": lambda p: [tuned(p, 1, labels=range(5)), tuned(p, 2, labels=range(5, 10))],
+    "rates": lambda p: [tuned(p, 1, lr=1e-3), tuned(p, 2, lr=2e-2)],
+    "decay": lambda p: [tuned(p, 1), tuned(p, 2, steps=80, decay=2.0)],
+    "pruned": lambda p: [tuned(p, 1), pruned(tuned(p, 2))],
+    "three": lambda p: [tuned(p, 1), tuned(p, 2, labels=range(5, 10)), tuned(p, 3, lr=2e-2)],
+    "bfloat16": lambda p: [tuned(p, 1), tuned(p, 2).bfloat16().float()],
+    "parent": lambda p: [p, tuned(p, 2, steps=80, lr=1e-2)],
+}
+
+
+@pytest.mark.parametrize("form", STAY)
+@pytest.mark.parametrize("make", [small_perceptron, small_convolutional, SmallTransformer])
+def test_what_was_trained_further_from_one_parent_stays(make, form):
+    parent, symmetry = parent_of(make)
+    networks = STAY[form](parent)
+    merged = merge(symmetry, networks)
+    for tensor, plain in zip(merged.network.parameters(), average(networks).parameters(), strict=True):
+        assert torch.equal(tensor, plain)
+    assert merged.distances[-1] == merged.distances[0]
+    assert not merged.reasons[0]
+    assert all(merged.reasons[1:])
+
+
+@pytest.mark.parametrize("unrelated", [False, True])
+@pytest.mark.parametrize("make", [small_perceptron, small_convolutional, SmallTransformer])
+def test_what_is_in_another_order_comes_nearer_and_has_the_better_mean(make, unrelated):
+    """A child of another order is tuned there; networks of two seeds have nothing in common but their data."""
+    parent, symmetry = parent_of(make)
+    torch.manual_seed(1)
+    networks = [tuned(parent, 1), tuned(make() if unrelated else reordered(symmetry, parent), 2, steps=100)]
+    merged, (x, y) = merge(symmetry, networks), digits()
+    assert merged.reasons == ("", "")
+    assert merged.distances[-1] < merged.distances[0]
+    with torch.no_grad():
+        plain, aligned = (nn.functional.cross_entropy(own(x), y) for own in (average(networks), merged.network))
+    assert aligned < plain

@@ -6,6 +6,7 @@ element makes of the tensors is loaded into the twin. Where they are not, the tw
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,11 +19,13 @@ from symmetry_family_cases import L, difference, evaluate, randomise
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
+from torch.optim import swa_utils
 
 from lightning_sym.connectivity import merge
 from lightning_sym.symmetry import (
     Symmetry,
     activation_matching,
+    architecture,
     balance_heads,
     canonicalize,
     local_dimension,
@@ -702,3 +705,83 @@ def test_a_symmetry_that_was_copied_meets_networks_anew(runs: list[int]) -> None
     symmetry = copy.deepcopy(trace_symmetry(network, torch.randn(VECTOR, dtype=torch.float64)))
     symmetry.act(symmetry.sample(), network)
     assert runs == [1]
+
+
+def with_buffer(edit: Callable[[Tensor], Any] = lambda gain: gain, *, persistent: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    gain = edit(torch.rand(8) * 0.9 + 0.1)
+    parts = {"a": nn.Linear(5, 8), "b": nn.Linear(8, 2), "gain": kept(gain, persistent)}
+    return Program(lambda s, x: s.b(torch.relu(s.a(x)) * s.gain), parts).eval()
+
+
+CASTS = {
+    "half": lambda network: network.half(),
+    "bfloat16": lambda network: network.bfloat16(),
+    "half and back": lambda network: network.half().float(),
+    "bfloat16 and back": lambda network: network.bfloat16().float(),
+    "half, then bfloat16": lambda network: network.half().bfloat16(),
+    "double": lambda network: network.double(),
+    "bfloat16, then double": lambda network: network.bfloat16().double(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_constant_may_be_rounded_by_a_cast_and_nothing_else(cast: str) -> None:
+    x, edits = torch.randn(VECTOR), (lambda gain: gain * 1.01, lambda gain: gain + F.one_hot(torch.tensor(3), 8) * 0.01)
+    symmetry = trace_symmetry(with_buffer(persistent=False), x)
+    symmetry.act(symmetry.sample(), CASTS[cast](with_buffer(persistent=False)))
+    cast_first = trace_symmetry(CASTS[cast](with_buffer(persistent=False)), x)
+    cast_first.act(cast_first.sample(), with_buffer(persistent=False))
+    for edit in edits:
+        with pytest.raises(ValueError, match="the constant buffer gain holds other values"):
+            symmetry.act(symmetry.sample(), CASTS[cast](with_buffer(edit, persistent=False)))
+        with pytest.raises(ValueError, match="the constant buffer gain holds other values"):
+            cast_first.act(cast_first.sample(), with_buffer(edit, persistent=False))
+
+
+def test_numbers_beyond_the_range_of_half_precision_are_rounded_too() -> None:
+    numbers = torch.tensor([-torch.finfo(torch.float32).max, -1e9, 1e-9, 3e-6, 0.0, 65000.0])
+    for one in (numbers, numbers.double(), numbers.bfloat16(), numbers.half()):
+        for two in (numbers, numbers.double(), numbers.bfloat16(), numbers.half()):
+            assert architecture.same_but_for_rounding(one, two)
+            assert not architecture.same_but_for_rounding(one, two * 1.05 + 0.1)
+
+
+def test_llama_in_half_precision_has_the_symmetry_of_its_float32_twin() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2}
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=14, **sizes)).eval()
+    symmetry = trace_symmetry(network, torch.randint(14, (2, 5)))
+    for dtype in (torch.float16, torch.bfloat16):
+        cast = copy.deepcopy(network).to(dtype)
+        moved = symmetry.act(symmetry.sample(), cast)
+        assert moved.lm_head.weight.dtype == dtype
+        cast.model.rotary_emb.inv_freq.mul_(1.01)
+        with pytest.raises(ValueError, match="inv_freq holds other values"):
+            symmetry.act(symmetry.sample(), cast)
+
+
+def held(network: nn.Module) -> nn.Module:
+    return Program(lambda s, x: s.inner(x), {"inner": network})
+
+
+WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "module.": (nn.DataParallel, "network.module"),
+    "_orig_mod.": (torch.compile, "network._orig_mod"),
+    "inner.": (held, "network.inner"),
+    "inner.module.": (lambda network: held(swa_utils.AveragedModel(network)), "network.inner.module"),
+    "1.": (lambda network: nn.Sequential(nn.Identity(), network), "network.get_submodule('1')"),
+}
+
+
+@pytest.mark.parametrize("prefix", WRAPPERS)
+def test_a_wrapper_is_refused_with_what_to_pass_instead(prefix: str) -> None:
+    (wrap, inside), x = WRAPPERS[prefix], torch.randn(VECTOR, dtype=torch.float64)
+    network, wrapper = made(between(nn.ReLU), 0), wrap(made(between(nn.ReLU), 1))
+    symmetry = trace_symmetry(network, x)
+    with pytest.raises(ValueError, match=re.escape(f"its names have the prefix {prefix!r}; pass {inside}, the")):
+        symmetry.act(symmetry.sample(), wrapper)
+    if prefix in ("inner.", "1."):
+        outer = trace_symmetry(wrapper, x)
+        with pytest.raises(ValueError, match=re.escape(f"have the prefix {prefix!r}; trace {inside}, the")):
+            outer.act(outer.sample(), network)

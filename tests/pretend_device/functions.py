@@ -14,7 +14,7 @@ from pathlib import Path
 import device
 import installation
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not installation.real():
     installation.install()
 
 import torch

@@ -11,6 +11,18 @@ aten = torch.ops.aten
 _LIBRARIES = []
 
 
+def real():
+    """Whether this machine has a GPU: then nothing has to pretend, and the same scripts run on it.
+
+    Convolutions compute in full precision then, as results are compared with the CPU's, and the same each time, as
+    with the command line.
+    """
+    found = torch.cuda.is_available()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32 and not found
+    torch.backends.cudnn.deterministic = found
+    return found
+
+
 def install():
     """Make ``device="cuda"`` work, and Lightning's ``Trainer(accelerator="gpu", devices=1)``.
 

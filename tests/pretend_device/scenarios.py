@@ -21,7 +21,7 @@ from pathlib import Path
 import device
 import installation
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not installation.real():
     installation.install()
 sys.path.append(str(Path(__file__).parents[1]))  # after this folder, which has a scenarios.py too
 

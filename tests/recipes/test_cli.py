@@ -117,6 +117,22 @@ class Break(Callback):
         raise RuntimeError("broken\non purpose")
 
 
+class Second(Callback):
+    """Starts other runs while this one trains, and keeps how they end and what they say."""
+
+    args, ended = (), []
+
+    def on_train_start(self, trainer, pl_module):
+        for number, args in enumerate(Second.args):
+            child = os.fork()
+            if child == 0:
+                result = call(*args)
+                Path(f"said{number}").write_text(result.err)
+                os._exit(result.status)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            Second.ended.append((status, Path(f"said{number}").read_text()))
+
+
 @pytest.fixture
 def run(digits_run, tmp_path):
     """A copy of a finished run, which may be changed."""
@@ -196,6 +212,18 @@ def test_errors_and_interrupts_while_training():
         *args, "--run_dir=c", "--ckpt_path=last", "--trainer.max_epochs=2", "--trainer.callbacks+=test_cli.Leave"
     )
     assert result.err == "lightning-sym: interrupted; go on with --ckpt_path last\n"
+
+
+def test_a_second_run_in_a_folder_or_on_members_in_work_is_told_who_is_there(monkeypatch):
+    fit = ["fit", *SMALL, *QUIET, "--trainer.max_epochs=1", "--trainer.callbacks=ZooExport", "--zoo_dir=zoo"]
+    monkeypatch.setattr(Second, "ended", [])
+    others = (["--run_dir=a", "--overwrite=true"], ["--run_dir=b", "--model.seed=1"], ["--run_dir=c", "--model.seed=2"])
+    monkeypatch.setattr(Second, "args", [[*fit, *options] for options in others])
+    succeed(*fit, "--run_dir=a", "--trainer.callbacks+=test_cli.Second")
+    for (status, said), what in zip(Second.ended, ("run folder", "zoo", None), strict=True):
+        assert status == bool(what), said
+        assert what is None or (f"process {os.getpid()} on " in said and f"The {what} " in said), said
+    assert ModelZoo.open("zoo").numbers == [0, 1, 2, 3]
 
 
 # ---- classes of the package lightning are other classes

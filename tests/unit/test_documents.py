@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import SMALL, call
+from commands import QUIET, SMALL, call, succeed
 from helpers import assert_refused
 
 from lightning_sym._documents import TooLargeError, load_json, load_yaml
@@ -44,6 +44,32 @@ def test_yaml_beyond_the_limits_is_refused(name, tmp_path, monkeypatch):
         assert says in call("fit", *SMALL, f"--model.network={text}").error
         for command in (["merge", "a", "b", "--out=c", "--network=D"], ["symmetry", "D"], ["estimate"], ["import"]):
             assert says in call(*command, f"--data={text}").error
+
+
+@pytest.mark.parametrize("name", ["aliases", "itself", "deep", "many"])
+def test_files_that_options_name_have_the_same_limits(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning_sym._documents._MOST", 1000)
+    text, says = HOSTILE[name]
+    Path("value.yaml").write_text(text)
+    Path("nested.yaml").write_text("model: value.yaml\n")
+    Path("optimizer.txt").write_text(text)
+    options = ["--model=value.yaml"], ["--config=nested.yaml"], [*SMALL, "--model.optimizer=optimizer.txt"]
+    for given in options:
+        said = call("fit", *given, "--data=DigitsDataModule", "--run_dir=run")
+        assert said.status == 2
+        assert says in said.error
+        assert said.error.startswith("The value of an option, or a file that it names, is not read: it ")
+    assert not Path("run").exists()
+
+
+def test_a_file_that_an_option_names_is_read_as_ever(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    network = "  network: {class_path: MultiLayerPerceptron, init_args: {widths: &a [8]}}\n"
+    Path("task.yaml").write_text(f"class_path: lightning_sym.tasks.ZooTask\ninit_args:\n  members: 3\n{network}")
+    options = ["--data=DigitsDataModule", "--data.max_samples=64", "--trainer.max_epochs=0", "--run_dir=run", *QUIET]
+    succeed("fit", "--model=task.yaml", *options)
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["model"]["init_args"]["members"] == 3
 
 
 def test_yaml_within_the_limits_is_read_as_ever():

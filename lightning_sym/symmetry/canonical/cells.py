@@ -1,4 +1,4 @@
-"""The gauge of cells that any invertible matrix mixes: what is put out and what is read have equal Gram matrices."""
+"""The gauge of heads on which GL(d) acts: incoming and outgoing weights have equal Gram matrices."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,23 +8,23 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.tracing.structure import Structure
 
-# Gram matrices whose least eigenvalue is smaller than this, relative to the largest, have no balanced member.
+# Gram matrices with a smaller ratio of least to largest eigenvalue have no balanced representative.
 _SINGULAR = 1e-13
-_MEETS = 1e-7  # what is written is read if their product's singular value is larger than that, relative
-# An entry is the largest if it is larger by more than this, relative.
+_MEETS = 1e-7  # a singular value of the weights' product is not 0 if its ratio to the largest exceeds this
+# An entry is the largest if it exceeds all others by more than this relative difference.
 _TIE = 1e-9
 
 
 def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[int], bool, Tensor]]:
-    """Yield what stands at the places of dense cells.
+    """Yield the weights into and out of each head.
 
     Args:
         structure: The group.
         tensors: Parameters, by name; others are left out.
 
     Yields:
-        The tensor's name; the cells, all of one size; whether they are read there (or put out); and the slices, shape
-        (cells, size, entries), in the tensor's dtype.
+        The tensor's name; the indices of heads, all of one size; whether the weights are outgoing ones; and the
+        weights, shape (heads, size, entries), in the tensor's dtype.
     """
     for slot in structure.slots:
         if slot.tensor not in tensors:
@@ -36,7 +36,7 @@ def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def gram_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return for each dense cell the Gram matrices of what is put out and of what is read, in float64 on the CPU."""
+    """Return the Gram matrices of the weights into and out of each head, in float64 on the CPU."""
     grams = [[torch.zeros(len(c), len(c), dtype=torch.float64) for c in structure.dense] for _ in range(2)]
     for _, cells, read, slices in cell_slices(structure, tensors):
         products = (slices.double() @ slices.double().mT).cpu()
@@ -46,13 +46,13 @@ def gram_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[
 
 
 def unbalanced(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the dense cells whose two Gram matrices differ by more than a relative 1e-4."""
+    """Return the heads whose two Gram matrices differ by more than 1e-4 of the first one's norm."""
     pairs = enumerate(zip(*gram_matrices(structure, tensors), strict=True))
     return [cell for cell, (out, read) in pairs if float((out - read).norm()) > 1e-4 * float(out.norm())]
 
 
 def mismatch(out: Tensor, read: Tensor) -> float:
-    """Return how far two Gram matrices are from being one diagonal matrix: that of its roots from the identity."""
+    """Return how far two Gram matrices are from one diagonal matrix, as a relative error of its square root."""
     size = out.diagonal().clamp_min(1e-300).rsqrt()
     same = torch.eye(len(out), dtype=out.dtype)
     return max(float((size[:, None] * gram * size - same).abs().max()) for gram in (out, read)) / 4
@@ -62,8 +62,8 @@ def balancing(out: Tensor, read: Tensor) -> Tensor | None:
     """Return the positive matrix that makes two Gram matrices equal; None if one of them is singular.
 
     Args:
-        out: Of what it multiplies. Shape ``[e, e]``, float64, symmetric.
-        read: Of what its inverse transposed multiplies. The same shape.
+        out: Gram matrix of the incoming weights, which the result multiplies. Shape ``[e, e]``, float64, symmetric.
+        read: Gram matrix of the outgoing weights, which its inverse transpose multiplies. The same shape.
     """
     found = principal_balancing(out, read)
     if found is None:
@@ -82,8 +82,8 @@ def principal_balancing(out: Tensor, read: Tensor) -> Tensor | None:
     :math:`\Lambda^{1/2}`.
 
     Args:
-        out: S, of what A multiplies. Shape ``[e, e]``, float64, symmetric.
-        read: R, of what A's inverse transposed multiplies. The same shape.
+        out: S, of the incoming weights, which A multiplies. Shape ``[e, e]``, float64, symmetric.
+        read: R, of the outgoing weights, which the inverse transpose of A multiplies. The same shape.
     """
     values, vectors = torch.linalg.eigh((out + out.mT) / 2)
     if not _regular(values) or not _regular(torch.linalg.eigvalsh((read + read.mT) / 2)):
@@ -98,19 +98,20 @@ def principal_balancing(out: Tensor, read: Tensor) -> Tensor | None:
 
 
 def partial_balancing(out: Tensor, read: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
-    r"""Return a matrix for a cell without a balanced member, and the diagonals of both Gram matrices after it.
+    r"""Balance a head without a balanced representative as far as possible.
 
-    With S = A A^T and R = B^T B of full column and row rank and the singular values of B A = U s W^T: what is written
-    and read gets the Gram matrices s; what is only written, or only read, the identity; nothing else is left. The
-    columns of the inverse are A W s^{-1/2}, A W' and B^+ U' (primes: where s is 0), and a basis of what B maps to 0.
-    What that leaves free are rotations, as in the balanced gauge.
+    Write S = A A^T and R = B^T B with A of full column rank and B of full row rank, and B A = U s W^T. In directions
+    that are both written and read, both Gram matrices become s. In directions that are only written, or only read, the
+    one that is not 0 becomes the identity. The columns of the inverse matrix are A W s^{-1/2}, A W', B^+ U' and a basis
+    of the rest of the kernel of B. Primes select the columns at which s is 0. Rotations remain free, as in the balanced
+    gauge.
 
     Args:
-        out: S, of what it multiplies. Shape ``[e, e]``, float64, symmetric.
-        read: R, of what its inverse transposed multiplies. The same shape.
+        out: S, of the incoming weights, which the matrix multiplies. Shape ``[e, e]``, float64, symmetric.
+        read: R, of the outgoing weights, which its inverse transpose multiplies. The same shape.
 
     Returns:
-        The matrix, and the diagonals of S and R, each of shape ``[e]``; None where rounding hides the ranks.
+        The matrix, and the diagonals of S and R after it, each of shape ``[e]``; None where rounding hides the ranks.
     """
     factors = []
     for gram in (out, read):
@@ -136,17 +137,17 @@ def partial_balancing(out: Tensor, read: Tensor) -> tuple[Tensor, tuple[Tensor, 
 
 
 def _regular(values: Tensor) -> bool:
-    """Whether a Gram matrix of these rising eigenvalues is not singular."""
+    """Return whether a Gram matrix with these ascending eigenvalues is regular."""
     return bool(values[0] > _SINGULAR * values[-1])
 
 
 def singular_values(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return for each tensor at which dense cells stand the singular values of what stands there, cell by cell.
+    """Return the singular values of the weights into and out of each head.
 
-    Orthogonal matrices in the cells, and permutations and signs on the other axes, do not change them.
+    They are invariant under orthogonal matrices on the heads, and under permutations and signs of the other axes.
 
     Returns:
-        By name, for each kind of cells in it one tensor of shape (cells, values), in float64.
+        By name of the tensor, for each kind of heads in it one tensor of shape (heads, values), in float64.
     """
     found: dict[str, list[Tensor]] = {}
     for name, _, _, slices in cell_slices(structure, tensors):
@@ -155,9 +156,10 @@ def singular_values(structure: Structure, tensors: Mapping[str, Tensor]) -> dict
 
 
 def reflections(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return for each dense cell the diagonal matrix of signs under which each unit's largest entry is positive.
+    """Return for each head the signs that make the largest incoming weight of each unit positive.
 
-    Of the entries that are put out.
+    Returns:
+        A diagonal matrix for each head, in float64.
     """
     signs = [torch.ones(len(cell), dtype=torch.float64) for cell in structure.dense]
     largest = [torch.zeros(len(cell), dtype=torch.float64) for cell in structure.dense]

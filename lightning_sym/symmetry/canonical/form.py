@@ -457,13 +457,21 @@ def _up_to_cells(course: _Course, *, signs: bool, order: bool) -> None:
 def _balanced_cells(
     symmetry: Symmetry, tensors: Mapping[str, Tensor], scales: Scales, dtype: torch.dtype | None, *, partly: bool
 ) -> tuple[Element, set[int], list[str]]:
-    """Return the element after which what dense cells put out and what reads it have equal, diagonal Gram matrices.
+    """Return the element that makes both Gram matrices of every head equal and diagonal.
 
-    With the cells that have no balanced member and stay (or are balanced as far as can be, if that is asked for), and
-    notes.
+    The two matrices are those of the incoming and of the outgoing weights. Scales and heads are balanced in turn. Each
+    step lowers the squared norm, which is convex along geodesics of both together (docs/theory/intertwiners.md, 5.5).
+    A matrix that acts on a head changes only the squared norms of tensors that hold the head.
 
-    Scales and cells in turn: the squared norm falls with each, and is convex along geodesics of both together
-    (docs/theory/intertwiners.md, 5.5). Matrices change the squares of those tensors only in which cells stand.
+    Args:
+        symmetry: The group.
+        tensors: Parameters and buffers, by name.
+        scales: How scales are chosen.
+        dtype: What squares are computed in.
+        partly: Whether to balance heads without a balanced representative as far as possible, or leave them unchanged.
+
+    Returns:
+        The element, the indices of heads without a balanced representative, and notes.
     """
     structure, plan = symmetry.structure, plan_of(symmetry)
     counted = {structure.slots[index].tensor for index in np.unique(plan.slot_of[plan.parameter]).tolist()}
@@ -514,14 +522,17 @@ def _balanced_cells(
 
 
 def _pass(course: _Course, *, signs: bool, order: bool) -> Element:
-    """Find permutations, scales and signs, as if no bias took up what changes of sign add; return the step taken."""
+    """Apply canonical permutations, scales and signs, and return this step.
+
+    The step ignores the constants that changes of sign add to biases.
+    """
     symmetry, scales, tensors, notes = course.symmetry, course.scales, course.tensors, course.notes
     plan = plan_of(symmetry)
     squares = Squares(plan, tensors, course.dtype)
     _check_finite(tensors, squares)
     gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, tensors))
     notes[:] = gauge.notes
-    # What has no scale of its own says nothing of the living units that it touches: it counts as absent.
+    # A group without a scale of its own does not order the living units that it touches; it counts as absent.
     determined = plan.used @ gauge.dead.astype(np.float64) == 0
     gauged = Gauged(symmetry, plan, tensors, gauge.log_scale, determined)
     slices = squares.slices(gauged.scale**2 * determined)

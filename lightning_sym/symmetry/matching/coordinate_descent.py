@@ -265,7 +265,7 @@ class Descent:
     # Gains.
 
     def gain(self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None) -> Gain:
-        """Return what is won where a group's units change places, all other groups as they are.
+        """Return the gain of each permutation of a group's units, with all other groups fixed.
 
         Args:
             group: The group.
@@ -289,10 +289,11 @@ class Descent:
         return Gain(parts, self.signs and group.index not in self._settled_signs, group.shared)
 
     def plane_gain(self, group: MatchingGroup) -> Tensor:
-        """Return what is won where planes change places, as complex numbers z: turned by an angle, Re(z exp(-i angle)).
+        """Return the gain of each permutation of rotary pairs, with all other groups fixed.
 
         Returns:
-            Shape (planes, planes), complex128.
+            Complex numbers z; a rotation by an angle has the gain Re(z exp(-i angle)). Shape (planes, planes),
+            complex128.
         """
         structure = self.symmetry.structure
         phase = torch.zeros(structure.phases, dtype=torch.float64)

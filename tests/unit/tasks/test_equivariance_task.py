@@ -337,6 +337,11 @@ def test_a_regression_sums_over_outputs_and_its_checkpoint_holds_the_prior(tmp_p
     again = EquivarianceTask.load_from_checkpoint(tmp_path / "a.ckpt", network=Line(), weights_only=True)
     assert again.prior.log_precisions == precisions
     assert again.prior.log_noise == 0.1
+    content = torch.load(tmp_path / "a.ckpt")
+    content["state_dict"]["network.linear.bias"][0] = torch.nan
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"a\.ckpt has values that are not finite in network\.linear\.bias: training"):
+        EquivarianceTask.load_from_checkpoint(tmp_path / "a.ckpt", network=Line(), weights_only=True)
 
 
 def test_metrics_of_half_an_epoch_are_for_a_resumed_run_alone(tmp_path):
