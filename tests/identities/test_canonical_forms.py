@@ -382,6 +382,13 @@ def beside_heads(s, x, after):
     return s.o(y.relu() + after(attended(s, y)))
 
 
+def in_two_signs(s, x):
+    """Every entry of the values depends on the sign of the whole stream, too, which only the last gain tells."""
+    y = s.a(x)
+    y = y + torch.tanh(attended(s, y))
+    return s.o(y + s.m(s.w(torch.tanh(s.u(y)))))
+
+
 def heads(bias: bool = False) -> dict[str, nn.Module]:
     layers = {name: nn.Linear(6, 4 if name == "v" else 6) for name in "qkv"}
     return layers | {"p": nn.Linear(4, 6, bias=bias), **ends()}
@@ -435,6 +442,12 @@ SELF_TESTED = {
         True,
     ),
     "tanh behind heads": (lambda: Written(lambda s, x: beside_heads(s, x, torch.tanh), **heads()), True),
+    "tanh in a stream of two signs": (
+        lambda: Written(
+            in_two_signs, m=nn.LayerNorm(6), u=nn.Linear(6, 5), w=nn.Linear(5, 6), **heads(bias=True)
+        ),
+        True,
+    ),
     "embedding, types and positions": (
         lambda: Written(
             embedding, e=nn.Embedding(11, 6), t=nn.Embedding(2, 6), p=nn.Parameter(torch.randn(4, 6)),

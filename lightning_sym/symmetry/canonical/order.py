@@ -140,11 +140,8 @@ class _SignChoice:
                 return slot.tensor
         return None
 
-    def _entries(self, names: Sequence[str]) -> Iterator[tuple[Ints, Floats, Floats]]:
-        """Yield the pending generators on which alone some rows of tensors depend, the rows, and their largest entries.
-
-        The rows hold zeros where entries depend on other pending generators, too; the largest entries count those.
-        """
+    def _entries(self, names: Sequence[str]) -> Iterator[tuple[Ints, Floats]]:
+        """Yield the pending generators on which alone some rows of tensors depend, and the rows."""
         unknown = self.forms @ self.pending.astype(np.float64)
         for name in names:
             value = self.gauged.weight(name)
@@ -158,20 +155,23 @@ class _SignChoice:
                 for other in self.plan.tensors[name]:
                     if other is not slot:
                         known = known * (_spread(unknown, other, value.ndim) == 0)
-                rows, every = (
-                    np.moveaxis(own, slot.axes, range(len(slot.axes))).reshape(slot.size, -1)[single]
-                    for own in (known, value)
-                )
-                yield hits.indices.astype(np.int64), rows, abs(every).max(1, initial=0)
+                rows = np.moveaxis(known, slot.axes, range(len(slot.axes))).reshape(slot.size, -1)[single]
+                yield hits.indices.astype(np.int64), rows
 
     def _decide(self, members: Ints, names: Sequence[str]) -> None:
         """Choose signs by some tensors' entries, where these tell; see `canonicalize`."""
         largest, bound, votes, cubes, sums, sizes = np.zeros((6, len(self.signs)))
         entries = []
-        for generators, rows, every in self._entries(list(dict.fromkeys(names))):
+        names = list(dict.fromkeys(names))
+        for name in names:
+            for slot in self.plan.tensors[name]:
+                hits = self.forms[slot.rows].multiply(self.pending[None, :]).tocoo()
+                if hits.nnz and (len(slot.axes) == 1 or slot.of_stack):
+                    sizes_of = np.moveaxis(abs(self.gauged.weight(name)), slot.axes, range(len(slot.axes)))
+                    np.maximum.at(bound, hits.col, sizes_of.reshape(slot.size, -1).max(1, initial=0)[hits.row])
+        for generators, rows in self._entries(names):
             among = np.isin(generators, members)
             entries.append((generators[among], rows[among]))
-            np.maximum.at(bound, generators[among], every[among])
         for generators, rows in entries:
             np.maximum.at(largest, generators, abs(rows).max(1, initial=0))
         for generators, rows in entries:
