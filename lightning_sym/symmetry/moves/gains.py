@@ -106,7 +106,7 @@ def _positions(symmetry: Symmetry, name: str) -> Ints | None:
     return None if slot is None else np.arange(slot.offset, slot.offset + slot.size)
 
 
-def _folding(symmetry: Symmetry, network: nn.Module, tensors: dict[str, Tensor], gains: Sequence[str]) -> Element:
+def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tensor], gains: Sequence[str]) -> Element:
     """Return the scales and signs that bring gains to 1.
 
     Raises:
@@ -159,7 +159,7 @@ def _of_single_units(structure: Structure, forms: sparse.csr_matrix, wanted: Int
 
 
 def _without_biases(
-    symmetry: Symmetry, tensors: dict[str, Tensor], biases: Sequence[str]
+    symmetry: Symmetry, tensors: Mapping[str, Tensor], biases: Sequence[str]
 ) -> tuple[Element, dict[str, Tensor]]:
     """Return the shift that takes biases off as far as it can, and which of their elements stay other than 0."""
     shifts, identity = symmetry.structure.shifts, symmetry.identity()
