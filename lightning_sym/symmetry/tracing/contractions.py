@@ -248,14 +248,14 @@ def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[lis
 
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums of products of two values or more, the first two first."""
-    equation, values = node.args[:2]
+    equation, given = node.args[:2]
     assert isinstance(equation, str)
-    assert isinstance(values, (list, tuple))
+    assert isinstance(given, (list, tuple))
+    values: list[Any] = list(given)
     found = _letters(r, equation, values) if len(values) > 1 else None
     if found is None:
         return None
     terms, out = found
-    values = list(values)
     for at, term in enumerate(terms):  # over what stands in no other term the value itself is summed
         rest = out + "".join(terms[:at] + terms[at + 1 :])
         alone = [axis for axis, letter in enumerate(term) if letter not in rest]
@@ -322,7 +322,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     whole = r.shape(product)
     letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
     summed = {letters[axis] for axis in axes}
-    terms = []
+    terms: list[str] = []
     for at, part in enumerate(parts):
         own = letters[len(letters) - len(r.shape(part)) :]
         value = r.made_of(part) == "inputs"
@@ -342,7 +342,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if set(terms[0]) == set(terms[1]) and made == {"inputs"}:
         return None
     out = "".join(letter for letter in letters if letter not in summed)
-    result = contract(r, *terms, out, *parts)
+    result = contract(r, terms[0], terms[1], out, parts[0], parts[1])
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))
     return result

@@ -459,7 +459,7 @@ class Trace:
 
         count = int(np.prod(root.shape))
         place = moved(coordinates(root.shape, axes)) if count <= _MOST else torch.zeros(1)
-        if len(place.unique()) < count:
+        if len(np.unique(place.numpy())) < count:
             return None
         self.joint.add(name)
         for label in root.labels:
