@@ -16,7 +16,7 @@ from spelling_cases import FUNCTIONS, Function
 from torch import Tensor
 from torch.func import functional_call, jacrev
 
-from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
 torch.set_num_threads(1)
 
@@ -162,3 +162,16 @@ def test_elements_keep_the_function(name: str, spelling: str) -> None:
     symmetry = trace_symmetry(function.network(spelling), function.inputs(2))
     assert symmetry.worst_error < symmetry.tolerance
     assert symmetry.dimension == traced(name, spelling).dimension
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["decoder", "neighbours", "gain per head", "gains per head", "temperature per head", "shared queries and keys"],
+)
+def test_planted_elements_are_found(name: str) -> None:
+    symmetry = traced(name, reference(name))
+    torch.manual_seed(3)
+    network = ALL[name].network(reference(name))
+    assert canonicalize(symmetry, network, check=True).difference < 1e-8
+    moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0)), network)
+    assert weight_matching(symmetry, network, moved, restarts=3).distance_after < 1e-10

@@ -209,6 +209,12 @@ CONVOLUTION_CASES = {
         6, 0, a=of(C, 3, 6, 3), b=of(C, 6, 2, 1)),
     "unfold": functional(lambda s, x: s.b(F.unfold(torch.relu(s.a(x)), 2, stride=2).mT), IMAGE, [6], 6, 0,
         a=of(C, 3, 6, 3), b=of(L, 24, 2)),
+    "channels_of_a_linear_layer": functional(lambda s, x: s.b(torch.relu(s.a(x)).view(-1, 2, 3, 3)), VECTOR, [2], 2, 0,
+        a=of(L, 5, 18), b=of(nn.ConvTranspose2d, 2, 3, 2)),
+    "matrix_of_gains": functional(lambda s, x: s.b(torch.relu(s.a(x)) * s.g.flatten()), VECTOR, [8], 16, 8,
+        g=parameter(2, 4)),
+    "messages": functional(lambda s, x: s.b(torch.zeros(4, 8).to(x).index_add(0, x[:, 0].abs().long() % 4,
+        torch.relu(s.a(x)))), VECTOR, [8], 8, 0),
     # Sub-pixels are not interchangeable, and only whole blocks of four can move.
     "pixel_shuffle": Case(sequential(of(C, 3, 8, 3), RELU, of(nn.PixelShuffle, 2), of(C, 2, 4, 1), RELU, of(C, 4, 2, 1),
         FLAT), IMAGE, [2, 4], 6, 0),

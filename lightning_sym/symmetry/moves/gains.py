@@ -1,7 +1,7 @@
 """Folds the gains and biases of norms into what reads them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np

@@ -312,7 +312,6 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if found is None:
         return None
     terms, out = found
-    values = list(values)
     for at, term in enumerate(terms):  # over what stands in no other term the value itself is summed
         rest = out + "".join(terms[:at] + terms[at + 1 :])
         alone = [axis for axis, letter in enumerate(term) if letter not in rest]
@@ -381,7 +380,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     whole = r.shape(product)
     letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
     summed = {letters[axis] for axis in axes}
-    terms = []
+    terms: list[str] = []
     for at, part in enumerate(parts):
         own = letters[len(letters) - len(r.shape(part)) :]
         value = r.made_of(part) == "inputs"

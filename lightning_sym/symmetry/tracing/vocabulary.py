@@ -324,7 +324,8 @@ class Trace:
         """
         gone = {axis % value.ndim for axis in axes}
         for label in value.labels:
-            if label.axes and {*label.axes} <= gone:  # what undoes the map and does it again is no scale
+            # What undoes the map, and does it again behind a scale, is no scale.
+            if label.axes and {*label.axes} <= gone and len(value.labels) == 1:
                 self.note(f"{_ALONG} ({len(np.unique(label.atom))} units keep but one scale in common here)")
         value = self.tied(value, axes)
         return Value(tuple(shape), tuple(self.constraints.resolve(label) for label in value.labels))
@@ -458,7 +459,7 @@ class Trace:
 
         count = int(np.prod(root.shape))
         place = moved(coordinates(root.shape, axes)) if count <= _MOST else torch.zeros(1)
-        if len(place.unique()) < count:
+        if len(np.unique(place.numpy())) < count:
             return None
         self.joint.add(name)
         for label in root.labels:

@@ -101,7 +101,9 @@ def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, reduc
         fix_choice(trace, index)
         if index.chooses is not None or reduce not in _REDUCTIONS:
             return unknown(trace, base, index, new)
-        held: Tensor = trace.node.args[2].meta["val"]  # type: ignore[union-attr]  # an index that is copied along an axis is the same for all units there
+        # An index that is copied along an axis is the same for all units there.
+        node: Any = trace.node.args[2]
+        held: Tensor = node.meta["val"]
         others = [a for a in range(held.ndim) if held.stride(a) and held.shape[a] > 1 and a != axis % base.ndim]
         base, new = (trace.free_of(v, others, TAKEN) if isinstance(v, Value) else v for v in (base, new))
         result = _at_chosen_places(trace, base, [axis], new)
