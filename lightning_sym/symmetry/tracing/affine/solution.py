@@ -1,0 +1,302 @@
+"""Solves the equations of an interpreted network: which unknowns are free, and what they make of all others."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.sparse.linalg import splu
+from torch import Tensor
+
+from lightning_sym.symmetry.tracing.affine.system import Derived, System, Weights
+from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, GAUGE, Ints
+
+Floats = NDArray[np.float64]
+_NOTHING = 1e-9
+
+
+class Generic(Mapping[str, Tensor]):
+    """Random numbers in the place of a network's tensors, made when they are asked for; constants stay."""
+
+    def __init__(self, system: System, seed: int = 0) -> None:
+        self.system, self.seed = system, seed
+        self._place = {name: at for at, name in enumerate(system.tensors)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        own = self.system.tensors[name]
+        if name in self.system.constants or not own.is_floating_point():
+            return own
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self._place[name])
+        return 0.5 + torch.rand(tuple(own.shape), dtype=torch.float64, generator=generator)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.system.tensors)
+
+    def __len__(self) -> int:
+        return len(self.system.tensors)
+
+
+def matrix_of(system: System, weights: Weights) -> sparse.csr_matrix:
+    """Return the equations at some weights: one row each, one column for each unknown."""
+    made: dict[Any, Floats] = {}
+    rows, columns, data, count = [], [], [], 0
+    for numbers, terms in system.unknowns.equations:
+        for column, (factor, items) in enumerate(terms):
+            values = np.full(len(numbers), factor)
+            for atom, power, at in items:
+                if atom not in made:
+                    made[atom] = weights.atom(atom).numpy()
+                own = made[atom][at]
+                if power < 0 and (own == 0).any():
+                    raise ValueError(
+                        f"{weights.describe(atom)} holds a zero, by which a shift would be divided; expected gains that "
+                        "are not zero, or an element without shifts: sample(shifts=False)"
+                    )
+                values = values * own**power
+            present = numbers[:, column] != 0
+            rows.append(np.flatnonzero(present) + count)
+            columns.append(numbers[present, column])
+            data.append(values[present])
+        count += len(numbers)
+    empty = np.zeros(0, np.int64)
+    shape = (count, system.unknowns.count)
+    return sparse.csr_matrix(
+        (np.concatenate([np.zeros(0), *data]), (np.concatenate([empty, *rows]), np.concatenate([empty, *columns]))),
+        shape=shape,
+    )
+
+
+@dataclass
+class Eliminated:
+    """Which unknowns equations define.
+
+    Attributes:
+        free: The unknowns that stay free.
+        bound: Those that the others define.
+        rows: As many independent equations.
+        zero: Which unknowns are zero.
+        forms: All unknowns from the free ones. Shape (unknowns, free).
+    """
+
+    free: Ints
+    bound: Ints
+    rows: Ints
+    zero: NDArray[np.bool_]
+    forms: sparse.csr_matrix
+
+
+def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: Ints) -> Eliminated:
+    """Solve homogeneous equations for the unknowns of highest priority.
+
+    Args:
+        equations: One row each, one column for each unknown.
+        zero: Unknowns that are zero.
+        priority: Of equations' unknowns, those of highest priority are defined; those of priority 0 last.
+    """
+    count = equations.shape[1]
+    order = np.lexsort((np.arange(count), priority))  # from here on, the last are defined first
+    last = int((priority == 0).sum())
+    rows, ids = equations[:, order], np.arange(equations.shape[0])
+    zero = zero[order].copy()
+    root, factor = np.arange(count), np.ones(count)
+    used: list[Ints] = []
+    definitions: list[tuple[Ints, sparse.csr_matrix]] = []
+
+    def substitution() -> sparse.csr_matrix:
+        data = np.where(zero[root], 0.0, factor)
+        return sparse.csr_matrix((data, root, np.arange(count + 1)), shape=(count, count))
+
+    while True:
+        rows = (rows @ substitution()).tocsr()
+        rows.data[np.abs(rows.data) <= _NOTHING] = 0
+        rows.eliminate_zeros()
+        rows.sort_indices()
+        some = np.diff(rows.indptr) > 0
+        rows, ids = rows[some], ids[some]
+        if not rows.shape[0]:
+            break
+        start, length = rows.indptr[:-1], np.diff(rows.indptr)
+        if (single := start[length == 1]).size:
+            zero[rows.indices[single]] = True
+        elif (length == 2).any():
+            at = np.flatnonzero(length == 2)
+            pair = start[at]
+            high, first = np.unique(rows.indices[pair + 1], return_index=True)
+            pair = pair[first]
+            used.append(ids[at[first]])
+            root[high] = rows.indices[pair]
+            factor[high] = -rows.data[pair] / rows.data[pair + 1]
+            _compress(root, factor)
+        else:
+            rows, ids, own = _defined(rows, ids, last)
+            definitions.append(own[:2])
+            used.append(own[2])
+    bound = root != np.arange(count)
+    for defined, _ in definitions:
+        bound[defined] = True
+    free = ~bound & ~zero[root]
+    columns = np.flatnonzero(free)
+    forms = _columns(columns, count)
+    for defined, definition in reversed(definitions):
+        forms = forms + _columns(defined, count) @ (definition @ substitution() @ forms)
+    forms = (substitution() @ forms).tocsr()
+    forms.data[np.abs(forms.data) < _NOTHING] = 0
+    forms.eliminate_zeros()
+    back = np.argsort(order)
+    nothing = np.zeros(0, np.int64)
+    gone = zero[root]
+    return Eliminated(
+        order[columns], order[np.flatnonzero(bound & ~gone)], np.concatenate([nothing, *used]), gone[back], forms[back]
+    )
+
+
+def _compress(root: Ints, factor: Floats) -> None:
+    while True:
+        above = root[root]
+        if np.array_equal(above, root):
+            return
+        factor *= factor[root]
+        root[:] = above
+
+
+def _columns(variables: Ints, count: int) -> sparse.csr_matrix:
+    ones = np.ones(len(variables))
+    return sparse.csr_matrix((ones, (variables, np.arange(len(variables)))), shape=(count, len(variables)))
+
+
+def _defined(rows: sparse.csr_matrix, ids: Ints, last: int) -> Any:
+    """Take out equations, each of which defines an unknown that no other equation holds (or one, after elimination)."""
+    uses = np.bincount(rows.indices, minlength=rows.shape[1])
+    row = np.repeat(np.arange(rows.shape[0]), np.diff(rows.indptr))
+    lonely = np.flatnonzero((uses[rows.indices] == 1) & (rows.indices >= last))
+    if len(lonely):
+        # Of each row's, the one of highest priority.
+        taken, place = np.unique(row[lonely][::-1], return_index=True)
+        at = lonely[::-1][place]
+    else:
+        own = np.arange(rows.indptr[0], rows.indptr[1])
+        above = own[rows.indices[own] >= last]
+        own = above if len(above) else own
+        at = own[np.argmin(uses[rows.indices[own]], keepdims=True)]
+        taken = np.zeros(1, np.int64)
+    defined, pivot = rows.indices[at], rows.data[at]
+    definition = sparse.diags(-1 / pivot) @ rows[taken]
+    if not len(lonely):
+        rows = rows + rows[:, defined] @ definition
+    definition = definition + sparse.csr_matrix((np.ones(len(at)), (np.arange(len(at)), defined)), definition.shape)
+    rest = np.setdiff1d(np.arange(rows.shape[0]), taken)
+    return rows[rest], ids[rest], (defined, definition, ids[taken])
+
+
+class Solution:
+    """The free unknowns of a system, and what defines all others.
+
+    Args:
+        system: Interpreted captures.
+    """
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        unknowns = system.unknowns
+        for name in system.fixed:
+            for family in system.families.get(name, {}).values():
+                unknowns.vanish(family.directions)
+                for rows in family.rows.values():
+                    unknowns.vanish(rows.numbers)
+        self.kinds = unknowns.kinds()
+        equations = matrix_of(system, Weights(system, Generic(system)))
+        while True:
+            zero = unknowns.zero[: unknowns.count].copy()
+            zero[0] = True
+            self.solved = eliminate(equations, zero, self.kinds)
+            if not self._constrained():
+                break
+        kinds = self.kinds[self.solved.free]
+        free = self.solved.free
+        self.shifts: Ints = free[(kinds != DERIVED) & (kinds != DIRECTIONS) & (kinds != GAUGE)]
+        self.directions: Ints = free[kinds == DIRECTIONS]
+        self.gauges: Ints = free[kinds == GAUGE]
+        self.passing: Ints = free[kinds == DERIVED]
+
+    def _constrained(self) -> bool:
+        """Let derived unknowns vanish of which equations demand something, for these hold for all weights."""
+        forms, free, zero = self.solved.forms, self.solved.free, self.system.unknowns.zero
+        column = np.full(forms.shape[0], -1)
+        column[free] = np.arange(len(free))
+        lengths = np.diff(forms.indptr)
+        before = int(zero.sum())
+        alive = []
+        for own in self.system.derived:
+            numbers, source = own.numbers.numpy().ravel(), own.source.numpy().ravel()
+            if zero[numbers].all():
+                zero[source] |= own.total is None or True
+                continue
+            if not lengths[source].any() or (column[numbers] < 0).any():
+                zero[numbers] = zero[source] = True
+            else:
+                alive.append(own)
+        if int(zero.sum()) > before:
+            return True
+        for own in self._circular(alive, column):
+            zero[own.numbers.numpy().ravel()] = zero[own.source.numpy().ravel()] = True
+        for one, two in self.system.products:
+            if lengths[one.numpy().ravel()].any() and lengths[two.numpy().ravel()].any():
+                zero[two.numpy().ravel()] = True
+                self.system.note("of what is added to two factors of a product, one stays as it is")
+        return int(zero.sum()) > before
+
+    def _circular(self, alive: list[Derived], column: Ints) -> list[Derived]:
+        """Return the derived unknowns that define themselves; keep the others in an order in which they can be made."""
+        forms = self.solved.forms
+        maker = np.full(forms.shape[1], -1)
+        for index, own in enumerate(alive):
+            maker[column[own.numbers.numpy().ravel()]] = index
+        needs = []
+        for own in alive:
+            used = maker[np.unique(forms[own.source.numpy().ravel()].indices)]
+            needs.append(set(used[used >= 0].tolist()))
+        done: set[int] = set()
+        self.order: list[Derived] = []
+        waiting = list(range(len(alive)))
+        while waiting:
+            ready = [index for index in waiting if needs[index] <= done]
+            if not ready:
+                break
+            done |= set(ready)
+            self.order += [alive[index] for index in ready]
+            waiting = [index for index in waiting if index not in done]
+        return [alive[index] for index in waiting]
+
+
+class Definitions:
+    """What free unknowns make of all others, at some weights.
+
+    Args:
+        solution: Which are free.
+        weights: The weights.
+    """
+
+    def __init__(self, solution: Solution, weights: Weights) -> None:
+        self.solution = solution
+        solved = solution.solved
+        equations = matrix_of(solution.system, weights)[solved.rows]
+        self.bound, self.free = solved.bound, solved.free
+        self._given = equations[:, self.free].tocsr()
+        try:
+            self._solve: Any = splu(equations[:, self.bound].tocsc()) if len(self.bound) else None
+        except RuntimeError as error:
+            raise ValueError(
+                "the definitions of shifts are singular at these weights; expected gains that differ from one another"
+            ) from error
+
+    def all_of(self, values: Tensor) -> Tensor:
+        """Return all unknowns from the free ones. Shape (batch, free) to (batch, unknowns)."""
+        result = torch.zeros(len(values), self.solution.system.unknowns.count, dtype=torch.float64)
+        result[:, torch.from_numpy(self.free)] = values
+        if len(self.bound):
+            right = -(self._given @ values.numpy().T)
+            result[:, torch.from_numpy(self.bound)] = torch.from_numpy(np.ascontiguousarray(self._solve.solve(right).T))
+        return result
