@@ -43,11 +43,19 @@ class Algebra:
     def __init__(self, system: System) -> None:
         self.system, self.unknowns = system, system.unknowns
 
+    def numbers(self, value: Value) -> Tensor | None:
+        """Return the unknowns that are added to a value; thin. None for nothing."""
+        if value.more:
+            terms = [(own, ONE) for own in (value.translation, *value.more) if own is not None]
+            value.translation, value.more = self.unknowns.combined(terms), ()
+        value.translation = self.unknowns.living(value.translation)
+        return value.translation
+
     # Demands.
 
     def fix(self, value: Value) -> None:
         """Demand that nothing is added to a value."""
-        self.unknowns.vanish(value.translation)
+        self.unknowns.vanish(self.numbers(value))
         for drift in value.drifts.values():
             self.unknowns.vanish(drift.numbers)
         if value.origin is not None and value.origin[0] in self.system.weights:
@@ -55,7 +63,7 @@ class Algebra:
 
     def alike(self, value: Value, axes: Collection[int]) -> None:
         """Demand that what is added to a value is the same along some axes."""
-        if (own := self.unknowns.living(value.translation)) is not None:
+        if (own := self.numbers(value)) is not None:
             self._equal(own, axes)
         for drift in value.drifts.values():
             if (numbers := self.unknowns.living(drift.numbers)) is None:
@@ -88,8 +96,8 @@ class Algebra:
             result = move(array, lead)
             return result if isinstance(result, list) else [result]
 
-        translation = self.unknowns.living(value.translation)
-        translations = None if translation is None else moved(translation)
+        summands = [own for own in (value.translation, *value.more) if own is not None]
+        translations = [moved(own) for part in summands if (own := self.unknowns.living(part)) is not None]
         drifts = {key: (moved(own.function), moved(own.numbers, 1)) for key, own in self._living(value).items()}
         origins = None if value.origin is None else [moved(own) for own in value.origin[1]]
         relation = move.relation(value.relation)
@@ -102,12 +110,13 @@ class Algebra:
                 shapes[index],
                 value.varies,
                 node if count == 1 else None,
-                None if translations is None else translations[index],
+                translations[0][index] if translations else None,
                 {key: Drift(functions[index], numbers[index]) for key, (functions, numbers) in drifts.items()},
                 relation,
                 None if origins is None or value.origin is None or padded
                 else (value.origin[0], tuple(own[index] for own in origins)),
                 value.learned,
+                tuple(own[index] for own in translations[1:]),
             )
             for index in range(count)
         ]  # fmt: skip
@@ -142,11 +151,6 @@ class Algebra:
         """Return the sum of multiples of two values."""
         shape = tuple(torch.broadcast_shapes(one.shape, two.shape))
         parts = [self.broadcast(value, shape) for value in (one, two)]
-        terms = [
-            (part.translation, Coefficient(factor))
-            for part, factor in zip(parts, by, strict=True)
-            if part.translation is not None
-        ]
         drifts: dict[int, list[tuple[Drift, float]]] = {}
         for part, factor in zip(parts, by, strict=True):
             for key, drift in self._living(part).items():
@@ -159,14 +163,25 @@ class Algebra:
             shape,
             varies,
             None if varies else node,
-            self.unknowns.combined(terms) if terms else None,
+            None,
             {key: own for key, found in drifts.items() if (own := self._sum_of(found)) is not None},
             learned=one.learned or two.learned,
         )
+        found = self._summands(parts, by)
+        result.translation, result.more = (found[0], tuple(found[1:])) if found else (None, ())
         for own, other, factor, by_other in ((one, two, *by), (two, one, *reversed(by))):
             if own.relation is not None and own.shape == shape and not other.varies and factor:
                 result.relation = self._offset(own.relation, other, shape, factor, by_other)
         return result
+
+    def _summands(self, values: Sequence[Value], by: Sequence[float]) -> list[Tensor]:
+        """Return the translation of a sum of multiples: one summand for each set of axes along which it varies."""
+        terms: dict[Shape, list[tuple[Tensor, Coefficient]]] = {}
+        for value, factor in zip(values, by, strict=True):
+            for own in (value.translation, *value.more):
+                if own is not None:
+                    terms.setdefault(tuple(own.shape), []).append((own, Coefficient(factor)))
+        return [own for each in terms.values() if (own := self.unknowns.combined(each)) is not None]
 
     @staticmethod
     def _same(one: Tensor, two: Tensor, shape: Shape) -> bool:
@@ -199,7 +214,7 @@ class Algebra:
     def scale(self, value: Value, factor: float, node: Any = None) -> Value:
         """Return a value times a number."""
         by = Coefficient(factor)
-        translation = None if value.translation is None else self.unknowns.combined([(value.translation, by)])
+        found = self._summands([value], [factor])
         drifts = {}
         for key, drift in self._living(value).items():
             if (numbers := self.unknowns.combined([(drift.numbers, by)], 1)) is not None:
@@ -209,8 +224,8 @@ class Algebra:
             coefficient = relation.coefficient.times(Coefficient(1 / factor))
             relation = Relation(relation.axes, relation.segments, coefficient, relation.total)
         return Value(
-            value.shape, value.varies, None if value.varies else node, translation, drifts,
-            relation if factor else None, learned=value.learned,
+            value.shape, value.varies, None if value.varies else node, found[0] if found else None, drifts,
+            relation if factor else None, learned=value.learned, more=tuple(found[1:]),
         )  # fmt: skip
 
     def multiply(self, one: Value, two: Value, node: Any = None, *, divide: bool = False) -> Value:
@@ -244,7 +259,7 @@ class Algebra:
         if divide or (one.moves and two.moves):
             self.fix(two)
         for own, other, power in ((one, two, -1 if divide else 1), (two, one, 1)):
-            if (numbers := self.unknowns.living(own.translation)) is not None:
+            if (numbers := self.numbers(own)) is not None:
                 self._as_coefficient(other)
                 by = self.system.coefficient(other).power(power).mapped(lambda t: wide(t, len(shape)))
                 translation = self.unknowns.combined([(wide(numbers, len(shape)), by)])
@@ -262,7 +277,7 @@ class Algebra:
         own = self.broadcast(value, shape)
         by = self.system.coefficient(weights).mapped(lambda t: wide(t, len(shape))).power(power)
         result = Value(shape, True, learned=True)
-        changes = self.unknowns.living(weights.translation)
+        changes = self.numbers(weights)
         functions = {axis for axis, size in enumerate(wide_shape(value.shape, len(shape))) if size > 1}
         everywhere = {axis for axis, size in enumerate(shape) if size > 1} <= functions
         if changes is not None and (everywhere or power < 0 or own.moves or own.relation is not None):
@@ -275,8 +290,8 @@ class Algebra:
                 self.fix(weights)
             for drift in weights.drifts.values():
                 self.unknowns.vanish(drift.numbers)
-            if own.translation is not None:
-                result.translation = self.unknowns.combined([(own.translation, by)])
+            if (numbers := self.numbers(own)) is not None:
+                result.translation = self.unknowns.combined([(numbers, by)])
             for key, drift in self._living(own).items():
                 if (numbers := self.unknowns.combined([(drift.numbers, by)], 1)) is not None:
                     result.drifts[key] = Drift(drift.function, numbers)
@@ -293,13 +308,14 @@ class Algebra:
 
     def _both(self, one: Value, two: Value) -> None:
         """Note that of what is added to two factors only one may stay: its product would be added, too."""
-        if one.translation is not None and two.translation is not None:
-            self.system.products.append((one.translation, two.translation))
+        moved = self.numbers(one), self.numbers(two)
+        if moved[0] is not None and moved[1] is not None:
+            self.system.products.append((moved[0], moved[1]))
 
     def _times_function(self, result: Value, own: Value, other: Value, shape: Shape) -> None:
         """Add what a change of one factor, times the other, changes in the product."""
         function = wide(places(other.shape), len(shape))
-        if (numbers := self.unknowns.living(own.translation)) is not None:
+        if (numbers := self.numbers(own)) is not None:
             result.drifts[self.system.source()] = Drift(function, numbers[None])
         for drift in self._living(own).values():
             result.drifts[self.system.source()] = Drift(_joined(drift.function, function), drift.numbers)
@@ -317,8 +333,8 @@ class Algebra:
             by = thin / size if mean else float(thin)
             return None if summed is None else self.unknowns.combined([(summed, Coefficient(by))], lead)
 
-        if value.translation is not None:
-            translation = reduced(value.translation, 0)
+        if (whole := self.numbers(value)) is not None:
+            translation = reduced(whole, 0)
         for key, drift in self._living(value).items():
             if varying(drift.function).isdisjoint(axes):
                 if (numbers := reduced(drift.numbers, 1)) is not None:

@@ -95,7 +95,7 @@ class Contractions(Algebra):
             result.relation = self._passed(own, other, way)
         else:
             result.node, result.learned = node, one.learned or two.learned
-            moving = [value for value in (one, two) if value.translation is not None]
+            moving = [value for value in (one, two) if self.numbers(value) is not None]
             for own, other, way in ((one, two, by), (two, one, by.turned)):
                 if own.drifts or len(moving) > 1:
                     self.fix(own)
@@ -127,10 +127,10 @@ class Contractions(Algebra):
         space = "".join("ijk"[: len(shape) - 2])
         kernel = space.upper()
         by = Sum("ay" + kernel, ("zy" if out == 0 else "yz") + kernel, "az" + space)
-        self.unknowns.vanish(weights.translation)
+        self.unknowns.vanish(self.numbers(weights))
         for drift in [*value.drifts.values(), *weights.drifts.values()]:
             self.unknowns.vanish(drift.numbers)
-        if (numbers := self.unknowns.living(value.translation)) is not None:
+        if (numbers := self.numbers(value)) is not None:
             if padded or varying(numbers) - {1}:
                 self.unknowns.vanish(numbers)
             else:
@@ -177,7 +177,7 @@ class Contractions(Algebra):
 
     def _through(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
         """Take what is added to a value through weights."""
-        numbers = self.unknowns.living(value.translation)
+        numbers = self.numbers(value)
         if numbers is None:
             return
         if not weights.learned and self._linear_size(numbers, weights, by) <= _MOST:
@@ -252,7 +252,7 @@ class Contractions(Algebra):
 
     def _half(self, result: Value, own: Value, other: Value, by: Sum) -> None:
         """Add what a change of one factor, times the other, which depends on the input, changes."""
-        numbers = self.unknowns.living(own.translation)
+        numbers = self.numbers(own)
         if numbers is None:
             return
         relation, axes = other.relation, frozenset(by.two.index(letter) for letter in by.gone)

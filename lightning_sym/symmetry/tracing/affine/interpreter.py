@@ -150,7 +150,7 @@ class Interpreter(Contractions):
         given = self._given(node)
         val, name = node.meta.get("val"), name_of(node)
         for value in given:
-            living = self.unknowns.living(value.translation) is not None or bool(self._living(value))
+            living = self.numbers(value) is not None or bool(self._living(value))
             if name not in _POINTWISE and living:
                 where = self.capture.modules.get(node, "forward")
                 self.system.note(f"{name} in {where}: nothing is added to what it takes")
@@ -443,8 +443,8 @@ class Interpreter(Contractions):
         """Demand that a running mean is moved as what it is the mean of."""
         for drift in x.drifts.values():
             self.unknowns.vanish(drift.numbers)
-        numbers = self.unknowns.living(x.translation)
-        own = None if mean is None else self.unknowns.living(mean.translation)
+        numbers = self.numbers(x)
+        own = None if mean is None else self.numbers(mean)
         if numbers is None or own is None:
             self.unknowns.vanish(numbers)
             self.unknowns.vanish(own)
@@ -497,7 +497,7 @@ class Interpreter(Contractions):
         if isinstance(val, (list, tuple)):
             return None
         result = Value(shape, True, learned=x.learned)
-        if (numbers := self.unknowns.living(x.translation)) is not None:
+        if (numbers := self.numbers(x)) is not None:
             self._equal(numbers, axes)
             for axis in axes:
                 numbers = numbers.narrow(axis, 0, 1)
@@ -556,7 +556,7 @@ class Interpreter(Contractions):
                 continue
             own = self.broadcast(value, shape)
             self._unread(value)
-            if (numbers := self.unknowns.living(own.translation)) is not None:
+            if (numbers := self.numbers(own)) is not None:
                 whole = torch.broadcast_shapes(numbers.shape, gone.shape)
                 terms.append(numbers.expand(whole).masked_fill(gone.expand(whole), 0))
             for key, drift in self._living(own).items():
@@ -587,7 +587,7 @@ class Interpreter(Contractions):
         for value in values:
             self._unread(value)
         result = Value(shape, any(value.varies for value in values), learned=any(value.learned for value in values))
-        result.translation = self._joined_arrays([value.translation for value in values], values, axis, 0)
+        result.translation = self._joined_arrays([self.numbers(value) for value in values], values, axis, 0)
         keys = dict.fromkeys(key for value in values for key in self._living(value))
         for key in keys:
             own = [self._living(value).get(key) for value in values]

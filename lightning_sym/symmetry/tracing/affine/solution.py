@@ -98,7 +98,6 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
     """
     count = equations.shape[1]
     order = np.lexsort((np.arange(count), priority))  # from here on, the last are defined first
-    last = int((priority == 0).sum())
     rows, ids = equations[:, order], np.arange(equations.shape[0])
     zero = zero[order].copy()
     root, factor = np.arange(count), np.ones(count)
@@ -131,8 +130,8 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
             factor[high] = -rows.data[pair] / rows.data[pair + 1]
             _compress(root, factor)
         else:
-            rows, ids, own = _defined(rows, ids, last)
-            definitions.append(own[:2])
+            rows, ids, own = _defined(rows, ids)
+            definitions.append((own[0], own[1].tocsr()))
             used.append(own[2])
     bound = root != np.arange(count)
     for defined, _ in definitions:
@@ -167,28 +166,28 @@ def _columns(variables: Ints, count: int) -> sparse.csr_matrix:
     return sparse.csr_matrix((ones, (variables, np.arange(len(variables)))), shape=(count, len(variables)))
 
 
-def _defined(rows: sparse.csr_matrix, ids: Ints, last: int) -> Any:
-    """Take out equations, each of which defines an unknown that no other equation holds (or one, after elimination)."""
-    uses = np.bincount(rows.indices, minlength=rows.shape[1])
-    row = np.repeat(np.arange(rows.shape[0]), np.diff(rows.indptr))
-    lonely = np.flatnonzero((uses[rows.indices] == 1) & (rows.indices >= last))
-    if len(lonely):
-        # Of each row's, the one of highest priority.
-        taken, place = np.unique(row[lonely][::-1], return_index=True)
-        at = lonely[::-1][place]
-    else:
-        own = np.arange(rows.indptr[0], rows.indptr[1])
-        above = own[rows.indices[own] >= last]
-        own = above if len(above) else own
-        at = own[np.argmin(uses[rows.indices[own]], keepdims=True)]
-        taken = np.zeros(1, np.int64)
-    defined, pivot = rows.indices[at], rows.data[at]
-    definition = sparse.diags(-1 / pivot) @ rows[taken]
-    if not len(lonely):
-        rows = rows + rows[:, defined] @ definition
-    definition = definition + sparse.csr_matrix((np.ones(len(at)), (np.arange(len(at)), defined)), definition.shape)
-    rest = np.setdiff1d(np.arange(rows.shape[0]), taken)
-    return rows[rest], ids[rest], (defined, definition, ids[taken])
+def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
+    """Take out equations that define an unknown each, and put the definitions into all others.
+
+    An equation defines its last unknown; of several that define one, the shortest is taken, and none is taken that holds
+    an unknown which another one defines.
+    """
+    length = np.diff(rows.indptr)
+    pivot = rows.indices[rows.indptr[1:] - 1]
+    by_length = np.argsort(length, kind="stable")
+    _, first = np.unique(pivot[by_length], return_index=True)
+    taken = by_length[first]
+    chosen = np.zeros(rows.shape[1], bool)
+    chosen[pivot[taken]] = True
+    held = np.add.reduceat(chosen[rows.indices].astype(np.int64), rows.indptr[:-1])
+    taken = np.sort(taken[held[taken] == 1])
+    defined, by = pivot[taken], rows.data[rows.indptr[1:][taken] - 1]
+    replacing = (sparse.diags(-1 / by) @ rows[taken]).tocsr()  # -1 at the unknown itself
+    left = np.ones(rows.shape[0], bool)
+    left[taken] = False
+    rows, ids, gone = rows[left], ids[left], ids[taken]
+    rows = (rows + (rows @ _columns(defined, rows.shape[1])) @ replacing).tocsr() if rows.shape[0] else rows
+    return rows, ids, (defined, replacing + _columns(defined, rows.shape[1]).T, gone)
 
 
 class Solution:

@@ -144,6 +144,7 @@ class Value:
         relation: A relation of its entries.
         origin: The parameter that it is, moved, and for each of the parameter's axes the coordinate; thin.
         learned: Whether it depends on parameters.
+        more: Further summands of the translation, which vary along other axes: they are combined when needed.
     """
 
     shape: Shape
@@ -154,6 +155,7 @@ class Value:
     relation: Relation | None = None
     origin: tuple[str, tuple[Tensor, ...]] | None = None
     learned: bool = False
+    more: tuple[Tensor, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -163,7 +165,7 @@ class Value:
     @property
     def moves(self) -> bool:
         """Whether anything may be added to it."""
-        return self.translation is not None or bool(self.drifts)
+        return self.translation is not None or bool(self.more) or bool(self.drifts)
 
     def with_(self, **changes: Any) -> "Value":
         """Return a value with other attributes."""
