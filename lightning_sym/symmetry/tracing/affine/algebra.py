@@ -63,15 +63,19 @@ class Algebra:
 
     def alike(self, value: Value, axes: Collection[int]) -> None:
         """Demand that what is added to a value is the same along some axes."""
-        if (own := self.numbers(value)) is not None:
-            self._equal(own, axes)
-        for drift in value.drifts.values():
-            if (numbers := self.unknowns.living(drift.numbers)) is None:
-                continue
+        parts = [own for own in (value.translation, *value.more) if own is not None]
+        changing = [own for own in parts if varying(own) & set(axes)]
+        if changing:
+            numbers = self.unknowns.combined([(own, ONE) for own in changing])
+            others = [own for own in parts if not varying(own) & set(axes)]
+            parts = others if numbers is None else [*others, self._equal(numbers, axes)]
+            value.translation, value.more = (parts[0], tuple(parts[1:])) if parts else (None, ())
+        for key, drift in self._living(value).items():
             if varying(drift.function) & set(axes):
-                self.unknowns.vanish(numbers)
+                self.unknowns.vanish(drift.numbers)
+                del value.drifts[key]
             else:
-                self._equal(numbers, [axis + 1 for axis in axes])
+                value.drifts[key] = Drift(drift.function, self._equal(drift.numbers, [axis + 1 for axis in axes]))
 
     def nonlinear(self, values: Sequence[Value], shape: Shape, node: Any) -> Value:
         """Return what an operation makes that sees its arguments as they are."""
@@ -80,12 +84,14 @@ class Algebra:
         varies = any(value.varies for value in values)
         return Value(shape, varies, None if varies else node, learned=any(value.learned for value in values))
 
-    def _equal(self, numbers: Tensor, axes: Collection[int]) -> None:
+    def _equal(self, numbers: Tensor, axes: Collection[int]) -> Tensor:
+        """Demand that unknowns are the same along axes; return them with size 1 there."""
         first = numbers
         for axis in axes:
             first = first.narrow(axis, 0, 1)
         if first.shape != numbers.shape:
             self.unknowns.equate(numbers, first)
+        return first
 
     # Moves.
 

@@ -129,16 +129,14 @@ class Translations:
 
     def _of_directions(self) -> list[tuple[int, str, frozenset[int], tuple[int, ...]]]:
         """Return for each free direction its weight, the axes along which it has multiples, and their shape."""
-        kinds = {}
+        found = []
+        wanted = self.solution.directions
         for name, families in self.system.families.items():
             for axes, family in families.items():
-                for number in family.directions.reshape(-1).tolist():
-                    kinds[number] = name, axes
-        found = []
-        for number in self.solution.directions.tolist():
-            name, axes = kinds[number]
-            shape = tuple(size if axis in axes else 1 for axis, size in enumerate(self.system.shape(name)))
-            found.append((number, name, axes, shape))
+                first = int(family.directions.reshape(-1)[0])
+                own = wanted[(wanted >= first) & (wanted < first + family.directions.numel())]
+                shape = tuple(size if axis in axes else 1 for axis, size in enumerate(self.system.shape(name)))
+                found += [(number, name, axes, shape) for number in own.tolist()]
         return found
 
     def tangents(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
