@@ -32,8 +32,9 @@ from lightning_sym.symmetry.proof import (
 )
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, capture, constant_names, state_tensors
+from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
-from lightning_sym.symmetry.tracing.rules import leaf_types
+from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 from lightning_sym.symmetry.tracing.shift_walk import find_shifts
 from lightning_sym.symmetry.tracing.stacks import away_from, unstack
 from lightning_sym.symmetry.tracing.streams import find_rotations
@@ -138,7 +139,7 @@ def trace_symmetry(
     examples = examples if weightless else on_device_of(network, examples)
 
     def traced(call: Call) -> Traced:
-        return Traced(call, capture(network, call, leaf_types(), cuts=cuts))
+        return Traced(call, normalise(capture(network, call, leaf_types(), cuts=cuts), own_operations()))
 
     runs = [_lengthened(examples, number, traced) or traced(call) for number, call in enumerate(examples)]
     if note := _unused(network, runs):

@@ -203,7 +203,7 @@ def _affine(trace: Trace, value: Value, weight: Value | None, bias: Value | None
     return value
 
 
-def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None) -> Label:
+def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None, *, centred: bool = True) -> Label:
     """Divide units by a deviation: signs pass; magnitudes are divided out, exactly if no eps is added.
 
     Args:
@@ -211,40 +211,51 @@ def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None) 
         label: The units.
         epsilon: What is added to the variance.
         groups: For each unit, the number of its group, where the units of a group have one deviation in common: they
-            change sign together, and scale together. By default each unit has its own.
+            scale together, and change sign together if their mean is taken off. By default each unit has its own.
+        centred: Whether the mean is taken off.
     """
     constraints = trace.constraints
     label = constraints.resolve(label)
+    divided, signs = label.scale, label.scale
     if groups is None:
         constraints.restrict(label)
     else:
         constraints.keep_norm(label)
-        constraints.keep_ones(label)
-    divided = label.scale
-    if groups is not None:
         divided = constraints.fresh_scales((int(groups.max()) + 1,))[groups]
-        constraints.equate([(label.scale, 1.0), (divided, -1.0)])
+        constraints.equate([(label.scale, 1.0), (divided, -1.0)], signs=centred)
+        if centred:
+            constraints.keep_ones(label)
+            signs = divided
+        else:
+            constraints.fix_scales(divided, magnitudes=False)
     if epsilon != 0:
         constraints.fix_scales(divided, signs=False)
     scale = constraints.scales_like(label.scale)
     constraints.fix_scales(scale, signs=False)
-    constraints.equate([(scale, 1.0), (divided, 1.0)], magnitudes=False)
+    constraints.equate([(scale, 1.0), (signs, 1.0)], magnitudes=False)
     return label.scaled_by(scale)
 
 
-def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: float) -> Value:
+def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: float, *, centred: bool = True) -> Value:
     """Divide by deviations over some axes: units on these have one in common, whole or in parts, others their own."""
     gone, labels = {axis % value.ndim for axis in axes}, []
+    own = any(label.axes and not gone & set(label.axes) for label in value.labels)
     for label in value.labels:
         kept = [axis for axis in label.axes if axis not in gone]
         if len(kept) == len(label.axes):
-            labels.append(_normalised(trace, label, epsilon))
+            labels.append(_normalised(trace, label, epsilon, centred=centred))
         elif not kept:
-            labels.append(_normalised(trace, label, epsilon, np.zeros(label.atom.shape, np.int64)))
+            # A factor that all units of a weight have in common is one of those of the rows that it divides.
+            exact = epsilon == 0 and not (own and (value.state is not None or value.sources))
+            groups = np.zeros(label.atom.shape, np.int64)
+            labels.append(_normalised(trace, label, 0.0 if exact else 1.0, groups, centred=centred))
         else:  # what is normalised together stays together (heads)
             whole = trace.parts(label, kept)
             number = Label(whole.axes, np.arange(whole.size).reshape(whole.atom.shape), whole.tag, whole.scale)
-            labels.append(_normalised(trace, label, epsilon, trace.onto(number, label).atom))
+            groups = trace.onto(number, label).atom
+            if not centred:
+                trace.constraints.restrict(label)
+            labels.append(_normalised(trace, label, epsilon, groups, centred=centred))
     return value.with_labels(*labels)
 
 
@@ -338,27 +349,9 @@ def _rms_norm(
     epsilon: float | None = None,
 ) -> Value:
     axes = list(range(value.ndim - len(normalized_shape), value.ndim))
-    labels = []
-    for label in value.labels:
-        label = trace.constraints.resolve(label)
-        # The root mean square is even in every unit: signs pass one by one.
-        if label.axes and set(label.axes) <= set(axes):
-            trace.constraints.keep_norm(label)
-        else:
-            trace.constraints.restrict(label)
-        if epsilon == 0 and set(label.axes) <= set(axes):
-            number = trace.constraints.number_of(label, even=True)
-            scale = trace.constraints.scales_like(label.scale)
-            whole = np.full(scale.shape, int(number.scale))
-            trace.constraints.equate([(scale, 1.0), (label.scale, -1.0), (whole, 1.0)])
-            label = label.scaled_by(scale)
-        else:
-            trace.constraints.fix_scales(label.scale, signs=False)
-        kept = [axis for axis in label.axes if axis not in axes]
-        if kept and len(kept) < len(label.axes):  # what is normalised together stays together (heads)
-            trace.parts(label, kept)
-        labels.append(label)
-    return _affine(trace, value.with_labels(*labels), weight, None, axes)
+    # A root mean square is even in every unit: signs pass one by one.
+    value = _normalised_over(trace, value, axes, 1.0 if epsilon is None else epsilon, centred=False)
+    return _affine(trace, value, weight, None, axes)
 
 
 @register_rule("aten::group_norm")
@@ -381,7 +374,8 @@ def _group_norm(
             trace.see(coarse)
             if size > 1:
                 trace.constraints.block(coarse.atom[parents], label.atom)
-        value = value.with_labels(_normalised(trace, label, epsilon, parents))
+        # A group of one channel is divided by its own deviation, over places.
+        value = value.with_labels(_normalised(trace, label, epsilon, parents if size > 1 else None))
     return _affine(trace, value, weight, bias, [1])
 
 

@@ -1,0 +1,241 @@
+"""One function, one group, however it is written: the dimension is the nullity of the Jacobian in every spelling.
+
+`SHORT` lists the spellings whose group is smaller than that today, or another than that of the function's other
+spellings: they have to fail, so that what makes them right takes them off the list.
+"""
+
+import functools
+import warnings
+from collections.abc import Collection
+
+import pytest
+import torch
+from further_spelling_cases import FURTHER
+from helpers import one_in
+from spelling_cases import FUNCTIONS, Function
+from torch import Tensor
+from torch.func import functional_call, jacrev
+
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+
+torch.set_num_threads(1)
+
+ALL = FUNCTIONS | FURTHER
+LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
+# Rounding of float64 in outputs that are computed in another order.
+EXACT = 1e-11
+# Singular values of the Jacobian, relative to the largest: those that are zero are about 1e-15, others above 1e-8.
+ZERO = 1e-11
+EVERY = "every spelling"
+SHORT: dict[str, Collection[str]] = {
+    "linear": {
+        "matmul",
+        "tensordot",
+        "einsum",
+        "conv1d",
+        "columns",
+        "baddbmm",
+        "sum of products",
+        "cat of chunks",
+        "sum of chunks",
+        "bias as a column",
+    },
+    "linear around a layer norm": {
+        "matmul",
+        "tensordot",
+        "einsum",
+        "conv1d",
+        "columns",
+        "baddbmm",
+        "sum of products",
+        "cat of chunks",
+        "sum of chunks",
+        "bias as a column",
+    },
+    "layer norm": {"sums", "var_mean", "addcmul", "einsums", "second moment", "matrix", "group_norm"},
+    "rms norm": {"einsum", "matmul", "power", "reciprocal"},
+    "group norm": EVERY,
+    "batch norm": {"flat", "norm, then gain", "by hand", "folded", "addcmul", "channels first", "depthwise"},
+    "convolution": {
+        "bias added",
+        "unfold",
+        "windows",
+        "tensordot",
+        "shifted",
+        "conv3d",
+        "transposed",
+        "padded",
+        "chunks",
+        "sum over inputs",
+    },
+    "attention, causal": {
+        "masked_fill",
+        "where",
+        "exp over sum",
+        "exp over sum, stable",
+        "exp times mask",
+        "log_softmax",
+        "logsumexp",
+        "einsum",
+        "head by head",
+        "packed weights",
+        "batches",
+    },
+    "attention, padded": {
+        "masked_fill",
+        "where",
+        "least number",
+        "added mask",
+        "exp over sum",
+        "exp times mask",
+        "softmax times mask",
+    },
+    "rotary, halves": {"complex", "addcmul", "written", "matrices"},
+    "rotary, pairs": {"complex", "matrices", "narrow"},
+    "gated": {"einsum", "stack"},
+    "residual": {"minus", "addcmul", "stack", "sum", "folded gain", "baddbmm", "einsum", "view"},
+    "embedding and positions": {"index", "index_select", "one hot", "gather", "stack"},
+    "pooling": {"sum", "adaptive", "avg_pool1d", "image", "einsum", "matmul", "stack", "products", "mean of chunks"},
+    "cosine": {
+        "normalize",
+        "linear",
+        "cosine_similarity",
+        "norm",
+        "divided later",
+        "einsum",
+        "rms_norm",
+        "outer norms",
+    },
+    "gains of 1 + w": EVERY,
+    "gains of 1 + w of a layer norm": EVERY,
+    "gains of 1 + w in front of layers": EVERY,
+    "gains of 1 + w around layers": EVERY,
+    "conditioned norm": EVERY,
+    "norm per head": EVERY,
+    "gain per head": EVERY,
+    "gains per head": EVERY,
+    "positions": {"slice"},
+    "biases joined by cat": EVERY,
+    "pool of CLIP": EVERY,
+    "queries of another sequence": EVERY,
+    "embedding into an LSTM": EVERY,
+    "embedding into a GRU": EVERY,
+    "pixel shuffle": EVERY,
+    "pixel unshuffle": {"pixel_unshuffle", "unfold", "slices"},
+    "decoder": EVERY,
+    "decoder with leaky relu": EVERY,
+    "neighbours": {"index_add", "index_add in place", "scatter_add", "scatter_reduce", "index_put"},
+    "mean of neighbours": EVERY,
+    "bottleneck with a batch norm": EVERY,
+    "cosine attention": EVERY,
+    "temperature per head": EVERY,
+    "shared queries and keys": EVERY,
+    "weighted mean": {"products", "einsum", "bmm", "steps"},
+    "masked mean": EVERY,
+    "one flat parameter": EVERY,
+    "logits to a constant": {"logsumexp", "by hand", "stable"},
+    "bag of embeddings": {"embedding_bag", "sum", "counts", "steps"},
+    "bilinear": EVERY,
+    "product of three": {"einsum", "chain"},
+    "three linear layers": EVERY,
+}
+
+
+def short(name: str, spelling: str) -> bool:
+    listed = SHORT.get(name, ())
+    return listed == EVERY or spelling in listed
+
+
+def reference(name: str) -> str:
+    """Return a spelling of a function whose group is whole, if there is one."""
+    spellings = list(ALL[name].spellings)
+    return next((spelling for spelling in spellings if not short(name, spelling)), spellings[0])
+
+
+@functools.cache
+def traced(name: str, spelling: str) -> Symmetry:
+    torch.manual_seed(3)
+    function = ALL[name]
+    return trace_symmetry(function.network(spelling), function.inputs(2), check=False)
+
+
+@functools.cache
+def outputs(name: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return inputs that no trace has seen, and a function's outputs in its first spelling."""
+    torch.manual_seed(4)
+    inputs = ALL[name].inputs(5)
+    with torch.no_grad():
+        return inputs, ALL[name].network(next(iter(ALL[name].spellings)))(*inputs)
+
+
+def jacobian(function: Function) -> Tensor:
+    """Compute the derivative of all outputs by all parameters. Shape (outputs, parameters)."""
+    torch.manual_seed(5)
+    network, inputs = function.network(next(iter(function.spellings))), function.inputs(function.samples)
+    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # of LSTMs
+        parts = jacrev(lambda weights: functional_call(network, weights, inputs).flatten())(parameters)
+    return torch.cat([part.reshape(len(part), -1) for part in parts.values()], 1)
+
+
+def kinds(symmetry: Symmetry) -> dict[str, object]:
+    """Return of what a group is made."""
+    structure = symmetry.structure
+    return {
+        "scales": symmetry.scales,
+        "signs": symmetry.signs,
+        "permutations": round(symmetry.log10_permutations, 6),
+        "rotations": sorted(rotation.dimension for rotation in structure.rotations),
+        "matrices": sorted(len(cell) for cell in structure.dense),
+        "tilts": sum(tilt.size for tilt in structure.tilts),
+        "phases": structure.phases,
+        "shifts": {*symmetry.shift_kinds},
+    }
+
+
+def test_what_is_listed_as_short_is_a_spelling() -> None:
+    assert all(name in ALL for name in SHORT)
+    for name, spellings in SHORT.items():
+        assert spellings == EVERY or {*spellings} < {*ALL[name].spellings}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nullity(name: str) -> None:
+    rows = jacobian(ALL[name])
+    values = torch.linalg.svdvals(rows)
+    values = values / values[0]
+    rank = int((values > ZERO).sum())
+    assert rows.shape[1] - rank == ALL[name].nullity
+    assert len(rows) > rows.shape[1]
+    assert values[rank - 1] > 1e3 * ZERO  # a clear gap: no direction is almost free
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_spellings_are_one_function(name: str) -> None:
+    inputs, expected = outputs(name)
+    for spelling in ALL[name].spellings:
+        with torch.no_grad():
+            found = ALL[name].network(spelling)(*inputs)
+        assert float((found - expected).abs().max()) < EXACT * float(expected.abs().max()), spelling
+
+
+FALLS_SHORT = pytest.mark.xfail(strict=True, raises=AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("name", "spelling"),
+    [pytest.param(*case, marks=[FALLS_SHORT] * short(*case), id=": ".join(case)) for case in LISTED],
+)
+def test_dimension_is_the_nullity_in_every_spelling(name: str, spelling: str) -> None:
+    symmetry = traced(name, spelling)
+    assert symmetry.dimension == ALL[name].nullity
+    assert kinds(symmetry) == kinds(traced(name, reference(name)))
+
+
+@pytest.mark.parametrize(("name", "spelling"), one_in(16, LISTED))
+def test_elements_keep_the_function(name: str, spelling: str) -> None:
+    function = ALL[name]
+    symmetry = trace_symmetry(function.network(spelling), function.inputs(2))
+    assert symmetry.worst_error < symmetry.tolerance
+    assert symmetry.dimension == traced(name, spelling).dimension
