@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup, wide_shape
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
-from lightning_sym.symmetry.tracing.affine.system import CASTS, System, Weights, name_of
+from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import argument, shared_memory
@@ -112,7 +112,7 @@ class Interpreter(Contractions):
                 self.fix(value)
             return None
         given = self._given(node)
-        if not any(value.learned or value.varies for value in given):
+        if name in OF_SHAPE or not any(value.learned or value.varies for value in given):
             return self._constant(node)
         if node in self.unsafe:
             return self._unknown(node)
@@ -497,11 +497,10 @@ class Interpreter(Contractions):
         if isinstance(val, (list, tuple)):
             return None
         result = Value(shape, True, learned=x.learned)
+        if x.relation is not None and linear and x.relation.axes.isdisjoint(axes):
+            result.relation = x.relation
         if (numbers := self.numbers(x)) is not None:
-            self._equal(numbers, axes)
-            for axis in axes:
-                numbers = numbers.narrow(axis, 0, 1)
-            result.translation = numbers
+            result.translation = self._equal(numbers, axes)
         for drift in self._living(x).values():
             if not linear or {axis - 1 for axis in varying(drift.numbers) if axis} & set(axes):
                 self.unknowns.vanish(drift.numbers)
@@ -598,7 +597,9 @@ class Interpreter(Contractions):
                     self.unknowns.vanish(drift.numbers)
                 continue
             numbers = self._joined_arrays([None if d is None else d.numbers for d in own], values, axis, 1)
-            functions = self._joined_arrays([None if d is None else d.function for d in own], values, axis, 0)
+            functions: Tensor | None = present[0].function
+            if any(d.function.shape[axis] > 1 or not self._same(d.function, present[0].function, shape) for d in present):
+                functions = self._joined_arrays([None if d is None else d.function for d in own], values, axis, 0)
             if numbers is not None and functions is not None:
                 result.drifts[key] = Drift(functions, numbers)
         return result

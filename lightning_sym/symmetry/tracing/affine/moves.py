@@ -108,7 +108,9 @@ class Move:
                     whole[lead + axis] = self.before[axis]
                 for axis in new:
                     result[axis] = self.after[axis]
-        return array.expand(whole).reshape(*array.shape[:lead], *result)
+        made = array.expand(whole).reshape(*array.shape[:lead], *result)
+        split = any(len(new) > 1 and any(result[axis] > 1 for axis in new) for _, new in self.groups)
+        return thinned(made, lead) if split else made
 
     def relation(self, relation: Relation | None) -> Relation | None:
         """Return the relation that the value after the move has."""

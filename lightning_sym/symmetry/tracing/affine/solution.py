@@ -102,6 +102,7 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
     zero = zero[order].copy()
     root, factor = np.arange(count), np.ones(count)
     used: list[Ints] = []
+    defined_by: list[Ints] = []
     definitions: list[tuple[Ints, sparse.csr_matrix]] = []
 
     def substitution() -> sparse.csr_matrix:
@@ -126,6 +127,7 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
             high, first = np.unique(rows.indices[pair + 1], return_index=True)
             pair = pair[first]
             used.append(ids[at[first]])
+            defined_by.append(high)
             root[high] = rows.indices[pair]
             factor[high] = -rows.data[pair] / rows.data[pair + 1]
             _compress(root, factor)
@@ -133,10 +135,13 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
             rows, ids, own = _defined(rows, ids)
             definitions.append((own[0], own[1].tocsr()))
             used.append(own[2])
-    bound = root != np.arange(count)
-    for defined, _ in definitions:
-        bound[defined] = True
-    free = ~bound & ~zero[root]
+            defined_by.append(own[0])
+    gone = zero[root]
+    nothing = np.zeros(0, np.int64)
+    bound, equation = np.concatenate([nothing, *defined_by]), np.concatenate([nothing, *used])
+    bound, equation = bound[~gone[bound]], equation[~gone[bound]]
+    free = ~gone
+    free[bound] = False
     columns = np.flatnonzero(free)
     forms = _columns(columns, count)
     for defined, definition in reversed(definitions):
@@ -145,11 +150,7 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
     forms.data[np.abs(forms.data) < _NOTHING] = 0
     forms.eliminate_zeros()
     back = np.argsort(order)
-    nothing = np.zeros(0, np.int64)
-    gone = zero[root]
-    return Eliminated(
-        order[columns], order[np.flatnonzero(bound & ~gone)], np.concatenate([nothing, *used]), gone[back], forms[back]
-    )
+    return Eliminated(order[columns], order[bound], equation, gone[back], forms[back])
 
 
 def _compress(root: Ints, factor: Floats) -> None:

@@ -25,6 +25,9 @@ from lightning_sym.symmetry.tracing.capture import Capture, operation_name
 CASTS = {"to", "_to_copy", "float", "double", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh"}
 CASTS |= {"lift_fresh_copy", "dropout", "feature_dropout", "alpha_dropout", "positive", "feature_alpha_dropout"}
 
+# What makes constants of a tensor's shape.
+OF_SHAPE = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty"}
+
 
 def name_of(node: fx.Node) -> str:
     """Return the name of a node's operation, without the mark of writing in place."""
@@ -116,9 +119,13 @@ class Weights:
         if name in CASTS and isinstance(node.args[0], fx.Node):
             value, wanted = self.node(node.args[0]), node.meta["val"].dtype
             return value if value.is_floating_point() and wanted.is_floating_point else _cast(value, wanted)
-        arguments, keywords = pytree.tree_map(
-            lambda own: self.node(own) if isinstance(own, fx.Node) else own, (node.args, node.kwargs)
-        )
+
+        def given(own: Any) -> Any:
+            if not isinstance(own, fx.Node):
+                return own
+            return torch.empty(own.meta["val"].shape) if name in OF_SHAPE else self.node(own)
+
+        arguments, keywords = pytree.tree_map(given, (node.args, node.kwargs))
         if "device" in keywords:
             keywords = {**keywords, "device": torch.device("cpu")}
         if name in ("view", "_unsafe_view"):

@@ -100,7 +100,8 @@ def _reach(node: fx.Node, elements: Any, reached: Tensor, unsafe: Collection[fx.
         if isinstance(elements, Tensor) and user not in unsafe and user.args and user.args[0] is node:
             move = move_of(user, name, tuple(elements.shape), lambda _: None) if name in MOVES else None
             if move is not None and move.kind != "other":
-                _reach(user, move(elements), reached, unsafe)
+                moved = move(elements)
+                _reach(user, moved.expand(move.after) if move.kind == "expand" else moved, reached, unsafe)
                 continue
             if name in CASTS:
                 _reach(user, elements, reached, unsafe)
