@@ -261,22 +261,19 @@ class Algebra:
         return result
 
     def _product_of_weights(self, one: Value, two: Value, shape: Shape, node: Any, *, divide: bool) -> Value:
-        translation = None
-        if divide or (one.moves and two.moves):
+        if divide:
             self.fix(two)
+        terms = []
         for own, other, power in ((one, two, -1 if divide else 1), (two, one, 1)):
             if (numbers := self.numbers(own)) is not None:
-                self._as_coefficient(other)
                 by = self.system.coefficient(other).power(power).mapped(lambda t: wide(t, len(shape)))
-                translation = self.unknowns.combined([(wide(numbers, len(shape)), by)])
+                terms.append((wide(numbers, len(shape)), by))
+        self._both(one, two)
+        translation = self.unknowns.combined(terms) if terms else None
         for own in (one, two):
             if own.drifts or own.origin is not None and own.origin[0] in self.system.weights:
                 self.fix(own)
         return Value(shape, False, node, translation, learned=one.learned or two.learned)
-
-    def _as_coefficient(self, value: Value) -> None:
-        if value.learned:
-            self.fix(value)
 
     def _times_weights(self, value: Value, weights: Value, shape: Shape, *, power: int) -> Value:
         """Return a value that depends on the input times weights, or divided by them."""

@@ -53,7 +53,11 @@ class Interpreter(Contractions):
         """Go through all operations, in order."""
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
-                self.values[node] = self._placeholder(node)
+                value = self._placeholder(node)
+                if node in self.unsafe and value is not None:
+                    self.fix(value)
+                    value = Value(value.shape, True, learned=True)
+                self.values[node] = value
             elif node.op == "get_attr":
                 self.values[node] = Value(tuple(node.meta["val"].shape) if "val" in node.meta else self._shape(node),
                                           False, node)  # fmt: skip
@@ -112,16 +116,25 @@ class Interpreter(Contractions):
                 self.fix(value)
             return None
         given = self._given(node)
+        if node in self.unsafe:
+            return self._written(node)
         if name in OF_SHAPE or not any(value.learned or value.varies for value in given):
             return self._constant(node)
-        if node in self.unsafe:
-            return self._unknown(node)
         result = self._by_rule(node, name)
         if result is None:
             result = self._unknown(node)
         if isinstance(result, Value) and not result.varies:
             result.node = node
         return result
+
+    def _written(self, node: fx.Node) -> Any:
+        """Return what is known of a node in whose memory something is written that other nodes may see: nothing."""
+        val = node.meta["val"]
+        if name_of(node) not in OF_SHAPE:
+            self._unknown(node)
+        if isinstance(val, Tensor):
+            return Value(tuple(val.shape), True, learned=True)
+        return [Value(tuple(own.shape), True, learned=True) if isinstance(own, Tensor) else None for own in val]
 
     def _by_rule(self, node: fx.Node, name: str) -> Any:
         val = node.meta["val"]

@@ -27,16 +27,13 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     """Return which axes a reshape makes of which: pairs of axes before and after, in order."""
     result, i, j = [], 0, 0
     while i < len(before) or j < len(after):
-        own, new = [], list[int]()
-        one = two = 1
-        if i < len(before):
-            own.append(i)
-            one *= before[i]
-            i += 1
-        if j < len(after) and (not own or one != 1 or after[j] == 1):
-            new.append(j)
-            two *= after[j]
-            j += 1
+        single = i < len(before) and before[i] == 1, j < len(after) and after[j] == 1
+        if any(single):
+            result.append(([i] * single[0], [j] * single[1]))
+            i, j = i + single[0], j + single[1]
+            continue
+        own, new, one, two = [i], [j], before[i], after[j]
+        i, j = i + 1, j + 1
         while one != two:
             if one < two:
                 own.append(i)

@@ -242,9 +242,10 @@ class Solution:
             return True
         for own in self._circular(alive, column):
             zero[own.numbers.numpy().ravel()] = zero[own.source.numpy().ravel()] = True
-        for one, two in self.system.products:
-            if lengths[one.numpy().ravel()].any() and lengths[two.numpy().ravel()].any():
-                zero[two.numpy().ravel()] = True
+        for pair in self.system.products:
+            one, two = sorted((own.numpy().ravel() for own in pair), key=len)
+            if (lengths[one] * ~zero[one]).any() and (lengths[two] * ~zero[two]).any():
+                zero[one] = True
                 self.system.note("of what is added to two factors of a product, one stays as it is")
         return int(zero.sum()) > before
 
