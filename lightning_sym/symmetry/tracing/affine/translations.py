@@ -140,6 +140,37 @@ class Translations:
                 found += [(number, name, axes, shape) for number in own.tolist()]
         return found
 
+    @property
+    def dimension(self) -> int:
+        """The number of independent directions: an element's entries, less those that say the same.
+
+        Rows of ones, times the coefficients of a relation, are directions of a weight's outputs, too.
+        """
+        return self.size - sum(
+            self._in_common(own, family)
+            for name, families in self.system.families.items()
+            for axes, family in families.items()
+            for own in (
+                *(rows.numbers for rows in family.rows.values()),
+                *([self.system.free[name][None]] if self.system.partial.get(name) == axes else []),
+            )
+        )
+
+    def _in_common(self, numbers: Tensor, family: Any) -> int:
+        """Return how many directions of a weight's outputs are among what is added to each of its outputs."""
+        forms, segments = self.solution.solved.forms, len(numbers)
+        patterns = forms[family.directions.reshape(-1).numpy()]
+        own = forms[numbers.reshape(-1).numpy()]
+        if not patterns.nnz or not own.nnz:
+            return 0
+        used = patterns[:, patterns.getnnz(0) > 0]
+        if own.nnz == own.shape[0] == len(set(own.indices.tolist())):
+            return segments * used.shape[1]
+        given = torch.from_numpy(own[:, own.getnnz(0) > 0].toarray())
+        wanted = torch.block_diag(*[torch.from_numpy(used.toarray())] * segments)
+        both = torch.linalg.matrix_rank(torch.cat([given, wanted], 1), rtol=1e-9)
+        return int(torch.linalg.matrix_rank(given, rtol=1e-9)) + wanted.shape[1] - int(both)
+
     def tangents(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return how fast each entry of an element changes tensors. Shape (size, *the tensor's), float64."""
         return self.changes(torch.eye(self.size, dtype=torch.float64), tensors)
