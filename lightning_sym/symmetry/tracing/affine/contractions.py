@@ -171,7 +171,8 @@ class Contractions(Algebra):
         if groups == 1 and (family := self._family(weights, by)) is not None:
             unseen = self._placed(family.directions, weights, by)
         shape = (1, outputs, *[1] * (numbers.ndim - 2))
-        return self.system.derive(key, shape, source=numbers, evaluate=evaluate, unseen=unseen)
+        blocks = places(shape).reshape(1, -1), places(numbers.shape).reshape(1, -1)
+        return self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
 
     # What is added to one factor.
 
@@ -200,7 +201,22 @@ class Contractions(Algebra):
         unseen = None
         if weights.origin is not None and (family := self._family(weights, by)) is not None:
             unseen = self._placed(family.directions, weights, by)
-        self._include(result, self.system.derive(key, shape, source=numbers, evaluate=evaluate, unseen=unseen))
+        blocks = self._blocks(by, shape, tuple(numbers.shape))
+        self._include(
+            result, self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
+        )
+
+    @staticmethod
+    def _blocks(by: Sum, made: tuple[int, ...], given: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return the places of a contraction's result and of its first factor, by those that the weights do not touch."""
+        free = [letter for letter in by.out if letter not in by.two]
+        parts = []
+        for letters, shape in ((by.out, made), (by.one, given)):
+            order = [letters.index(letter) for letter in free]
+            order += [axis for axis in range(len(letters)) if axis not in order]
+            count = math.prod(shape[letters.index(letter)] for letter in free)
+            parts.append(places(shape).permute(order).reshape(count, -1))
+        return parts[0], parts[1]
 
     @staticmethod
     def _numbers(value: Value, weights: Weights) -> Tensor:
@@ -298,7 +314,7 @@ class Contractions(Algebra):
             return torch.tensordot(weights.total(total), values, ([0], [values.ndim - out.ndim]))
 
         key = ("multiples", id(total), out.numpy().tobytes())
-        self._include(result, self.system.derive(key, out.shape[1:], source=out, evaluate=evaluate, total=total))
+        self._include(result, self._by_entry(key, out, evaluate, total))
         return left
 
     def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
@@ -462,7 +478,13 @@ class Contractions(Algebra):
             return torch.tensordot(own.total(total), values, ([0], [values.ndim - numbers.ndim]))
 
         key = ("rows", id(total), tuple(numbers.shape), numbers.numpy().tobytes())
-        self._include(result, self.system.derive(key, numbers.shape[1:], source=numbers, evaluate=evaluate, total=total))
+        self._include(result, self._by_entry(key, numbers, evaluate, total))
+
+    def _by_entry(self, key: Any, source: Tensor, evaluate: Any, total: Any) -> Tensor:
+        """Return derived unknowns each of which has its own place in what defines them, behind the segments."""
+        shape, count = source.shape[1:], len(source)
+        blocks = places(shape).reshape(-1, 1), places(source.shape).reshape(count, -1).T
+        return self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total)
 
     def _read_across(
         self, result: Value, value: Value, weights: Value, by: Sum, axes: frozenset[int], family: Any
@@ -482,17 +504,23 @@ class Contractions(Algebra):
             if not across:
                 self.unknowns.vanish(rows.numbers)
                 continue
-            self._equal(numbers, [1 + axis for axis in summed])
+            if rows.coefficient.items:
+                self._equal(numbers, [1 + axis for axis in summed])
+            else:  # rows of ones: what is not alike is seen only where a function times ones is
+                own = self.unknowns.fresh((1,) * (1 + len(by.out)), GAUGE)
+                shape = [size if letter in by.one else 1 for letter, size in zip(by.out, result.shape, strict=True)]
+                result.drifts[self.system.source()] = Drift(places(shape), own)
+                self.system.common.append((own, numbers, [1 + axis for axis in summed]))
             first = numbers[0]
             for axis in summed:
                 first = first.narrow(axis, 0, 1)
-            shape = self.system.shape(weights.origin[0])  # type: ignore[index]
-            thin = [size if axis in axes else 1 for axis, size in enumerate(shape)]
+            whole = self.system.shape(weights.origin[0])  # type: ignore[index]
+            thin = [size if axis in axes else 1 for axis, size in enumerate(whole)]
             by_place = rows.coefficient.mapped(lambda t, thin=thin: t.reshape(thin))
             made = self.unknowns.combined([(first.expand([a if a > 1 else b for a, b in zip(first.shape, thin, strict=True)]), by_place)])  # fmt: skip
             if made is not None:
-                whole = made.expand([1 if axis in summed else max(a, b) for axis, (a, b) in enumerate(zip(made.shape, thin, strict=True))])  # fmt: skip
-                self._include(result, self._placed(whole, weights, by))
+                sizes = [1 if axis in summed else max(a, b) for axis, (a, b) in enumerate(zip(made.shape, thin, strict=True))]  # fmt: skip
+                self._include(result, self._placed(made.expand(sizes), weights, by))
 
 
 

@@ -39,11 +39,11 @@ class Generic(Mapping[str, Tensor]):
         return len(self.system.tensors)
 
 
-def matrix_of(system: System, weights: Weights) -> sparse.csr_matrix:
-    """Return the equations at some weights: one row each, one column for each unknown."""
+def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_matrix:
+    """Return the equations at some weights: one row each, one column for each unknown; from some on."""
     made: dict[Any, Floats] = {}
     rows, columns, data, count = [], [], [], 0
-    for numbers, terms in system.unknowns.equations:
+    for numbers, terms in system.unknowns.equations[begin:]:
         for column, (factor, items) in enumerate(terms):
             values = np.full(len(numbers), factor)
             for atom, power, at in items:
@@ -207,10 +207,14 @@ class Solution:
                 for rows in family.rows.values():
                     unknowns.vanish(rows.numbers)
         self.kinds = unknowns.kinds()
-        equations = matrix_of(system, Weights(system, Generic(system)))
+        weights = Weights(system, Generic(system))
+        equations, counted = matrix_of(system, weights), len(unknowns.equations)
         while True:
             zero = unknowns.zero[: unknowns.count].copy()
             zero[0] = True
+            if len(unknowns.equations) > counted:
+                equations = sparse.vstack([equations, matrix_of(system, weights, counted)]).tocsr()
+                counted = len(unknowns.equations)
             self.solved = eliminate(equations, zero, self.kinds)
             if not self._constrained():
                 break
@@ -227,19 +231,18 @@ class Solution:
         column = np.full(forms.shape[0], -1)
         column[free] = np.arange(len(free))
         lengths = np.diff(forms.indptr)
-        before = int(zero.sum())
-        alive = []
-        for own in self.system.derived:
-            numbers, source = own.numbers.numpy().ravel(), own.source.numpy().ravel()
-            if zero[numbers].all():
-                zero[source] |= own.total is None or True
-                continue
-            if not lengths[source].any() or (column[numbers] < 0).any():
-                zero[numbers] = zero[source] = True
-            else:
-                alive.append(own)
-        if int(zero.sum()) > before:
+        before, equations = int(zero.sum()), len(self.system.unknowns.equations)
+        alive = [own for own in self.system.derived if self._is_alive(own, column, lengths)]
+        if int(zero.sum()) > before or len(self.system.unknowns.equations) > equations:
             return True
+        for seen, rows, axes in list(self.system.common):
+            if not lengths[seen.numpy().ravel()].any():
+                self.system.common.remove((seen, rows, axes))
+                first = rows
+                for axis in axes:
+                    first = first.narrow(axis, 0, 1)
+                self.system.unknowns.equate(rows, first)
+                return True
         for own in self._circular(alive, column):
             zero[own.numbers.numpy().ravel()] = zero[own.source.numpy().ravel()] = True
         for pair in self.system.products:
@@ -249,12 +252,50 @@ class Solution:
                 self.system.note("of what is added to two factors of a product, one stays as it is")
         return int(zero.sum()) > before
 
+    def _is_alive(self, own: Derived, column: Ints, lengths: Ints) -> bool:
+        """Whether derived unknowns may be anything that the weights make of what defines them.
+
+        Otherwise they vanish, block by block; where two blocks are equal, what defines them is.
+        """
+        forms, zero, unknowns = self.solved.forms, self.system.unknowns.zero, self.system.unknowns
+        numbers, source = (
+            array.numpy().ravel()[blocks.numpy()] for array, blocks in zip((own.numbers, own.source), own.blocks, strict=True)
+        )
+        free = (column[numbers] >= 0).all(1)
+        free[list(own.alike)] = True
+        moved = (lengths[source] > 0).any(1) & ~zero[numbers].all(1)
+        if (moved & free).all():
+            return True
+        first, start = int(own.numbers.min()), forms.indptr[numbers]
+        single = (lengths[numbers] == 1).all(1)
+        start = np.minimum(start, max(len(forms.indices) - 1, 0))
+        place = np.full(own.numbers.numel(), -1)
+        place[own.blocks[0].numpy().ravel()] = np.arange(own.numbers.numel())
+        like = np.full(len(numbers), -1)
+        if len(forms.indices):
+            target = self.solved.free[forms.indices[start]] - first
+            inside = (target >= 0) & (target < own.numbers.numel())
+            at = np.where(inside, place[np.where(inside, target, 0)], -1)
+            same = inside & (np.abs(forms.data[start] - 1) < _NOTHING) & (at % numbers.shape[1] == np.arange(numbers.shape[1]))
+            block = at // numbers.shape[1]
+            alike = single & same.all(1) & (block == block[:, :1]).all(1)
+            like[alike] = block[alike, 0]
+        for index in np.flatnonzero(~free & moved):
+            if like[index] >= 0 and like[index] != index:
+                unknowns.equate(torch.from_numpy(source[index]), torch.from_numpy(source[like[index]]))
+                own.alike.add(int(index))
+            else:
+                zero[numbers[index]] = zero[source[index]] = True
+        zero[numbers[~moved]] = True
+        return bool((moved & free).any())
+
     def _circular(self, alive: list[Derived], column: Ints) -> list[Derived]:
         """Return the derived unknowns that define themselves; keep the others in an order in which they can be made."""
         forms = self.solved.forms
         maker = np.full(forms.shape[1], -1)
         for index, own in enumerate(alive):
-            maker[column[own.numbers.numpy().ravel()]] = index
+            made = column[own.numbers.numpy().ravel()]
+            maker[made[made >= 0]] = index
         needs = []
         for own in alive:
             used = maker[np.unique(forms[own.source.numpy().ravel()].indices)]

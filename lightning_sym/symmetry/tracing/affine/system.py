@@ -71,15 +71,19 @@ class Derived:
         numbers: The unknowns; thin.
         source: What defines them; thin.
         evaluate: Makes them of the values of what defines them and of the weights.
+        blocks: Their places by block, and those of what defines each block. Shapes (blocks, places), (blocks, places).
         unseen: For each of them, thin, the direction of the weight's output, if the weight has directions.
         total: For rows, what the relation sums to.
+        alike: Blocks that equations make equal to another one, as what defines them is.
     """
 
     numbers: Tensor
     source: Tensor
     evaluate: Callable[[Tensor, "Weights"], Tensor]
+    blocks: tuple[Tensor, Tensor]
     unseen: Tensor | None = None
     total: Total | None = None
+    alike: set[int] = field(default_factory=set)
 
 
 class Weights:
@@ -200,6 +204,7 @@ class System:
         self.fixed: set[str] = set()  # weights that something else sees
         self.derived: list[Derived] = []
         self.products: list[tuple[Tensor, Tensor]] = []  # of which one has to vanish
+        self.common: list[tuple[Tensor, Tensor, list[int]]] = []  # rows that are alike along axes unless a number lives
         self.sources = 0
         self.notes: list[str] = []
         self._derived: dict[Any, Tensor] = {}

@@ -212,8 +212,8 @@ class Translations:
         for own in self.solution.order:
             made = own.evaluate(known[:, own.source], self._changed(own.total, weights, known, finite=finite))
             made = self._seen(made, own, patterns)
-            at = [column[number] for number in own.numbers.reshape(-1).tolist()]
-            values[:, at] = made.reshape(len(elements), -1)
+            at = torch.tensor([column.get(number, -1) for number in own.numbers.reshape(-1).tolist()])
+            values[:, at[at >= 0]] = made.reshape(len(elements), -1)[:, at >= 0]
             known = definitions.all_of(values)
         return self._added(known, elements, patterns, weights)
 
