@@ -263,7 +263,7 @@ class Solution:
         )
         free = (column[numbers] >= 0).all(1)
         free[list(own.alike)] = True
-        moved = (lengths[source] > 0).any(1) & ~zero[numbers].all(1)
+        moved = (lengths[source] > 0).any(1)
         if (moved & free).all():
             return True
         first, start = int(own.numbers.min()), forms.indptr[numbers]
