@@ -58,7 +58,7 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
                 weight = tensors[off.weight].detach()
                 entering = off.entering(vector, tensors).to(weight)
                 flat = weight.flatten(2).sum(2) if weight.ndim > 2 else weight
-                taken = torch.tensordot(flat, entering, ([off.axis], [0]))
+                taken = off.seen(torch.tensordot(flat, entering, ([off.axis], [0])), len(tensors[off.bias]))
                 if shift.norm is not None:
                     taken = times * _without_mean(taken, means.get(off.bias), tensors)
                 found.setdefault(off.bias, []).append(Summand(-taken))
@@ -118,7 +118,9 @@ def rates(
         for fold in off.folds:
             shape = [-1 if axis == off.axis else 1 for axis in range(weight.ndim)]
             weight = weight * fold.multiples(weight.shape[off.axis], tensors).reshape(shape)
-        taken = torch.from_numpy(np.asarray(weight.movedim(off.axis, 1).numpy() @ off.matrix))
+        taken = off.seen(
+            torch.from_numpy(np.asarray(weight.movedim(off.axis, 1).numpy() @ off.matrix)), len(tensors[off.bias])
+        )
         if shift.norm is not None:
             taken = times * _without_mean(taken, means.get(off.bias), tensors)
         yield off.bias, -sparse.csr_matrix(taken.numpy())
@@ -248,7 +250,7 @@ def _noticed(shifts: Sequence[Shift]) -> dict[tuple[int, int], int]:
         (number, index): means[off.bias]
         for number, shift in enumerate(shifts)
         for index, off in enumerate(shift.taken_off)
-        if off.bias in means and shift.norm is None
+        if off.bias in means and shift.norm is None and off.unseen is None and off.at is None
     }
 
 
@@ -433,7 +435,7 @@ def repeated(shifts: Sequence[Shift]) -> int:
     for shift in shifts:
         for part in shift.added if shift.pivots is None else ():
             ways.setdefault(part.tensor, []).append(part)
-    count = 0
+    count = sum(shift.common for shift in shifts)
     for own in ways.values():
         for one, two in itertools.combinations(own, 2):
             both = set(one.axes) & set(two.axes)

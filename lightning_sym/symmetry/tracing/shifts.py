@@ -99,6 +99,9 @@ class TakenOff:
         out: The weight's axis of the outputs.
         matrix: t from the shift: (inputs, size), sparse.
         folds: Of what t is counted in multiples.
+        unseen: Directions of the outputs that nobody sees, which are projected away, orthonormal. Shape (outputs,
+            directions); None for nothing.
+        at: Which entries of the bias take off which outputs. Two arrays of numbers; None for each its own.
     """
 
     bias: str
@@ -107,11 +110,28 @@ class TakenOff:
     out: int
     matrix: sparse.csr_matrix
     folds: tuple[Fold, ...] = ()
+    unseen: NDArray[np.float64] | None = None
+    at: tuple[Ints, Ints] | None = None
 
     @property
     def needed(self) -> set[str]:
         """The names of the tensors that say what is taken off."""
         return {self.weight} | {name for fold in self.folds for name, *_ in fold.gains}
+
+    def seen(self, taken: Tensor, size: int) -> Tensor:
+        """Return what the bias takes off of what the weight makes.
+
+        Args:
+            taken: What it makes. Shape (outputs,), or (outputs, entries).
+            size: The number of the bias's entries.
+        """
+        if self.unseen is not None:
+            unseen = torch.from_numpy(self.unseen).to(taken)
+            taken = taken - unseen @ (unseen.T @ taken)
+        if self.at is None:
+            return taken
+        entries, outputs = (torch.from_numpy(own) for own in self.at)
+        return taken.new_zeros(size, *taken.shape[1:]).index_copy(0, entries, taken[outputs])
 
     def entering(self, shift: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return t. Shape (inputs,), float64."""
@@ -164,6 +184,7 @@ class Shift:
             (size, 2). None where all entries are added, one by one, to the one tensor.
         norm: For rows that read a layer norm without a bias behind them, the norm's gain and its bias: what is added
             to the rows is added to all else sum(beta / gamma) times, see :class:`Balanced`.
+        common: How many of its directions other shifts have, too, besides those that its tensors tell.
     """
 
     kind: str
@@ -173,6 +194,7 @@ class Shift:
     balanced: tuple[Balanced, ...] = ()
     pivots: Ints | None = None
     norm: tuple[str | None, str] | None = None
+    common: int = 0
 
     def times(self, tensors: Mapping[str, Tensor]) -> float:
         """Return how many times it is added to what is not a row that reads a layer norm."""

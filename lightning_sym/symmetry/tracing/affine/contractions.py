@@ -172,7 +172,10 @@ class Contractions(Algebra):
             unseen = self._placed(family.directions, weights, by)
         shape = (1, outputs, *[1] * (numbers.ndim - 2))
         blocks = places(shape).reshape(1, -1), places(numbers.shape).reshape(1, -1)
-        return self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
+        kernel = (weights, by) if groups == 1 else None
+        return self.system.derive(
+            key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=kernel
+        )
 
     # What is added to one factor.
 
@@ -202,9 +205,10 @@ class Contractions(Algebra):
         if weights.origin is not None and (family := self._family(weights, by)) is not None:
             unseen = self._placed(family.directions, weights, by)
         blocks = self._blocks(by, shape, tuple(numbers.shape))
-        self._include(
-            result, self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
+        made = self.system.derive(
+            key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=(weights, by)
         )
+        self._include(result, made)
 
     @staticmethod
     def _blocks(by: Sum, made: tuple[int, ...], given: tuple[int, ...]) -> tuple[Tensor, Tensor]:

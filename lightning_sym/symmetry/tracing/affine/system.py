@@ -75,6 +75,7 @@ class Derived:
         unseen: For each of them, thin, the direction of the weight's output, if the weight has directions.
         total: For rows, what the relation sums to.
         alike: Blocks that equations make equal to another one, as what defines them is.
+        weights: The weights of which it is a contraction, and which one; None for anything else.
     """
 
     numbers: Tensor
@@ -84,6 +85,7 @@ class Derived:
     unseen: Tensor | None = None
     total: Total | None = None
     alike: set[int] = field(default_factory=set)
+    weights: tuple[Value, Any] | None = None
 
 
 class Weights:
