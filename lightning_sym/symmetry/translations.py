@@ -55,10 +55,7 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
                 found.setdefault(part.tensor, []).append(summand)
         for off in shift.taken_off:
             if off.bias in tensors and all(name in tensors for name in off.needed):
-                weight = tensors[off.weight].detach()
-                entering = off.entering(vector, tensors).to(weight)
-                flat = weight.flatten(2).sum(2) if weight.ndim > 2 else weight
-                taken = off.seen(torch.tensordot(flat, entering, ([off.axis], [0])), len(tensors[off.bias]))
+                taken = off.seen(off.made(vector, tensors), len(tensors[off.bias]))
                 if shift.norm is not None:
                     taken = times * _without_mean(taken, means.get(off.bias), tensors)
                 found.setdefault(off.bias, []).append(Summand(-taken))
@@ -114,13 +111,7 @@ def rates(
         often = 1.0 if part.axis is not None else times
         yield part.tensor, often * added_by(part, shift.size, tensors)
     for off in shift.taken_off:
-        weight = tensors[off.weight].flatten(2).sum(2) if tensors[off.weight].ndim > 2 else tensors[off.weight]
-        for fold in off.folds:
-            shape = [-1 if axis == off.axis else 1 for axis in range(weight.ndim)]
-            weight = weight * fold.multiples(weight.shape[off.axis], tensors).reshape(shape)
-        taken = off.seen(
-            torch.from_numpy(np.asarray(weight.movedim(off.axis, 1).numpy() @ off.matrix)), len(tensors[off.bias])
-        )
+        taken = off.seen(torch.from_numpy(off.rates(tensors)), len(tensors[off.bias]))
         if shift.norm is not None:
             taken = times * _without_mean(taken, means.get(off.bias), tensors)
         yield off.bias, -sparse.csr_matrix(taken.numpy())
@@ -250,7 +241,7 @@ def _noticed(shifts: Sequence[Shift]) -> dict[tuple[int, int], int]:
         (number, index): means[off.bias]
         for number, shift in enumerate(shifts)
         for index, off in enumerate(shift.taken_off)
-        if off.bias in means and shift.norm is None and off.unseen is None and off.at is None
+        if off.bias in means and shift.norm is None and off.unseen is None and off.at is None and off.before is None
     }
 
 

@@ -102,6 +102,7 @@ class TakenOff:
         unseen: Directions of the outputs that nobody sees, which are projected away, orthonormal. Shape (outputs,
             directions); None for nothing.
         at: Which entries of the bias take off which outputs. Two arrays of numbers; None for each its own.
+        before: The weight in front, without a bias, out of which t comes: the matrix makes t of what that makes.
     """
 
     bias: str
@@ -112,11 +113,13 @@ class TakenOff:
     folds: tuple[Fold, ...] = ()
     unseen: NDArray[np.float64] | None = None
     at: tuple[Ints, Ints] | None = None
+    before: "TakenOff | None" = None
 
     @property
     def needed(self) -> set[str]:
         """The names of the tensors that say what is taken off."""
-        return {self.weight} | {name for fold in self.folds for name, *_ in fold.gains}
+        own = {self.weight} | {name for fold in self.folds for name, *_ in fold.gains}
+        return own if self.before is None else own | self.before.needed
 
     def seen(self, taken: Tensor, size: int) -> Tensor:
         """Return what the bias takes off of what the weight makes.
@@ -135,10 +138,27 @@ class TakenOff:
 
     def entering(self, shift: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return t. Shape (inputs,), float64."""
+        if self.before is not None:
+            shift = self.before.made(shift, tensors).double().cpu()
         values = torch.from_numpy(self.matrix @ shift.numpy())
         for fold in self.folds:
             values = values * fold.multiples(len(values), tensors)
         return values
+
+    def made(self, shift: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return what the weight makes of t. Shape (outputs,), of the weight's dtype and on its device."""
+        weight = tensors[self.weight].detach()
+        flat = weight.flatten(2).sum(2) if weight.ndim > 2 else weight
+        return torch.tensordot(flat, self.entering(shift, tensors).to(flat), ([self.axis], [0]))
+
+    def rates(self, tensors: Mapping[str, Tensor]) -> NDArray[np.float64]:
+        """Return what the weight makes of each entry of the shift. Shape (outputs, entries), float64."""
+        weight = tensors[self.weight].flatten(2).sum(2) if tensors[self.weight].ndim > 2 else tensors[self.weight]
+        for fold in self.folds:
+            shape = [-1 if axis == self.axis else 1 for axis in range(weight.ndim)]
+            weight = weight * fold.multiples(weight.shape[self.axis], tensors).reshape(shape)
+        by = weight.movedim(self.axis, 1).numpy() @ self.matrix
+        return np.asarray(by if self.before is None else by @ self.before.rates(tensors))
 
 
 @dataclass(frozen=True)

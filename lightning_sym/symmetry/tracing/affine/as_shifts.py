@@ -4,7 +4,8 @@ See docs/theory/intertwiners.md, 3.6.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,7 +205,8 @@ class _Writer:
             numbers = self.system.free[name]
             along = tuple(axis for axis, size in enumerate(numbers.shape) if size > 1)
             parts.append((name, along, tuple(numbers.shape[axis] for axis in along), self._own(numbers, columns)))
-        if read and not (parts and all(self._is_table(reader) for reader, _ in read)):
+        through = bool(made) and all(own.weights is not None for own in made)
+        if read and not ((parts or through) and all(self._is_table(reader) for reader, _ in read)):
             return self._rows(read, parts, made, columns)
         for (name, axes, _), own in read:
             shape = self.system.shape(name)
@@ -319,6 +321,11 @@ class _Writer:
 
     def _taken_off(self, made: Derived, columns: Ints, basis: sparse.csr_matrix) -> list[TakenOff]:
         """Return what biases take off of what a weight makes of a shift."""
+        own, leaving, outer = self._contracted(made, lambda entering: self._own(entering, columns) @ basis)
+        return self._ends(own, leaving, outer, made)
+
+    def _contracted(self, made: Derived, formed: Callable[[Tensor], Any]) -> tuple[TakenOff, Tensor, Ints | None]:
+        """Return what a weight makes of what enters it, for no bias yet; where it stands, on which of its outputs."""
         if made.weights is None or made.total is not None:
             raise _UnwrittenError
         weights, by = made.weights
@@ -327,34 +334,57 @@ class _Writer:
         name, _ = weights.origin
         shape = self.system.shape(name)
         entering, leaving = self._one_place(made, by)
-        source = self._own(entering, columns) @ basis
+        source = formed(entering)
+        outer: Ints | None
         if made.source.ndim == len(by.one) and by.one[0] == "a" and by.two[:2] in ("zy", "yz") and len(by.two) > 2:
-            axis, out, inner, outer = *self._of_kernel(weights, shape), None, None
+            axis, out = self._of_kernel(weights, shape)
+            inner, outer = np.arange(shape[axis]), None
         else:
             axis, out, inner, outer = self._of_sum(weights, by, made)
-        size = shape[axis]
-        if inner is None:
-            if source.shape[0] not in (1, size):
-                raise _UnwrittenError
-            inner = np.arange(size)
         if source.shape[0] == 1 and len(inner) > 1:
             source = sparse.vstack([source] * len(inner))
-        place = sparse.csr_matrix((np.ones(len(inner)), (inner, np.arange(len(inner)))), (size, len(inner)))
-        matrix = (place @ source).tocsr()
+        if source.shape[0] != len(inner):
+            raise _UnwrittenError
+        place = sparse.csr_matrix((np.ones(len(inner)), (inner, np.arange(len(inner)))), (shape[axis], len(inner)))
+        unseen, _ = self._unseen(made)
+        whole = np.arange(shape[out])
+        if unseen is not None and outer is not None and not np.array_equal(outer, whole):
+            raise _UnwrittenError
+        return TakenOff("", name, axis, out, (place @ source).tocsr(), unseen=unseen), leaving, outer
+
+    def _ends(self, own: TakenOff, leaving: Tensor, outer: Ints | None, made: Derived) -> list[TakenOff]:
+        """Return the biases that take off what a weight makes, or what further weights make of that."""
+        whole = np.arange(self.system.shape(own.weight)[own.out])
+        further = self._behind(leaving)
+        if further is not None:
+            outputs = whole if outer is None else outer
+            place = sparse.identity(len(whole), format="csr")[outputs]
+            at = self.column[leaving.reshape(-1).numpy()]
+            if self._unseen(made)[1] or (at < 0).any():
+                raise _UnwrittenError
+            second, after, ends = self._contracted(further, lambda entering: self._own(entering, at) @ place)
+            return self._ends(replace(second, before=own), after, ends, further)
         result = []
-        unseen, blind = self._unseen(made)
+        blind = self._unseen(made)[1]
         for bias, entries, given in self._target(leaving):
             rows = given if outer is None else outer[given]
-            wanted = None
-            whole = np.arange(shape[out])
-            if len(rows) != len(whole) or not np.array_equal(entries[np.argsort(rows)], whole):
-                wanted = (entries, rows)
-            if wanted is not None and blind:
+            alike = self.system.shape(bias) == (len(whole),) and len(rows) == len(whole)
+            alike = alike and np.array_equal(entries[np.argsort(rows)], whole)
+            if not alike and blind:
                 raise _UnwrittenError
-            if unseen is not None and outer is not None and not np.array_equal(outer, whole):
-                raise _UnwrittenError
-            result.append(TakenOff(bias, name, axis, out, matrix, unseen=unseen, at=wanted))
+            result.append(replace(own, bias=bias, at=None if alike else (entries, rows)))
         return result
+
+    def _behind(self, leaving: Tensor) -> Derived | None:
+        """Return the one weight that reads what another one makes, if no bias takes that off."""
+        passing = self.column[leaving.reshape(-1).numpy()]
+        columns = passing[passing >= 0]
+        reading = [
+            place for place, own in self._places().items() if self.forms[own.reshape(-1).numpy()][:, columns].nnz
+        ]
+        if len(reading) == 1 and reading[0][0] == "made":
+            return self.translations.solution.order[reading[0][1]]
+        return None
 
     @staticmethod
     def _of_kernel(weights: Value, shape: tuple[int, ...]) -> tuple[int, int]:
