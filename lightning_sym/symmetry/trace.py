@@ -16,6 +16,7 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.further import find_further, laws_hold, shown_by
 from lightning_sym.symmetry.lengths import Axes, axes_of, form_of, grown, other_lengths, resized, samples_of
 from lightning_sym.symmetry.proof import (
     all_finite,
@@ -217,8 +218,12 @@ def _derived(
     affine: bool,
     shifts: bool,
     output: str | int | None,
+    failed: int = 0,
 ) -> Symmetry:
-    """Derive the symmetry from what was captured; see :func:`trace_symmetry`."""
+    """Derive the symmetry from what was captured; see :func:`trace_symmetry`.
+
+    Of the ways to add shifts that only the affine interpreter finds, the first `failed` are not tried.
+    """
     captures = [each for _, each in runs]
     states, unsaved = state_tensors(network), constant_names(network)
     states |= constant_values(network) if is_weightless(network) else {}
@@ -236,6 +241,11 @@ def _derived(
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
     flipped = [weight for _, weight, _, _ in trace.absorbed]
     found, shown, norms = find_shifts(captures, states, unsaved | unlike, keep=flipped) if shifts else ([], {}, {})
+    further = find_further(captures, states, unsaved | unlike, found) if shifts else None
+    known = size_of(away_from(joint, found, shown)[0])
+    options = further.options[failed:] if further is not None and not joint and not flipped else []
+    if options:
+        found, shown = [shift for shift, _ in options[0]], shown_by(options[0], shown)
     found, shown = away_from(joint, found, shown)
     structure, seen, met = build_structure(
         trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, found
@@ -254,14 +264,16 @@ def _derived(
         notes.insert(0, note)
     if unused := _unused(network, runs):
         notes.insert(0, unused)
+    if further is not None:
+        notes += further.notes(size_of(found) + sum(tilt.size for tilt in tilts))
     shapes = {name: _without_values(tensor) for name, tensor in states.items()}
 
     def common_shift() -> int:
         """Return how many more shifts a softmax behind the outputs does not see."""
-        further, more, _ = find_shifts(captures, shapes, unsaved | unlike, keep=flipped, outputs=True)
-        return size_of(away_from(joint, further, more)[0]) - size_of(found)
+        every, more, _ = find_shifts(captures, shapes, unsaved | unlike, keep=flipped, outputs=True)
+        return size_of(away_from(joint, every, more)[0]) - known
 
-    return Symmetry(
+    symmetry = Symmetry(
         structure,
         seen,
         trace.taps,
@@ -278,6 +290,9 @@ def _derived(
         norms=find_norms(captures, dict(network.named_parameters())),
         common_shift=common_shift if shifts else None,
     )
+    if options and not laws_hold(symmetry, states):
+        return _derived(network, examples, runs, affine=affine, shifts=shifts, output=output, failed=failed + 1)
+    return symmetry
 
 
 def _proven(
