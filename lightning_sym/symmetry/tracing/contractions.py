@@ -307,7 +307,7 @@ def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[lis
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums of products of two values or more, the first two first."""
     equation: Any = node.args[0]
-    values: Any = node.args[1]
+    values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     found = _letters(r, equation, values) if len(values) > 1 else None
     if found is None:
         return None

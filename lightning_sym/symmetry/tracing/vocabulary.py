@@ -625,7 +625,10 @@ class Trace:
             gain: The parameter that is one of the factors (or divides), if it is a vector of gains.
         """
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+        given = one, two
         one, two = self._on_one_axis(one, two, len(shape)), self._on_one_axis(two, one, len(shape))
+        if product and gain is None and (one, two) != given:  # a matrix whose elements are units now
+            gain = self.gain_in(given[1]) or (None if divide else self.gain_in(given[0]))
         first, second = self._broadcast(one, shape), self._broadcast(two, shape)
         added = bool(not product and first and second and self._is_number(first) != self._is_number(second))
         if added:
