@@ -95,10 +95,10 @@ class Contractions(Algebra):
             result.relation = self._passed(own, other, way)
         else:
             result.node, result.learned = node, one.learned or two.learned
-            moving = [value for value in (one, two) if self.numbers(value) is not None]
+            self._both(one, two)
             for own, other, way in ((one, two, by), (two, one, by.turned)):
-                if own.drifts or len(moving) > 1:
-                    self.fix(own)
+                for drift in own.drifts.values():
+                    self.unknowns.vanish(drift.numbers)
                 self._unread(own)
                 self._through(result, own, other, way)
         return result

@@ -149,9 +149,26 @@ class Interpreter(Contractions):
         if rule is None:
             return None
         varies = any(value.varies for value in self._given(node))
+        if not varies and name in _BLIND:
+            return self._blind(node, rule)
         if not varies and name not in _LINEAR:
             return None
         return rule(self, node)
+
+    def _blind(self, node: fx.Node, rule: Callable[..., Any]) -> Any:
+        """Return what a norm or softmax makes of weights: what it does not see of them may be added."""
+        first, *others = (self._value(given) for given in node.all_input_nodes)
+        if first is None or node.args[0] is not node.all_input_nodes[0]:
+            return None
+        for value in (first, *others):
+            if value is not None and (value is not first):
+                self.fix(value)
+            if value is not None:
+                self._unread(value)
+        self.values[node.args[0]] = first.with_(varies=True, origin=None)  # type: ignore[index]
+        made = rule(self, node)
+        self.values[node.args[0]] = first  # type: ignore[index]
+        return Value(made.shape, False, node, learned=True) if isinstance(made, Value) else None
 
     def _constant(self, node: fx.Node) -> Any:
         val = node.meta["val"]
@@ -683,6 +700,8 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "any_step": Interpreter._step,
     "lightning_sym::any_step": Interpreter._step,
 }
+# What does not see all of weights.
+_BLIND = {"layer_norm", "group_norm", "softmax", "_softmax", "log_softmax", "_log_softmax"}
 # What is linear in weights, too.
 _LINEAR = {"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "true_divide", "divide", "neg", "mean", "sum"}
 _LINEAR |= {"cat", "concat", "concatenate", "stack", "linear", "matmul", "mm", "bmm", "einsum", "addmm", "embedding"}
