@@ -313,7 +313,7 @@ class Contractions(Algebra):
         def evaluate(values: Tensor, weights: Weights) -> Tensor:
             return torch.tensordot(weights.total(total), values, ([0], [values.ndim - out.ndim]))
 
-        key = ("multiples", id(total), out.numpy().tobytes())
+        key = ("multiples", total.key(), out.numpy().tobytes())
         self._include(result, self._by_entry(key, out, evaluate, total))
         return left
 
@@ -477,7 +477,7 @@ class Contractions(Algebra):
         def evaluate(values: Tensor, own: Weights) -> Tensor:
             return torch.tensordot(own.total(total), values, ([0], [values.ndim - numbers.ndim]))
 
-        key = ("rows", id(total), tuple(numbers.shape), numbers.numpy().tobytes())
+        key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
         self._include(result, self._by_entry(key, numbers, evaluate, total))
 
     def _by_entry(self, key: Any, source: Tensor, evaluate: Any, total: Any) -> Tensor:

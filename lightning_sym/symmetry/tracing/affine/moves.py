@@ -95,7 +95,11 @@ class Move:
         result = torch.stack(list(parts)).reshape(*array.shape[:lead], *parts[0].shape)
         if self.kind == "other":
             return thinned(result, lead)
-        return result.narrow(lead + self.axis, 0, 1) if thin and not self.drops else result
+        if self.drops:
+            return result
+        at = lead + self.axis
+        same = thin or (result.shape[at] > 1 and bool((result == result.narrow(at, 0, 1)).all()))
+        return result.narrow(at, 0, 1) if same else result
 
     def _regrouped(self, array: Tensor, lead: int) -> Tensor:
         whole, result = list(array.shape), [1] * len(self.after)
