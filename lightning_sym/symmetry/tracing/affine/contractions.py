@@ -338,7 +338,16 @@ class Contractions(Algebra):
                     numbers = numbers if drift.numbers.shape[0] > 1 else numbers[None]
                     result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), numbers)
                 continue
-            self.unknowns.vanish(drift.numbers)
+            # What is summed over has functions of its own for each of its places.
+            kept = [axis for axis in range(own.rank) if axis not in gone]
+            moved = drift.numbers.permute(0, *(1 + axis for axis in gone), *(1 + axis for axis in kept))
+            moved = moved.flatten(0, len(gone))
+            shape = [
+                size if letter in by.two or (letter in by.one and drift.function.shape[by.one.index(letter)] > 1) else 1
+                for letter, size in zip(by.out, result.shape, strict=True)
+            ]
+            letters = "".join(by.one[axis] for axis in kept)
+            result.drifts[self.system.source()] = Drift(places(shape), aligned(moved, letters, by.out, 1))
 
     def _passed(self, own: Value, other: Value, by: Sum) -> Relation | None:
         """Return the relation of a factor along axes that the contraction does not touch."""

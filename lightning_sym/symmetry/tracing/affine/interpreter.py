@@ -146,7 +146,7 @@ class Interpreter(Contractions):
         if name in MOVES:
             return self._moved(node, name, first)
         rule: Callable[..., Any] | None = _RULES.get(name)
-        if rule is None:
+        if rule is None or isinstance(node.target, torch._ops.HigherOrderOperator):
             return None
         varies = any(value.varies for value in self._given(node))
         if not varies and name in _BLIND:

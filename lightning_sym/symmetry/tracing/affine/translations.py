@@ -296,4 +296,4 @@ class Translations:
             else torch.zeros(self.size, math.prod(self.system.shape(name)), dtype=torch.float64)
             for name in names
         ]  # fmt: skip
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 1) if parts else torch.zeros(self.size, 0, dtype=torch.float64)
