@@ -1,4 +1,4 @@
-"""Translations of values: tangents in the null space of the Jacobian, finite action, sums, and the old shifts among them."""
+"""Translations of values: their tangents, what they do to the function, sums of them, and the shifts among them."""
 
 import functools
 from typing import Any

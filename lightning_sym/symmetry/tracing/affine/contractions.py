@@ -1,7 +1,6 @@
 """Sums of products of two values over common axes: what is added to one is taken through the other."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +68,10 @@ class Contractions(Algebra):
         """
         first, second = equation.split("->")[0].split(",")
         out = equation.split("->")[1]
-        if any(not v.varies and not set(own) <= set(other + out) for v, own, other in ((one, first, second), (two, second, first))):
+        if any(
+            not v.varies and not set(own) <= set(other + out)
+            for v, own, other in ((one, first, second), (two, second, first))
+        ):
             return self.nonlinear([one, two], equation_shape(one, two, first, second, out), node)
         one, first = self._own_sums(one, first, second + out)
         two, second = self._own_sums(two, second, first + out)
@@ -208,7 +210,7 @@ class Contractions(Algebra):
 
     @staticmethod
     def _blocks(by: Sum, made: tuple[int, ...], given: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return the places of a contraction's result and of its first factor, by those that the weights do not touch."""
+        """Return the places of a result and of its first factor, by those that the weights do not touch."""
         free = [letter for letter in by.out if letter not in by.two]
         parts = []
         for letters, shape in ((by.out, made), (by.one, given)):
@@ -526,12 +528,11 @@ class Contractions(Algebra):
             whole = self.system.shape(weights.origin[0])  # type: ignore[index]
             thin = [size if axis in axes else 1 for axis, size in enumerate(whole)]
             by_place = rows.coefficient.mapped(lambda t, thin=thin: t.reshape(thin))
-            made = self.unknowns.combined([(first.expand([a if a > 1 else b for a, b in zip(first.shape, thin, strict=True)]), by_place)])  # fmt: skip
+            outer = [max(pair) for pair in zip(first.shape, thin, strict=True)]
+            made = self.unknowns.combined([(first.expand(outer), by_place)])
             if made is not None:
-                sizes = [1 if axis in summed else max(a, b) for axis, (a, b) in enumerate(zip(made.shape, thin, strict=True))]  # fmt: skip
+                sizes = [1 if axis in summed else size for axis, size in enumerate(outer)]
                 self._include(result, self._placed(made.expand(sizes), weights, by))
-
-
 
 
 def equation_shape(one: Value, two: Value, first: str, second: str, out: str) -> tuple[int, ...]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup, wide_shape
+from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
@@ -231,7 +230,9 @@ class Interpreter(Contractions):
         by = [float(own) for own in by]
         if one is not None and two is not None:
             return self.add(one, two, node, by)
-        value, factor, number, by_number = (one, by[0], second, by[1]) if one is not None else (two, by[1], first, by[0])
+        value, factor, number, by_number = (
+            (one, by[0], second, by[1]) if one is not None else (two, by[1], first, by[0])
+        )
         if value is None or not isinstance(number, (int, float)):
             return None
         result = value if factor == 1 else self.scale(value, factor, node)
@@ -329,7 +330,8 @@ class Interpreter(Contractions):
         if len(factors) != 2 or "->" not in equation or any(own is None for own in factors):
             return None
         one, two = factors
-        assert one is not None and two is not None
+        assert one is not None
+        assert two is not None
         given, out = equation.split("->")
         first, second = given.split(",")
         if "..." in equation:
@@ -562,7 +564,7 @@ class Interpreter(Contractions):
         condition, one, two = node.args[:3]
         shape = tuple(node.meta["val"].shape)
         x, y = self._value(one), self._value(two)
-        for own, value, other in ((x, one, two), (y, two, one)):
+        for own, other in ((x, two), (y, one)):
             number = other if isinstance(other, (int, float)) else None
             if isinstance(other, fx.Node) and (known := self._known(other)) is not None and known.numel():
                 number = float(known.max()) if float(known.max()) < _VANISHED else None
@@ -628,7 +630,9 @@ class Interpreter(Contractions):
                 continue
             numbers = self._joined_arrays([None if d is None else d.numbers for d in own], values, axis, 1)
             functions: Tensor | None = present[0].function
-            if any(d.function.shape[axis] > 1 or not self._same(d.function, present[0].function, shape) for d in present):
+            if any(
+                d.function.shape[axis] > 1 or not self._same(d.function, present[0].function, shape) for d in present
+            ):
                 functions = self._joined_arrays([None if d is None else d.function for d in own], values, axis, 0)
             if numbers is not None and functions is not None:
                 result.drifts[key] = Drift(functions, numbers)

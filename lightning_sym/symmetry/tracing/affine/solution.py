@@ -53,8 +53,8 @@ def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_ma
                 own = made[atom][at]
                 if power < 0 and (own == 0).any():
                     raise ValueError(
-                        f"{weights.describe(atom)} holds a zero, by which a shift would be divided; expected gains that "
-                        "are not zero, or an element without shifts: sample(shifts=False)"
+                        f"{weights.describe(atom)} holds a zero, by which a shift would be divided; expected gains "
+                        "that are not zero, or an element without shifts: sample(shifts=False)"
                     )
                 values = values * own**power
             present = numbers[:, column] != 0
@@ -171,8 +171,8 @@ def _columns(variables: Ints, count: int) -> sparse.csr_matrix:
 def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     """Take out equations that define an unknown each, and put the definitions into all others.
 
-    An equation defines its last unknown; of several that define one, the shortest is taken, and none is taken that holds
-    an unknown which another one defines.
+    An equation defines its last unknown; of several that define one, the shortest is taken, and none is taken that
+    holds an unknown which another one defines.
     """
     length = np.diff(rows.indptr)
     pivot = rows.indices[rows.indptr[1:] - 1]
@@ -291,7 +291,8 @@ class Solution:
         """
         forms, zero, unknowns = self.solved.forms, self.system.unknowns.zero, self.system.unknowns
         numbers, source = (
-            array.numpy().ravel()[blocks.numpy()] for array, blocks in zip((own.numbers, own.source), own.blocks, strict=True)
+            array.numpy().ravel()[blocks.numpy()]
+            for array, blocks in zip((own.numbers, own.source), own.blocks, strict=True)
         )
         free = (column[numbers] >= 0).all(1)
         free[list(own.alike)] = True
@@ -308,7 +309,11 @@ class Solution:
             target = self.solved.free[forms.indices[start]] - first
             inside = (target >= 0) & (target < own.numbers.numel())
             at = np.where(inside, place[np.where(inside, target, 0)], -1)
-            same = inside & (np.abs(forms.data[start] - 1) < _NOTHING) & (at % numbers.shape[1] == np.arange(numbers.shape[1]))
+            same = (
+                inside
+                & (np.abs(forms.data[start] - 1) < _NOTHING)
+                & (at % numbers.shape[1] == np.arange(numbers.shape[1]))
+            )
             block = at // numbers.shape[1]
             alike = single & same.all(1) & (block == block[:, :1]).all(1)
             like[alike] = block[alike, 0]

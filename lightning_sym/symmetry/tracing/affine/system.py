@@ -176,7 +176,9 @@ class Weights:
 
     def describe(self, atom: Atom) -> str:
         """Return what an atom is called."""
-        return str(atom.key) if atom.kind == "parameter" else f"what {self.system.nodes[atom.key].name} makes of weights"
+        return (
+            str(atom.key) if atom.kind == "parameter" else f"what {self.system.nodes[atom.key].name} makes of weights"
+        )
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:

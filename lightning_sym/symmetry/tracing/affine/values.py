@@ -270,10 +270,7 @@ class Unknowns:
 
     @staticmethod
     def _at(coefficient: Coefficient, shape: Shape, at: Ints) -> list[tuple[Atom, int, Ints]]:
-        return [
-            (atom, power, own.expand(shape).reshape(-1).numpy()[at])
-            for atom, power, own in coefficient.items
-        ]
+        return [(atom, power, own.expand(shape).reshape(-1).numpy()[at]) for atom, power, own in coefficient.items]
 
     def summed(self, numbers: Tensor, axes: Sequence[int]) -> Tensor | None:
         """Return unknowns for the sums over some axes of an array, which are kept with size 1."""
