@@ -48,14 +48,16 @@ class Sum(NamedTuple):
 def aligned(array: Tensor, letters: str, out: str, lead: int = 0) -> Tensor:
     """Return a thin array with the axes of other letters; what it lacks has size 1, what it loses must have."""
     array = array.reshape(
-        *array.shape[:lead],
-        *(size for letter, size in zip(letters, array.shape[lead:], strict=True) if letter in out),
+        [
+            *array.shape[:lead],
+            *(size for letter, size in zip(letters, array.shape[lead:], strict=True) if letter in out),
+        ]
     )
     own = [letter for letter in letters if letter in out]
     order = sorted(range(len(own)), key=lambda at: out.index(own[at]))
     array = array.permute(*range(lead), *(lead + at for at in order))
     sizes = {own[at]: size for at, size in zip(order, array.shape[lead:], strict=True)}
-    return array.reshape(*array.shape[:lead], *(sizes.get(letter, 1) for letter in out))
+    return array.reshape([*array.shape[:lead], *(sizes.get(letter, 1) for letter in out)])
 
 
 class Contractions(Algebra):

@@ -90,7 +90,7 @@ class Move:
             return array.permute(*range(lead), *(lead + axis for axis in self.order))
         if self.kind == "expand":
             extra = len(self.after) - len(self.before)
-            return array.reshape(*array.shape[:lead], *[1] * extra, *array.shape[lead:])
+            return array.reshape([*array.shape[:lead], *[1] * extra, *array.shape[lead:]])
         whole = list(array.shape)
         thin = self.kind == "cut" and array.shape[lead + self.axis] == 1
         for axis, size in enumerate(self.before):
@@ -120,7 +120,7 @@ class Move:
                     whole[lead + axis] = self.before[axis]
                 for axis in new:
                     result[axis] = self.after[axis]
-        made = array.expand(whole).reshape(*array.shape[:lead], *result)
+        made = array.expand(whole).reshape([*array.shape[:lead], *result])
         split = any(len(new) > 1 and any(result[axis] > 1 for axis in new) for _, new in self.groups)
         return thinned(made, lead) if split else made
 

@@ -181,7 +181,7 @@ class Value:
 def wide(array: Tensor, rank: int, lead: int = 0) -> Tensor:
     """Return an array with axes of size 1 in front, up to a rank; behind leading axes."""
     missing = rank + lead - array.ndim
-    return array.reshape(*array.shape[:lead], *[1] * missing, *array.shape[lead:])
+    return array.reshape([*array.shape[:lead], *[1] * missing, *array.shape[lead:]])
 
 
 def varying(array: Tensor, lead: int = 0) -> set[int]:
