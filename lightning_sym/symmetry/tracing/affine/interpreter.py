@@ -58,17 +58,14 @@ class Interpreter(Contractions):
                     value = Value(value.shape, True, learned=True)
                 self.values[node] = value
             elif node.op == "get_attr":
-                self.values[node] = Value(tuple(node.meta["val"].shape) if "val" in node.meta else self._shape(node),
-                                          False, node)  # fmt: skip
+                owner: Any = node.graph.owning_module
+                own = getattr(owner, str(node.target))
+                self.values[node] = Value(tuple(own.shape), False, node) if isinstance(own, Tensor) else None
             elif node.op == "output":
                 for value in self._given(node):
                     self.fix(value)
             elif node.op == "call_function":
                 self.values[node] = self._operation(node)
-
-    def _shape(self, node: fx.Node) -> Shape:
-        owner: Any = node.graph.owning_module
-        return tuple(getattr(owner, str(node.target)).shape)
 
     def _placeholder(self, node: fx.Node) -> Value | None:
         own = node.meta.get("val")
