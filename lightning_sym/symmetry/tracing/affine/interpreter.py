@@ -58,17 +58,14 @@ class Interpreter(Contractions):
                     value = Value(value.shape, True, learned=True)
                 self.values[node] = value
             elif node.op == "get_attr":
-                self.values[node] = Value(tuple(node.meta["val"].shape) if "val" in node.meta else self._shape(node),
-                                          False, node)  # fmt: skip
+                owner: Any = node.graph.owning_module
+                own = getattr(owner, str(node.target))
+                self.values[node] = Value(tuple(own.shape), False, node) if isinstance(own, Tensor) else None
             elif node.op == "output":
                 for value in self._given(node):
                     self.fix(value)
             elif node.op == "call_function":
                 self.values[node] = self._operation(node)
-
-    def _shape(self, node: fx.Node) -> Shape:
-        owner: Any = node.graph.owning_module
-        return tuple(getattr(owner, str(node.target)).shape)
 
     def _placeholder(self, node: fx.Node) -> Value | None:
         own = node.meta.get("val")
@@ -145,12 +142,29 @@ class Interpreter(Contractions):
         if name in MOVES:
             return self._moved(node, name, first)
         rule: Callable[..., Any] | None = _RULES.get(name)
-        if rule is None:
+        if rule is None or isinstance(node.target, torch._ops.HigherOrderOperator):
             return None
         varies = any(value.varies for value in self._given(node))
+        if not varies and name in _BLIND:
+            return self._blind(node, rule)
         if not varies and name not in _LINEAR:
             return None
         return rule(self, node)
+
+    def _blind(self, node: fx.Node, rule: Callable[..., Any]) -> Any:
+        """Return what a norm or softmax makes of weights: what it does not see of them may be added."""
+        first, *others = (self._value(given) for given in node.all_input_nodes)
+        if first is None or node.args[0] is not node.all_input_nodes[0]:
+            return None
+        for value in (first, *others):
+            if value is not None and (value is not first):
+                self.fix(value)
+            if value is not None:
+                self._unread(value)
+        self.values[node.args[0]] = first.with_(varies=True, origin=None)  # type: ignore[index]
+        made = rule(self, node)
+        self.values[node.args[0]] = first  # type: ignore[index]
+        return Value(made.shape, False, node, learned=True) if isinstance(made, Value) else None
 
     def _constant(self, node: fx.Node) -> Any:
         val = node.meta["val"]
@@ -547,7 +561,7 @@ class Interpreter(Contractions):
         condition, one, two = node.args[:3]
         shape = tuple(node.meta["val"].shape)
         x, y = self._value(one), self._value(two)
-        for own, value, other in ((x, one, two), (y, two, one)):
+        for own, other in ((x, two), (y, one)):
             number = other if isinstance(other, (int, float)) else None
             if isinstance(other, fx.Node) and (known := self._known(other)) is not None and known.numel():
                 number = float(known.max()) if float(known.max()) < _VANISHED else None
@@ -687,6 +701,8 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "any_step": Interpreter._step,
     "lightning_sym::any_step": Interpreter._step,
 }
+# What does not see all of weights.
+_BLIND = {"layer_norm", "group_norm", "softmax", "_softmax", "log_softmax", "_log_softmax"}
 # What is linear in weights, too.
 _LINEAR = {"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "true_divide", "divide", "neg", "mean", "sum"}
 _LINEAR |= {"cat", "concat", "concatenate", "stack", "linear", "matmul", "mm", "bmm", "einsum", "addmm", "embedding"}

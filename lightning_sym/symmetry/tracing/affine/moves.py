@@ -90,7 +90,7 @@ class Move:
             return array.permute(*range(lead), *(lead + axis for axis in self.order))
         if self.kind == "expand":
             extra = len(self.after) - len(self.before)
-            return array.reshape(*array.shape[:lead], *[1] * extra, *array.shape[lead:])
+            return array.reshape([*array.shape[:lead], *[1] * extra, *array.shape[lead:]])
         whole = list(array.shape)
         thin = self.kind == "cut" and array.shape[lead + self.axis] == 1
         for axis, size in enumerate(self.before):
@@ -106,7 +106,11 @@ class Move:
         result = torch.stack(list(parts)).reshape(*array.shape[:lead], *parts[0].shape)
         if self.kind == "other":
             return thinned(result, lead)
-        return result.narrow(lead + self.axis, 0, 1) if thin and not self.drops else result
+        if self.drops:
+            return result
+        at = lead + self.axis
+        same = thin or (result.shape[at] > 1 and bool((result == result.narrow(at, 0, 1)).all()))
+        return result.narrow(at, 0, 1) if same else result
 
     def _regrouped(self, array: Tensor, lead: int) -> Tensor:
         whole, result = list(array.shape), [1] * len(self.after)
@@ -116,7 +120,7 @@ class Move:
                     whole[lead + axis] = self.before[axis]
                 for axis in new:
                     result[axis] = self.after[axis]
-        made = array.expand(whole).reshape(*array.shape[:lead], *result)
+        made = array.expand(whole).reshape([*array.shape[:lead], *result])
         split = any(len(new) > 1 and any(result[axis] > 1 for axis in new) for _, new in self.groups)
         return thinned(made, lead) if split else made
 
@@ -173,9 +177,9 @@ def _narrowed(relation: Relation, shape: Shape) -> Relation:
         shaped = first.reshape([-1 if at == axis else 1 for at in range(segments.ndim)])
         others = segments - shaped
         apart = size == shape[axis] > 1 and len(first.unique()) == size
-        if apart and bool((others == others.narrow(axis, 0, 1)).all()) and not bool(others.any()):
-            if not any(own.shape[axis] > 1 for *_, own in relation.coefficient.items):
-                axes, segments = axes - {axis}, torch.zeros_like(segments.narrow(axis, 0, 1))
+        apart = apart and not bool(others.any())
+        if apart and not any(own.shape[axis] > 1 for *_, own in relation.coefficient.items):
+            axes, segments = axes - {axis}, torch.zeros_like(segments.narrow(axis, 0, 1))
     if axes == relation.axes:
         return relation
     return Relation(axes, segments, relation.coefficient, Total(1, known))

@@ -102,6 +102,12 @@ class Total:
     terms: list[tuple[Coefficient, Tensor, Shape]] = field(default_factory=list)
     before: "tuple[Total, Tensor] | None" = None
 
+    def key(self) -> Any:
+        """Return what tells sums of different numbers apart."""
+        before = None if self.before is None else (self.before[0].key(), self.before[1].numpy().tobytes())
+        terms = tuple((own.key(shape), at.expand(shape).numpy().tobytes(), shape) for own, at, shape in self.terms)
+        return self.segments, self.constant, terms, before
+
     @property
     def vanishes(self) -> bool:
         """Whether the sum is zero for all weights."""
@@ -175,7 +181,7 @@ class Value:
 def wide(array: Tensor, rank: int, lead: int = 0) -> Tensor:
     """Return an array with axes of size 1 in front, up to a rank; behind leading axes."""
     missing = rank + lead - array.ndim
-    return array.reshape(*array.shape[:lead], *[1] * missing, *array.shape[lead:])
+    return array.reshape([*array.shape[:lead], *[1] * missing, *array.shape[lead:]])
 
 
 def varying(array: Tensor, lead: int = 0) -> set[int]:
