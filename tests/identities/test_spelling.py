@@ -176,3 +176,42 @@ def test_elements_keep_the_function(name: str, spelling: str) -> None:
     symmetry = trace_symmetry(function.network(spelling), function.inputs(2))
     assert symmetry.worst_error < symmetry.tolerance
     assert symmetry.dimension == traced(name, spelling).dimension
+
+
+# Networks with shifts that only the affine interpreter finds.
+FURTHER_SHIFTS = [
+    ("linear", "conv1d"),
+    ("linear around a layer norm", "conv1d"),
+    ("group norm", "group_norm"),
+    ("residual", "minus"),
+    ("positions", "slice"),
+    ("pool of CLIP", "multi_head_attention_forward"),
+    ("embedding into an LSTM", "lstm"),
+    ("three linear layers", "linear"),
+]
+
+
+@pytest.mark.parametrize(("name", "spelling"), FURTHER_SHIFTS)
+def test_further_shifts_form_a_group(name: str, spelling: str) -> None:
+    network, symmetry = ALL[name].network(spelling), traced(name, spelling)
+    generator = torch.Generator().manual_seed(1)
+    first, second = (symmetry.sample(generator, scale=0.3) for _ in range(2))
+    own = {key: torch.rand_like(value) + 0.5 for key, value in network.state_dict().items()}
+    moved = symmetry.act_on(first, own)
+    inputs = ALL[name].inputs(3)
+    before, after = (functional_call(network, tensors, inputs) for tensors in (own, moved))
+    assert float((after - before).abs().max()) < EXACT * float(before.abs().max())
+    both = symmetry.act_on(symmetry.compose(second, first), own)
+    for tensors, expected in (
+        (symmetry.act_on(second, moved), both),
+        (symmetry.act_on(symmetry.inverse(first), moved), own),
+    ):
+        assert all(
+            float((tensors[key] - expected[key]).abs().max()) < EXACT * float(expected[key].abs().max()) for key in own
+        )
+
+
+def test_dimensions_that_no_shift_expresses_are_noted() -> None:
+    symmetry = traced("batch norm", "folded")
+    assert [note for note in symmetry.notes if note.startswith("6 more dimensions")]
+    assert not any("more dimensions" in note for note in traced("positions", "slice").notes)
