@@ -22,6 +22,7 @@ from lightning_sym.symmetry.tracing.affine.values import (
     wide,
 )
 
+
 def regroup(before: Shape, after: Shape) -> Move:
     """Return the move of a reshape."""
     return Move("groups", before, after, lambda t: t.reshape(after), groups_of(before, after))
@@ -202,9 +203,7 @@ class Algebra:
         numbers = self.unknowns.combined([(drift.numbers, Coefficient(by)) for drift, by in found], 1)
         return None if numbers is None else Drift(found[0][0].function, numbers)
 
-    def _offset(
-        self, relation: Relation, other: Value, shape: Shape, factor: float, by: float
-    ) -> Relation | None:
+    def _offset(self, relation: Relation, other: Value, shape: Shape, factor: float, by: float) -> Relation | None:
         """Return the relation of a value times a factor, to which multiples of weights are added."""
         coefficient = relation.coefficient.times(Coefficient(1 / factor))
         own = self.system.coefficient(other).mapped(lambda t: wide(t, len(shape)))
@@ -271,7 +270,7 @@ class Algebra:
         self._both(one, two)
         translation = self.unknowns.combined(terms) if terms else None
         for own in (one, two):
-            if own.drifts or own.origin is not None and own.origin[0] in self.system.weights:
+            if own.drifts or (own.origin is not None and own.origin[0] in self.system.weights):
                 self.fix(own)
         return Value(shape, False, node, translation, learned=one.learned or two.learned)
 

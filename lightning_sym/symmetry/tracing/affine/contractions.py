@@ -1,7 +1,6 @@
 """Sums of products of two values over common axes: what is added to one is taken through the other."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +68,10 @@ class Contractions(Algebra):
         """
         first, second = equation.split("->")[0].split(",")
         out = equation.split("->")[1]
-        if any(not v.varies and not set(own) <= set(other + out) for v, own, other in ((one, first, second), (two, second, first))):
+        if any(
+            not v.varies and not set(own) <= set(other + out)
+            for v, own, other in ((one, first, second), (two, second, first))
+        ):
             return self.nonlinear([one, two], equation_shape(one, two, first, second, out), node)
         one, first = self._own_sums(one, first, second + out)
         two, second = self._own_sums(two, second, first + out)
@@ -95,10 +97,10 @@ class Contractions(Algebra):
             result.relation = self._passed(own, other, way)
         else:
             result.node, result.learned = node, one.learned or two.learned
-            moving = [value for value in (one, two) if self.numbers(value) is not None]
+            self._both(one, two)
             for own, other, way in ((one, two, by), (two, one, by.turned)):
-                if own.drifts or len(moving) > 1:
-                    self.fix(own)
+                for drift in own.drifts.values():
+                    self.unknowns.vanish(drift.numbers)
                 self._unread(own)
                 self._through(result, own, other, way)
         return result
@@ -212,7 +214,7 @@ class Contractions(Algebra):
 
     @staticmethod
     def _blocks(by: Sum, made: tuple[int, ...], given: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return the places of a contraction's result and of its first factor, by those that the weights do not touch."""
+        """Return the places of a result and of its first factor, by those that the weights do not touch."""
         free = [letter for letter in by.out if letter not in by.two]
         parts = []
         for letters, shape in ((by.out, made), (by.one, given)):
@@ -317,7 +319,7 @@ class Contractions(Algebra):
         def evaluate(values: Tensor, weights: Weights) -> Tensor:
             return torch.tensordot(weights.total(total), values, ([0], [values.ndim - out.ndim]))
 
-        key = ("multiples", id(total), out.numpy().tobytes())
+        key = ("multiples", total.key(), out.numpy().tobytes())
         self._include(result, self._by_entry(key, out, evaluate, total))
         return left
 
@@ -342,7 +344,16 @@ class Contractions(Algebra):
                     numbers = numbers if drift.numbers.shape[0] > 1 else numbers[None]
                     result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), numbers)
                 continue
-            self.unknowns.vanish(drift.numbers)
+            # What is summed over has functions of its own for each of its places.
+            kept = [axis for axis in range(own.rank) if axis not in gone]
+            moved = drift.numbers.permute(0, *(1 + axis for axis in gone), *(1 + axis for axis in kept))
+            moved = moved.flatten(0, len(gone))
+            shape = [
+                size if letter in by.two or (letter in by.one and drift.function.shape[by.one.index(letter)] > 1) else 1
+                for letter, size in zip(by.out, result.shape, strict=True)
+            ]
+            letters = "".join(by.one[axis] for axis in kept)
+            result.drifts[self.system.source()] = Drift(places(shape), aligned(moved, letters, by.out, 1))
 
     def _passed(self, own: Value, other: Value, by: Sum) -> Relation | None:
         """Return the relation of a factor along axes that the contraction does not touch."""
@@ -481,7 +492,7 @@ class Contractions(Algebra):
         def evaluate(values: Tensor, own: Weights) -> Tensor:
             return torch.tensordot(own.total(total), values, ([0], [values.ndim - numbers.ndim]))
 
-        key = ("rows", id(total), tuple(numbers.shape), numbers.numpy().tobytes())
+        key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
         self._include(result, self._by_entry(key, numbers, evaluate, total))
 
     def _by_entry(self, key: Any, source: Tensor, evaluate: Any, total: Any) -> Tensor:
@@ -521,12 +532,11 @@ class Contractions(Algebra):
             whole = self.system.shape(weights.origin[0])  # type: ignore[index]
             thin = [size if axis in axes else 1 for axis, size in enumerate(whole)]
             by_place = rows.coefficient.mapped(lambda t, thin=thin: t.reshape(thin))
-            made = self.unknowns.combined([(first.expand([a if a > 1 else b for a, b in zip(first.shape, thin, strict=True)]), by_place)])  # fmt: skip
+            outer = [max(pair) for pair in zip(first.shape, thin, strict=True)]
+            made = self.unknowns.combined([(first.expand(outer), by_place)])
             if made is not None:
-                sizes = [1 if axis in summed else max(a, b) for axis, (a, b) in enumerate(zip(made.shape, thin, strict=True))]  # fmt: skip
+                sizes = [1 if axis in summed else size for axis, size in enumerate(outer)]
                 self._include(result, self._placed(made.expand(sizes), weights, by))
-
-
 
 
 def equation_shape(one: Value, two: Value, first: str, second: str, out: str) -> tuple[int, ...]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup, wide_shape
+from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
@@ -146,12 +145,29 @@ class Interpreter(Contractions):
         if name in MOVES:
             return self._moved(node, name, first)
         rule: Callable[..., Any] | None = _RULES.get(name)
-        if rule is None:
+        if rule is None or isinstance(node.target, torch._ops.HigherOrderOperator):
             return None
         varies = any(value.varies for value in self._given(node))
+        if not varies and name in _BLIND:
+            return self._blind(node, rule)
         if not varies and name not in _LINEAR:
             return None
         return rule(self, node)
+
+    def _blind(self, node: fx.Node, rule: Callable[..., Any]) -> Any:
+        """Return what a norm or softmax makes of weights: what it does not see of them may be added."""
+        first, *others = (self._value(given) for given in node.all_input_nodes)
+        if first is None or node.args[0] is not node.all_input_nodes[0]:
+            return None
+        for value in (first, *others):
+            if value is not None and (value is not first):
+                self.fix(value)
+            if value is not None:
+                self._unread(value)
+        self.values[node.args[0]] = first.with_(varies=True, origin=None)  # type: ignore[index]
+        made = rule(self, node)
+        self.values[node.args[0]] = first  # type: ignore[index]
+        return Value(made.shape, False, node, learned=True) if isinstance(made, Value) else None
 
     def _constant(self, node: fx.Node) -> Any:
         val = node.meta["val"]
@@ -214,7 +230,9 @@ class Interpreter(Contractions):
         by = [float(own) for own in by]
         if one is not None and two is not None:
             return self.add(one, two, node, by)
-        value, factor, number, by_number = (one, by[0], second, by[1]) if one is not None else (two, by[1], first, by[0])
+        value, factor, number, by_number = (
+            (one, by[0], second, by[1]) if one is not None else (two, by[1], first, by[0])
+        )
         if value is None or not isinstance(number, (int, float)):
             return None
         result = value if factor == 1 else self.scale(value, factor, node)
@@ -312,7 +330,8 @@ class Interpreter(Contractions):
         if len(factors) != 2 or "->" not in equation or any(own is None for own in factors):
             return None
         one, two = factors
-        assert one is not None and two is not None
+        assert one is not None
+        assert two is not None
         given, out = equation.split("->")
         first, second = given.split(",")
         if "..." in equation:
@@ -545,7 +564,7 @@ class Interpreter(Contractions):
         condition, one, two = node.args[:3]
         shape = tuple(node.meta["val"].shape)
         x, y = self._value(one), self._value(two)
-        for own, value, other in ((x, one, two), (y, two, one)):
+        for own, other in ((x, two), (y, one)):
             number = other if isinstance(other, (int, float)) else None
             if isinstance(other, fx.Node) and (known := self._known(other)) is not None and known.numel():
                 number = float(known.max()) if float(known.max()) < _VANISHED else None
@@ -611,7 +630,9 @@ class Interpreter(Contractions):
                 continue
             numbers = self._joined_arrays([None if d is None else d.numbers for d in own], values, axis, 1)
             functions: Tensor | None = present[0].function
-            if any(d.function.shape[axis] > 1 or not self._same(d.function, present[0].function, shape) for d in present):
+            if any(
+                d.function.shape[axis] > 1 or not self._same(d.function, present[0].function, shape) for d in present
+            ):
                 functions = self._joined_arrays([None if d is None else d.function for d in own], values, axis, 0)
             if numbers is not None and functions is not None:
                 result.drifts[key] = Drift(functions, numbers)
@@ -683,6 +704,8 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "any_step": Interpreter._step,
     "lightning_sym::any_step": Interpreter._step,
 }
+# What does not see all of weights.
+_BLIND = {"layer_norm", "group_norm", "softmax", "_softmax", "log_softmax", "_log_softmax"}
 # What is linear in weights, too.
 _LINEAR = {"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "true_divide", "divide", "neg", "mean", "sum"}
 _LINEAR |= {"cat", "concat", "concatenate", "stack", "linear", "matmul", "mm", "bmm", "einsum", "addmm", "embedding"}

@@ -1,6 +1,5 @@
 """Operations that only move entries: what they do to thin arrays of a value, without expanding them where possible."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,19 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, thinned
 
 REGROUPS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
-PERMUTES = {"permute", "transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims", "moveaxis", "adjoint", "mH"}
+PERMUTES = {
+    "permute",
+    "transpose",
+    "t",
+    "numpy_T",
+    "mT",
+    "movedim",
+    "swapaxes",
+    "swapdims",
+    "moveaxis",
+    "adjoint",
+    "mH",
+}
 CUTS = {"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
 CUTS |= {"unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes"}
 OTHERS = {"repeat", "tile", "repeat_interleave", "roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle"}
@@ -95,7 +106,11 @@ class Move:
         result = torch.stack(list(parts)).reshape(*array.shape[:lead], *parts[0].shape)
         if self.kind == "other":
             return thinned(result, lead)
-        return result.narrow(lead + self.axis, 0, 1) if thin and not self.drops else result
+        if self.drops:
+            return result
+        at = lead + self.axis
+        same = thin or (result.shape[at] > 1 and bool((result == result.narrow(at, 0, 1)).all()))
+        return result.narrow(at, 0, 1) if same else result
 
     def _regrouped(self, array: Tensor, lead: int) -> Tensor:
         whole, result = list(array.shape), [1] * len(self.after)
@@ -162,9 +177,9 @@ def _narrowed(relation: Relation, shape: Shape) -> Relation:
         shaped = first.reshape([-1 if at == axis else 1 for at in range(segments.ndim)])
         others = segments - shaped
         apart = size == shape[axis] > 1 and len(first.unique()) == size
-        if apart and bool((others == others.narrow(axis, 0, 1)).all()) and not bool(others.any()):
-            if not any(own.shape[axis] > 1 for *_, own in relation.coefficient.items):
-                axes, segments = axes - {axis}, torch.zeros_like(segments.narrow(axis, 0, 1))
+        apart = apart and not bool(others.any())
+        if apart and not any(own.shape[axis] > 1 for *_, own in relation.coefficient.items):
+            axes, segments = axes - {axis}, torch.zeros_like(segments.narrow(axis, 0, 1))
     if axes == relation.axes:
         return relation
     return Relation(axes, segments, relation.coefficient, Total(1, known))
@@ -203,5 +218,3 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
             return None
         return Move("other", before, after, lambda t: torch.nn.functional.pad(t, list(sizes)))
     return Move("other", before, after, run)
-
-

@@ -1,5 +1,6 @@
 """Solves the equations of an interpreted network: which unknowns are free, and what they make of all others."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,8 @@ def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_ma
                 own = made[atom][at]
                 if power < 0 and (own == 0).any():
                     raise ValueError(
-                        f"{weights.describe(atom)} holds a zero, by which a shift would be divided; expected gains that "
-                        "are not zero, or an element without shifts: sample(shifts=False)"
+                        f"{weights.describe(atom)} holds a zero, by which a shift would be divided; expected gains "
+                        "that are not zero, or an element without shifts: sample(shifts=False)"
                     )
                 values = values * own**power
             present = numbers[:, column] != 0
@@ -170,8 +171,8 @@ def _columns(variables: Ints, count: int) -> sparse.csr_matrix:
 def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     """Take out equations that define an unknown each, and put the definitions into all others.
 
-    An equation defines its last unknown; of several that define one, the shortest is taken, and none is taken that holds
-    an unknown which another one defines.
+    An equation defines its last unknown; of several that define one, the shortest is taken, and none is taken that
+    holds an unknown which another one defines.
     """
     length = np.diff(rows.indptr)
     pivot = rows.indices[rows.indptr[1:] - 1]
@@ -207,6 +208,10 @@ class Solution:
                 for rows in family.rows.values():
                     unknowns.vanish(rows.numbers)
         self.kinds = unknowns.kinds()
+        by_weights: dict[Any, list[Derived]] = {}
+        for own in system.derived:
+            by_weights.setdefault(own.twin, []).append(own)
+        self._twins = {key: own for key, own in by_weights.items() if len(own) > 1}
         weights = Weights(system, Generic(system))
         equations, counted = matrix_of(system, weights), len(unknowns.equations)
         while True:
@@ -232,7 +237,15 @@ class Solution:
         column[free] = np.arange(len(free))
         lengths = np.diff(forms.indptr)
         before, equations = int(zero.sum()), len(self.system.unknowns.equations)
-        alive = [own for own in self.system.derived if self._is_alive(own, column, lengths)]
+        if self._met_twins():
+            return True
+        alive = []
+        for own in self.system.derived:
+            # What an earlier one demands may make two of the same weights equal, which then demand less.
+            if own.twin in self._twins and int(zero.sum()) > before:
+                return True
+            if self._is_alive(own, column, lengths):
+                alive.append(own)
         if int(zero.sum()) > before or len(self.system.unknowns.equations) > equations:
             return True
         for seen, rows, axes in list(self.system.common):
@@ -252,6 +265,25 @@ class Solution:
                 self.system.note("of what is added to two factors of a product, one stays as it is")
         return int(zero.sum()) > before
 
+    def _met_twins(self) -> bool:
+        """Let derived unknowns be equal that the same weights make of the same; say whether any were not."""
+        forms, met = self.solved.forms, False
+        for own in self._twins.values():
+            for one, two in itertools.combinations(own, 2):
+                numbers, source = ([each.numpy().ravel() for each in pair] for pair in (
+                    (one.numbers, two.numbers), (one.source, two.source)))  # fmt: skip
+                if self._differ(forms, *source) or not self._differ(forms, *numbers):
+                    continue
+                self.system.unknowns.equate(one.numbers, two.numbers)
+                two.alike |= set(range(len(two.blocks[0])))
+                met = True
+        return met
+
+    @staticmethod
+    def _differ(forms: sparse.csr_matrix, one: Ints, two: Ints) -> bool:
+        apart = forms[one] - forms[two]
+        return bool((np.abs(apart.data) > _NOTHING).any())
+
     def _is_alive(self, own: Derived, column: Ints, lengths: Ints) -> bool:
         """Whether derived unknowns may be anything that the weights make of what defines them.
 
@@ -259,7 +291,8 @@ class Solution:
         """
         forms, zero, unknowns = self.solved.forms, self.system.unknowns.zero, self.system.unknowns
         numbers, source = (
-            array.numpy().ravel()[blocks.numpy()] for array, blocks in zip((own.numbers, own.source), own.blocks, strict=True)
+            array.numpy().ravel()[blocks.numpy()]
+            for array, blocks in zip((own.numbers, own.source), own.blocks, strict=True)
         )
         free = (column[numbers] >= 0).all(1)
         free[list(own.alike)] = True
@@ -276,7 +309,11 @@ class Solution:
             target = self.solved.free[forms.indices[start]] - first
             inside = (target >= 0) & (target < own.numbers.numel())
             at = np.where(inside, place[np.where(inside, target, 0)], -1)
-            same = inside & (np.abs(forms.data[start] - 1) < _NOTHING) & (at % numbers.shape[1] == np.arange(numbers.shape[1]))
+            same = (
+                inside
+                & (np.abs(forms.data[start] - 1) < _NOTHING)
+                & (at % numbers.shape[1] == np.arange(numbers.shape[1]))
+            )
             block = at // numbers.shape[1]
             alike = single & same.all(1) & (block == block[:, :1]).all(1)
             like[alike] = block[alike, 0]

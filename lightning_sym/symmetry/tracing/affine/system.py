@@ -72,6 +72,7 @@ class Derived:
         source: What defines them; thin.
         evaluate: Makes them of the values of what defines them and of the weights.
         blocks: Their places by block, and those of what defines each block. Shapes (blocks, places), (blocks, places).
+        twin: What derived unknowns that the same weights make of other ones have in common.
         unseen: For each of them, thin, the direction of the weight's output, if the weight has directions.
         total: For rows, what the relation sums to.
         alike: Blocks that equations make equal to another one, as what defines them is.
@@ -82,6 +83,7 @@ class Derived:
     source: Tensor
     evaluate: Callable[[Tensor, "Weights"], Tensor]
     blocks: tuple[Tensor, Tensor]
+    twin: Any
     unseen: Tensor | None = None
     total: Total | None = None
     alike: set[int] = field(default_factory=set)
@@ -176,7 +178,9 @@ class Weights:
 
     def describe(self, atom: Atom) -> str:
         """Return what an atom is called."""
-        return str(atom.key) if atom.kind == "parameter" else f"what {self.system.nodes[atom.key].name} makes of weights"
+        return (
+            str(atom.key) if atom.kind == "parameter" else f"what {self.system.nodes[atom.key].name} makes of weights"
+        )
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -254,7 +258,7 @@ class System:
         if key not in self._derived:
             numbers = self.unknowns.fresh(tuple(shape), 0)
             self._derived[key] = numbers
-            self.derived.append(Derived(numbers, **definition))
+            self.derived.append(Derived(numbers, twin=key[:-1], **definition))
         return self._derived[key]
 
     def signature(self, node: fx.Node) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter, contracts
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
@@ -16,7 +16,7 @@ from lightning_sym.symmetry.tracing.affine.solution import Definitions, Solution
 from lightning_sym.symmetry.tracing.affine.system import CASTS, Derived, System, Weights, name_of, states_of
 from lightning_sym.symmetry.tracing.affine.values import Atom, Total
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import argument, shared_memory
+from lightning_sym.symmetry.tracing.invisible import shared_memory
 
 _MOST = 2**20  # entries of a parameter that are told apart
 
@@ -32,9 +32,7 @@ def find_translations(
         constants: The names of those that are in no state dict.
     """
     known = set(constants) | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
-    movable = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and name not in known}
-    movable |= _running_means(captures) - known
-    system = System(tensors, movable, known)
+    system = System(tensors, tensors.keys() - known, known)
     system.names = states_of(captures)
     _read_ahead(system, captures)
     values = Weights(system, tensors)
@@ -44,17 +42,6 @@ def find_translations(
         if not system.late:
             return Translations(Solution(system))
         system = system.again()
-
-
-def _running_means(captures: Sequence[Capture]) -> set[str]:
-    found = set()
-    for capture in captures:
-        for node in capture.graph.nodes:
-            if name_of(node) in ("batch_norm", "instance_norm"):
-                mean = argument(node, 3, "running_mean")
-                if mean in capture.states:
-                    found.add(capture.states[mean])
-    return found
 
 
 def _read_ahead(system: System, captures: Sequence[Capture]) -> None:
@@ -309,4 +296,4 @@ class Translations:
             else torch.zeros(self.size, math.prod(self.system.shape(name)), dtype=torch.float64)
             for name in names
         ]  # fmt: skip
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 1) if parts else torch.zeros(self.size, 0, dtype=torch.float64)

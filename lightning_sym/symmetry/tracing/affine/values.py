@@ -102,6 +102,12 @@ class Total:
     terms: list[tuple[Coefficient, Tensor, Shape]] = field(default_factory=list)
     before: "tuple[Total, Tensor] | None" = None
 
+    def key(self) -> Any:
+        """Return what tells sums of different numbers apart."""
+        before = None if self.before is None else (self.before[0].key(), self.before[1].numpy().tobytes())
+        terms = tuple((own.key(shape), at.expand(shape).numpy().tobytes(), shape) for own, at, shape in self.terms)
+        return self.segments, self.constant, terms, before
+
     @property
     def vanishes(self) -> bool:
         """Whether the sum is zero for all weights."""
@@ -264,10 +270,7 @@ class Unknowns:
 
     @staticmethod
     def _at(coefficient: Coefficient, shape: Shape, at: Ints) -> list[tuple[Atom, int, Ints]]:
-        return [
-            (atom, power, own.expand(shape).reshape(-1).numpy()[at])
-            for atom, power, own in coefficient.items
-        ]
+        return [(atom, power, own.expand(shape).reshape(-1).numpy()[at]) for atom, power, own in coefficient.items]
 
     def summed(self, numbers: Tensor, axes: Sequence[int]) -> Tensor | None:
         """Return unknowns for the sums over some axes of an array, which are kept with size 1."""

@@ -1,0 +1,92 @@
+"""Translations of values: their tangents, what they do to the function, sums of them, and the shifts among them."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from helpers import one_in
+from test_spelling import ALL, LISTED, jacobian
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.tangents import _shifts
+from lightning_sym.symmetry.tracing.affine.translations import Translations, find_translations
+from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
+from lightning_sym.symmetry.tracing.normalise import normalise
+
+EXACT = 1e-10
+# Singular values, relative to the largest.
+ZERO = 1e-9
+
+
+def translations(network: nn.Module, inputs: tuple[Tensor, ...]) -> Translations:
+    captures = [normalise(capture(network, Call.of(inputs)))]
+    return find_translations(captures, state_tensors(network), constant_names(network))
+
+
+@functools.cache
+def rows(name: str) -> Tensor:
+    return jacobian(ALL[name])
+
+
+def rank(vectors: Tensor) -> int:
+    values = torch.linalg.svdvals(vectors)
+    return int((values > ZERO * values.max()).sum()) if values.numel() else 0
+
+
+def moving_parameters(found: Translations, network: nn.Module) -> Tensor:
+    """Return tangents that move parameters alone, as vectors."""
+    tensors = dict(network.state_dict())
+    vectors = found.vectors(tensors, [name for name, _ in network.named_parameters()])
+    statistics = found.vectors(tensors, [n for n, b in network.named_buffers() if b.is_floating_point()])
+    if not vectors.numel() or not statistics.numel():
+        return vectors
+    _, values, right = torch.linalg.svd(statistics.T)
+    return right[int((values > ZERO).sum()) :] @ vectors
+
+
+@pytest.mark.parametrize(("name", "spelling"), one_in(6, LISTED))
+def test_tangents_keep_the_function_and_hold_the_shifts(name: str, spelling: str) -> None:
+    torch.manual_seed(3)
+    function = ALL[name]
+    network, inputs = function.network(spelling), function.inputs(2)
+    found = translations(network, inputs)
+    vectors = moving_parameters(found, network)
+    if len(vectors):
+        assert float((rows(name) @ vectors.T).abs().max()) < 1e-8 * float(rows(name).abs().max())
+    symmetry = trace_symmetry(network, inputs, check=False)
+    parameters = {n: p.detach().double().numpy() for n, p in network.named_parameters()}
+    shifts = torch.from_numpy(_shifts(symmetry, parameters).toarray().T.copy())
+    assert rank(torch.cat([vectors, shifts])) == rank(vectors)
+
+
+@pytest.mark.parametrize(("name", "spelling"), one_in(4, LISTED))
+def test_finite_translations_keep_the_function_and_add(name: str, spelling: str) -> None:
+    torch.manual_seed(3)
+    function = ALL[name]
+    network, inputs = function.network(spelling), function.inputs(2)
+    found = translations(network, inputs)
+    tensors: dict[str, Any] = dict(network.state_dict())
+    one, two = (3 * torch.randn(found.size, dtype=torch.float64) for _ in range(2))
+    first = tensors | found.act(one, tensors)
+    with torch.no_grad():
+        expected, made = (functional_call(network, weights, inputs) for weights in (tensors, first))
+    assert float((made - expected).abs().max()) < EXACT * float(expected.abs().max())
+    after, both = first | found.act(two, first), tensors | found.act(one + two, tensors)
+    for name_of_tensor, tensor in both.items():
+        size = max(float(tensor.double().abs().max()), 1.0)
+        assert float((after[name_of_tensor] - tensor).double().abs().max()) < 1e-12 * size
+
+
+@pytest.mark.parametrize("name", ["linear", "linear around a layer norm", "residual", "embedding and positions"])
+def test_translations_and_the_linear_part_are_the_null_space(name: str) -> None:
+    torch.manual_seed(3)
+    function = ALL[name]
+    network, inputs = function.network(next(iter(function.spellings))), function.inputs(2)
+    found = translations(network, inputs)
+    linear = trace_symmetry(network, inputs, shifts=False, check=False).dimension
+    assert found.dimension + linear == function.nullity
+    assert rank(moving_parameters(found, network)) == found.dimension
