@@ -212,6 +212,6 @@ def test_further_shifts_form_a_group(name: str, spelling: str) -> None:
 
 
 def test_dimensions_that_no_shift_expresses_are_noted() -> None:
-    symmetry = traced("batch norm", "folded")
-    assert [note for note in symmetry.notes if note.startswith("6 more dimensions")]
+    symmetry = traced("group norm", "group_norm")
+    assert [note for note in symmetry.notes if note.startswith("16 more dimensions")]
     assert not any("more dimensions" in note for note in traced("positions", "slice").notes)
