@@ -33,11 +33,13 @@ class Further(NamedTuple):
         options: All shifts, in several ways, the best first: each with its number among those from before, or None.
         dimension: The dimension of all translations; None if it was not counted.
         left: The names of tensors of which some translations are not expressed as shifts.
+        why_not: Why the dimension was not counted.
     """
 
     options: list[list[tuple[Shift, int | None]]]
     dimension: int | None
     left: list[str]
+    why_not: str = ""
 
     def notes(self, used: int) -> list[str]:
         """Say what shifts of a network do not use.
@@ -46,9 +48,7 @@ class Further(NamedTuple):
             used: The dimension of those that the network has, and of its tilts.
         """
         if self.dimension is None:
-            return [
-                "whether more may be added to weights than shifts say was not searched, as the network is too large"
-            ]
+            return [f"whether more may be added to weights than shifts say was not searched, as {self.why_not}"]
         count = self.dimension - used
         if count <= 0:
             return []
@@ -90,8 +90,11 @@ def find_further(
         shifts: Those that were found before.
     """
     if sum(sum(tensor.shape) for name, tensor in tensors.items() if name not in constants) > _MOST_PLACES:
-        return Further([], None, [])
-    found = find_translations(captures, tensors, constants)
+        return Further([], None, [], "the network is too large")
+    try:
+        found = find_translations(captures, tensors, constants)
+    except Exception as error:  # an operation that the interpreter does not know, in a form that it does not expect
+        return Further([], None, [], f"the affine interpreter stopped ({type(error).__name__}: {error})")
     dimension = found.dimension
     if dimension <= size_of(shifts):
         return Further([], dimension, [])
