@@ -151,7 +151,8 @@ class TakenOff:
         weight = tensors[self.weight].detach()
         exact = wide(weight.device)
         flat = (weight.flatten(2).sum(2, dtype=exact) if weight.ndim > 2 else weight).to(exact)
-        return torch.tensordot(flat, self.entering(shift, tensors).to(flat), ([self.axis], [0]))
+        made: Tensor = torch.tensordot(flat, self.entering(shift, tensors).to(flat), ([self.axis], [0]))
+        return made
 
     def rates(self, tensors: Mapping[str, Tensor]) -> NDArray[np.float64]:
         """Return what the weight makes of each entry of the shift. Shape (outputs, entries), float64."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,7 +157,7 @@ class Algebra:
 
     def add(self, one: Value, two: Value, node: Any = None, by: Sequence[float] = (1.0, 1.0)) -> Value:
         """Return the sum of multiples of two values."""
-        shape = tuple(torch.broadcast_shapes(one.shape, two.shape))
+        shape = tuple(np.broadcast_shapes(one.shape, two.shape))
         parts = [self.broadcast(value, shape) for value in (one, two)]
         drifts: dict[int, list[tuple[Drift, float]]] = {}
         for part, factor in zip(parts, by, strict=True):
@@ -176,9 +177,10 @@ class Algebra:
         )
         found = self._summands(parts, by)
         result.translation, result.more = (found[0], tuple(found[1:])) if found else (None, ())
-        for own, other, factor, by_other in ((one, two, *by), (two, one, *reversed(by))):
-            if own.relation is not None and own.shape == shape and not other.varies and factor:
-                result.relation = self._offset(own.relation, other, shape, factor, by_other)
+        sides = ((one, two, by[0], by[1]), (two, one, by[1], by[0]))
+        for first, second, factor, by_other in sides:
+            if first.relation is not None and first.shape == shape and not second.varies and factor:
+                result.relation = self._offset(first.relation, second, shape, factor, by_other)
         return result
 
     def _summands(self, values: Sequence[Value], by: Sequence[float]) -> list[Tensor]:
@@ -235,7 +237,7 @@ class Algebra:
 
     def multiply(self, one: Value, two: Value, node: Any = None, *, divide: bool = False) -> Value:
         """Return the product of two values, or the quotient."""
-        shape = tuple(torch.broadcast_shapes(one.shape, two.shape))
+        shape = tuple(np.broadcast_shapes(one.shape, two.shape))
         if divide and two.varies:
             self.fix(two)
             two = Value(two.shape, True)
@@ -250,8 +252,8 @@ class Algebra:
         self._both(*parts)
         self._unread(one)
         self._unread(two)
-        for own, other in ((0, 1), (1, 0)):
-            self._times_function(result, parts[own], (one, two)[other], shape)
+        for at in (0, 1):
+            self._times_function(result, parts[at], (two, one)[at], shape)
         for own, other in ((one, two), (two, one)):
             if own.relation is not None and own.shape == shape and own.relation.total.vanishes:
                 axes = varying(wide(torch.empty([2 if size > 1 else 1 for size in other.shape]), len(shape)))

@@ -383,7 +383,8 @@ class _Writer:
             place for place, own in self._places().items() if self.forms[own.reshape(-1).numpy()][:, columns].nnz
         ]
         if len(reading) == 1 and reading[0][0] == "made":
-            return self.translations.solution.order[reading[0][1]]
+            made: Derived = self.translations.solution.order[reading[0][1]]
+            return made
         return None
 
     @staticmethod

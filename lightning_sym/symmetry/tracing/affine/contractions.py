@@ -3,6 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -262,7 +263,7 @@ class Contractions(Algebra):
         atom, at = self.system.atom(weights)
         given, placed = aligned(own, by.one, letters, 1), aligned(at, by.two, letters)
         sizes = dict(zip(by.two, weights.shape, strict=True))
-        shape = torch.broadcast_shapes(given.shape, placed.shape)
+        shape = np.broadcast_shapes(given.shape, placed.shape)
         whole = (*shape[: 1 + len(by.out)], *(sizes[letter] for letter in by.gone))
         rows = given.expand(whole).reshape(-1, math.prod(whole[1 + len(by.out) :])).numpy()
         coefficients = placed.expand(whole).reshape(rows.shape).numpy()
@@ -309,7 +310,7 @@ class Contractions(Algebra):
         segments = aligned(relation.segments, by.two, by.one)
         coefficient = relation.coefficient.mapped(lambda t: aligned(t, by.two, by.one))
         grid = torch.meshgrid(*(torch.arange(size) for size in thin), indexing="ij")
-        place = multiples[(segments.expand(torch.broadcast_shapes(segments.shape, tuple(thin))), *grid)]
+        place = multiples[(segments.expand(np.broadcast_shapes(segments.shape, tuple(thin))), *grid)]
         left = self.unknowns.combined([(numbers, Coefficient()), (place, coefficient.times(Coefficient(-1.0)))])
         out = aligned(multiples, by.one, by.out, 1)
         if relation.total.known is not None:
@@ -319,7 +320,8 @@ class Contractions(Algebra):
         total = relation.total
 
         def evaluate(values: Tensor, weights: Weights) -> Tensor:
-            return torch.tensordot(weights.total(total), values, ([0], [values.ndim - out.ndim]))
+            summed: Tensor = torch.tensordot(weights.total(total), values, ([0], [values.ndim - out.ndim]))
+            return summed
 
         key = ("multiples", total.key(), out.numpy().tobytes())
         self._include(result, self._by_entry(key, out, evaluate, total))
@@ -409,7 +411,7 @@ class Contractions(Algebra):
             for at, letter in enumerate(by.two):
                 own = own.narrow(at, 0, 1) if letter not in by.out else own
             index.append(aligned(own, by.two, kept))
-        rest = torch.broadcast_tensors(*index) if index else []
+        rest = torch.broadcast_tensors(*index) if index else []  # type: ignore[no-untyped-call]
         placed = numbers[(slice(None),) * lead + tuple(rest)]
         return aligned(placed, kept, by.out, lead)
 
@@ -492,7 +494,8 @@ class Contractions(Algebra):
             return
 
         def evaluate(values: Tensor, own: Weights) -> Tensor:
-            return torch.tensordot(own.total(total), values, ([0], [values.ndim - numbers.ndim]))
+            summed: Tensor = torch.tensordot(own.total(total), values, ([0], [values.ndim - numbers.ndim]))
+            return summed
 
         key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
         self._include(result, self._by_entry(key, numbers, evaluate, total))

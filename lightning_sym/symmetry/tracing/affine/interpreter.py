@@ -1,11 +1,11 @@
 """Interprets a captured graph: which method each operation is, and with which arguments."""
 
-import math
 import operator
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -304,7 +304,7 @@ class Interpreter(Contractions):
         count = max(x.rank, y.rank) - 2
         lead = _LETTERS[:count]
         one, two = lead[count - x.rank + 2 :], lead[count - y.rank + 2 :]
-        batch = tuple(torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]))
+        batch = tuple(np.broadcast_shapes(x.shape[:-2], y.shape[:-2]))
         for own, letters in ((x, one), (y, two)):
             wanted = batch[count - len(letters) :] if letters else ()
             if own.shape[:-2] != wanted and letters and any(letter in (two if own is x else one) for letter in letters):
@@ -585,23 +585,23 @@ class Interpreter(Contractions):
             own = self.broadcast(value, shape)
             self._unread(value)
             if (numbers := self.numbers(own)) is not None:
-                whole = torch.broadcast_shapes(numbers.shape, gone.shape)
+                whole = np.broadcast_shapes(numbers.shape, gone.shape)
                 terms.append(numbers.expand(whole).masked_fill(gone.expand(whole), 0))
             for key, drift in self._living(own).items():
-                whole = torch.broadcast_shapes(drift.numbers.shape, gone.shape)
+                whole = np.broadcast_shapes(drift.numbers.shape, gone.shape)
                 key = self.system.source() if key in result.drifts else key
                 kept = drift.numbers.expand(whole).masked_fill(gone.expand(whole), 0)
                 result.drifts[key] = Drift(drift.function, kept)
         if terms:
-            whole = torch.broadcast_shapes(*(own.shape for own in terms))
+            whole = np.broadcast_shapes(*(own.shape for own in terms))
             result.translation = sum((own.expand(whole) for own in terms), start=torch.zeros(whole, dtype=torch.int64))
         return result
 
     def _cat(self, node: fx.Node) -> Any:
         parts: Any = node.args[0]
-        values = [self._value(part) for part in parts] if isinstance(parts, (list, tuple)) else [None]
+        found = [self._value(part) for part in parts] if isinstance(parts, (list, tuple)) else []
         shape = tuple(node.meta["val"].shape)
-        values = [value for value in values if value is not None and math.prod(value.shape)]
+        values = [value for value in found if value is not None and 0 not in value.shape]
         rank = len(shape)
         axis: Any = argument(node, 1, "dim", 0)
         if name_of(node) == "stack":
@@ -641,7 +641,7 @@ class Interpreter(Contractions):
         present = [array for array in arrays if array is not None]
         if not present:
             return None
-        others = list(torch.broadcast_shapes(*(
+        others = list(np.broadcast_shapes(*(
             tuple(1 if at == lead + axis else size for at, size in enumerate(array.shape)) for array in present
         )))  # fmt: skip
         parts = []

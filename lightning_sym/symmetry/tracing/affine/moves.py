@@ -162,7 +162,8 @@ class Move:
 
 
 def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, list) else result
+    first: Tensor = result[0] if isinstance(result, list) else result
+    return first
 
 
 def _narrowed(relation: Relation, shape: Shape) -> Relation:
@@ -176,7 +177,7 @@ def _narrowed(relation: Relation, shape: Shape) -> Relation:
         first = segments.movedim(axis, 0).reshape(size, -1)[:, 0]
         shaped = first.reshape([-1 if at == axis else 1 for at in range(segments.ndim)])
         others = segments - shaped
-        apart = size == shape[axis] > 1 and len(first.unique()) == size
+        apart = size == shape[axis] > 1 and len(torch.unique(first)) == size
         apart = apart and not bool(others.any())
         if apart and not any(own.shape[axis] > 1 for *_, own in relation.coefficient.items):
             axes, segments = axes - {axis}, torch.zeros_like(segments.narrow(axis, 0, 1))
@@ -202,8 +203,8 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
         return target(tensor, *rest[0], **rest[1])
 
     if name in PERMUTES:
-        sizes = [2 + axis for axis in range(len(before))]
-        order = [size - 2 for size in run(torch.empty(sizes, device="meta")).shape]
+        lengths = [2 + axis for axis in range(len(before))]
+        order = [size - 2 for size in run(torch.empty(lengths, device="meta")).shape]
         return Move("permute", before, after, run, order=order)
     if name == "expand":
         return Move("expand", before, after, run)

@@ -152,11 +152,12 @@ class Translations:
             return 0
         used = patterns[:, patterns.getnnz(0) > 0]
         if own.nnz == own.shape[0] == len(set(own.indices.tolist())):
-            return segments * used.shape[1]
+            return int(segments * used.shape[1])
         given = torch.from_numpy(own[:, own.getnnz(0) > 0].toarray())
-        wanted = torch.block_diag(*[torch.from_numpy(used.toarray())] * segments)
+        blocks = [torch.from_numpy(used.toarray())] * segments
+        wanted: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
         both = torch.linalg.matrix_rank(torch.cat([given, wanted], 1), rtol=1e-9)
-        return int(torch.linalg.matrix_rank(given, rtol=1e-9)) + wanted.shape[1] - int(both)
+        return int(torch.linalg.matrix_rank(given, rtol=1e-9)) + int(wanted.shape[1]) - int(both)
 
     def tangents(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return how fast each entry of an element changes tensors. Shape (size, *the tensor's), float64."""
@@ -226,7 +227,8 @@ class Translations:
         moved = made.movedim([lead + axis for axis in axes], list(range(-len(axes), 0)))
         flat = moved.reshape(-1, basis.shape[1])
         flat = flat - flat @ torch.linalg.pinv(basis) @ basis
-        return flat.reshape(moved.shape).movedim(list(range(-len(axes), 0)), [lead + axis for axis in axes])
+        back: Tensor = flat.reshape(moved.shape).movedim(list(range(-len(axes), 0)), [lead + axis for axis in axes])
+        return back
 
     def _changed(self, total: Total | None, weights: Weights, known: Tensor, *, finite: bool) -> Weights:
         """Return the weights with what has been added to them so far, as far as a relation's sum needs them."""
@@ -274,10 +276,10 @@ class Translations:
                     own = known[:, rows.numbers]
                     if not bool(own.any()):
                         continue
-                    shape = [size if axis in axes else 1 for axis, size in enumerate(self.system.shape(name))]
+                    thin = [size if axis in axes else 1 for axis, size in enumerate(self.system.shape(name))]
                     by = weights.coefficient(rows.coefficient).expand(len(rows.segments))
                     for segment in range(own.shape[1]):
-                        add(name, own[:, segment] * torch.where(rows.segments == segment, by, 0.0).reshape(shape))
+                        add(name, own[:, segment] * torch.where(rows.segments == segment, by, 0.0).reshape(thin))
         begin = len(self.solution.shifts)
         for at, (_, name, axes, shape) in enumerate(self._blocks):
             size = math.prod(shape)

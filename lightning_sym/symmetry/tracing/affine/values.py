@@ -248,7 +248,7 @@ class Unknowns:
         terms = [(own, by) for numbers, by in terms if (own := self.living(numbers)) is not None and by.factor]
         if not terms:
             return None
-        shape = torch.broadcast_shapes(
+        shape = np.broadcast_shapes(
             *(numbers.shape for numbers, _ in terms), *(own.shape for _, by in terms for *_, own in by.items)
         )
         stacked = [numbers.expand(shape).reshape(-1).numpy() for numbers, _ in terms]
@@ -256,10 +256,10 @@ class Unknowns:
         alone = present.sum(0) == 1
         plain = np.zeros_like(alone)
         result = np.zeros(len(alone), np.int64)
-        for own, here, (_, by) in zip(stacked, present, terms, strict=True):
+        for entries, here, (_, by) in zip(stacked, present, terms, strict=True):
             if by.factor == 1 and not by.items:
                 plain |= alone & here
-                result = np.where(alone & here, own, result)
+                result = np.where(alone & here, entries, result)
         at = np.flatnonzero(present.any(0) & ~plain)
         if len(at):
             new = self.fresh((len(at),), SUMS).numpy()
@@ -293,7 +293,7 @@ class Unknowns:
 
     def equate(self, one: Tensor, two: Tensor) -> None:
         """Demand that unknowns are equal, entry by entry; arrays that broadcast."""
-        shape = torch.broadcast_shapes(one.shape, two.shape)
+        shape = np.broadcast_shapes(one.shape, two.shape)
         pairs = torch.stack([numbers.expand(shape).reshape(-1) for numbers in (one, two)], 1).numpy()
         pairs = pairs[pairs[:, 0] != pairs[:, 1]]
         gone = self.zero[pairs]
