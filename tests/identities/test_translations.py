@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.charts import Charts, charted, uncharted
 from lightning_sym.symmetry.tangents import _shifts
 from lightning_sym.symmetry.tracing.affine.translations import Translations, find_translations
 from lightning_sym.symmetry.tracing.calls import Call
@@ -22,9 +23,10 @@ EXACT = 1e-10
 ZERO = 1e-9
 
 
-def translations(network: nn.Module, inputs: tuple[Tensor, ...]) -> Translations:
-    captures = [normalise(capture(network, Call.of(inputs)))]
-    return find_translations(captures, state_tensors(network), constant_names(network))
+def translations(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Translations, Charts]:
+    """Return what may be added to tensors, and in which charts."""
+    captured = normalise(capture(network, Call.of(inputs)))
+    return find_translations([captured], state_tensors(network), constant_names(network)), captured.charts
 
 
 @functools.cache
@@ -37,9 +39,9 @@ def rank(vectors: Tensor) -> int:
     return int((values > ZERO * values.max()).sum()) if values.numel() else 0
 
 
-def moving_parameters(found: Translations, network: nn.Module) -> Tensor:
+def moving_parameters(found: Translations, charts: Charts, network: nn.Module) -> Tensor:
     """Return tangents that move parameters alone, as vectors."""
-    tensors = dict(network.state_dict())
+    tensors = dict(charted(network.state_dict(), charts))
     vectors = found.vectors(tensors, [name for name, _ in network.named_parameters()])
     statistics = found.vectors(tensors, [n for n, b in network.named_buffers() if b.is_floating_point()])
     if not vectors.numel() or not statistics.numel():
@@ -53,12 +55,12 @@ def test_tangents_keep_the_function_and_hold_the_shifts(name: str, spelling: str
     torch.manual_seed(3)
     function = ALL[name]
     network, inputs = function.network(spelling), function.inputs(2)
-    found = translations(network, inputs)
-    vectors = moving_parameters(found, network)
+    found, charts = translations(network, inputs)
+    vectors = moving_parameters(found, charts, network)
     if len(vectors):
         assert float((rows(name) @ vectors.T).abs().max()) < 1e-8 * float(rows(name).abs().max())
     symmetry = trace_symmetry(network, inputs, check=False)
-    parameters = {n: p.detach().double().numpy() for n, p in network.named_parameters()}
+    parameters = {n: p.detach().double().numpy() for n, p in charted(dict(network.named_parameters()), charts).items()}
     shifts = torch.from_numpy(_shifts(symmetry, parameters).toarray().T.copy())
     assert rank(torch.cat([vectors, shifts])) == rank(vectors)
 
@@ -68,12 +70,16 @@ def test_finite_translations_keep_the_function_and_add(name: str, spelling: str)
     torch.manual_seed(3)
     function = ALL[name]
     network, inputs = function.network(spelling), function.inputs(2)
-    found = translations(network, inputs)
-    tensors: dict[str, Any] = dict(network.state_dict())
+    found, charts = translations(network, inputs)
+    raw = network.state_dict()
+    tensors: dict[str, Any] = dict(charted(raw, charts))
     one, two = (3 * torch.randn(found.size, dtype=torch.float64) for _ in range(2))
     first = tensors | found.act(one, tensors)
     with torch.no_grad():
-        expected, made = (functional_call(network, weights, inputs) for weights in (tensors, first))
+        expected, made = (
+            functional_call(network, dict(uncharted(weights.items(), charts, raw)), inputs)
+            for weights in (tensors, first)
+        )
     assert float((made - expected).abs().max()) < EXACT * float(expected.abs().max())
     after, both = first | found.act(two, first), tensors | found.act(one + two, tensors)
     for name_of_tensor, tensor in both.items():
@@ -86,7 +92,7 @@ def test_translations_and_the_linear_part_are_the_null_space(name: str) -> None:
     torch.manual_seed(3)
     function = ALL[name]
     network, inputs = function.network(next(iter(function.spellings))), function.inputs(2)
-    found = translations(network, inputs)
+    found, charts = translations(network, inputs)
     linear = trace_symmetry(network, inputs, shifts=False, check=False).dimension
     assert found.dimension + linear == function.nullity
-    assert rank(moving_parameters(found, network)) == found.dimension
+    assert rank(moving_parameters(found, charts, network)) == found.dimension
