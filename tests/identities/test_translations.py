@@ -10,6 +10,7 @@ from test_spelling import ALL, LISTED, jacobian
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_sym.symmetry import trace as trace_module
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.charts import Charts, charted, uncharted
 from lightning_sym.symmetry.tangents import _shifts
@@ -96,3 +97,34 @@ def test_translations_and_the_linear_part_are_the_null_space(name: str) -> None:
     linear = trace_symmetry(network, inputs, shifts=False, check=False).dimension
     assert found.dimension + linear == function.nullity
     assert rank(moving_parameters(found, charts, network)) == found.dimension
+
+
+# Networks with shifts that only the interpreter finds. They are not in the groups of today, see `trace._FURTHER`.
+FURTHER_SHIFTS = [
+    ("linear", "bias as a column"),
+    ("group norm", "group_norm"),
+    ("positions", "slice"),
+    ("pool of CLIP", "multi_head_attention_forward"),
+    ("embedding into an LSTM", "lstm"),
+    ("three linear layers", "linear"),
+]
+
+
+@pytest.mark.parametrize(("name", "spelling"), FURTHER_SHIFTS)
+def test_further_shifts_form_a_group(name: str, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = ALL[name]
+    torch.manual_seed(3)
+    network, inputs = function.network(spelling), function.inputs(2)
+    without = trace_symmetry(network, inputs, check=False)
+    monkeypatch.setattr(trace_module, "_FURTHER", True)
+    symmetry = trace_symmetry(network, inputs, check=False)
+    assert without.dimension <= symmetry.dimension <= function.nullity
+    generator = torch.Generator().manual_seed(1)
+    first, second = (symmetry.sample(generator, scale=0.3) for _ in range(2))
+    own = {key: torch.rand_like(value) + 0.5 for key, value in network.state_dict().items()}
+    moved = symmetry.act_on(first, own)
+    before, after = (functional_call(network, tensors, inputs) for tensors in (own, moved))
+    assert float((after - before).abs().max()) < EXACT * float(before.abs().max())
+    both = symmetry.act_on(symmetry.compose(second, first), own)
+    for key, tensor in symmetry.act_on(second, moved).items():
+        assert float((both[key] - tensor).abs().max()) < 1e-9 * max(float(tensor.abs().max()), 1.0)

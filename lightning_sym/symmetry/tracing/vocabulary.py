@@ -692,7 +692,7 @@ class Trace:
             value: The factor, broadcast to a result of `rank` axes.
             rank: See `value`.
         """
-        whole = self.constraints.resolve(partner)
+        whole = self.constraints.pending(partner)  # whose tags what it meets may still say
         of = self.constraints.copied_from(whole.atom)
         axes = [axis - rank + value.ndim for axis in whole.axes]
         if (of == whole.atom).all() or len(np.unique(label.atom)) < label.size or min(axes, default=-1) < 0:
@@ -701,7 +701,9 @@ class Trace:
             return None
         numbers = self._same(value, axes, lambda tensor: tensor)
         pairs = np.unique(np.stack([of.ravel(), whole.tag.ravel(), numbers.ravel()]), axis=1)
-        return Label(whole.axes, of, whole.tag, whole.scale) if pairs.shape[1] == len(np.unique(of)) else None
+        if pairs.shape[1] > len(np.unique(of)):
+            return None
+        return Label(whole.axes, of, self.constraints.resolve(partner).tag, whole.scale)
 
     def _told_apart(self, label: Label, parents: Label, value: Value, rank: int) -> Label:
         """Tell units apart along axes on which their parents do not live, but are something else at each place.
