@@ -19,12 +19,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torchmetrics import Metric
 
 from lightning_sym.figures import cards
 from lightning_sym.figures.cards import CARD
 from lightning_sym.networks import Network
+from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import rebuild_manifest, write_member
 
 # ---- cases
@@ -258,3 +259,23 @@ def write_zoo(folder: Path, networks: Sequence[Network], data: Any) -> Path:
         write_member(folder, number, state, architecture=network.architecture, data=data.identity())
     rebuild_manifest(folder)
     return folder
+
+
+class Exact(fx.Interpreter):
+    """Runs a graph, and instead of norms that only stand for another function this function."""
+
+    def run_node(self, n):
+        if "stands_for" not in n.meta:
+            return super().run_node(n)
+        function, steps = n.meta["stands_for"]
+        for _ in range(steps):
+            n = n.args[0]
+        return function(self.env[n])
+
+
+def outputs_of_graph(captured, network, inputs):
+    """Run the graph of a capture on the numbers of a network and of inputs; return all outputs."""
+    module = fx.GraphModule(captured.graph.owning_module or nn.Module(), captured.graph)
+    interpreter = Exact(module, garbage_collect_values=False)
+    with torch.no_grad():
+        return torch.utils._pytree.tree_leaves(interpreter.run(*state_tensors(network).values(), *inputs))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.moving import MovedTensors
@@ -209,11 +210,15 @@ def weights_apart(
         rounding: Of the numbers, relative.
         seed: Of the noise.
     """
+    charts = symmetry.structure.charts
     exact = ConvertedTensors(theirs, lambda tensor: tensor.detach().double() if tensor.is_floating_point() else tensor)
-    moved = MovedTensors(symmetry.structure, element, exact)
-    draws = [MovedTensors(symmetry.structure, element, _Rounded(exact, rounding, seed + n)) for n in range(_DRAWS)]
+    moved = MovedTensors(symmetry.structure, element, charted(exact, charts))
+    draws = [
+        MovedTensors(symmetry.structure, element, charted(_Rounded(exact, rounding, seed + n), charts))
+        for n in range(_DRAWS)
+    ]
     worst, where, limit = 0.0, "no weight", _OF_COARSE_WEIGHTS if rounding > _COARSE else _OF_WEIGHTS
-    for name, tensor in ours.items():
+    for name, tensor in charted(ours, charts).items():
         if not tensor.is_floating_point():
             if not name.endswith("num_batches_tracked") and not torch.equal(tensor, theirs[name].to(tensor.device)):
                 return math.inf, name

@@ -1,6 +1,7 @@
 """The symmetry of a network: its group, its elements, and how they act on weights."""
 
 import contextlib
+import functools
 import html
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from lightning_sym.symmetry.action import Action, ActivationAction, inverted
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by, same_but_for_rounding
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
+from lightning_sym.symmetry.charts import charted, uncharted
 from lightning_sym.symmetry.described import described_blocks, described_shifts, described_table, joined, wrapped
 from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
@@ -495,11 +497,12 @@ class Symmetry:
             if network in self._met:  # the copy computes what the network does
                 self._met[result] = held_by(result)[0]
             return result
-        action, holders = Action(self.structure, element), self._holders(network)
+        holders = self._holders(network)
         with torch.no_grad():
             if optimizer is not None:
-                action.carry(optimizer, {own: name for name, held in holders.items() for own in held})
-            for name, tensor in action.on_weights(state_tensors(network)):
+                names = {own: name for name, held in holders.items() for own in held}
+                Action(self.structure, element).carry(optimizer, names)
+            for name, tensor in self._weights(element, state_tensors(network)):
                 for own in holders.get(name, ()):
                     own.copy_(tensor)  # of those that share memory, again
         _recompute(network)
@@ -558,19 +561,35 @@ class Symmetry:
                     "network; expected a checkpoint of a network with shared weights."
                 )
         with torch.no_grad():
-            action = Action(self.structure, element)
-            return write_moved(shards, named, action.on_weights, self.structure.slots_of, out)
+            moved = functools.partial(self._weights, element)
+            return write_moved(shards, named, moved, self.structure.slots_of, out)
 
     def _weights(self, element: Element, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield what becomes of the parameters and buffers that move; each may then be overwritten."""
-        return Action(self.structure, element).on_weights(tensors)
+        charts = self.structure.charts
+        moved = Action(self.structure, element).on_weights(charted(tensors, charts))
+        return uncharted(moved, charts, tensors)
+
+    def tensors(self, network: nn.Module) -> Mapping[str, Tensor]:
+        """Return a network's parameters and buffers as the group acts on them, by their first names.
+
+        Where the network reads a parameter as 1 + w and in no other way, that is 1 + w, in double precision.
+
+        Args:
+            network: Of the traced architecture, which is not checked. Its tensors are not copied.
+        """
+        return charted(state_tensors(network), self.structure.charts)
+
+    def acted(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
+        """Return what becomes of tensors as :meth:`tensors` gives them; see :meth:`act_on`."""
+        return {**tensors, **dict(Action(self.structure, element).on_weights(tensors, shifted=shifts))}
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module:
         """Return a changed copy of a network, whatever its function."""
         holders = self._holders(network)
         made: dict[int, Any] = {}  # the copy gets its new tensors at once, instead of copies of the old ones
         with torch.no_grad():
-            for name, tensor in Action(self.structure, element).on_weights(state_tensors(network)):
+            for name, tensor in self._weights(element, state_tensors(network)):
                 memories: set[Any] = set()
                 for own in holders.get(name, ()):
                     new = tensor.clone() if memories and memory_of(own) not in memories else tensor
@@ -589,7 +608,8 @@ class Symmetry:
                 among them.
             shifts: Whether to add shifts, and to move running variances as evaluation asks for.
         """
-        return {**tensors, **dict(Action(self.structure, element).on_weights(tensors, shifted=shifts))}
+        charts = self.structure.charts
+        return dict(uncharted(self.acted(element, charted(tensors, charts), shifts=shifts).items(), charts, tensors))
 
     def on_activations(self, element: Element, tap: Tap | str, network: nn.Module | None = None) -> ActivationAction:
         r"""Return what an element does to a value inside the network, in evaluation mode.
@@ -625,7 +645,7 @@ class Symmetry:
         tensors = None
         if network is not None:
             self.require(network)
-            tensors = state_tensors(network)
+            tensors = self.tensors(network)
             action.learn_gains(tensors)
         return action.on_activations(tap, tensors)
 

@@ -67,7 +67,7 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
             if name in rows:
                 rows[name] = rows[name] + matrix
         moved.append(sparse.vstack(list(rows.values())))
-    return _rank(sparse.hstack(moved).tocsr()) + _mixing(
+    return rank_of(sparse.hstack(moved).tocsr()) + _mixing(
         structure, {slot.offset for own in slots.values() for slot in own}
     )
 
@@ -83,7 +83,7 @@ def _mixing(structure: Structure, offsets: Collection[int]) -> int:
     return dimension + sum(structure.tilts[index].size for index in tilts) + len(phases)
 
 
-def _rank(matrix: sparse.csr_matrix) -> int:
+def rank_of(matrix: sparse.csr_matrix) -> int:
     """Return the rank of a matrix, the sum of those of its blocks."""
     matrix.eliminate_zeros()
     rows = matrix.shape[0]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.statistics import tangent_rows
 from lightning_sym.symmetry.tracing.structure import Slot
 from lightning_sym.symmetry.translations import rates, repeated
@@ -93,7 +94,8 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
             f"any invertible matrix acts on {len(structure.dense)} cells of units (linear layers in a row), for which "
             "there is no balanced member; put an activation between them, or merge them into one."
         )
-    parameters = {name: p.detach().double().cpu().numpy() for name, p in network.named_parameters()}
+    own = charted(dict(network.named_parameters()), structure.charts)
+    parameters = {name: p.detach().double().cpu().numpy() for name, p in own.items()}
     free = _free_of_statistics(symmetry, frozenset(parameters))
     blocks = [tangent_rows(structure.slots_of.get(name, ()), w, structure.magnitudes) for name, w in parameters.items()]
     scales = sparse.vstack(blocks).tocsr() @ free

@@ -14,7 +14,6 @@ from scipy import sparse
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
-from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.equations import solve
@@ -57,11 +56,7 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
                 found.setdefault(part.tensor, []).append(summand)
         for off in shift.taken_off:
             if off.bias in tensors and all(name in tensors for name in off.needed):
-                weight = tensors[off.weight].detach()
-                exact = wide(weight.device)
-                flat = (weight.flatten(2).sum(2, dtype=exact) if weight.ndim > 2 else weight).to(exact)
-                entering = off.entering(vector, tensors).to(flat)
-                taken = torch.tensordot(flat, entering, ([off.axis], [0]))
+                taken = off.seen(off.made(vector, tensors), len(tensors[off.bias]))
                 if shift.norm is not None:
                     taken = times * _without_mean(taken, means.get(off.bias), tensors)
                 found.setdefault(off.bias, []).append(Summand(-taken.to(tensors[off.bias])))
@@ -117,11 +112,7 @@ def rates(
         often = 1.0 if part.axis is not None else times
         yield part.tensor, often * added_by(part, shift.size, tensors)
     for off in shift.taken_off:
-        weight = tensors[off.weight].flatten(2).sum(2) if tensors[off.weight].ndim > 2 else tensors[off.weight]
-        for fold in off.folds:
-            shape = [-1 if axis == off.axis else 1 for axis in range(weight.ndim)]
-            weight = weight * fold.multiples(weight.shape[off.axis], tensors).reshape(shape)
-        taken = torch.from_numpy(np.asarray(weight.movedim(off.axis, 1).numpy() @ off.matrix))
+        taken = off.seen(torch.from_numpy(off.rates(tensors)), len(tensors[off.bias]))
         if shift.norm is not None:
             taken = times * _without_mean(taken, means.get(off.bias), tensors)
         yield off.bias, -sparse.csr_matrix(taken.numpy())
@@ -251,7 +242,7 @@ def _noticed(shifts: Sequence[Shift]) -> dict[tuple[int, int], int]:
         (number, index): means[off.bias]
         for number, shift in enumerate(shifts)
         for index, off in enumerate(shift.taken_off)
-        if off.bias in means and shift.norm is None
+        if off.bias in means and shift.norm is None and off.unseen is None and off.at is None and off.before is None
     }
 
 
@@ -436,7 +427,7 @@ def repeated(shifts: Sequence[Shift]) -> int:
     for shift in shifts:
         for part in shift.added if shift.pivots is None else ():
             ways.setdefault(part.tensor, []).append(part)
-    count = 0
+    count = sum(shift.common for shift in shifts)
     for own in ways.values():
         for one, two in itertools.combinations(own, 2):
             both = set(one.axes) & set(two.axes)

@@ -300,8 +300,8 @@ def relative_logits_cut_to_length(s, x):
     logits = relu(s.a(x)) @ s.pos.t()
     return s.b(logits[:, :, : x.shape[1]].softmax(-1) @ x)
 
-# The columns of the table meet nothing but themselves.
-tables.row("largest_of_the_rows_of_a_cut_table", group([8, 8], 8, 8),
+# The columns of the table meet nothing but themselves, which any orthogonal matrix passes.
+tables.row("largest_of_the_rows_of_a_cut_table", group([8], 8, 8) + Group(0.0, 0, 0, 0, 28),
     lambda s, x: s.b(relu(s.a(x)) * torch.softmax(s.pos.narrow(0, 0, x.shape[1]) @ s.pos[0], 0).amax()), slack=True,
     pos=parameter(12, 8))
 
@@ -1242,8 +1242,9 @@ def selected_paths(s, x):
     gate = torch.sigmoid(s.t(relu(s.r(both.sum(2).mean(1)))))
     return s.b((both * gate.reshape(-1, 1, 2, 8)).sum(2))
 
-# Each row of the weight loses its own scale; the columns are averaged over: all that goes in may only scale together.
-@parts(group([8, 4], 5), least=group([8, 4], 4), on=IMAGE, a=CA, w=parameter(4, 8, 3, 3), b=of(C, 4, 2, 1))
+# Each row of the weight loses its own scale and mean; all that goes in may only scale together.
+@parts(group([8, 4], 5, shifts=4), least=group([8, 4], 4, shifts=4), on=IMAGE, a=CA, w=parameter(4, 8, 3, 3),
+    b=of(C, 4, 2, 1))
 def standardised_filters(s, x):
     variance, mean = torch.var_mean(s.w, (1, 2, 3), keepdim=True)
     return s.b(relu(F.conv2d(relu(s.a(x)), (s.w - mean) / variance.sqrt())))

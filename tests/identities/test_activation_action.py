@@ -26,13 +26,16 @@ class Watching(fx.Interpreter):
     def __init__(self, found: Capture) -> None:
         super().__init__(fx.GraphModule(found.graph.owning_module, found.graph))
         self.values: dict[str, Tensor] = {}
+        self.names: dict[str, list[str]] = {}  # by node, as the normal form may have another one in its place
+        for mark in found.marks:
+            self.names.setdefault(mark.node.name, []).append(mark.name)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if "empty" in n.name:
             result.zero_()  # what was there before, nobody reads
         if isinstance(result, Tensor):
-            self.values[n.name] = result.clone()
+            self.values |= dict.fromkeys([n.name, *self.names.get(n.name, ())], result.clone())
         return result
 
 

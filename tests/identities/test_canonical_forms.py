@@ -372,16 +372,44 @@ def three_summands(s, x):
     return s.o(torch.relu(s.a(x) + s.b + s.c))
 
 
+def attended(s, y):
+    parts = (layer(y[None]).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (s.q, s.k, s.v))
+    return s.p(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+
+def beside_heads(s, x, after):
+    y = s.a(x)
+    return s.o(y.relu() + after(attended(s, y)))
+
+
+def in_two_signs(s, x):
+    """Every entry of the values depends on the sign of the whole stream, too, which only the last gain tells."""
+    y = s.a(x)
+    y = y + torch.tanh(attended(s, y))
+    return s.o(y + s.m(s.w(torch.tanh(s.u(y)))))
+
+
+def heads(bias: bool = False) -> dict[str, nn.Module]:
+    layers = {name: nn.Linear(6, 4 if name == "v" else 6) for name in "qkv"}
+    return layers | {"p": nn.Linear(4, 6, bias=bias), **ends()}
+
+
+def gain_of_both_signs() -> nn.Module:
+    norm = nn.RMSNorm(6)
+    norm.weight = nn.Parameter(torch.tensor([0.5, -1.0, 0.0, 2.0, -0.3, 1.0]))
+    return norm
+
+
 def embedding(s, i, t):
     return s.o(torch.relu(s.h(s.n(s.e(i) + s.t(t) + s.p))))
 
 
 # Networks, and whether their form is unique.
 SELF_TESTED = {
-    "symmetric matrix": (lambda: Written(lambda s, x: s.o(s.a(x) @ (s.w + s.w.T)), w=square(), **ends()), False),
+    "symmetric matrix": (lambda: Written(lambda s, x: s.o(s.a(x) @ (s.w + s.w.T)), w=square(), **ends()), True),
     "symmetric matrix between tanh": (
         lambda: Written(lambda s, x: s.o((s.a(x).tanh() @ (s.w + s.w.T)).tanh()), w=square(), **ends()),
-        False,
+        True,
     ),
     "antisymmetric matrix": (lambda: Written(lambda s, x: s.o(s.a(x) @ (s.w - s.w.T)), w=square(), **ends()), False),
     "product of weights": (
@@ -403,6 +431,21 @@ SELF_TESTED = {
     "mask of units": (lambda: Written(lambda s, x: s.o(s.a(x).relu() * s.m), m=mask(6), **ends()), True),
     "three summands": (
         lambda: Written(three_summands, **{k: nn.Parameter(torch.randn(6)) for k in "bc"}, **ends()),
+        True,
+    ),
+    "norm behind heads": (
+        lambda: Written(lambda s, x: beside_heads(s, x, s.n), n=gain_of_both_signs(), **heads()),
+        True,
+    ),
+    "norm behind heads and a bias": (
+        lambda: Written(lambda s, x: beside_heads(s, x, s.n), n=gain_of_both_signs(), **heads(bias=True)),
+        True,
+    ),
+    "tanh behind heads": (lambda: Written(lambda s, x: beside_heads(s, x, torch.tanh), **heads()), True),
+    "tanh in a stream of two signs": (
+        lambda: Written(
+            in_two_signs, m=nn.LayerNorm(6), u=nn.Linear(6, 5), w=nn.Linear(5, 6), **heads(bias=True)
+        ),
         True,
     ),
     "embedding, types and positions": (
@@ -436,6 +479,22 @@ def test_the_form_says_whether_it_is_unique(name):
     assert math.isnan(other.difference)
     if "mask" in name:
         assert set(found.network.m.unique().tolist()) == set(network.m.unique().tolist())
+
+
+def test_norms_behind_heads_of_a_language_model_leave_one_form():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Olmo2Config(
+        vocab_size=13, hidden_size=8, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    network = transformers.Olmo2ForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "norm" in name:
+                parameter.normal_()
+    form = canonicalize(trace_symmetry(network, input_ids=torch.randint(13, (2, 4)), output="logits"), network)
+    assert form.difference < 1e-10
 
 
 def test_no_moved_copy_is_made_of_large_networks(monkeypatch):

@@ -42,8 +42,6 @@ CHOSEN = "units are chosen by their values"  # groups of experts
 EQUAL = f"{CHOSEN}, of which several may be equal"  # and experts behind the mask of their groups
 OVERLAP = "labels on axes that overlap only in part meet"  # attention over channels
 ONE_AXIS = "two labelled axes became one"
-ALONG = "acts along an axis on which units live"
-MIXED = "an axis of units was mixed with another axis"
 RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
 # What they mean, for the guide.
 MEANING = {
@@ -56,8 +54,6 @@ MEANING = {
     ONE_AXIS: "two kinds of units are written side by side into one tensor",
     OVERLAP: "attention over channels",
     RELATIVE: "one table of relative positions for all heads, learned keys",
-    ALONG: "a convolution runs over the channels",
-    MIXED: "channels and places are folded into one axis",
 }
 STAYS_FIXED: dict[str, set[str]] = {
     f"{library}: {name}": reasons
@@ -77,11 +73,8 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("timm", ("vit, learned rotary",), {PLACES, ONE_AXIS}),
         ("timm", ("dinov3",), {HEADS}),
         ("timm", ("xcit", "davit", "coat", "edgenext"), {OVERLAP}),
-        ("timm", ("sam", "botnet"), {RELATIVE}),
-        ("timm", ("lambda_resnet",), {RELATIVE, ALONG}),
-        ("timm", ("ecaresnet",), {ALONG}),
-        ("timm", ("tnt",), {TIED, MIXED}),
-        ("timm", ("mobilevit",), {MIXED}),
+        ("timm", ("sam", "botnet", "lambda_resnet"), {RELATIVE}),
+        ("timm", ("tnt",), {TIED, PLACES}),
     )
     for name in names
 }

@@ -166,14 +166,23 @@ def test_norms_that_are_left_keep_their_gains() -> None:
 
 
 class Shifted(nn.Module):
-    """A norm whose gain is 1 + its weight."""
+    """A norm whose gain is 1 + its weight, which may be added, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, added: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.weight, self.added = nn.Parameter(torch.randn(WIDTH)), added
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+        return x + self.weight if self.added else x
+
+
+def test_a_gain_of_one_and_a_weight_is_folded_to_a_weight_of_zero() -> None:
+    network = generic(sequential(of(nn.Linear, 3, WIDTH), Shifted, of(nn.Linear, WIDTH, 5))().double())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    moved, _ = fold_norm_gains(trace_symmetry(network, x), network)
+    assert torch.equal(moved[1].weight, torch.zeros(WIDTH))
+    assert float((moved(x) - network(x)).detach().abs().max()) < 1e-12
 
 
 def refusing(move: Callable[..., Any], make: Callable[[], nn.Module], *arguments: Any, **options: Any) -> Any:
@@ -194,7 +203,7 @@ def without_unit(make: Callable[[], nn.Module]) -> Callable[..., Any]:
 
 READ = sequential(of(nn.Linear, 3, WIDTH), of(nn.RMSNorm, WIDTH), of(nn.Linear, WIDTH, 5))
 LAYER = sequential(of(nn.Linear, 3, WIDTH), of(nn.LayerNorm, WIDTH), of(nn.Linear, WIDTH, 5))
-GEMMA = sequential(of(nn.Linear, 3, WIDTH), Shifted, of(nn.Linear, WIDTH, 5))
+GEMMA = sequential(of(nn.Linear, 3, WIDTH), of(Shifted, added=True), of(nn.Linear, WIDTH, 5))
 POST = sequential(of(nn.Linear, 3, WIDTH), of(nn.LayerNorm, WIDTH), nn.Tanh, of(nn.Linear, WIDTH, 5))
 PLAIN = sequential(of(nn.Linear, 3, WIDTH), nn.ReLU, of(nn.Linear, WIDTH, 5))
 BESIDE = of(Language, first=False, tied=False)

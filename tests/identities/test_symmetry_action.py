@@ -144,7 +144,8 @@ LINEAR_CASES = {
         lambda: torch.arange(6).reshape(2, 3), [6, 5], 11, 6, [f(5)], dense=[6]),
     # A residual stream between an embedding and its transpose: signed permutations.
     "tied_embedding": functional(lambda s, i: (lambda h: (h + s.d(torch.relu(s.u(h)))) @ s.e.weight.t())(s.e(i)),
-        lambda: torch.arange(6).reshape(2, 3), [6, 8], 8, 6, e=of(nn.Embedding, 10, 6), u=of(L, 6, 8), d=of(L, 8, 6)),
+        lambda: torch.arange(6).reshape(2, 3), [6, 8], 8, 6, [f(8)], rotations=[6], signs_in_rotations=6,
+        e=of(nn.Embedding, 10, 6), u=of(L, 6, 8), d=of(L, 8, 6)),
     "width_1": Case(sequential(of(L, 5, 1), RELU, of(L, 1, 2)), VECTOR, [], 1, 0),
     "width_1_conv": Case(sequential(of(C, 3, 1, 3), RELU, FLAT, of(L, 36, 4), RELU, of(L, 4, 2)), IMAGE, [4], 5, 0),
     "batch_1": Case(sequential(of(L, 5, 8), RELU, of(L, 8, 3)), (1, 5), [8], 8, 0),
@@ -206,11 +207,17 @@ CONVOLUTION_CASES = {
         [4], 4, 0),
     "roll_and_flip": functional(lambda s, x: s.b(torch.roll(torch.relu(s.a(x)), (2, -1), (2, 3)).flip(3)), IMAGE, [6],
         6, 0, a=of(C, 3, 6, 3), b=of(C, 6, 2, 1)),
-    "unfold": functional(lambda s, x: s.b(F.unfold(torch.relu(s.a(x)), 2, stride=2).mT), IMAGE, [], 0, 0, note="im2col",
+    "unfold": functional(lambda s, x: s.b(F.unfold(torch.relu(s.a(x)), 2, stride=2).mT), IMAGE, [6], 6, 0,
         a=of(C, 3, 6, 3), b=of(L, 24, 2)),
-    # Sub-pixels are not interchangeable, and only whole blocks of four could move.
+    "channels_of_a_linear_layer": functional(lambda s, x: s.b(torch.relu(s.a(x)).view(-1, 2, 3, 3)), VECTOR, [2], 2, 0,
+        a=of(L, 5, 18), b=of(nn.ConvTranspose2d, 2, 3, 2)),
+    "matrix_of_gains": functional(lambda s, x: s.b(torch.relu(s.a(x)) * s.g.flatten()), VECTOR, [8], 16, 8,
+        g=parameter(2, 4)),
+    "messages": functional(lambda s, x: s.b(torch.zeros(4, 8).to(x).index_add(0, x[:, 0].abs().long() % 4,
+        torch.relu(s.a(x)))), VECTOR, [8], 8, 0),
+    # Sub-pixels are not interchangeable, and only whole blocks of four can move.
     "pixel_shuffle": Case(sequential(of(C, 3, 8, 3), RELU, of(nn.PixelShuffle, 2), of(C, 2, 4, 1), RELU, of(C, 4, 2, 1),
-        FLAT), IMAGE, [4], 4, 0, note="conv2d in 3"),
+        FLAT), IMAGE, [2, 4], 6, 0),
 }  # fmt: skip
 
 NORM_CASES = {
@@ -359,7 +366,7 @@ GATE_CASES = {
         b=of(L, 5, 8), c=of(L, 8, 2)),
     # A cumulative sum over time is linear, and leaves the units alone.
     "cumsum_over_time": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(1)), SEQUENCE, [8], 8, 0),
-    "cumsum_over_units": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(-1)), SEQUENCE, [], 0, 0, note="cumsum"),
+    "cumsum_over_units": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(-1)), SEQUENCE, [], 1, 0, note="cumsum"),
     "softmax_over_units": functional(lambda s, x: s.b(s.a(x).softmax(-1)), VECTOR, [8], 0, 0),
     "sum_over_units": functional(lambda s, x: s.b(torch.relu(s.a(x)).sum(1, keepdim=True)), VECTOR, [8], 1, 0,
         b=of(L, 1, 2)),
@@ -507,8 +514,6 @@ SHIFTS = {
             "position_buffer",
             "position_parameter",
             "rnn",
-            "masked_attention",
-            "cross_attention",
         ],
         8,
     ),
@@ -516,11 +521,13 @@ SHIFTS = {
     **dict.fromkeys(["dense_block"], 10),
     **dict.fromkeys(["cat"], 12),
     **dict.fromkeys(["mlp_linear"], 15),
-    **dict.fromkeys(["layer_norm_linear", "gru", "causal_attention", "attention_other_widths"], 16),
+    **dict.fromkeys(["layer_norm_linear", "gru", "causal_attention", "masked_attention"], 16),
     **dict.fromkeys(["lstm", "self_attention", "attention_with_weights", "attention_with_weights_per_head"], 32),
     **dict.fromkeys(["convnext"], 41),
     **dict.fromkeys(["encoder_layer"], 66),
-    **dict.fromkeys(["encoder_layer_norm_first", "decoder_layer_norm_first"], 72),
+    **dict.fromkeys(["encoder_layer_norm_first"], 72),
+    **dict.fromkeys(["cross_attention", "attention_other_widths"], 24),
+    **{"addcmul": 8, "decoder_layer_norm_first": 88},
     **dict.fromkeys(["vision_transformer"], 178),
     **dict.fromkeys(["swin_transformer"], 254),
 }

@@ -75,12 +75,28 @@ def stream(s, x):
     return s.head(s.last_norm(x))
 
 
+def gains_and_ones(s, x):
+    """A stream whose norms have gains 1 + w (Gemma), cast on the way."""
+
+    def norm(x, w):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1.0 + w.to(x.dtype))
+
+    x = s.write(x)
+    x = x + s.down(torch.tanh(s.up(norm(x, s.gain))))
+    return s.head(norm(x, s.last_gain))
+
+
 L, C = nn.Linear, nn.Conv2d
 RECURRENT = program(recurrent, inner=of(L, 5, 6), again=of(L, 6, 6), head=of(L, 6, 2))
 NETWORKS = {
     "rotated stream": (
         program(stream, write=of(L, 5, 6), norm=of(nn.RMSNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
                 scale=parameter(6), last_norm=of(nn.RMSNorm, 6)),
+        (2, 5),
+    ),
+    "gains and ones": (
+        program(gains_and_ones, write=of(L, 5, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
+                gain=parameter(6), last_gain=parameter(6)),
         (2, 5),
     ),
     "centred stream": (
@@ -310,11 +326,12 @@ def test_tensors_by_name_move_as_in_the_network(name, seed):
     network, symmetry = traced(name)
     (g,) = draw(symmetry, seed, 1)
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    made = symmetry.act(g, network).state_dict()
-    asked_for = MovedTensors(symmetry.structure, g, tensors)
+    moved = symmetry.act(g, network)
+    made = moved.state_dict()
+    asked_for, there = MovedTensors(symmetry.structure, g, symmetry.tensors(network)), symmetry.tensors(moved)
     assert asked_for.keys() == tensors.keys()
-    for moved in (symmetry.act_on(g, tensors), asked_for):
-        assert all(torch.equal(value, made[key]) for key, value in moved.items())
+    assert all(torch.equal(value, made[key]) for key, value in symmetry.act_on(g, tensors).items())
+    assert all(torch.allclose(value, there[key], rtol=1e-14, atol=1e-14) for key, value in asked_for.items())
 
 
 def test_zeros_to_start_from_do_not_hide_the_group():

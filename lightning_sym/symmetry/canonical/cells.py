@@ -11,8 +11,6 @@ from lightning_sym.symmetry.tracing.structure import Structure
 # Gram matrices with a smaller ratio of least to largest eigenvalue have no balanced representative.
 _SINGULAR = 1e-13
 _MEETS = 1e-7  # a singular value of the weights' product is not 0 if its ratio to the largest exceeds this
-# An entry is the largest if it exceeds all others by more than this relative difference.
-_TIE = 1e-9
 
 
 def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[int], bool, Tensor]]:
@@ -153,20 +151,3 @@ def singular_values(structure: Structure, tensors: Mapping[str, Tensor]) -> dict
     for name, _, _, slices in cell_slices(structure, tensors):
         found.setdefault(name, []).append(torch.linalg.svdvals(slices.double()).cpu())
     return found
-
-
-def reflections(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return for each head the signs that make the largest incoming weight of each unit positive.
-
-    Returns:
-        A diagonal matrix for each head, in float64.
-    """
-    signs = [torch.ones(len(cell), dtype=torch.float64) for cell in structure.dense]
-    largest = [torch.zeros(len(cell), dtype=torch.float64) for cell in structure.dense]
-    for _, cells, read, slices in cell_slices(structure, tensors):
-        for cell, rows in zip(() if read else cells, slices.double().cpu(), strict=not read):
-            entries = rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0]
-            larger = entries.abs() > largest[cell] * (1 + _TIE)
-            signs[cell] = torch.where(larger, entries.sign(), signs[cell])
-            largest[cell] = torch.where(larger, entries.abs(), largest[cell])
-    return tuple(torch.diag(sign) for sign in signs)

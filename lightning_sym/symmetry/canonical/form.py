@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.cells import (
-    gram_matrices,
-    mismatch,
-    partial_balancing,
-    principal_balancing,
-    reflections,
-)
+from lightning_sym.symmetry.canonical.cells import gram_matrices, mismatch, partial_balancing, principal_balancing
 from lightning_sym.symmetry.canonical.gauge import ScaleGauge
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
@@ -118,7 +112,7 @@ def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
     """
     symmetry.require(network)
     plan = plan_of(symmetry)
-    squares = Squares(plan, state_tensors(network))
+    squares = Squares(plan, symmetry.tensors(network))
     slices = squares.slices(np.ones(plan.total))
     return dict(_balances(symmetry, plan, slices))
 
@@ -175,8 +169,10 @@ def canonicalize(
     means that norms take off are 0, and what is taken off one another has the least sum of squares. Where a layer norm
     is read without a bias (2.12), its bias equals its gain.
 
-    **Signs.** The gain of a norm layer is positive. Otherwise the entry of largest magnitude among the incoming weights
-    and bias is positive; if the largest ones tie and disagree, the sum of the cubes is, then the plain sum.
+    **Signs.** The gain of a norm layer is positive where what reads it undoes its sign. Otherwise the entry of largest
+    magnitude among the incoming weights and bias is positive; if the largest ones tie and disagree, the sum of the
+    cubes is, then the plain sum. Entries count whose sign depends on no other sign that is still open (of a unit, or
+    inside a dense cell).
 
     **Order** (docs/theory/intertwiners.md, 5.3). Within its cell, dead units last; then by falling norm of the incoming
     weights; ties by the norm of all other weights, then by each tensor's norm, sums of cubes and sums of entries, and
@@ -224,7 +220,7 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
-    course = _course(symmetry, state_tensors(network), scales, signs=signs, order=order)
+    course = _course(symmetry, symmetry.tensors(network), scales, signs=signs, order=order)
     difference, notes = math.nan, list(course.notes)
     size = sum(tensor.numel() for tensor in state_tensors(network).values())
     if check or (check is None and size <= _CHECKED):
@@ -246,7 +242,7 @@ def canonicalize(
 def _apart(course: "_Course", network: nn.Module, *, signs: bool, order: bool) -> dict[str, float]:
     """Return how far the form of a moved copy is from a form, by tensor, relative to the largest entry that it had."""
     symmetry, scales = course.symmetry, course.scales
-    exact = ConvertedTensors({name: tensor.detach() for name, tensor in state_tensors(network).items()}, doubled)
+    exact = ConvertedTensors({name: tensor.detach() for name, tensor in symmetry.tensors(network).items()}, doubled)
 
     def moved_copy(mixing: bool) -> dict[str, Tensor]:
         """Return a copy that was moved by all that the form is to undo."""
@@ -292,7 +288,7 @@ def _not_unique(symmetry: Symmetry, apart: Mapping[str, float]) -> list[str]:
 
 def canonical_element(symmetry: Symmetry, network: nn.Module) -> Element:
     """Return the element that brings a network to its canonical form, or nearer to it; see :func:`canonicalize`."""
-    return _course(symmetry, state_tensors(network), "balanced", signs=True, order=True, partly=True).element
+    return _course(symmetry, symmetry.tensors(network), "balanced", signs=True, order=True, partly=True).element
 
 
 def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> Element:
@@ -305,7 +301,7 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
         network: Not changed.
         signs: Whether gains between which streams rotate may change their signs; they are positive then.
     """
-    course = _Course(symmetry, state_tensors(network), "balanced", kept=False, partly=True)
+    course = _Course(symmetry, symmetry.tensors(network), "balanced", kept=False, partly=True)
     _up_to_rotations(course, signs=False, order=False)
     if signs and symmetry.structure.rotations:
         course.move(positive(symmetry, course.tensors))
@@ -348,6 +344,7 @@ class _Course:
         kept: Whether moved tensors are kept, in double precision, or made anew whenever one is asked for.
         partly: Whether cells without a balanced member are balanced as far as can be, which leaves rotations of them.
         dtype: In which weights are held to sum up their squares; None for that of `tensors`.
+        reflected: Dense cells of which signs only are left to find; None while no matrix has acted on any.
     """
 
     def __init__(
@@ -364,6 +361,7 @@ class _Course:
         self.dead: dict[str, Tensor] | None = None
         self.sweeps, self.residual, self.converged, self.unsettled = 0, 0.0, True, 0.0
         self.notes: list[str] = []
+        self.reflected: list[int] | None = None
         self._given = {name: tensor.detach() for name, tensor in given.items()}
         self._here: Mapping[str, Tensor] | None = self._given
         exact = any(tensor.dtype == torch.float64 for tensor in self._given.values())
@@ -432,26 +430,19 @@ def _up_to_phases(course: _Course, *, signs: bool, order: bool) -> None:
         return _up_to_cells(course, signs=signs, order=order)
     cells, stay, notes = _balanced_cells(symmetry, course.tensors, scales, course.dtype, partly=course.partly)
     course.move(cells)
+    course.reflected = [cell for cell in range(len(symmetry.structure.dense)) if cell not in stay]
     _up_to_cells(course, signs=signs, order=order)
-    if signs:
-        parameters = ConvertedTensors(course.tensors, torch.detach, symmetry.parameter_names)
-        flips = reflections(symmetry.structure, parameters)
-        same = course.identity.dense
-        dense = tuple(same[cell] if cell in stay else flip for cell, flip in enumerate(flips))
-        course.move(replace(course.identity, dense=dense))
     course.notes += notes
 
 
 def _up_to_cells(course: _Course, *, signs: bool, order: bool) -> None:
     """Bring weights to their canonical form, up to all but permutations, scales and signs."""
-    step = _pass(course, signs=signs, order=order)
-    if not signs:
-        return
+    flipped = _pass(course, signs=signs, order=order)
     # What biases take up of signs counts for all that comes after them: again, until no more signs change.
     for _ in course.symmetry.structure.absorbed:
-        if bool((step.sign > 0).all()):
+        if not flipped:
             break
-        step = _pass(course, signs=signs, order=order)
+        flipped = _pass(course, signs=signs, order=order)
 
 
 def _balanced_cells(
@@ -521,8 +512,8 @@ def _balanced_cells(
     return total, singular, notes
 
 
-def _pass(course: _Course, *, signs: bool, order: bool) -> Element:
-    """Apply canonical permutations, scales and signs, and return this step.
+def _pass(course: _Course, *, signs: bool, order: bool) -> bool:
+    """Apply canonical permutations, scales and signs, and return whether any sign changed.
 
     The step ignores the constants that changes of sign add to biases.
     """
@@ -537,7 +528,7 @@ def _pass(course: _Course, *, signs: bool, order: bool) -> Element:
     gauged = Gauged(symmetry, plan, tensors, gauge.log_scale, determined)
     slices = squares.slices(gauged.scale**2 * determined)
     dead = _dead_units(symmetry, plan, slices, gauge.dead)
-    sign = find_signs(symmetry, plan, gauged) if signs else course.identity.sign.numpy()
+    sign = find_signs(symmetry, plan, gauged, course.reflected) if signs else course.identity.sign.numpy()
     permutation = course.identity.permutation.numpy()
     if order:
         last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
@@ -560,9 +551,23 @@ def _pass(course: _Course, *, signs: bool, order: bool) -> Element:
     course.dead = dead if course.dead is None else course.dead
     course.sweeps, course.residual, course.converged = course.sweeps + gauge.sweeps, gauge.residual, gauge.converged
     units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
-    step = replace(course.identity, permutation=units, log_scale=scale, sign=flips)
-    course.move(step)
-    return step
+    inside, flips = _reflections(symmetry, flips)
+    course.move(replace(course.identity, dense=inside))
+    course.move(replace(course.identity, permutation=units, log_scale=scale, sign=flips))
+    return bool((sign < 0).any())
+
+
+def _reflections(symmetry: Symmetry, sign: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Part signs of units in dense cells, where matrices do it all, from all others."""
+    structure = symmetry.structure
+    dense, others = list(symmetry.identity().dense), sign.clone()
+    for units, table in zip(structure.orbits, structure.sign_table, strict=True):
+        own = structure.cell_of[units]
+        for cell in np.unique(own[own >= 0]).tolist():
+            generators = torch.from_numpy(table[own == cell])
+            dense[cell] = torch.diag(sign[generators].prod(1))
+            others[generators] = 1.0
+    return tuple(dense), others
 
 
 def _check_finite(tensors: Mapping[str, Tensor], squares: Squares) -> None:

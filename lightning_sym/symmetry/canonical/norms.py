@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,23 +25,27 @@ def module_of(tensor: str) -> str:
     return tensor.rpartition(".")[0]
 
 
-def classes_of(structure: Structure, tables: Sequence[Ints], forms: sparse.csr_matrix) -> list[Ints]:
+def classes_of(
+    structure: Structure, tables: Sequence[Ints], forms: sparse.csr_matrix, cells: Collection[int] = ()
+) -> list[Ints]:
     """Return the generators that play the same role for the units of one orbit, in the order of the forward pass.
 
-    Generators within dense cells are left out.
+    Generators within dense cells are left out, but for those of `cells`.
 
     Args:
         structure: The group.
         tables: For each orbit (units, m), its units' generators, of scales or of signs.
         forms: Where the generators act: sparse (positions, generators).
+        cells: The numbers of dense cells.
     """
     left = np.ones(forms.shape[1], bool)
     classes = []
     for units, table in zip(structure.orbits, tables, strict=True):
+        free = np.isin(structure.cell_of[units], [-1, *cells])
         for column in table.T:
-            members = np.unique(column[left[column]])
-            left[members] = False
-            if len(members) and structure.cell_of[units[0]] < 0:
+            members = np.unique(column[left[column] & free])
+            left[column] = False
+            if len(members):
                 classes.append(members)
     classes += [np.array([generator]) for generator in np.flatnonzero(left)]
     by_generator = forms.tocsc()

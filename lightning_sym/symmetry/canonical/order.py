@@ -1,6 +1,6 @@
 """Signs and an order of units that are the same for every member of an orbit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,26 +56,37 @@ def _spread(values: NDArray[Any], slot: Slot, ndim: int) -> NDArray[Any]:
     return on_axes(values[slot.rows], slot.shape, slot.axes, ndim)
 
 
-def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged) -> Floats:
+def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged, cells: Collection[int] | None) -> Floats:
     """Choose all signs, class by class in the order of the forward pass; leaves them in `gauged.sign`.
 
+    Args:
+        symmetry: Symmetry of the network.
+        plan: The symmetry's.
+        gauged: The weights under scales.
+        cells: The dense cells of which nothing but signs is left to find. What stands in any other cell counts where
+            nothing else tells a sign only. None if no matrix may act on any cell.
+
     Returns:
-        +1 or -1. Shape (signs,).
+        +1 or -1, those of units in dense cells included. Shape (signs,).
     """
-    return _SignChoice(symmetry, plan, gauged).run()
+    return _SignChoice(symmetry, plan, gauged, cells).run()
 
 
 class _SignChoice:
     """Makes the largest of the entries positive whose sign depends on one pending generator only."""
 
-    def __init__(self, symmetry: Symmetry, plan: Plan, gauged: Gauged) -> None:
+    def __init__(self, symmetry: Symmetry, plan: Plan, gauged: Gauged, cells: Collection[int] | None) -> None:
         self.plan, self.gauged = plan, gauged
+        self.cell_of = np.r_[symmetry.structure.cell_of, -1]  # the last one for positions of no unit
         self.forms = symmetry.structure.signs.tocsr()
         self.by_generator = self.forms.tocsc()
         self.signs = np.ones(self.forms.shape[1])
-        self.classes = classes_of(symmetry.structure, symmetry.structure.sign_table, self.forms)
+        self.classes = classes_of(symmetry.structure, symmetry.structure.sign_table, self.forms, cells or ())
         self.pending = np.zeros(len(self.signs), bool)
         self.pending[[generator for members in self.classes for generator in members]] = True
+        # What stands in cells that stay as they are differs between members of the orbit.
+        self.veiled = np.full(len(self.signs), cells is not None) & ~self.pending
+        self.pending |= self.veiled
         # Gains between which streams rotate are positive, as rotations do not change them.
         known = gain_signs(symmetry, gauged.tensors)
         self.signs[~np.isnan(known)] = known[~np.isnan(known)]
@@ -95,18 +106,34 @@ class _SignChoice:
                 self._decide(members, [gain for own, gain in gains if own is members])
                 names = [slot.tensor for _, slot in self._touched(members[0])]
                 self._decide(members, [name for name in names if module_of(name) == module_of(names[0])])
+        self._by_all_weights()
+        if self.veiled.any():
+            self.pending &= ~self.veiled
+            self._by_all_weights()
+        return self.signs
+
+    def _by_all_weights(self) -> None:
+        """Choose the signs that are left by all that they flip, until no more can be told.
+
+        Class by class, as generators of one class stand in an order that differs between members of the orbit.
+        """
         left = len(self.signs) + 1
         while 0 < self.pending.sum() < left:
             left = self.pending.sum()
-            for generator in np.flatnonzero(self.pending).tolist():
-                self._decide(np.array([generator]), [slot.tensor for _, slot in self._touched(generator)])
-        return self.signs
+            for members in self.classes:
+                own = members[self.pending[members]].tolist()
+                self._decide(members, [slot.tensor for generator in own for _, slot in self._touched(generator)])
 
     def _touched(self, generator: int) -> list[tuple[int, Slot]]:
-        """Return the positions of parameters on which a generator acts, and their slots."""
+        """Return the positions of parameters on which a generator acts, and their slots.
+
+        Positions that matrices mix are left out if there are others.
+        """
         touched = self.by_generator.indices[slice(*self.by_generator.indptr[generator : generator + 2])]
         positions = touched[self.plan.parameter[touched]].tolist()
-        return [(position, self.plan.slots[self.plan.slot_of[position]]) for position in positions]
+        found = [(position, self.plan.slots[self.plan.slot_of[position]]) for position in positions]
+        plain = [(at, slot) for at, slot in found if self.cell_of[slot.unit.ravel()[at - slot.offset]] < 0]
+        return plain or found
 
     def _gain(self, members: Ints) -> str | None:
         """Return the vector that takes the signs but not the scales of the weights: gamma of a batch norm."""
@@ -139,9 +166,16 @@ class _SignChoice:
 
     def _decide(self, members: Ints, names: Sequence[str]) -> None:
         """Choose signs by some tensors' entries, where these tell; see `canonicalize`."""
-        largest, votes, cubes, sums, sizes = np.zeros((5, len(self.signs)))
+        largest, bound, votes, cubes, sums, sizes = np.zeros((6, len(self.signs)))
         entries = []
-        for generators, rows in self._entries(list(dict.fromkeys(names))):
+        names = list(dict.fromkeys(names))
+        for name in names:
+            for slot in self.plan.tensors[name]:
+                hits = self.forms[slot.rows].multiply(self.pending[None, :]).tocoo()
+                if hits.nnz and (len(slot.axes) == 1 or slot.of_stack):
+                    sizes_of = np.moveaxis(abs(self.gauged.weight(name)), slot.axes, range(len(slot.axes)))
+                    np.maximum.at(bound, hits.col, sizes_of.reshape(slot.size, -1).max(1, initial=0)[hits.row])
+        for generators, rows in self._entries(names):
             among = np.isin(generators, members)
             entries.append((generators[among], rows[among]))
         for generators, rows in entries:
@@ -154,7 +188,9 @@ class _SignChoice:
             np.add.at(sums, generators, unit.sum(1))
             np.add.at(sizes, generators, abs(unit).sum(1))
         for score in (votes, *(np.where(abs(score) > _TIE * sizes, score, 0) for score in (cubes, sums))):
-            settled = members[self.pending[members] & (score[members] != 0) & (largest[members] > 0)]
+            # What is that small beside entries that are not known yet may be rounding, as of a bias that became 0.
+            told = largest > _TIE * bound
+            settled = members[self.pending[members] & (score[members] != 0) & told[members]]
             self.signs[settled] = np.sign(score[settled])
             self.pending[settled] = False
         self.gauged.sign = np.where(odd(self.forms @ (self.signs < 0).astype(np.float64)), -1.0, 1.0)

@@ -31,7 +31,6 @@ from lightning_sym.symmetry.matching.coordinate_descent import (
 from lightning_sym.symmetry.matching.magnitudes import refined
 from lightning_sym.symmetry.matching.streams import best_turn, stream_places, turn_of
 from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms
-from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.watching import watched
 
 
@@ -88,7 +87,7 @@ class ActivationMoments:
 
     def _watch_streams(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch the streams that may be rotated."""
-        ours, theirs = (state_tensors(network) for network in (self._a, self._b))
+        ours, theirs = (self.symmetry.tensors(network) for network in (self._a, self._b))
         able = set(rotatable(self.symmetry.structure, ours)) & set(rotatable(self.symmetry.structure, theirs))
         for place in stream_places(self.symmetry):
             if place.index in able and not _passes_through(modules[place.tap.module]):

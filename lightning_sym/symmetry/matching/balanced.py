@@ -88,7 +88,7 @@ class Comparison:
         """
         if self.right is not None:
             element = self.right if element is None else self.symmetry.compose(element, self.right)
-        return working(self.b, self.symmetry, device, like=state_tensors(self.a), element=element)
+        return working(self.b, self.symmetry, device, like=self.symmetry.tensors(self.a), element=element)
 
     def back(self, element: Element) -> Element:
         """Return the element of ``b`` as it is for one of what is compared; it brings ``b`` to the scales of ``a``."""
@@ -127,7 +127,7 @@ def working(
         like: Tensors of the same names; None for those of the network itself.
         element: Moves the parameters; they are made anew whenever one is asked for then.
     """
-    given = _Working(state_tensors(network), device, like)
+    given = _Working(symmetry.tensors(network), device, like)
     if element is None:
         return {name: given[name] for name in given if name in symmetry.parameter_names}
     return MovedTensors(symmetry.structure, element, given, symmetry.parameter_names)

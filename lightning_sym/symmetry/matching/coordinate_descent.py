@@ -260,7 +260,7 @@ class Descent:
         self._kept_signs = dict(signs)
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        return self.symmetry.act_on(element, {name: tensors[name] for name in names}, shifts=False)
+        return self.symmetry.acted(element, {name: tensors[name] for name in names}, shifts=False)
 
     # Gains.
 

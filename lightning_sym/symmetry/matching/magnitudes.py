@@ -13,7 +13,6 @@ from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.balanced import along, squared_distance, working
-from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.translations import nearest
 
 
@@ -41,7 +40,7 @@ def refined(
     """
     element = _shifted(symmetry, a, b, element)
     target = working(a, symmetry, device)
-    begin = symmetry.act_on(element, working(b, symmetry, device, like=target))
+    begin = dict(working(b, symmetry, device, like=target, element=element))
     plans = _scale_plans(symmetry, begin)
     if not plans:
         return element
@@ -135,7 +134,7 @@ class _MagnitudeDescent:
                 break
             move = self.symmetry.identity()
             move.log_scale[torch.from_numpy(plan.column)] = torch.from_numpy(step * damping)
-            moved = self.symmetry.act_on(move, {name: self.current[name] for name in names})
+            moved = self.symmetry.acted(move, {name: self.current[name] for name in names})
             if plan.coupled:
                 gain = self.distance(names) - squared_distance(moved, self.target)
             if gain > 0:
@@ -176,10 +175,10 @@ def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -
     if not symmetry.structure.shifts:
         return element
     begin = symmetry.act(element, b)
-    target = {name: tensor for name, tensor in a.named_parameters() if name in symmetry.parameter_names}
-    shift = nearest(symmetry.structure.shifts, state_tensors(begin), target)
+    target = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
+    shift = nearest(symmetry.structure.shifts, symmetry.tensors(begin), target)
     moved = symmetry.compose(replace(symmetry.identity(), shift=shift), element)
-    one, two = (squared_distance(target, dict(n.named_parameters())) for n in (begin, symmetry.act(moved, b)))
+    one, two = (squared_distance(target, symmetry.tensors(n)) for n in (begin, symmetry.act(moved, b)))
     return moved if two < one else element
 
 

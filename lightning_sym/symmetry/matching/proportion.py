@@ -13,7 +13,6 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, plan_of
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.tracing.capture import state_tensors
 
 # A unit is out of proportion whose squared norm is this many times that of the reference's unit and its own least one
 # together. Handed-over scales make such a unit only of one that is much larger, balanced, than the reference's.
@@ -45,8 +44,8 @@ def to_scales_of(
     back = symmetry.inverse(gauge)
     if not symmetry.scales:
         return back
-    theirs: Mapping[str, Tensor] = state_tensors(reference)
-    own: Mapping[str, Tensor] = state_tensors(network)
+    theirs: Mapping[str, Tensor] = symmetry.tensors(reference)
+    own: Mapping[str, Tensor] = symmetry.tensors(network)
     if element is not None:
         own = MovedTensors(symmetry.structure, element, own)
     log_scale = back.log_scale.numpy().copy()
@@ -71,7 +70,7 @@ def _distance_to(
 ) -> float:
     """Return the squared distance of parameters from those of the reference, where an element hands over scales."""
     whole = back if element is None else symmetry.compose(back, element)
-    moved = MovedTensors(symmetry.structure, whole, state_tensors(network))
+    moved = MovedTensors(symmetry.structure, whole, symmetry.tensors(network))
     pairs = ((theirs[name].detach().double().cpu(), moved[name].double().cpu()) for name in symmetry.parameter_names)
     return math.fsum(float((one - two).square().sum()) for one, two in pairs)
 

@@ -231,8 +231,8 @@ def form_to_form(symmetry: Symmetry, a: nn.Module, b: nn.Module) -> Element:
 
 def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:
     """Say how near to ``a`` what was found brings ``b``."""
-    ours = {name: tensor for name, tensor in state_tensors(a).items() if name in symmetry.parameter_names}
-    theirs = state_tensors(b)
+    ours = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
+    theirs = symmetry.tensors(b)
     moved = MovedTensors(symmetry.structure, found.element, theirs)
     before, after = (math.sqrt(squared_distance(ours, own)) for own in (theirs, moved))
     return Found(found.element, found.objective, found.sweeps, found.restarts, before, after)

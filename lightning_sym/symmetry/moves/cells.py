@@ -11,7 +11,6 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.cells import balancing, gram_matrices
 from lightning_sym.symmetry.moves.moved import Moved, moved, require_weights
 from lightning_sym.symmetry.proof import double_copy
-from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
 
 _SETTLED, _MOST_ROUNDS = 1e-12, 100
@@ -52,11 +51,11 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
     structure, identity = symmetry.structure, symmetry.identity()
     if not structure.dense and not structure.phases:
         raise ValueError("no units of the network are mixed by invertible matrices; expected attention with heads")
-    tensors = {name: tensor.detach() for name, tensor in state_tensors(double_copy(network)).items()}
+    tensors = {name: tensor.detach() for name, tensor in symmetry.tensors(double_copy(network)).items()}
     weights = [name for name in tensors if name in symmetry.parameter_names]
     moduli, zeros = _balanced_moduli(structure, {name: tensors[name] for name in weights})
     total, singular = replace(identity, log_scale=moduli), set[int]()
-    tensors = symmetry.act_on(total, tensors, shifts=False)
+    tensors = symmetry.acted(total, tensors, shifts=False)
     for _ in range(_MOST_ROUNDS):
         dense, largest = list(identity.dense), 0.0
         grams = gram_matrices(structure, {name: tensors[name] for name in weights})
@@ -70,7 +69,7 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
         if largest <= _SETTLED:
             break
         step = replace(identity, dense=tuple(dense))
-        tensors, total = symmetry.act_on(step, tensors, shifts=False), symmetry.compose(step, total)
+        tensors, total = symmetry.acted(step, tensors, shifts=False), symmetry.compose(step, total)
     notes = [f"{len(singular)} heads stay as they are, as what they put out or what reads it has dependent units"]
     notes = notes * bool(singular) + [f"{zeros} planes stay as they are, as queries or keys are 0 there"] * bool(zeros)
     return moved(symmetry, network, total, check=check, notes=notes)

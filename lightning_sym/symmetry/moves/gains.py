@@ -1,7 +1,7 @@
 """Folds the gains and biases of norms into what reads them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -67,15 +67,15 @@ def fold_norm_gains(
     biases = list(dict.fromkeys(norm.bias for norm in norms if norm.bias and not is_left(leave, norm.bias)))
     exact = double_copy(network)
     _require_plain(norms, gains)
-    element = _folding(symmetry, network, state_tensors(exact), gains)
-    shift, left = _without_biases(symmetry, state_tensors(symmetry.act(element, exact)), biases)
+    element = _folding(symmetry, network, symmetry.tensors(exact), gains)
+    shift, left = _without_biases(symmetry, symmetry.tensors(symmetry.act(element, exact)), biases)
     kept = [name for name in biases if bool(left[name].any())]
 
     def settle(result: nn.Module) -> None:
         tensors = state_tensors(result)
         with torch.no_grad():
             for name in gains:
-                tensors[name].fill_(1.0)
+                tensors[name].fill_(1.0 - symmetry.structure.charts.get(name, 0.0))
             for name in biases:
                 tensors[name].masked_fill_(~left[name].to(tensors[name].device), 0.0)
 
@@ -106,7 +106,7 @@ def _positions(symmetry: Symmetry, name: str) -> Ints | None:
     return None if slot is None else np.arange(slot.offset, slot.offset + slot.size)
 
 
-def _folding(symmetry: Symmetry, network: nn.Module, tensors: dict[str, Tensor], gains: Sequence[str]) -> Element:
+def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tensor], gains: Sequence[str]) -> Element:
     """Return the scales and signs that bring gains to 1.
 
     Raises:
@@ -159,7 +159,7 @@ def _of_single_units(structure: Structure, forms: sparse.csr_matrix, wanted: Int
 
 
 def _without_biases(
-    symmetry: Symmetry, tensors: dict[str, Tensor], biases: Sequence[str]
+    symmetry: Symmetry, tensors: Mapping[str, Tensor], biases: Sequence[str]
 ) -> tuple[Element, dict[str, Tensor]]:
     """Return the shift that takes biases off as far as it can, and which of their elements stay other than 0."""
     shifts, identity = symmetry.structure.shifts, symmetry.identity()

@@ -10,7 +10,6 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
-from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
 from lightning_sym.symmetry.tracing.shifts import WRITERS, Shift
 from lightning_sym.symmetry.translations import least_step, product
@@ -59,14 +58,14 @@ def center_writers(
     chosen = [index for index, shift in enumerate(shifts) if shift.kind == WRITERS]
     _require_writers(symmetry, network, norms, {shifts[index].names[0] for index in chosen})
     wanted = {name for norm in norms for name in norm.writers}
-    tensors = {name: tensor.detach().cpu() for name, tensor in state_tensors(double_copy(network)).items()}
+    tensors = {name: tensor.detach().cpu() for name, tensor in symmetry.tensors(double_copy(network)).items()}
     vectors: Vectors = symmetry.identity().shift
     for index in chosen:
         if shifts[index].names[0] in wanted:
             _require_no_zeros(shifts[index], tensors)
             step = least_step(shifts[index], tensors)
             only = tuple(step if at == index else torch.zeros_like(v) for at, v in enumerate(vectors))
-            tensors = symmetry.act_on(replace(symmetry.identity(), shift=only), tensors)
+            tensors = symmetry.acted(replace(symmetry.identity(), shift=only), tensors)
             vectors = product(shifts, vectors, only)
     return moved(symmetry, network, replace(symmetry.identity(), shift=vectors), check=check)
 

@@ -55,6 +55,7 @@ class Capture:
         leaves: The module behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
         folded: The constants whose values may have been read while it ran.
+        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place.
     """
 
     graph: fx.Graph
@@ -65,6 +66,7 @@ class Capture:
     leaves: dict[int, nn.Module] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     folded: frozenset[str] = frozenset()
+    charts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from lightning_sym.symmetry.tracing.rules import pointwise, register_rule, resul
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
 
 CHOSEN = "units are chosen by their values"
+TAKEN = "elements are taken that depend on the input"
 
 
 def _still(trace: Trace, label: Label) -> Label:
@@ -124,7 +125,7 @@ def taken_at(trace: Trace, value: Value, axis: int, index: Value) -> Value:
     label = trace.label(value, axis)
     if index.chooses is None or label is None or label.size != index.chooses.size:
         fix_choice(trace, index)
-        return trace.free_of(value, [axis], "elements are taken that depend on the input")
+        return trace.tied(value, [axis], TAKEN)
     trace.constraints.same_units(label, index.chooses)
     trace.constraints.fix_scales(label.scale)
     trace.constraints.restrict(label)
@@ -149,7 +150,7 @@ def picked(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     if name == "gather":  # other elements for each place along the axes along which the index is not copied
         meta = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], trace.node.args[2])
         taken = [axis for axis in range(meta.ndim) if meta.stride(axis) and meta.shape[axis] > 1]
-        value = trace.free_of(value, taken, "elements are taken that depend on the input")
+        value = trace.free_of(value, taken, TAKEN)
 
     def anywhere(item: Any) -> Any:
         return torch.zeros(item.shape, dtype=torch.long) if isinstance(item, Value) else item

@@ -120,7 +120,7 @@ def _is_square(node: torch.fx.Node) -> bool:
         return _is_square(node.all_input_nodes[0])
     if name == "pow":
         return bool(node.args[1] == 2)
-    return name == "square" or (name in ("mul", "multiply") and node.args[0] is node.args[1])
+    return name == "square" or (name == "mul" and node.args[0] is node.args[1])
 
 
 def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
@@ -153,14 +153,11 @@ def _squared(trace: Trace, value: Value) -> Value:
     return Value(value.shape, tuple(labels), squared=bool(summed))
 
 
-@register_rule("aten::var", "aten::std", "aten::var_mean", "aten::std_mean")
+@register_rule("aten::var", "aten::std")
 def _deviation(trace: Trace, value: Value, axes: Any = None, *args: Any, **kwargs: Any) -> Any:
     axes = None if isinstance(axes, bool) else axes
     power = 1.0 if trace.operation.startswith("std") else 2.0
-    if isinstance(trace.node.meta["val"], Tensor):
-        return _norm_along(trace, value, axes, power, centred=True)
-    deviation = _norm_along(trace, value, axes, power, centred=True, index=0)
-    return [deviation, summed_over(trace, value, axes, trace.output_shape(1))]
+    return _norm_along(trace, value, axes, power, centred=True)
 
 
 @register_rule("aten::linalg_vector_norm", "aten::norm")
@@ -171,9 +168,7 @@ def _norm(trace: Trace, value: Value, order: Any = 2, axes: Any = None, *args: A
     return summed_over(trace, trace.elementwise(value, positive_scales=order != 0, signs=True, even=True), axes)
 
 
-def _norm_along(
-    trace: Trace, value: Value, axes: Any, power: float, *, centred: bool, index: int | None = None
-) -> Value:
+def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred: bool) -> Value:
     """Return norms over some axes (of what is centred before): no rotation of the units that they are made of matters.
 
     Args:
@@ -182,23 +177,26 @@ def _norm_along(
         axes: Over which axes.
         power: 2 for the square.
         centred: Whether the mean is taken off.
-        index: Which of the operation's results it is.
     """
-    shape, gone = trace.output_shape(index), _gone(axes, value.ndim)
+    shape, gone = trace.output_shape(), _gone(axes, value.ndim)
     keep = len(shape) == value.ndim
     labels = []
     for label in value.labels:
         label = trace.constraints.resolve(label)
-        if label.axes and set(label.axes) <= gone and len(value.labels) == 1:
+        kept = tuple(axis for axis in label.axes if axis not in gone)
+        if len(kept) < len(label.axes) and (kept or len(value.labels) == 1):
             trace.constraints.keep_norm(label)
+            whole = trace.parts(label, kept, mixtures=True)
             if centred:
                 trace.constraints.keep_ones(label)
-                first = np.full(label.scale.shape, label.scale.flat[0])
-                trace.constraints.equate([(label.scale, 1.0), (first, -1.0)], magnitudes=False)
-            labels.append(trace.constraints.number_of(label, power, even=True))
+                signs = trace.constraints.fresh_scales(whole.scale.shape)
+                signs = trace.onto(whole.scaled_by(signs), label).scale
+                trace.constraints.equate([(label.scale, 1.0), (signs, -1.0)], magnitudes=False)
+            common = trace.onto(whole, label).scale
+            trace.constraints.equate([(common, 1.0), (label.scale, -power)], signs=False)
+            trace.constraints.fix_scales(whole.scale, magnitudes=False)
+            labels.append(whole.on(tuple(a if keep else a - sum(g < a for g in gone) for a in kept)))
             continue
-        if centred and gone & set(label.axes):
-            label = _of_parts(trace, label, gone)
         one = value.with_labels(label)
         (own,) = trace.elementwise(one, positive_scales=True, signs=True, exponent=power, even=True).labels
         own = _of_parts(trace, own, gone) if gone & set(own.axes) else own
@@ -219,8 +217,8 @@ def _of_parts(trace: Trace, label: Label, gone: set[int]) -> Label:
 
 for _name in ("aten::add", "aten::sub", "aten::rsub"):
     register_rule(_name)(_binary(product=False))
-register_rule("aten::mul", "aten::multiply")(_binary(product=True))
-register_rule("aten::div", "aten::true_divide", "aten::divide")(_binary(product=True, divide=True))
+register_rule("aten::mul")(_binary(product=True))
+register_rule("aten::div")(_binary(product=True, divide=True))
 
 
 # Complex numbers, of two real ones each: a unit fills both.
@@ -310,11 +308,6 @@ def _any_step(trace: Trace, value: Value, axis: int) -> Value:
 def _log_sigmoid(trace: Trace, value: Value) -> Any:
     result = trace.permutations_only(value)
     return result if isinstance(trace.node.meta["val"], Tensor) else [result, Value(value.shape)]
-
-
-@register_rule("aten::addcmul")
-def _addcmul(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) -> Value:
-    return trace.join(added, trace.join(one, two, product=True), product=False)
 
 
 @register_rule("aten::where")
@@ -461,7 +454,7 @@ def _pad(trace: Trace, value: Value, sizes: Sequence[int], *args: Any) -> Any:
     return trace.carry(value, trace.move(value, pad, filled_by_zero=mode != "constant" or fill == 0), pad)
 
 
-@register_rule("aten::cat", "aten::concat", "aten::concatenate")
+@register_rule("aten::cat")
 def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     shape = trace.output_shape()
     axis %= len(shape)
@@ -514,13 +507,6 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     return trace.disjoint(Value(shape, tuple(result)))
 
 
-@register_rule("aten::stack")
-def _stack(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
-    axis %= values[0].ndim + 1
-    moved = [trace.move(value, lambda t: t.unsqueeze(axis)) for value in values]
-    return _cat(trace, moved, axis)
-
-
 @register_rule("aten::upsample_bilinear2d", "aten::upsample_linear1d", "aten::upsample_trilinear3d")
 @register_rule("aten::upsample_bicubic2d", "aten::_upsample_bilinear2d_aa", "aten::_upsample_bicubic2d_aa")
 @register_rule("aten::avg_pool1d", "aten::avg_pool2d", "aten::avg_pool3d")
@@ -541,7 +527,7 @@ def _spatial(trace: Trace) -> int:
 def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     count = _spatial(trace)
     single = isinstance(trace.node.meta["val"], Tensor)
-    value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
+    value = trace.tied(value, range(-count, 0))
     value = trace.elementwise(Value(trace.output_shape(None if single else 0), value.labels), positive_scales=True)
     return value if single else [value, _unscaled(trace, value)]
 

@@ -164,7 +164,7 @@ class Backwards:
             result = {}
         places = [place for place, given in enumerate(user.args) if given is node]
         if len(places) != 1 and name != "scaled_dot_product_attention":
-            inside = name in ("cat", "concat", "concatenate") and isinstance(user.args[0], (list, tuple))
+            inside = name == "cat" and isinstance(user.args[0], (list, tuple))
             return self._before_cat(user, result) if inside else {}
         rule: Callable[..., Invisible] | None = getattr(self, f"_{_RULES.get(name, '')}", None)
         if rule is None:
@@ -238,7 +238,7 @@ class Backwards:
 
     def _product(self, user: fx.Node, place: int, shape: tuple[int, ...], result: dict[Axes, Gains]) -> Invisible:
         whole = shape_of(user) or ()
-        quotient = name_of(user) in ("div", "true_divide", "divide")
+        quotient = name_of(user) == "div"
         if place > 1 or (quotient and place == 1) or user.kwargs.get("rounding_mode"):
             return {}
         other = user.args[1 - place]
@@ -264,9 +264,6 @@ class Backwards:
         if place == 1:
             return {frozenset({0}): gains for axes, gains in result.items() if axes == {last}}
         return _before_broadcast(result, shape, shape_of(user) or ())
-
-    def _addmm(self, user: fx.Node, place: int, shape: tuple[int, ...], result: dict[Axes, Gains]) -> Invisible:
-        return self._sum(user, 0, shape, result) if place == 0 else self._matmul(user, place - 1, shape, result)
 
     def _matmul(self, user: fx.Node, place: int, shape: tuple[int, ...], result: dict[Axes, Gains]) -> Invisible:
         rank = len(shape_of(user) or ())
@@ -312,10 +309,9 @@ _RULES = {
     "group_norm": "one_group",
     **dict.fromkeys(("var", "std"), "spread"),
     **dict.fromkeys(("add", "sub", "rsub"), "sum"),
-    **dict.fromkeys(("mul", "multiply", "div", "true_divide", "divide"), "product"),
+    **dict.fromkeys(("mul", "div"), "product"),
     "linear": "linear",
-    "addmm": "addmm",
-    **dict.fromkeys(("matmul", "mm", "bmm"), "matmul"),
+    "matmul": "matmul",
     "scaled_dot_product_attention": "attention",
     "embedding": "embedding",
     **{f"conv{count}d": "convolution" for count in (1, 2, 3)},

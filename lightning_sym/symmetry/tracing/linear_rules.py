@@ -31,7 +31,7 @@ def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value
     return trace.join(result, bias.on([axis], result.ndim), product=False)
 
 
-@register_rule("aten::matmul", "aten::bmm", "aten::mm", "aten::mv")
+@register_rule("aten::matmul")
 def _matmul(trace: Trace, one: Value, two: Value) -> Any:
     shape = trace.output_shape()
     batch = len(shape) - (one.ndim > 1) - (two.ndim > 1)
@@ -39,14 +39,6 @@ def _matmul(trace: Trace, one: Value, two: Value) -> Any:
     first = [*range(batch + 2 - one.ndim, batch), batch, None] if one.ndim > 1 else [None]
     second = [*range(batch + 2 - two.ndim, batch), None, len(shape) - 1] if two.ndim > 1 else [None]
     return trace.contract(one, first, two, second, shape)
-
-
-@register_rule("aten::addmm", "aten::baddbmm")
-def _addmm(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) -> Any:
-    result = _matmul(trace, one, two)
-    if added.ndim == 1:
-        return _biased(trace, result, added, result.ndim - 1)
-    return trace.join(added, result, product=False)
 
 
 @register_rule("aten::einsum")
@@ -93,7 +85,7 @@ def _convolution(count: int, transposed: bool) -> Rule:
         groups = args[1] if len(args) > 1 else 1
         shape = trace.output_shape()
         channel = value.ndim - count - 1
-        value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
+        value = trace.tied(value, range(-count, 0))
         weight = trace.free_of(weight, range(2, weight.ndim), "")
         if groups == 1:
             into: list[int | None] = [None] * weight.ndim
@@ -203,7 +195,7 @@ def _affine(trace: Trace, value: Value, weight: Value | None, bias: Value | None
     return value
 
 
-def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None) -> Label:
+def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None, *, centred: bool = True) -> Label:
     """Divide units by a deviation: signs pass; magnitudes are divided out, exactly if no eps is added.
 
     Args:
@@ -211,40 +203,49 @@ def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None) 
         label: The units.
         epsilon: What is added to the variance.
         groups: For each unit, the number of its group, where the units of a group have one deviation in common: they
-            change sign together, and scale together. By default each unit has its own.
+            scale together, and change sign together if their mean is taken off. By default each unit has its own.
+        centred: Whether the mean is taken off.
     """
     constraints = trace.constraints
     label = constraints.resolve(label)
+    divided, signs = label.scale, label.scale
     if groups is None:
         constraints.restrict(label)
     else:
         constraints.keep_norm(label)
-        constraints.keep_ones(label)
-    divided = label.scale
-    if groups is not None:
         divided = constraints.fresh_scales((int(groups.max()) + 1,))[groups]
-        constraints.equate([(label.scale, 1.0), (divided, -1.0)])
+        constraints.equate([(label.scale, 1.0), (divided, -1.0)], signs=centred)
+        if centred:
+            constraints.keep_ones(label)
+            signs = divided
+        else:
+            constraints.fix_scales(divided, magnitudes=False)
     if epsilon != 0:
         constraints.fix_scales(divided, signs=False)
     scale = constraints.scales_like(label.scale)
     constraints.fix_scales(scale, signs=False)
-    constraints.equate([(scale, 1.0), (divided, 1.0)], magnitudes=False)
+    constraints.equate([(scale, 1.0), (signs, 1.0)], magnitudes=False)
     return label.scaled_by(scale)
 
 
-def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: float) -> Value:
+def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: float, *, centred: bool = True) -> Value:
     """Divide by deviations over some axes: units on these have one in common, whole or in parts, others their own."""
     gone, labels = {axis % value.ndim for axis in axes}, []
+    own = any(label.axes and not gone & set(label.axes) for label in value.labels)
     for label in value.labels:
         kept = [axis for axis in label.axes if axis not in gone]
         if len(kept) == len(label.axes):
-            labels.append(_normalised(trace, label, epsilon))
+            labels.append(_normalised(trace, label, epsilon, centred=centred))
         elif not kept:
-            labels.append(_normalised(trace, label, epsilon, np.zeros(label.atom.shape, np.int64)))
+            # A factor that all units of a weight have in common is one of those of the rows that it divides.
+            exact = epsilon == 0 and not (own and (value.state is not None or value.sources))
+            groups = np.zeros(label.atom.shape, np.int64)
+            labels.append(_normalised(trace, label, 0.0 if exact else 1.0, groups, centred=centred))
         else:  # what is normalised together stays together (heads)
-            whole = trace.parts(label, kept)
+            whole = trace.parts(label, kept, mixtures=True)
             number = Label(whole.axes, np.arange(whole.size).reshape(whole.atom.shape), whole.tag, whole.scale)
-            labels.append(_normalised(trace, label, epsilon, trace.onto(number, label).atom))
+            groups = trace.onto(number, label).atom
+            labels.append(_normalised(trace, label, epsilon, groups, centred=centred))
     return value.with_labels(*labels)
 
 
@@ -264,7 +265,7 @@ def _batch_norm(
     others = [axis for axis in range(value.ndim) if axis != 1]
     if training or mean is None or variance is None:
         return _affine(trace, _normalised_over(trace, value, others, epsilon), weight, bias, [1])
-    value = trace.free_of(value, others, "acts along an axis on which units live")
+    value = trace.tied(value, others)
     label = trace.label(value, 1)
     if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
         by_size = mean.by_size or variance.by_size
@@ -338,27 +339,9 @@ def _rms_norm(
     epsilon: float | None = None,
 ) -> Value:
     axes = list(range(value.ndim - len(normalized_shape), value.ndim))
-    labels = []
-    for label in value.labels:
-        label = trace.constraints.resolve(label)
-        # The root mean square is even in every unit: signs pass one by one.
-        if label.axes and set(label.axes) <= set(axes):
-            trace.constraints.keep_norm(label)
-        else:
-            trace.constraints.restrict(label)
-        if epsilon == 0 and set(label.axes) <= set(axes):
-            number = trace.constraints.number_of(label, even=True)
-            scale = trace.constraints.scales_like(label.scale)
-            whole = np.full(scale.shape, int(number.scale))
-            trace.constraints.equate([(scale, 1.0), (label.scale, -1.0), (whole, 1.0)])
-            label = label.scaled_by(scale)
-        else:
-            trace.constraints.fix_scales(label.scale, signs=False)
-        kept = [axis for axis in label.axes if axis not in axes]
-        if kept and len(kept) < len(label.axes):  # what is normalised together stays together (heads)
-            trace.parts(label, kept)
-        labels.append(label)
-    return _affine(trace, value.with_labels(*labels), weight, None, axes)
+    # A root mean square is even in every unit: signs pass one by one.
+    value = _normalised_over(trace, value, axes, 1.0 if epsilon is None else epsilon, centred=False)
+    return _affine(trace, value, weight, None, axes)
 
 
 @register_rule("aten::group_norm")
@@ -371,7 +354,7 @@ def _group_norm(
     epsilon: float = 1e-5,
     *args: Any,
 ) -> Value:
-    value = trace.free_of(value, range(2, value.ndim), "acts along an axis on which units live")
+    value = trace.tied(value, range(2, value.ndim))
     label = trace.label(value, 1)
     if label is not None:
         size = value.shape[1] // groups
@@ -381,7 +364,8 @@ def _group_norm(
             trace.see(coarse)
             if size > 1:
                 trace.constraints.block(coarse.atom[parents], label.atom)
-        value = value.with_labels(_normalised(trace, label, epsilon, parents))
+        # A group of one channel is divided by its own deviation, over places.
+        value = value.with_labels(_normalised(trace, label, epsilon, parents if size > 1 else None))
     return _affine(trace, value, weight, bias, [1])
 
 

@@ -12,14 +12,11 @@ from torch import fx
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, PASSES, argument, name_of, reduced, shape_of
 
-_MULTIPLY = {"mul", "multiply"}
-_DIVIDE = {"div", "true_divide", "divide"}
 _SUMS = {"add", "sub"}
 _POOLING = {f"{kind}avg_pool{count}d" for kind in ("", "adaptive_") for count in (1, 2, 3)}
 _HANDED_ON = PASSES | MOVEMENTS | _POOLING | {"getitem"}
 _PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3), "instance_norm": (1, 2)}
 _BATCH_NORMS = {"batch_norm", "cudnn_batch_norm"}
-_FAR = 12  # so many operations from a value to its norm at most
 
 
 @dataclass(frozen=True)
@@ -99,11 +96,29 @@ class _Finder:
                 at_gain, at_bias = _PLACES[name]
                 gain = self._state(argument(node, at_gain, "weight"))
                 bias = self._state(argument(node, at_bias, "bias")) if at_bias is not None else None
+                gain, bias, plain = self._behind(node, gain, bias)
                 layer = name == "layer_norm" and len(node.args[1]) == 1
                 writers, others = self._writers(node.args[0]) if layer else ((), ())
-                yield Norm(module, gain, bias, True, layer, writers, others)
-            elif name in _MULTIPLY | _DIVIDE and (written := self._written_out(node)) is not None:
-                yield Norm(module, *written)
+                yield Norm(module, gain, bias, plain, layer, writers, others)
+
+    def _behind(self, node: fx.Node, gain: str | None, bias: str | None) -> tuple[str | None, str | None, bool]:
+        """Return gain, bias, and whether the gain is plain, with what multiplies a norm's result and is added to it."""
+        plain, users = True, list(node.users)
+        while len(users) == 1 and bias is None:
+            user, name = users[0], name_of(users[0])
+            others = [given for given in user.args[:2] if given is not node]
+            if name == "mul" and len(others) == 1 and isinstance(others[0], fx.Node):
+                found, as_it_is = self._gain(others[0])
+                if gain is not None or found is None or not _is_vector(others[0]):
+                    break
+                gain, plain = found, as_it_is
+            elif name == "add" and len(others) == 1:
+                bias = self._state(others[0]) if _is_vector(others[0]) else None
+                break
+            elif name not in PASSES | MOVEMENTS and (name not in ("mul", "div") or user.args[0] is not node):
+                break
+            node, users = user, list(user.users)
+        return gain, bias, plain
 
     def _state(self, node: Any) -> str | None:
         """Return the parameter whose elements, at most moved, a node is."""
@@ -112,23 +127,6 @@ class _Finder:
         name = self.capture.states.get(node) if isinstance(node, fx.Node) else None
         return name if name in self.parameters else None
 
-    def _written_out(self, node: fx.Node) -> tuple[str, str | None, bool] | None:
-        """Return gain, bias, and whether the gain is plain, if a product or quotient is the last step of a norm."""
-        one, two = node.args[:2]
-        for factor, rest in ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ():
-            gain, plain = self._gain(factor)
-            if gain is not None and self._is_normalised(rest):
-                return gain, self._bias_behind(node), plain
-        # The gain may come first: gain x / |x|.
-        for whole, size in ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ((one, two),):
-            whole = _passed(whole)
-            if isinstance(whole, fx.Node) and name_of(whole) in _MULTIPLY and isinstance(size, fx.Node):
-                for factor, value in (whole.args[:2], whole.args[1::-1]):
-                    gain, plain = self._gain(factor)
-                    if gain is not None and _is_size_of(size, value, node):
-                        return gain, self._bias_behind(node), plain
-        return None
-
     def _gain(self, node: Any) -> tuple[str | None, bool]:
         name = self._state(node)
         node = _passed(node)
@@ -136,25 +134,6 @@ class _Finder:
             tensors = [given for given in node.args[:2] if isinstance(given, fx.Node)]
             return (self._state(tensors[0]) if len(tensors) == 1 else None), False
         return name, True
-
-    def _bias_behind(self, node: fx.Node) -> str | None:
-        """Return the parameter that is added to a value and to nothing else."""
-        users = list(node.users)
-        while len(users) == 1 and name_of(users[0]) in PASSES:
-            node, users = users[0], list(users[0].users)
-        if len(users) != 1 or name_of(users[0]) != "add":
-            return None
-        return next((name for given in users[0].args[:2] if given is not node and (name := self._state(given))), None)
-
-    @staticmethod
-    def _is_normalised(node: Any) -> bool:
-        """Whether a value was divided by a number that was made of it."""
-        node = _passed(node)
-        if not isinstance(node, fx.Node) or name_of(node) not in _MULTIPLY | _DIVIDE:
-            return False
-        one, two = node.args[:2]
-        pairs = ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ((one, two),)
-        return any(_is_size_of(size, value, node) for value, size in pairs)
 
     def _writers(self, node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors that write into a value, and what else it is a sum of."""
@@ -174,11 +153,11 @@ class _Finder:
                 waiting.append(node.args[0])
             elif name in _SUMS and all(isinstance(given, fx.Node) for given in node.args[:2]):
                 waiting += node.args[:2]
-            elif name in ("cat", "concat", "stack"):
+            elif name == "cat":
                 waiting += list(node.args[0])  # type: ignore[arg-type]
-            elif name in _MULTIPLY | _DIVIDE and (value := self._scaled(node)) is not None:
+            elif name in ("mul", "div") and (value := self._scaled(node)) is not None:
                 waiting.append(value)
-            elif name in ("linear", "addmm", "matmul", "mm", "embedding") or name.startswith("conv"):
+            elif name in ("linear", "matmul", "embedding") or name.startswith("conv"):
                 read = [self._state(given) for given in node.all_input_nodes]
                 writers |= dict.fromkeys(name for name in read if name is not None)
                 if not any(read):
@@ -190,7 +169,7 @@ class _Finder:
     def _scaled(self, node: fx.Node) -> Any:
         """Return the value that a product multiplies by a number, by gains, or by one number for all units."""
         one, two = node.args[:2]
-        for value, factor in ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ((one, two),):
+        for value, factor in ((one, two), (two, one)) if name_of(node) == "mul" else ((one, two),):
             if isinstance(value, fx.Node):
                 sizes = shape_of(factor)
                 if not isinstance(factor, fx.Node) or self._state(factor) or (sizes is not None and sizes[-1:] == (1,)):
@@ -216,25 +195,6 @@ def _passed(node: Any) -> Any:
     return node
 
 
-def _is_size_of(size: Any, value: Any, whole: fx.Node) -> bool:
-    """Whether a factor is one number for all units of a value, and was made of this value."""
-    while isinstance(size, fx.Node) and name_of(size) in PASSES | {"expand", "expand_as"}:
-        size = size.args[0]
-    sizes, shape = shape_of(size), shape_of(whole)
-    if not isinstance(size, fx.Node) or not isinstance(value, fx.Node) or sizes is None or shape is None:
-        return False
-    fewer = len(sizes) < len(shape) or any(a == 1 < b for a, b in zip(sizes, shape, strict=False))
-    own = {value, _passed(value)}
-    if name_of(_passed(value)) == "sub":  # without its mean
-        own |= {given for given in _passed(value).args[:2] if isinstance(given, fx.Node)}
-    own |= {_passed(node) for node in own}
-    return fewer and any(node in own for node in _before(size))
-
-
-def _before(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what a value was made of, a few operations back."""
-    seen, waiting = {node}, [node]
-    for _ in range(_FAR):
-        waiting = [given for node in waiting for given in node.all_input_nodes if given not in seen]
-        yield from waiting
-        seen.update(waiting)
+def _is_vector(node: Any) -> bool:
+    """Whether a value has one axis, besides those of size 1."""
+    return sum(size > 1 for size in shape_of(node) or ()) == 1

@@ -64,6 +64,12 @@ def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
     return register
 
 
+def own_operations() -> frozenset[str]:
+    """Return the operations for which users wrote rules."""
+    ours = __name__.rpartition(".")[0]
+    return frozenset(name for name, rule in _RULES.items() if not getattr(rule, "__module__", "").startswith(ours))
+
+
 def leaf_types() -> tuple[type[nn.Module], ...]:
     """Return the module classes for which users wrote rules."""
     return tuple(_MODULE_RULES)

@@ -354,7 +354,7 @@ class Shifts:
                 off.append((bias, weight, axis, out, whole))
         read = {(name,): forms[rows.numbers.numpy()] for name, rows in self.rows.items()}  # one may be added to, too
         read = {key: own for key, own in read.items() if own.nnz}
-        groups = _alike([*read.items(), *added.items(), *enumerate(entry[-1] for entry in off)], forms.shape[1])
+        groups = alike_places([*read.items(), *added.items(), *enumerate(entry[-1] for entry in off)], forms.shape[1])
         # What is added to no tensor changes nothing.
         groups = {key: own for key, own in groups.items() if any(isinstance(index, (str, tuple)) for index in key)}
         order: dict[Any, int] = {name: place for place, name in enumerate(self.tensors)}
@@ -364,13 +364,13 @@ class Shifts:
             names = sorted((n for n in kind if isinstance(n, str)), key=order.__getitem__)
             parts = [(name, self.sources[name], added[name][:, column].tocsr()) for name in names]
             rows = [(key[0], self.rows[key[0]], read[key][:, column].tocsr()) for key in kind if isinstance(key, tuple)]
-            basis, pivots = _pivoted([matrix for _, _, matrix in rows or parts])
+            basis, pivots = pivoted([matrix for _, _, matrix in rows or parts])
             norms = list(dict.fromkeys(own.norm for _, own, _ in rows))
             if len(norms) > 1 or (basis.shape[1] < len(column) and rows):
                 continue  # the function of other weights is needed to say what goes with what
             shifts.append(
                 Shift(
-                    READERS if rows else _kind(parts, [off[i] for i in kind if isinstance(i, int)], self.tensors),
+                    READERS if rows else kind_of(parts, [off[i] for i in kind if isinstance(i, int)], self.tensors),
                     basis.shape[1],
                     (
                         *(_reading(name, own, (matrix @ basis).tocsr()) for name, own, matrix in rows),
@@ -412,7 +412,7 @@ class Shifts:
         return Shown(_axes(numbers), shown, unknown, norms)
 
 
-def _alike(found: Sequence[tuple[Any, sparse.csr_matrix]], number: int) -> dict[tuple[Any, ...], Ints]:
+def alike_places(found: Sequence[tuple[Any, sparse.csr_matrix]], number: int) -> dict[tuple[Any, ...], Ints]:
     """Group free numbers by the places where they are added.
 
     Args:
@@ -444,7 +444,7 @@ def _axes(numbers: Tensor) -> tuple[int, ...]:
     return tuple(axis for axis, size in enumerate(numbers.shape) if size > 1)
 
 
-def _pivoted(matrices: Sequence[sparse.csr_matrix]) -> tuple[sparse.csr_matrix, Ints]:
+def pivoted(matrices: Sequence[sparse.csr_matrix]) -> tuple[sparse.csr_matrix, Ints]:
     """Return a basis in which each entry stands alone somewhere, and where.
 
     Args:
@@ -479,7 +479,8 @@ def _pivoted(matrices: Sequence[sparse.csr_matrix]) -> tuple[sparse.csr_matrix, 
     return basis, np.stack([matrix, rows - starts[matrix]], 1)
 
 
-def _kind(parts: Sequence[Any], off: Sequence[Any], tensors: Mapping[str, Tensor]) -> str:
+def kind_of(parts: Sequence[Any], off: Sequence[Any], tensors: Mapping[str, Tensor]) -> str:
+    """Return what a shift of biases is called, from what is added to which tensor, and what is taken off."""
     if any(not isinstance(tensors[name], torch.nn.Parameter) for name, _, _ in parts):
         whole = all(
             matrix.shape[0] == matrix.shape[1] and (matrix != sparse.identity(matrix.shape[0])).nnz == 0

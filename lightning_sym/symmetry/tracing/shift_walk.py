@@ -32,7 +32,7 @@ from lightning_sym.symmetry.tracing.shifts import Shift, Shown
 from lightning_sym.symmetry.tracing.tilts import Normed
 
 _FACTOR = 1e4  # by which shifts may grow or shrink at once
-_PRODUCTS = ("mul", "multiply", "div", "true_divide", "divide")
+_PRODUCTS = ("mul", "div")
 _MOST = 2**20  # entries of a parameter of several axes that are told apart
 
 
@@ -62,13 +62,12 @@ def find_shifts(
 
 
 class _Reading(NamedTuple):
-    """What a linear layer does: its weight, over which axis it sums, what enters it, its bias, and if that is all."""
+    """What a linear layer does: its weight, over which axis it sums, what enters it, and its bias."""
 
     weight: str
     axis: int
     entering: Any
     bias: Any
-    plain: bool
 
 
 class Walk:
@@ -247,7 +246,7 @@ class Walk:
             rank = len(shape_of(first) or ())
             if rank - 1 not in reduced(node, rank):
                 self.normed[node] = self.normed[first]  # type: ignore[index]
-        elif name in ("matmul", "bmm") and len(node.args) > 1 and node.args[1] in self.normed:
+        elif name == "matmul" and len(node.args) > 1 and node.args[1] in self.normed:
             # Means with weights: what sums to zero, and a constant, stay what they are.
             if self.summing.get(first) == len(shape_of(first) or ()) - 1:  # type: ignore[arg-type]
                 self.normed[node] = self.normed[node.args[1]]  # type: ignore[index]
@@ -278,9 +277,9 @@ class Walk:
             if vector:
                 self.normed[node] = gain, own
         elif isinstance(other, (int, float)) or (isinstance(other, fx.Node) and (shape_of(other) or (1,))[-1] == 1):
-            if name in ("mul", "multiply") or value is node.args[0]:
+            if name == "mul" or value is node.args[0]:
                 self.normed[node] = gain, None
-        elif vector and gain is None and name in ("mul", "multiply"):
+        elif vector and gain is None and name == "mul":
             self.normed[node] = own, None
 
     def _pass(self, node: fx.Node, name: str) -> Any:
@@ -327,7 +326,7 @@ class Walk:
 
     def _product(self, node: fx.Node, name: str) -> Any:
         one, two = node.args[:2]
-        quotient = name not in ("mul", "multiply")
+        quotient = name != "mul"
         if node.kwargs.get("rounding_mode") or isinstance(one, fx.Node) == isinstance(two, fx.Node):
             return self._see(node)
         value, factor = (one, two) if isinstance(one, fx.Node) else (two, one)
@@ -346,7 +345,7 @@ class Walk:
             return name, False
         return (self.turned[node], True) if node in self.turned and node not in self.unsafe else None
 
-    def _layer(self, node: fx.Node, entering: Any, weight: Any, bias: Any, *, turned: bool, channel: int) -> Any:
+    def _layer(self, node: fx.Node, entering: Any, weight: Any, bias: Any, *, channel: int) -> Any:
         """A linear layer: what enters it is taken off by its bias, whose own shift comes out of it.
 
         Args:
@@ -354,7 +353,6 @@ class Walk:
             entering: What it takes.
             weight: Its weight.
             bias: Its bias.
-            turned: Whether the weight's first axis is the one that is summed over.
             channel: The axis of its channels.
         """
         found = self._weight(weight)
@@ -369,7 +367,7 @@ class Walk:
             if any(size > 1 and axis != at for axis, size in enumerate(numbers.shape)):
                 self.unknowns.vanish(numbers)
                 numbers = None
-        axis = int(found[1]) if turned else 1 - int(found[1])
+        axis = 1 - int(found[1])
         key = (name, found[0], axis, 1 - axis)
         self.shifts.layers.setdefault(key, []).append(None if numbers is None else numbers.reshape(-1))
         after = len(shape_of(node) or ()) - channel % rank - 1
@@ -393,14 +391,7 @@ class Walk:
 
     def _linear(self, node: fx.Node, name: str) -> Any:
         bias = argument(node, 2, "bias")
-        return self._layer(node, node.args[0], node.args[1], bias, turned=False, channel=-1)
-
-    def _addmm(self, node: fx.Node, name: str) -> Any:
-        bias, one, two = node.args[:3]
-        plain = all(node.kwargs.get(key, 1) == 1 for key in ("alpha", "beta")) and len(shape_of(bias) or ()) == 1
-        if not plain or self._weight(two) is None:
-            return self._see(node)
-        return self._layer(node, one, two, bias, turned=True, channel=-1)
+        return self._layer(node, node.args[0], node.args[1], bias, channel=-1)
 
     def _convolution(self, node: fx.Node, name: str) -> Any:
         entering, weight = node.args[:2]
@@ -426,7 +417,7 @@ class Walk:
                 return self.unknowns.living(source.reshape(-1, *[1] * (int(name[4]) if rank else 0)))
             return None
         count = int(name[4])
-        return self._layer(node, entering, weight, bias, turned=False, channel=-count - 1)
+        return self._layer(node, entering, weight, bias, channel=-count - 1)
 
     def _matmul(self, node: fx.Node, name: str) -> Any:
         one, two = node.args[:2]
@@ -598,7 +589,7 @@ class Walk:
             gain_and_offset = self.normed.get(read.entering) if isinstance(read.entering, fx.Node) else None
             # A layer norm's bias makes rows add a constant, which the layer's own bias has to take off.
             needs = gain_and_offset is not None and gain_and_offset[1] is not None
-            if gain_and_offset is None or not read.plain or (needs and own not in self.shifts.tensors):
+            if gain_and_offset is None or (needs and own not in self.shifts.tensors):
                 normed.add(None)
                 continue
             if (read.bias is not None and own is None) or (needs and self._is_seen_elsewhere(read.bias, name)):
@@ -624,15 +615,10 @@ class Walk:
 
     def _reading(self, user: fx.Node) -> "_Reading | None":
         """Return what a linear layer does, if its weight is a matrix of the network."""
-        kind = name_of(user)
-        place = {"linear": 1, "addmm": 2, "matmul": 1, "mm": 1}.get(kind)
-        found = self._weight(user.args[place]) if place is not None and len(user.args) > place else None
+        found = self._weight(user.args[1]) if name_of(user) == "linear" else None
         if found is None:
             return None
-        entering = user.args[1 if kind == "addmm" else 0]
-        bias = user.args[0] if kind == "addmm" else argument(user, 2, "bias") if kind == "linear" else None
-        plain = all(user.kwargs.get(key, 1) == 1 for key in ("alpha", "beta"))
-        return _Reading(found[0], 1 - int(found[1]) if kind == "linear" else int(found[1]), entering, bias, plain)
+        return _Reading(found[0], 1 - int(found[1]), user.args[0], argument(user, 2, "bias"))
 
     def _norms(self) -> None:
         """Put down what reads the layer norms of each gain and bias."""
@@ -654,7 +640,6 @@ class Walk:
                 if (
                     read is None
                     or read.entering is not node
-                    or not read.plain
                     or user in self.unsafe
                     or len(self.shifts.tensors[read.weight].shape) != 2
                 ):
@@ -677,10 +662,8 @@ class Walk:
     def _is_seen_elsewhere(self, bias: Any, weight: str) -> bool:
         """Whether a bias is anything but that of linear layers of one weight."""
         for user in bias.users:
-            given = user.args[2] if name_of(user) == "addmm" else user.args[1] if len(user.args) > 1 else None
-            is_bias = user.args[0] is bias if name_of(user) == "addmm" else argument(user, 2, "bias") is bias
-            found = self._weight(given)
-            if name_of(user) not in ("linear", "addmm") or not is_bias or found is None or found[0] != weight:
+            found = self._weight(user.args[1]) if name_of(user) == "linear" else None
+            if found is None or found[0] != weight or argument(user, 2, "bias") is not bias:
                 return True
         return False
 
@@ -705,9 +688,8 @@ _RULES = {
     **dict.fromkeys(("add", "sub", "rsub"), "sum"),
     **dict.fromkeys(_PRODUCTS, "product"),
     "linear": "linear",
-    "addmm": "addmm",
     **{f"conv{count}d": "convolution" for count in (1, 2, 3)},
-    **dict.fromkeys(("matmul", "mm", "bmm"), "matmul"),
+    "matmul": "matmul",
     "scaled_dot_product_attention": "attention",
     "embedding": "embedding",
     **dict.fromkeys(("layer_norm", "group_norm", "instance_norm"), "norm"),
@@ -715,5 +697,5 @@ _RULES = {
     "mean": "mean",
     **{f"adaptive_avg_pool{count}d": "pool" for count in (1, 2, 3)},
     **{f"max_pool{count}d": "pool" for count in (1, 2, 3)},
-    **dict.fromkeys(("cat", "concat", "concatenate"), "cat"),
+    "cat": "cat",
 }

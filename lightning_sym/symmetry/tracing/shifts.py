@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
+from lightning_sym._distributed import wide
 from lightning_sym.symmetry.tracing.invisible import Gains
 
 Ints = NDArray[np.int64]
@@ -99,6 +100,10 @@ class TakenOff:
         out: The weight's axis of the outputs.
         matrix: t from the shift: (inputs, size), sparse.
         folds: Of what t is counted in multiples.
+        unseen: Directions of the outputs that nobody sees, which are projected away, orthonormal. Shape (outputs,
+            directions); None for nothing.
+        at: Which entries of the bias take off which outputs. Two arrays of numbers; None for each its own.
+        before: The weight in front, without a bias, out of which t comes: the matrix makes t of what that makes.
     """
 
     bias: str
@@ -107,18 +112,56 @@ class TakenOff:
     out: int
     matrix: sparse.csr_matrix
     folds: tuple[Fold, ...] = ()
+    unseen: NDArray[np.float64] | None = None
+    at: tuple[Ints, Ints] | None = None
+    before: "TakenOff | None" = None
 
     @property
     def needed(self) -> set[str]:
         """The names of the tensors that say what is taken off."""
-        return {self.weight} | {name for fold in self.folds for name, *_ in fold.gains}
+        own = {self.weight} | {name for fold in self.folds for name, *_ in fold.gains}
+        return own if self.before is None else own | self.before.needed
+
+    def seen(self, taken: Tensor, size: int) -> Tensor:
+        """Return what the bias takes off of what the weight makes.
+
+        Args:
+            taken: What it makes. Shape (outputs,), or (outputs, entries).
+            size: The number of the bias's entries.
+        """
+        if self.unseen is not None:
+            unseen = torch.from_numpy(self.unseen).to(taken)
+            taken = taken - unseen @ (unseen.T @ taken)
+        if self.at is None:
+            return taken
+        entries, outputs = (torch.from_numpy(own) for own in self.at)
+        return taken.new_zeros(size, *taken.shape[1:]).index_copy(0, entries, taken[outputs])
 
     def entering(self, shift: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return t. Shape (inputs,), float64."""
+        if self.before is not None:
+            shift = self.before.made(shift, tensors).double().cpu()
         values = torch.from_numpy(self.matrix @ shift.numpy())
         for fold in self.folds:
             values = values * fold.multiples(len(values), tensors)
         return values
+
+    def made(self, shift: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return what the weight makes of t. Shape (outputs,), float64 where the weight's device has that."""
+        weight = tensors[self.weight].detach()
+        exact = wide(weight.device)
+        flat = (weight.flatten(2).sum(2, dtype=exact) if weight.ndim > 2 else weight).to(exact)
+        made: Tensor = torch.tensordot(flat, self.entering(shift, tensors).to(flat), ([self.axis], [0]))
+        return made
+
+    def rates(self, tensors: Mapping[str, Tensor]) -> NDArray[np.float64]:
+        """Return what the weight makes of each entry of the shift. Shape (outputs, entries), float64."""
+        weight = tensors[self.weight].flatten(2).sum(2) if tensors[self.weight].ndim > 2 else tensors[self.weight]
+        for fold in self.folds:
+            shape = [-1 if axis == self.axis else 1 for axis in range(weight.ndim)]
+            weight = weight * fold.multiples(weight.shape[self.axis], tensors).reshape(shape)
+        by = weight.movedim(self.axis, 1).numpy() @ self.matrix
+        return np.asarray(by if self.before is None else by @ self.before.rates(tensors))
 
 
 @dataclass(frozen=True)
@@ -164,6 +207,7 @@ class Shift:
             (size, 2). None where all entries are added, one by one, to the one tensor.
         norm: For rows that read a layer norm without a bias behind them, the norm's gain and its bias: what is added
             to the rows is added to all else sum(beta / gamma) times, see :class:`Balanced`.
+        common: How many of its directions other shifts have, too, besides those that its tensors tell.
     """
 
     kind: str
@@ -173,6 +217,7 @@ class Shift:
     balanced: tuple[Balanced, ...] = ()
     pivots: Ints | None = None
     norm: tuple[str | None, str] | None = None
+    common: int = 0
 
     def times(self, tensors: Mapping[str, Tensor]) -> float:
         """Return how many times it is added to what is not a row that reads a layer norm."""

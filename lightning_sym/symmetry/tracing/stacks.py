@@ -26,7 +26,7 @@ from lightning_sym.symmetry.tracing.vocabulary import Members, Value, values_in
 
 Bools = NDArray[np.bool_]
 
-_PRODUCTS = ("einsum", "bmm", "matmul")
+_PRODUCTS = ("einsum", "matmul")
 _INDICES = ("index", "index_select")
 _PASSES = ("to", "_to_copy", "type_as", "float", "double", "clone", "alias", "detach", "contiguous", "dropout")
 _MOVES = (
@@ -220,7 +220,7 @@ class Stacks:
             return _picked(name, args, tuple(meta.shape))
         if name in (*_MOVES, *_BY_SHAPE) and len(inside) == 1 and args[0] is inside[0]:
             return _moved(node, name, args, kwargs)
-        if name in (*_PRODUCTS, "mm", "linear"):
+        if name in (*_PRODUCTS, "linear"):
             return _contracted(name, args, tuple(meta.shape))
         if _is_pointwise(node) and isinstance(meta, Tensor):
             rank = meta.ndim

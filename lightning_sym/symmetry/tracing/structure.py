@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -93,6 +93,7 @@ class Structure:
         tilts: What layer norms' biases and their readers may change together, behind rotations.
         planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
+        charts: Tensors that the network reads with a number added: the group acts on the sum.
     """
 
     slots: tuple[Slot, ...]
@@ -114,6 +115,7 @@ class Structure:
     rotations: tuple[Rotation, ...] = ()
     tilts: tuple[Tilt, ...] = ()
     planes: tuple[Ints, ...] = ()
+    charts: Mapping[str, float] = field(default_factory=dict)
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""
@@ -246,7 +248,8 @@ class Structure:
             orbit = orbit_of[int(cell[0])]
             columns = self.columns[orbit][self.place_in_orbit[cell]]
             slot_of = np.searchsorted(starts, columns[0], side="right") - 1
-            exponent = self.magnitudes.data[self.magnitudes.indptr[columns[0]]]
+            exponent = own_exponents(self.magnitudes, columns)
+            assert exponent is not None  # _dense looked
             for slot_index, read in dict.fromkeys(zip(slot_of.tolist(), (exponent < 0).tolist(), strict=True)):
                 offset = self.slots[slot_index].offset
                 at = columns[:, (slot_of == slot_index) & ((exponent < 0) == read)] - offset
@@ -389,7 +392,7 @@ def _told_apart(
         for _ in range(3):  # what it was merged with counts, too: colour refinement
             seen = mix(seen) + sum_by(one, mix(seen)[two], number) + sum_by(two, mix(seen)[one] * np.uint64(3), number)
         tag = tag.copy()
-        tag[again] = (mix(seen[raw[again]]) >> np.uint64(1)).astype(np.int64)
+        tag[again] = (mix(seen[raw[again]] ^ mix(tag[again])) >> np.uint64(1)).astype(np.int64)
         again = twice(tag)
     return tag, atom[again]
 
@@ -879,12 +882,47 @@ def _dense(
     seen = (constraints.restricted, constraints.normed, constraints.centred, constraints.gained)
     met = [*itertools.chain(*seen), *(label.atom for label in grouped.values())]
     restricted = marked(constraints.atoms, root[flat(met)])
-    count = np.diff(forms.indptr)
     result = []
     for group, cell, matrix, moves in zip(orbits, cells, columns, movable, strict=True):
-        if not moves or restricted[roots[group]].any() or (count[matrix] != 1).any():
-            continue
         # Matrices of size 1 are scales with signs.
-        if (np.abs(forms.data[forms.indptr[matrix]]) == 1).all() and np.bincount(cell).min() > 1:
-            result += [group[cell == number] for number in range(int(cell.max()) + 1)]
+        if not moves or restricted[roots[group]].any() or np.bincount(cell).min() == 1:
+            continue
+        members = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
+        acting = [own_exponents(forms, matrix[own]) for own in members]
+        if all(own is not None and (np.abs(own) == 1).all() for own in acting):
+            result += [group[own] for own in members]
     return tuple(result)
+
+
+def own_exponents(forms: sparse.csr_matrix, columns: Ints) -> Floats | None:
+    """Return with which exponent a generator of its own acts on each of several units, at each of their places.
+
+    Args:
+        forms: Generators by position.
+        columns: At which positions the units stand. Shape (units, columns), two units at least.
+
+    Returns:
+        Shape (columns,); None if units have no generator of their own, or several, or other generators act on some of
+        the units only.
+    """
+    units, width = columns.shape
+    start = forms.indptr[columns]
+    if (forms.indptr[columns + 1] == start + 1).all():  # nothing else acts
+        exponents = forms.data[start]
+        return exponents[0] if (exponents * exponents[:, :1] == exponents[0] * exponents[0, 0]).all() else None
+    rows = forms[columns.ravel()]
+    place = np.repeat(np.arange(units * width), np.diff(rows.indptr))
+    unit, column = np.divmod(place, width)
+    kinds, generator = np.unique(rows.indices, return_inverse=True)
+    table = np.zeros((len(kinds), units), bool)
+    table[generator, unit] = True
+    own = table.sum(1) == 1
+    common = ~own[generator]
+    alike = np.unique(np.stack([column[common], generator[common], rows.data[common]]), axis=1, return_counts=True)[1]
+    if (alike != units).any() or own.sum() != units or (table[own].sum(0) != 1).any():
+        return None
+    if (np.bincount(place[~common], minlength=units * width) != 1).any():
+        return None
+    exponents = np.zeros((units, width))
+    exponents[unit[~common], column[~common]] = rows.data[~common]
+    return exponents[0] if (exponents * exponents[:, :1] == exponents[0] * exponents[0, 0]).all() else None

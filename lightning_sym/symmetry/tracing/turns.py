@@ -16,8 +16,7 @@ from lightning_sym.symmetry.tracing.constraints import Constraints, Label
 from lightning_sym.symmetry.tracing.mixtures import Labelled, Mixture, Planes, added, find_planes, joined
 from lightning_sym.symmetry.tracing.vocabulary import Value, values_in
 
-_JOINS = {"cat": torch.cat, "concat": torch.cat, "concatenate": torch.cat, "stack": torch.stack}
-_CLOSING = ("add", "sub", *_JOINS, "view_as_real")
+_CLOSING = ("add", "sub", "cat", "view_as_real")
 
 
 def mixture_of(value: Value) -> Mixture:
@@ -39,13 +38,12 @@ def mixed(node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> 
     if name in ("view_as_complex", "view_as_real") and first.labels:
         own = mixture_of(first)
         return own.as_complex() if name == "view_as_complex" else own.as_real() if own.opened else None
-    if name in ("mul", "multiply") and len(arguments) == 2:
+    if name == "mul" and len(arguments) == 2:
         return _product(*arguments)
     if name in ("add", "sub") and len(arguments) == 2 and any(_is_open(value) for value in arguments):
         return _of_one_base(arguments, lambda parts: added(parts, [1.0, 1.0 if name == "add" else -1.0]))
-    if name in _JOINS:
-        rest, join = arguments[1:], _JOINS[name]
-        return _of_one_base(first, lambda parts: joined(parts, lambda tensors: join(tensors, *rest)))
+    if name == "cat":
+        return _of_one_base(first, lambda parts: joined(parts, lambda tensors: torch.cat(tensors, *arguments[1:])))
     return None
 
 

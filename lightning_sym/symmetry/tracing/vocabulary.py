@@ -24,6 +24,8 @@ from lightning_sym.symmetry.tracing.coordinates import (
 from lightning_sym.symmetry.tracing.mixtures import Mixture
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
+_ALONG = "acts along an axis on which units live"
+_MOST = 2**16  # elements of a matrix that are units each
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +172,7 @@ class Trace:
         self.axis_labels: dict[str, tuple[Label, ...]] = {}
         self.kinds: dict[str, tuple[str, float]] = {}
         self.grouped: dict[str, Label] = {}
+        self.joint: set[str] = set()
         self.grouped_by: dict[str, set[fx.Node]] = {}
         self.untold: set[fx.Node] = set()
         self.mixed_uses: set[str] = set()
@@ -310,7 +313,7 @@ class Trace:
         return self.elementwise(value)
 
     def linear_along(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
-        """Apply a fixed linear map along some axes (pooling by means, resizing): nothing may act on these axes.
+        """Apply a fixed linear map along some axes (pooling by means, resizing): what acts, acts alike at all places.
 
         Units on all other axes may even be mixed.
 
@@ -319,8 +322,70 @@ class Trace:
             axes: The axes that the map mixes; negative ones count from the end.
             shape: The result's shape.
         """
-        value = self.free_of(value, axes, "acts along an axis on which units live")
+        gone = {axis % value.ndim for axis in axes}
+        for label in value.labels:
+            # What undoes the map, and does it again behind a scale, is no scale.
+            if label.axes and {*label.axes} <= gone and len(value.labels) == 1:
+                self.note(f"{_ALONG} ({len(np.unique(label.atom))} units keep but one scale in common here)")
+        value = self.tied(value, axes)
         return Value(tuple(shape), tuple(self.constraints.resolve(label) for label in value.labels))
+
+    def tied(self, value: Value, axes: Sequence[int], reason: str = _ALONG) -> Value:
+        """Let what acts on a value act alike at all places of some axes: a channel's places become one unit.
+
+        Args:
+            value: Any value.
+            axes: The axes along which an operation acts, whatever the channel; negative ones count from the end.
+            reason: Why nothing may act on units that live on these axes alone.
+
+        Returns:
+            The value, of whose labels none is on these axes any more.
+        """
+        gone, labels = {axis % value.ndim for axis in axes}, []
+        for label in value.labels:
+            kept = [axis for axis in label.axes if axis not in gone]
+            tied: Label | None = label
+            if len(kept) < len(label.axes):
+                tied = self._at_one_place(label, kept) if kept or len(value.labels) == 1 else None
+                if tied is None:
+                    self.fix(value.with_labels(label), None if value.state else reason)
+            labels.append(tied)
+        return replace(value, labels=tuple(label for label in labels if label is not None))
+
+    def _at_one_place(self, label: Label, kept: Sequence[int]) -> Label | None:
+        """Make one unit of those that stand at one position of some axes of a label, told apart by their places.
+
+        Args:
+            label: The units, on further axes as well.
+            kept: Some of its axes.
+
+        Returns:
+            The units on these axes; None if what they are at one place does not say what they are at the others.
+        """
+        label = self.constraints.resolve(label)
+        order = [label.axes.index(axis) for axis in kept]
+        order += [at for at in range(len(label.axes)) if at not in order]
+        shape = tuple(label.atom.shape[at] for at in order[: len(kept)])
+        atom, tag, scale = (np.transpose(part, order).reshape(int(np.prod(shape)), -1) for part in label.parts)
+        _, row, like = np.unique(tag[:, 0], return_index=True, return_inverse=True)
+        held = np.unique(np.stack([atom.ravel(), np.repeat(like, atom.shape[1])]), axis=1)
+        rows = np.unique(np.stack([atom.ravel(), np.repeat(np.arange(len(atom)), atom.shape[1])]), axis=1)
+        if (tag != tag[row][like]).any() or held.shape[1] < rows.shape[1]:
+            return None
+        # The first place of each of the units tells them apart.
+        _, first = np.unique(atom.ravel(), return_index=True)
+        place = self.constraints.derive_tags(tag.ravel()[first], first % atom.shape[1])
+        self.see(Label((), atom.ravel()[first], place, scale.ravel()[first]))
+        pairs = np.unique(np.stack([np.repeat(atom[:, 0], atom.shape[1]), atom.ravel()]), axis=1)
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        if pairs.size:
+            self.constraints.merges.append((pairs[0], pairs[1]))
+        factors = np.unique(np.stack([np.repeat(scale[:, 0], scale.shape[1]), scale.ravel()]), axis=1)
+        factors = factors[:, factors[0] != factors[1]]
+        if factors.size:
+            self.constraints.equate([(factors[0], 1.0), (factors[1], -1.0)])
+        parts = (part[:, 0].reshape(shape) for part in (atom, tag, scale))
+        return self._plainest(Label(tuple(kept), *parts))
 
     def free_of(self, value: Value, axes: Sequence[int], reason: str) -> Value:
         """Fix the labels that live on some axes, and return the value without them."""
@@ -362,8 +427,63 @@ class Trace:
             for label, part in zip(value.labels, moved, strict=False)
         )
         kept = tuple(label for label in labels if label is not None)
+        if len({axis for label in kept for axis in label.axes}) < sum(len(label.axes) for label in kept):
+            joint = self._jointly(value, function)
+            if joint is not None:
+                return joint
         result = self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state))
         return replace(result, state=None, chooses=value.chooses)
+
+    def _jointly(self, value: Value, function: Callable[[Tensor], Tensor]) -> Value | None:
+        """Let the elements of a matrix that nothing else reads be units each: what its two axes hold met on one axis.
+
+        Args:
+            value: A parameter, moved perhaps.
+            function: What moves it further.
+
+        Returns:
+            The value moved, with one label; None if it is none of a parameter that is read here only, as a whole.
+        """
+        root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
+        axes = tuple(axis for axis, size in enumerate(root.shape) if size > 1)
+        name = root.state
+        if name is None or name in self.joint or len(axes) != 2 or root.members is not None:
+            return None
+        if not self._is_read_here_only(name):
+            return None
+
+        def moved(tensor: Tensor) -> Tensor:
+            for step in path:
+                tensor = step(tensor)
+            return function(tensor)
+
+        count = int(np.prod(root.shape))
+        place = moved(coordinates(root.shape, axes)) if count <= _MOST else torch.zeros(1)
+        if len(np.unique(place.numpy())) < count:
+            return None
+        self.joint.add(name)
+        for label in root.labels:
+            self.constraints.fix(label)
+        label = self.constraints.fresh(axes, tuple(root.shape[axis] for axis in axes), tag=UNSET)
+        rest = tuple(own for own in root.labels if own.axes[0] not in axes)
+        self.axis_labels[name] = (*rest, label)
+        result = self._moved(replace(root, labels=(label,)), label, place, moved, True)
+        return Value(tuple(place.shape), () if result is None else (result,))
+
+    def _is_read_here_only(self, name: str) -> bool:
+        """Whether the operation at hand is the only one that reads a parameter, other than by moving it."""
+        nodes = [node for node, state in self.capture.states.items() if state == name]
+        while len(nodes) == 1 and nodes[0] is not self.node:
+            nodes = list(nodes[0].users)
+        return bool(nodes) and nodes[0] is self.node
+
+    def _on_one_axis(self, value: Value, other: Value, rank: int) -> Value:
+        """Let a matrix on whose axes another value has units of one kind have units of that kind, too."""
+        own = [{axis + rank - value.ndim for axis in label.axes} for label in value.labels]
+        wide = [{axis + rank - other.ndim for axis in label.axes} for label in other.labels]
+        if any(sum(bool(axes & label) for axes in own) > 1 for label in wide):
+            return self._jointly(value, lambda tensor: tensor) or value
+        return value
 
     def disjoint(self, value: Value) -> Value:
         """Where several labels came to live on the same axes, fix all of them but the one of most units."""
@@ -410,9 +530,6 @@ class Trace:
         if len(np.unique(position[~filler])) < int((~filler).sum()):
             same = self._same(value, axes, function)
             codes = self._copies(value, label, axes, position, function)
-            if codes is None:
-                self.fix(value.with_labels(label), "an axis of units was mixed with another axis")
-                return None
             _, first, again = np.unique(same, return_index=True, return_inverse=True)
             if len(np.unique(position[~filler])) < len(np.unique(same[~filler])):
                 code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
@@ -449,8 +566,8 @@ class Trace:
     @staticmethod
     def _copies(
         value: Value, label: Label, axes: list[int], position: Ints, function: Callable[[Tensor], Tensor]
-    ) -> Ints | None:
-        """Tell copies of a position apart by their places on the value's other axes; None if these were mixed in."""
+    ) -> Ints:
+        """Tell copies of a position apart by their places on the value's other axes."""
         code = np.zeros_like(position)
         for axis, size in enumerate(value.shape):
             if axis in label.axes or size == 1:
@@ -459,8 +576,10 @@ class Trace:
             along = set(varying_axes(place))
             if along <= set(axes):
                 code = code * (size + 1) + on_axes(place, axes) if along else code
-            elif along & set(axes):
-                return None
+            elif along & set(axes):  # each position shows some of the places (every second one)
+                _, shown = np.unique(rows_of(place, tuple(axes)), axis=0, return_inverse=True)
+                code = code * (size + 1) + shown.reshape(code.shape)
+        code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # the same for inputs of other sizes
         # What still coincides (a tensor joined to itself) is told apart by its order.
         rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
         return code * (int(rank.max()) + 1) + rank.reshape(position.shape)
@@ -480,7 +599,8 @@ class Trace:
         """Return the vector among the parameters whose elements, at most moved, are this value; else None."""
         names = {root.state for root, _ in value.sources or ((value, ()),)}
         name = names.pop() if len(names) == 1 else None
-        if name is None or max(self.tensors[name].shape, default=0) != self.tensors[name].numel():
+        vector = name in self.joint or (name and max(self.tensors[name].shape, default=0) == self.tensors[name].numel())
+        if name is None or not vector:
             return None
         return name
 
@@ -491,7 +611,6 @@ class Trace:
         *,
         product: bool,
         divide: bool = False,
-        linear: bool = False,
         gain: str | None = None,
     ) -> Value:
         """Combine two values element by element, with broadcasting: a sum, or a product (or quotient).
@@ -503,11 +622,13 @@ class Trace:
             two: Any value, of a shape that broadcasts with the first.
             product: Whether scales multiply.
             divide: Whether it is a quotient.
-            linear: Whether the factor on the coarser axes multiplies whole blocks of the other one's units, so that
-                mixtures inside a block pass.
             gain: The parameter that is one of the factors (or divides), if it is a vector of gains.
         """
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+        given = one, two
+        one, two = self._on_one_axis(one, two, len(shape)), self._on_one_axis(two, one, len(shape))
+        if product and gain is None and (one, two) != given:  # a matrix whose elements are units now
+            gain = self.gain_in(given[1]) or (None if divide else self.gain_in(given[0]))
         first, second = self._broadcast(one, shape), self._broadcast(two, shape)
         added = bool(not product and first and second and self._is_number(first) != self._is_number(second))
         if added:
@@ -525,7 +646,15 @@ class Trace:
                 continue
             left.remove(partner)
             nested = label.axes != partner.axes
-            if not nested:
+            parents = None
+            if product and not nested:
+                parents, units = self._repeated(label, partner, two, len(shape)), label
+                if parents is None and (parents := self._repeated(partner, label, one, len(shape))) is not None:
+                    label, units = parents, partner
+            if parents is not None:
+                nested, joined = True, self.constraints.resolve(units)
+                self.constraints.block(parents.atom, joined.atom)
+            elif not nested:
                 joined = self.constraints.same_units(label, partner)
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
@@ -541,8 +670,8 @@ class Trace:
                 if gain is not None and not nested and self.tensors[gain].numel() == joined.size:
                     self.gains[gain] += 1
                     self.constraints.gained.append(joined.atom.ravel())
-                elif not nested or not linear:
-                    self.constraints.restrict(joined)
+                elif not nested or (divide and label is parents):
+                    self.constraints.restrict(joined)  # one factor for a whole block passes all mixtures in it
                 scale = self.constraints.product((label.scale, 1.0), (partner.scale, -1.0 if divide else 1.0))
             else:
                 self.constraints.equate([(label.scale, 1.0), (partner.scale, -1.0)])
@@ -553,6 +682,28 @@ class Trace:
                 inverted = product and divide
                 result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
         return self.disjoint(Value(shape, tuple(self._lent(result) if product else result)))
+
+    def _repeated(self, label: Label, partner: Label, value: Value, rank: int) -> Label | None:
+        """Return the wholes of which a factor shows one number each for several units; None if it shows no such.
+
+        Args:
+            label: The units.
+            partner: Those of the factor, on the same axes.
+            value: The factor, broadcast to a result of `rank` axes.
+            rank: See `value`.
+        """
+        whole = self.constraints.pending(partner)  # whose tags what it meets may still say
+        of = self.constraints.copied_from(whole.atom)
+        axes = [axis - rank + value.ndim for axis in whole.axes]
+        if (of == whole.atom).all() or len(np.unique(label.atom)) < label.size or min(axes, default=-1) < 0:
+            return None
+        if (self.constraints.copied_from(label.atom) != label.atom).any():
+            return None
+        numbers = self._same(value, axes, lambda tensor: tensor)
+        pairs = np.unique(np.stack([of.ravel(), whole.tag.ravel(), numbers.ravel()]), axis=1)
+        if pairs.shape[1] > len(np.unique(of)):
+            return None
+        return Label(whole.axes, of, self.constraints.resolve(partner).tag, whole.scale)
 
     def _told_apart(self, label: Label, parents: Label, value: Value, rank: int) -> Label:
         """Tell units apart along axes on which their parents do not live, but are something else at each place.
@@ -605,12 +756,13 @@ class Trace:
             labels[wide] = labels[wide].scaled_by(scale)
         return [label for label in labels if label.axes]
 
-    def parts(self, label: Label, axes: Sequence[int]) -> Label:
+    def parts(self, label: Label, axes: Sequence[int], *, mixtures: bool = False) -> Label:
         """Demand that units which stand at one place of some axes of a label stay together (heads, groups).
 
         Args:
             label: The units, on further axes as well.
             axes: Some of the label's axes.
+            mixtures: Whether mixtures of those that stay together may pass.
 
         Returns:
             The wholes whose parts they are, on these axes: new units with scales of their own.
@@ -618,7 +770,8 @@ class Trace:
         label = self.constraints.resolve(label)
         shape = tuple(label.atom.shape[label.axes.index(axis)] for axis in axes)
         wholes = self.constraints.fresh(tuple(axes), shape)
-        self.constraints.restrict(label)
+        if not mixtures:
+            self.constraints.restrict(label)
         self.constraints.block(self.onto(wholes, label).atom, label.atom)
         self.see(wholes)
         return wholes
@@ -764,7 +917,7 @@ class Trace:
         one_label, two_label = inner
         blocks: Label | None = None
         if one_label is not None and two_label is not None:
-            blocks = self._undone(values, (one_label, two_label), axes)
+            blocks = self._undone(values, (one_label, two_label), axes, alone=not (first.labels or second.labels))
         else:
             for value, label, other in ((values[0], inner[0], two), (values[1], inner[1], one)):
                 # Zeros (an initial state) accept anything.
@@ -772,14 +925,14 @@ class Trace:
                     self.fix(value.with_labels(label))
         one_side = not (first.labels and second.labels)  # the map is linear in it
         with self.constraints.unrestricted() if one_side else contextlib.nullcontext():
-            result = self.join(first, second, product=True, linear=True)
+            result = self.join(first, second, product=True)
         if blocks is None:
             return Value(tuple(shape), result.labels)
         beside = [label for label in result.labels if set(label.axes) & set(blocks.axes)]
         met: tuple[Label, ...] = (blocks,)
         if beside:
             sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
-            met = self.join(result.with_labels(*beside), Value(sizes, met), product=True, linear=True).labels
+            met = self.join(result.with_labels(*beside), Value(sizes, met), product=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
 
     def _for_each_block(
@@ -791,7 +944,9 @@ class Trace:
                 continue
             across = others.index(target)
             size = other.shape[across]
-            if size == 1 or not any(across in label.axes for label in other.labels) or not self._repeats(value, axis):
+            # What is summed over is undone by units of each block only if these are others in each.
+            met = {across, others.index(None)} if goes.index(None) in value.labels[0].axes else {across}
+            if size == 1 or not any(met <= {*label.axes} for label in other.labels) or not self._repeats(value, axis):
                 continue
             label = value.labels[0]
             axes = tuple(sorted((axis, *label.axes)))
@@ -826,9 +981,15 @@ class Trace:
         return torch.equal(part, part.narrow(axis, 0, 1).expand_as(part))
 
     def _undone(
-        self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]]
+        self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]], *, alone: bool
     ) -> Label | None:
         """Let what acts on the summed axis of one factor be undone by the other.
+
+        Args:
+            values: The factors.
+            labels: Of each, what acts on the summed axis.
+            goes: Where the axes of each go.
+            alone: Whether nothing acts on the product but what acts on its blocks: then these have scales.
 
         Returns:
             The blocks of units that stand at one place of the batch axes, on these; None if there are no such axes.
@@ -848,16 +1009,22 @@ class Trace:
             self.fix(values[1].with_labels(labels[1]))
             return None
         axes = tuple(axis for axis in batch if axis is not None)
+        squared = one.atom == two.atom
+        if squared.any():  # a sum of squares: of all mixtures only orthogonal ones undo themselves
+            self.constraints.keep_norm(one.at(squared))
         joined = self.constraints.same_units(one, two, contracted=True)
-        self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
         if not axes:
+            self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
             return None
         # The same members again (in another sample of the batch) are the same block.
         rows = joined.atom.reshape(-1, joined.atom.shape[-1])
         _, first_row, again = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         blocks = self.constraints.fresh((0,), (len(first_row),)).take(again.reshape(joined.atom.shape[:-1]))
         blocks = Label(axes, blocks.atom, numbered(blocks), blocks.scale)
-        self.constraints.fix_scales(blocks.scale)
+        whole = np.broadcast_to(blocks.scale[..., None], one.scale.shape)
+        self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0), (whole, -1.0)])
+        if not alone:
+            self.constraints.fix_scales(blocks.scale)
         self.constraints.block(np.broadcast_to(blocks.atom[..., None], joined.atom.shape), joined.atom)
         self.see(blocks)
         return blocks

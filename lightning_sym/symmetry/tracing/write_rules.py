@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.tracing.choice_rules import fix_choice, marked
+from lightning_sym.symmetry.tracing.choice_rules import TAKEN, fix_choice, marked
 from lightning_sym.symmetry.tracing.memory import overwrite
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, filled
@@ -36,6 +36,34 @@ def _put(trace: Trace, base: Value, where: Tensor, new: Any, *, add: bool = Fals
     return overwrite(trace, base, where, new)
 
 
+# Reductions that keep units of any scale: whether they are linear.
+_REDUCTIONS = {"sum": True, "add": True, "mean": True, "amax": False, "amin": False}
+
+
+def _at_chosen_places(trace: Trace, base: Value, axes: Sequence[int], new: Any) -> Value:
+    """Write at places of some axes that the input chose, or add there: what acts, acts alike at all of them."""
+    base = trace.tied(base, axes, TAKEN)
+    added = trace.tied(new, axes, TAKEN).labels if isinstance(new, Value) else filled(new, base.shape)
+    written = added if isinstance(added, Value) else Value(base.shape, added)
+    return trace.join(base, written, product=False)
+
+
+def _at_chosen_indices(trace: Trace, base: Value, indices: Sequence[Value | None], values: Value) -> Value:
+    """Write at indices that the input chose into some axes."""
+    chosen = [axis for axis, index in enumerate(indices) if index is not None]
+    kept = [axis for axis in range(base.ndim) if axis not in chosen]
+    rank = max(len(index.shape) for index in indices if index is not None)
+    first = chosen[0] if chosen == [*range(chosen[0], chosen[-1] + 1)] else 0
+    # The axes of all indices together stand where the first of them did, or in front.
+    into = [*kept[:first], *[None] * rank, *kept[first:]]
+    into = into[len(into) - values.ndim :]
+    values = trace.tied(values, [at for at, axis in enumerate(into) if axis is None], TAKEN)
+    for index in indices:
+        if index is not None:
+            trace.fix(index)
+    return _at_chosen_places(trace, base, chosen, values.on(into, base.ndim))
+
+
 @register_rule("aten::copy", "aten::fill", "aten::zero")
 def _whole(trace: Trace, target: Value, new: Any = 0.0, *args: Any) -> Value:
     return _put(trace, target, _elements(target), new)
@@ -46,7 +74,7 @@ def _at_indices(
     trace: Trace, base: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False, *args: Any
 ) -> Any:
     if any(index is not None and index.concrete is None for index in indices):
-        return unknown(trace, base, indices, values)
+        return _at_chosen_indices(trace, base, indices, values)
     where = _elements(base)[tuple(slice(None) if i is None else i.concrete for i in indices)]
     return _put(trace, base, where, values, add=accumulate)
 
@@ -54,7 +82,7 @@ def _at_indices(
 @register_rule("aten::index_copy", "aten::index_add", "aten::index_fill")
 def _along_an_axis(trace: Trace, base: Value, axis: int, index: Value, new: Any, alpha: float = 1) -> Any:
     if index.concrete is None:
-        return unknown(trace, base, index, new)
+        return _at_chosen_places(trace, base, [axis], new)
     where = _elements(base).index_select(axis, index.concrete)
     lived = {a % base.ndim for value in (base, new) if isinstance(value, Value) for la in value.labels for a in la.axes}
     if "index_add" in trace.operation and isinstance(new, Value) and axis % base.ndim not in lived:
@@ -62,15 +90,24 @@ def _along_an_axis(trace: Trace, base: Value, axis: int, index: Value, new: Any,
     return _put(trace, base, where, new, add="index_add" in trace.operation)
 
 
-@register_rule("aten::scatter", "aten::scatter_add")
-def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, **kwargs: Any) -> Any:
-    if index.concrete is None and not kwargs:
+@register_rule("aten::scatter", "aten::scatter_add", "aten::scatter_reduce")
+def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, reduce: str = "sum", **kwargs: Any) -> Any:
+    plain = "reduce" not in trace.operation and "reduce" not in trace.node.kwargs
+    if index.concrete is None and plain:
         result = marked(trace, base, axis, index, new)
         if result is not None:
             return result
-    if index.concrete is None or kwargs:
+    if index.concrete is None or not plain:
         fix_choice(trace, index)
-        return unknown(trace, base, index, new)
+        if index.chooses is not None or reduce not in _REDUCTIONS:
+            return unknown(trace, base, index, new)
+        # An index that is copied along an axis is the same for all units there.
+        node: Any = trace.node.args[2]
+        held: Tensor = node.meta["val"]
+        others = [a for a in range(held.ndim) if held.stride(a) and held.shape[a] > 1 and a != axis % base.ndim]
+        base, new = (trace.free_of(v, others, TAKEN) if isinstance(v, Value) else v for v in (base, new))
+        result = _at_chosen_places(trace, base, [axis], new)
+        return result if _REDUCTIONS[reduce] else trace.elementwise(result, positive_scales=True)
     where = _elements(base).gather(axis, index.concrete)
     if isinstance(new, Value) and new.shape != tuple(where.shape):
         cut = tuple(slice(size) for size in where.shape)
@@ -89,7 +126,5 @@ def _view_scatter(trace: Trace, base: Value, new: Value, *args: Any, **kwargs: A
 def _max_unpool(trace: Trace, value: Value, indices: Value, *args: Any) -> Value:
     """Units go back to where they came from; everywhere else is zero."""
     count = 2 if "2d" in trace.operation else 3
-    value, indices = (
-        trace.free_of(v, range(-count, 0), "acts along an axis on which units live") for v in (value, indices)
-    )
+    value, indices = (trace.tied(v, range(-count, 0)) for v in (value, indices))
     return Value(trace.output_shape(), trace.join(value, indices, product=True).labels)

@@ -1,0 +1,405 @@
+"""What operations make of values and of what is added to them: one method for each trait of operations."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.tracing.affine.moves import Move, groups_of
+from lightning_sym.symmetry.tracing.affine.system import System
+from lightning_sym.symmetry.tracing.affine.values import (
+    ONE,
+    Coefficient,
+    Drift,
+    Relation,
+    Shape,
+    Total,
+    Value,
+    places,
+    varying,
+    wide,
+)
+
+
+def regroup(before: Shape, after: Shape) -> Move:
+    """Return the move of a reshape."""
+    return Move("groups", before, after, lambda t: t.reshape(after), groups_of(before, after))
+
+
+def permutation(before: Shape, order: Sequence[int]) -> Move:
+    """Return the move of a permutation of axes."""
+    after = tuple(before[axis] for axis in order)
+    return Move("permute", before, after, lambda t: t.permute(*order), order=list(order))
+
+
+class Algebra:
+    """Operations on values.
+
+    Args:
+        system: Where equations go.
+    """
+
+    def __init__(self, system: System) -> None:
+        self.system, self.unknowns = system, system.unknowns
+
+    def numbers(self, value: Value) -> Tensor | None:
+        """Return the unknowns that are added to a value; thin. None for nothing."""
+        if value.more:
+            terms = [(own, ONE) for own in (value.translation, *value.more) if own is not None]
+            value.translation, value.more = self.unknowns.combined(terms), ()
+        value.translation = self.unknowns.living(value.translation)
+        return value.translation
+
+    # Demands.
+
+    def fix(self, value: Value) -> None:
+        """Demand that nothing is added to a value."""
+        self.unknowns.vanish(self.numbers(value))
+        for drift in value.drifts.values():
+            self.unknowns.vanish(drift.numbers)
+        if value.origin is not None and value.origin[0] in self.system.weights:
+            self.system.fixed.add(value.origin[0])
+
+    def alike(self, value: Value, axes: Collection[int]) -> None:
+        """Demand that what is added to a value is the same along some axes."""
+        parts = [own for own in (value.translation, *value.more) if own is not None]
+        changing = [own for own in parts if varying(own) & set(axes)]
+        if changing:
+            numbers = self.unknowns.combined([(own, ONE) for own in changing])
+            others = [own for own in parts if not varying(own) & set(axes)]
+            parts = others if numbers is None else [*others, self._equal(numbers, axes)]
+            value.translation, value.more = (parts[0], tuple(parts[1:])) if parts else (None, ())
+        for key, drift in self._living(value).items():
+            if varying(drift.function) & set(axes):
+                self.unknowns.vanish(drift.numbers)
+                del value.drifts[key]
+            else:
+                value.drifts[key] = Drift(drift.function, self._equal(drift.numbers, [axis + 1 for axis in axes]))
+
+    def nonlinear(self, values: Sequence[Value], shape: Shape, node: Any) -> Value:
+        """Return what an operation makes that sees its arguments as they are."""
+        for value in values:
+            self.fix(value)
+        varies = any(value.varies for value in values)
+        return Value(shape, varies, None if varies else node, learned=any(value.learned for value in values))
+
+    def _equal(self, numbers: Tensor, axes: Collection[int]) -> Tensor:
+        """Demand that unknowns are the same along axes; return them with size 1 there."""
+        first = numbers
+        for axis in axes:
+            first = first.narrow(axis, 0, 1)
+        if first.shape != numbers.shape:
+            self.unknowns.equate(numbers, first)
+        return first
+
+    # Moves.
+
+    def move(self, value: Value, move: Move, node: Any = None) -> list[Value]:
+        """Return what a move makes of a value: one value for each of its results."""
+
+        def moved(array: Tensor, lead: int = 0) -> list[Tensor]:
+            result = move(array, lead)
+            return result if isinstance(result, list) else [result]
+
+        summands = [own for own in (value.translation, *value.more) if own is not None]
+        translations = [moved(own) for part in summands if (own := self.unknowns.living(part)) is not None]
+        drifts = {key: (moved(own.function), moved(own.numbers, 1)) for key, own in self._living(value).items()}
+        origins = None if value.origin is None else [moved(own) for own in value.origin[1]]
+        relation = move.relation(value.relation)
+        padded = move.kind == "other" and any(a > b for a, b in zip(move.after, move.before, strict=False))
+        probe = moved(torch.zeros((1,) * value.rank, dtype=torch.int64)) if move.kind != "other" else None
+        count = len(probe) if probe is not None else len(moved(places(value.shape)))
+        shapes = self._shapes(move, value.shape)
+        return [
+            Value(
+                shapes[index],
+                value.varies,
+                node if count == 1 else None,
+                translations[0][index] if translations else None,
+                {key: Drift(functions[index], numbers[index]) for key, (functions, numbers) in drifts.items()},
+                relation,
+                None if origins is None or value.origin is None or padded
+                else (value.origin[0], tuple(own[index] for own in origins)),
+                value.learned,
+                tuple(own[index] for own in translations[1:]),
+            )
+            for index in range(count)
+        ]  # fmt: skip
+
+    @staticmethod
+    def _shapes(move: Move, shape: Shape) -> list[Shape]:
+        if move.kind != "cut":
+            return [move.after]
+        result = move.run(torch.empty(shape, device="meta"))
+        return [tuple(own.shape) for own in result] if isinstance(result, (list, tuple)) else [tuple(result.shape)]
+
+    def _living(self, value: Value) -> dict[int, Drift]:
+        found = {}
+        for key, drift in value.drifts.items():
+            if (numbers := self.unknowns.living(drift.numbers)) is not None:
+                found[key] = Drift(drift.function, numbers)
+        return found
+
+    def broadcast(self, value: Value, shape: Shape) -> Value:
+        """Return a value with axes in front and repeated, as sums and products take it."""
+        if value.shape == shape:
+            return value
+        move = Move("expand", value.shape, shape, lambda t: t.expand(shape))
+        (moved,) = self.move(value, move, value.node)
+        if value.node is not None and value.origin is None:
+            moved = moved.with_(origin=None)
+        return moved
+
+    # Sums.
+
+    def add(self, one: Value, two: Value, node: Any = None, by: Sequence[float] = (1.0, 1.0)) -> Value:
+        """Return the sum of multiples of two values."""
+        shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+        parts = [self.broadcast(value, shape) for value in (one, two)]
+        drifts: dict[int, list[tuple[Drift, float]]] = {}
+        for part, factor in zip(parts, by, strict=True):
+            for key, drift in self._living(part).items():
+                same = drifts.get(key)
+                if same and not self._same(same[0][0].function, drift.function, shape):
+                    key = self.system.source()
+                drifts.setdefault(key, []).append((drift, factor))
+        varies = one.varies or two.varies
+        result = Value(
+            shape,
+            varies,
+            None if varies else node,
+            None,
+            {key: own for key, found in drifts.items() if (own := self._sum_of(found)) is not None},
+            learned=one.learned or two.learned,
+        )
+        found = self._summands(parts, by)
+        result.translation, result.more = (found[0], tuple(found[1:])) if found else (None, ())
+        sides = ((one, two, by[0], by[1]), (two, one, by[1], by[0]))
+        for first, second, factor, by_other in sides:
+            if first.relation is not None and first.shape == shape and not second.varies and factor:
+                result.relation = self._offset(first.relation, second, shape, factor, by_other)
+        return result
+
+    def _summands(self, values: Sequence[Value], by: Sequence[float]) -> list[Tensor]:
+        """Return the translation of a sum of multiples: one summand for each set of axes along which it varies."""
+        terms: dict[Shape, list[tuple[Tensor, Coefficient]]] = {}
+        for value, factor in zip(values, by, strict=True):
+            for own in (value.translation, *value.more):
+                if own is not None:
+                    terms.setdefault(tuple(own.shape), []).append((own, Coefficient(factor)))
+        return [own for each in terms.values() if (own := self.unknowns.combined(each)) is not None]
+
+    @staticmethod
+    def _same(one: Tensor, two: Tensor, shape: Shape) -> bool:
+        return one.shape == two.shape and torch.equal(one, two)
+
+    def _sum_of(self, found: list[tuple[Drift, float]]) -> Drift | None:
+        patterns = {drift.numbers.shape[0] for drift, _ in found}
+        if len(patterns) > 1:
+            for drift, _ in found:
+                self.unknowns.vanish(drift.numbers)
+            return None
+        numbers = self.unknowns.combined([(drift.numbers, Coefficient(by)) for drift, by in found], 1)
+        return None if numbers is None else Drift(found[0][0].function, numbers)
+
+    def _offset(self, relation: Relation, other: Value, shape: Shape, factor: float, by: float) -> Relation | None:
+        """Return the relation of a value times a factor, to which multiples of weights are added."""
+        coefficient = relation.coefficient.times(Coefficient(1 / factor))
+        own = self.system.coefficient(other).mapped(lambda t: wide(t, len(shape)))
+        if any(not varying(places) <= relation.axes for *_, places in own.items):
+            return None
+        total = Total(relation.total.segments, before=(relation.total, torch.arange(relation.total.segments)))
+        whole = tuple(size if axis in relation.axes else 1 for axis, size in enumerate(shape))
+        total.terms.append((coefficient.times(own).times(Coefficient(by)), relation.segments, whole))
+        return Relation(relation.axes, relation.segments, coefficient, total)
+
+    # Products.
+
+    def scale(self, value: Value, factor: float, node: Any = None) -> Value:
+        """Return a value times a number."""
+        by = Coefficient(factor)
+        found = self._summands([value], [factor])
+        drifts = {}
+        for key, drift in self._living(value).items():
+            if (numbers := self.unknowns.combined([(drift.numbers, by)], 1)) is not None:
+                drifts[key] = Drift(drift.function, numbers)
+        relation = value.relation
+        if relation is not None and factor:
+            coefficient = relation.coefficient.times(Coefficient(1 / factor))
+            relation = Relation(relation.axes, relation.segments, coefficient, relation.total)
+        return Value(
+            value.shape, value.varies, None if value.varies else node, found[0] if found else None, drifts,
+            relation if factor else None, learned=value.learned, more=tuple(found[1:]),
+        )  # fmt: skip
+
+    def multiply(self, one: Value, two: Value, node: Any = None, *, divide: bool = False) -> Value:
+        """Return the product of two values, or the quotient."""
+        shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+        if divide and two.varies:
+            self.fix(two)
+            two = Value(two.shape, True)
+        if not one.varies and not two.varies:
+            return self._product_of_weights(one, two, shape, node, divide=divide)
+        if not two.varies:
+            return self._times_weights(one, two, shape, power=-1 if divide else 1)
+        if not one.varies and not divide:
+            return self._times_weights(two, one, shape, power=1)
+        result = Value(shape, True, learned=True)
+        parts = [self.broadcast(value, shape) for value in (one, two)]
+        self._both(*parts)
+        self._unread(one)
+        self._unread(two)
+        for at in (0, 1):
+            self._times_function(result, parts[at], (two, one)[at], shape)
+        for own, other in ((one, two), (two, one)):
+            if own.relation is not None and own.shape == shape and own.relation.total.vanishes:
+                axes = varying(wide(torch.empty([2 if size > 1 else 1 for size in other.shape]), len(shape)))
+                if axes.isdisjoint(own.relation.axes):
+                    result.relation = own.relation
+        return result
+
+    def _product_of_weights(self, one: Value, two: Value, shape: Shape, node: Any, *, divide: bool) -> Value:
+        if divide:
+            self.fix(two)
+        terms = []
+        for own, other, power in ((one, two, -1 if divide else 1), (two, one, 1)):
+            if (numbers := self.numbers(own)) is not None:
+                by = self.system.coefficient(other).power(power).mapped(lambda t: wide(t, len(shape)))
+                terms.append((wide(numbers, len(shape)), by))
+        self._both(one, two)
+        translation = self.unknowns.combined(terms) if terms else None
+        for own in (one, two):
+            if own.drifts or (own.origin is not None and own.origin[0] in self.system.weights):
+                self.fix(own)
+        return Value(shape, False, node, translation, learned=one.learned or two.learned)
+
+    def _times_weights(self, value: Value, weights: Value, shape: Shape, *, power: int) -> Value:
+        """Return a value that depends on the input times weights, or divided by them."""
+        own = self.broadcast(value, shape)
+        by = self.system.coefficient(weights).mapped(lambda t: wide(t, len(shape))).power(power)
+        result = Value(shape, True, learned=True)
+        changes = self.numbers(weights)
+        functions = {axis for axis, size in enumerate(wide_shape(value.shape, len(shape))) if size > 1}
+        everywhere = {axis for axis, size in enumerate(shape) if size > 1} <= functions
+        if changes is not None and (everywhere or power < 0 or own.moves or own.relation is not None):
+            self.fix(weights)
+        elif changes is not None:
+            function = wide(places(value.shape), len(shape))
+            result.drifts[self.system.source()] = Drift(function, wide(changes, len(shape))[None])
+        if changes is None or everywhere or power < 0 or own.moves or own.relation is not None:
+            if weights.learned and weights.origin is not None and weights.origin[0] in self.system.weights:
+                self.fix(weights)
+            for drift in weights.drifts.values():
+                self.unknowns.vanish(drift.numbers)
+            if (numbers := self.numbers(own)) is not None:
+                result.translation = self.unknowns.combined([(numbers, by)])
+            for key, drift in self._living(own).items():
+                if (numbers := self.unknowns.combined([(drift.numbers, by)], 1)) is not None:
+                    result.drifts[key] = Drift(drift.function, numbers)
+            if value.relation is not None and value.shape == shape:
+                result.relation = self._divided(value.relation, by)
+        return result
+
+    @staticmethod
+    def _divided(relation: Relation, by: Coefficient) -> Relation | None:
+        if any(not varying(places) <= relation.axes for *_, places in by.items):
+            return None
+        coefficient = relation.coefficient.times(by.power(-1))
+        return Relation(relation.axes, relation.segments, coefficient, relation.total)
+
+    def _both(self, one: Value, two: Value) -> None:
+        """Note that of what is added to two factors only one may stay: its product would be added, too."""
+        moved = self.numbers(one), self.numbers(two)
+        if moved[0] is not None and moved[1] is not None:
+            self.system.products.append((moved[0], moved[1]))
+
+    def _times_function(self, result: Value, own: Value, other: Value, shape: Shape) -> None:
+        """Add what a change of one factor, times the other, changes in the product."""
+        function = wide(places(other.shape), len(shape))
+        if (numbers := self.numbers(own)) is not None:
+            result.drifts[self.system.source()] = Drift(function, numbers[None])
+        for drift in self._living(own).values():
+            result.drifts[self.system.source()] = Drift(_joined(drift.function, function), drift.numbers)
+
+    # Reductions.
+
+    def reduce(self, value: Value, axes: Collection[int], node: Any, *, mean: bool, keep: bool) -> Value:
+        """Return the sum or mean over some axes."""
+        size = math.prod(value.shape[axis] for axis in axes)
+        translation, drifts = None, {}
+
+        def reduced(numbers: Tensor, lead: int) -> Tensor | None:
+            thin = math.prod(value.shape[axis] for axis in axes if numbers.shape[lead + axis] == 1)
+            summed = self.unknowns.summed(numbers, [lead + axis for axis in axes])
+            by = thin / size if mean else float(thin)
+            return None if summed is None else self.unknowns.combined([(summed, Coefficient(by))], lead)
+
+        if (whole := self.numbers(value)) is not None:
+            translation = reduced(whole, 0)
+        for key, drift in self._living(value).items():
+            if varying(drift.function).isdisjoint(axes):
+                if (numbers := reduced(drift.numbers, 1)) is not None:
+                    drifts[key] = Drift(drift.function, numbers)
+            elif not {axis - 1 for axis in varying(drift.numbers) if axis} & set(axes):
+                shape = [1 if axis in axes else size for axis, size in enumerate(drift.function.shape)]
+                drifts[self.system.source()] = Drift(places(shape), drift.numbers)
+            else:
+                self.unknowns.vanish(drift.numbers)
+        if value.origin is not None:
+            self._unread(value)
+        relation = value.relation
+        if relation is not None and not relation.axes.isdisjoint(axes):
+            relation = None
+        if relation is not None and not mean and size > 1 and not relation.total.vanishes:
+            relation = None
+        kept = tuple(1 if axis in axes else own for axis, own in enumerate(value.shape))
+        result = Value(kept, value.varies, None if value.varies else node, translation, drifts, relation,
+                       learned=value.learned)  # fmt: skip
+        if keep:
+            return result
+        after = tuple(own for axis, own in enumerate(value.shape) if axis not in axes)
+        return self.move(result, regroup(kept, after), result.node)[0]
+
+    def _unread(self, value: Value) -> None:
+        """Say that a weight is not only contracted."""
+        if value.origin is not None and value.origin[0] in self.system.weights:
+            self.system.fixed.add(value.origin[0])
+
+    # Norms and softmaxes.
+
+    def normalise(self, value: Value, axes: Collection[int], *, mean: bool) -> Value:
+        """Return a value divided by its size along some axes, without its mean or with it."""
+        if mean:
+            self.alike(value, axes)
+        else:
+            self.fix(value)
+        if value.origin is not None:
+            self._unread(value)
+        relation = self._over(value.shape, axes, 0.0) if mean else None
+        return Value(value.shape, value.varies, relation=relation, learned=value.learned)
+
+    def softmax(self, value: Value, axis: int, *, log: bool) -> Value:
+        """Return the softmax, or its logarithm."""
+        self.alike(value, [axis])
+        if value.origin is not None:
+            self._unread(value)
+        relation = None if log else self._over(value.shape, [axis], 1.0)
+        return Value(value.shape, value.varies, relation=relation, learned=value.learned)
+
+    @staticmethod
+    def _over(shape: Shape, axes: Collection[int], total: float) -> Relation:
+        segments = torch.zeros((1,) * len(shape), dtype=torch.int64)
+        return Relation(frozenset(axes), segments, ONE, Total(1, total))
+
+
+def wide_shape(shape: Shape, rank: int) -> Shape:
+    """Return a shape with ones in front, up to a rank."""
+    return (1,) * (rank - len(shape)) + tuple(shape)
+
+
+def _joined(one: Tensor, two: Tensor) -> Tensor:
+    """Return which pair of functions stands at each entry."""
+    return one * (int(two.max()) + 1) + two

@@ -1,0 +1,550 @@
+"""Sums of products of two values over common axes: what is added to one is taken through the other."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.tracing.affine.algebra import Algebra
+from lightning_sym.symmetry.tracing.affine.system import Rows, Weights
+from lightning_sym.symmetry.tracing.affine.values import (
+    GAUGE,
+    SUMS,
+    Coefficient,
+    Drift,
+    Relation,
+    Value,
+    places,
+    varying,
+)
+
+_MOST = 2**20  # terms of equations with the numbers of a constant matrix
+
+
+class Sum(NamedTuple):
+    """A contraction by letters: those of the factors and of the result, and those that are summed over."""
+
+    one: str
+    two: str
+    out: str
+
+    @property
+    def gone(self) -> str:
+        """The letters that are summed over."""
+        return "".join(letter for letter in self.one if letter not in self.out)
+
+    @property
+    def turned(self) -> "Sum":
+        """The same with the factors exchanged."""
+        return Sum(self.two, self.one, self.out)
+
+    @property
+    def equation(self) -> str:
+        """The equation of `torch.einsum`."""
+        return f"{self.one},{self.two}->{self.out}"
+
+
+def aligned(array: Tensor, letters: str, out: str, lead: int = 0) -> Tensor:
+    """Return a thin array with the axes of other letters; what it lacks has size 1, what it loses must have."""
+    array = array.reshape(
+        [
+            *array.shape[:lead],
+            *(size for letter, size in zip(letters, array.shape[lead:], strict=True) if letter in out),
+        ]
+    )
+    own = [letter for letter in letters if letter in out]
+    order = sorted(range(len(own)), key=lambda at: out.index(own[at]))
+    array = array.permute(*range(lead), *(lead + at for at in order))
+    sizes = {own[at]: size for at, size in zip(order, array.shape[lead:], strict=True)}
+    return array.reshape([*array.shape[:lead], *(sizes.get(letter, 1) for letter in out)])
+
+
+class Contractions(Algebra):
+    """Operations on values, with contractions."""
+
+    def contract(self, one: Value, two: Value, equation: str, node: Any = None) -> Value:
+        """Return the sum of products of two values, as `torch.einsum` of an equation with one letter per axis.
+
+        Letters that only one value has, and the result has not, are summed over first.
+        """
+        first, second = equation.split("->")[0].split(",")
+        out = equation.split("->")[1]
+        if any(
+            not v.varies and not set(own) <= set(other + out)
+            for v, own, other in ((one, first, second), (two, second, first))
+        ):
+            return self.nonlinear([one, two], equation_shape(one, two, first, second, out), node)
+        one, first = self._own_sums(one, first, second + out)
+        two, second = self._own_sums(two, second, first + out)
+        by = Sum(first, second, out)
+        sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
+        result = Value(tuple(sizes[letter] for letter in out), one.varies or two.varies, learned=True)
+        if one.varies and two.varies:
+            self._both(one, two)
+            self._unread(one)
+            self._unread(two)
+            for own, other, way in ((one, two, by), (two, one, by.turned)):
+                self._half(result, own, other, way)
+                self._drifts(result, own, other, way)
+                result.relation = result.relation or self._passed(own, other, way)
+        elif one.varies or two.varies:
+            own, other, way = (one, two, by) if one.varies else (two, one, by.turned)
+            self._both(own, other)
+            self._half(result, other, own, way.turned)
+            self._drifts(result, other, own, way.turned)
+            self._through(result, own, other, way)
+            self._drifts(result, own, other, way)
+            self._families(result, own, other, way)
+            result.relation = self._passed(own, other, way)
+        else:
+            result.node, result.learned = node, one.learned or two.learned
+            self._both(one, two)
+            for own, other, way in ((one, two, by), (two, one, by.turned)):
+                for drift in own.drifts.values():
+                    self.unknowns.vanish(drift.numbers)
+                self._unread(own)
+                self._through(result, own, other, way)
+        return result
+
+    def _own_sums(self, value: Value, letters: str, others: str) -> tuple[Value, str]:
+        axes = [axis for axis, letter in enumerate(letters) if letter not in others]
+        if not axes:
+            return value, letters
+        kept = "".join(letter for letter in letters if letter in others)
+        return self.reduce(value, axes, None, mean=False, keep=False), kept
+
+    def convolve(
+        self, value: Value, weights: Value, shape: tuple[int, ...], *, groups: int, padded: bool, out: int = 0
+    ) -> Value:
+        """Return a convolution.
+
+        Args:
+            value: Shape (batch, channels, ...).
+            weights: The kernel.
+            shape: The result's.
+            groups: Of the channels.
+            padded: Whether places at the border are met by a part of the kernel only.
+            out: The kernel's axis of the outputs.
+        """
+        result = Value(shape, True, learned=True)
+        space = "".join("ijk"[: len(shape) - 2])
+        kernel = space.upper()
+        by = Sum("ay" + kernel, ("zy" if out == 0 else "yz") + kernel, "az" + space)
+        self.unknowns.vanish(self.numbers(weights))
+        for drift in [*value.drifts.values(), *weights.drifts.values()]:
+            self.unknowns.vanish(drift.numbers)
+        if (numbers := self.numbers(value)) is not None:
+            if padded or varying(numbers) - {1}:
+                self.unknowns.vanish(numbers)
+            else:
+                result.translation = self._through_kernel(numbers, weights, by, groups, value.shape[1])
+        if weights.origin is None or weights.origin[0] not in self.system.weights:
+            return result
+        name, split = weights.origin[0], self._split(weights, by)
+        if groups > 1 or split is None:
+            self.system.fixed.add(name)
+            return result
+        family = self.system.family(name, split[0])
+        self.system.read.add(name)
+        for axes, other in self.system.families[name].items():
+            for rows in other.rows.values():
+                self.unknowns.vanish(rows.numbers)
+            if axes != split[0]:
+                self.unknowns.vanish(other.directions)
+        directions = self.unknowns.living(self._placed(family.directions, weights, by))
+        if directions is not None:
+            whole = [1 if letter == "z" else size for letter, size in zip(by.out, shape, strict=True)]
+            result.drifts[self.system.source()] = Drift(places(whole), directions[None])
+        return result
+
+    def _through_kernel(self, numbers: Tensor, weights: Value, by: Sum, groups: int, channels: int) -> Tensor:
+        """Take what is added to all places alike through a kernel."""
+        outputs = weights.shape[0]
+        key = ("kernel", self._weight_key(weights), groups, tuple(numbers.shape), numbers.numpy().tobytes())
+
+        def evaluate(values: Tensor, own: Weights) -> Tensor:
+            kernel = self._numbers(weights, own).flatten(2).sum(2).reshape(groups, outputs // groups, -1)
+            lead = values.ndim - numbers.ndim
+            given = values.reshape(*values.shape[:lead], -1).expand(*values.shape[:lead], channels)
+            given = given.reshape(*values.shape[:lead], groups, -1)
+            made = torch.einsum("...gc,goc->...go", given, kernel)
+            return made.reshape(*values.shape[:lead], 1, outputs, *[1] * (numbers.ndim - 2))
+
+        unseen = None
+        if groups == 1 and (family := self._family(weights, by)) is not None:
+            unseen = self._placed(family.directions, weights, by)
+        shape = (1, outputs, *[1] * (numbers.ndim - 2))
+        blocks = places(shape).reshape(1, -1), places(numbers.shape).reshape(1, -1)
+        kernel = (weights, by) if groups == 1 else None
+        return self.system.derive(
+            key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=kernel
+        )
+
+    # What is added to one factor.
+
+    def _through(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
+        """Take what is added to a value through weights."""
+        numbers = self.numbers(value)
+        if numbers is None:
+            return
+        if not weights.learned and self._linear_size(numbers, weights, by) <= _MOST:
+            self._include(result, self._linear_form(numbers[None], weights, by))
+            return
+        sizes = dict(zip(by.two, weights.shape, strict=True))
+        whole = [
+            sizes.get(letter, size) if letter in by.two else size
+            for letter, size in zip(by.one, numbers.shape, strict=True)
+        ]
+        thin = dict(zip(by.one, numbers.shape, strict=True))
+        shape = tuple(sizes[letter] if letter in by.two else thin[letter] for letter in by.out)
+        key = ("through", self._weight_key(weights), by.equation, tuple(numbers.shape), numbers.numpy().tobytes())
+
+        def evaluate(values: Tensor, own: Weights) -> Tensor:
+            lead = values.ndim - len(whole)
+            equation = f"...{by.one},{by.two}->...{by.out}"
+            return torch.einsum(equation, values.expand(*values.shape[:lead], *whole), self._numbers(weights, own))
+
+        unseen = None
+        if weights.origin is not None and (family := self._family(weights, by)) is not None:
+            unseen = self._placed(family.directions, weights, by)
+        blocks = self._blocks(by, shape, tuple(numbers.shape))
+        made = self.system.derive(
+            key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=(weights, by)
+        )
+        self._include(result, made)
+
+    @staticmethod
+    def _blocks(by: Sum, made: tuple[int, ...], given: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return the places of a result and of its first factor, by those that the weights do not touch."""
+        free = [letter for letter in by.out if letter not in by.two]
+        parts = []
+        for letters, shape in ((by.out, made), (by.one, given)):
+            order = [letters.index(letter) for letter in free]
+            order += [axis for axis in range(len(letters)) if axis not in order]
+            count = math.prod(shape[letters.index(letter)] for letter in free)
+            parts.append(places(shape).permute(order).reshape(count, -1))
+        return parts[0], parts[1]
+
+    @staticmethod
+    def _numbers(value: Value, weights: Weights) -> Tensor:
+        assert value.node is not None
+        made: Tensor = weights.node(value.node)
+        return made.reshape(value.shape)
+
+    def _weight_key(self, weights: Value) -> Any:
+        if weights.origin is not None:
+            return weights.origin[0], tuple((own.shape, own.numpy().tobytes()) for own in weights.origin[1])
+        assert weights.node is not None
+        return self.system.signature(weights.node), weights.shape
+
+    def _include(self, result: Value, numbers: Tensor | None) -> None:
+        if numbers is None:
+            return
+        if result.translation is None:
+            result.translation = numbers
+        else:
+            one = Coefficient()
+            result.translation = self.unknowns.combined([(result.translation, one), (numbers, one)])
+
+    @staticmethod
+    def _linear_size(numbers: Tensor, weights: Value, by: Sum) -> int:
+        thin = dict(zip(by.one, numbers.shape, strict=True)) | dict(zip(by.two, weights.shape, strict=True))
+        return math.prod(thin.values())
+
+    def _linear_form(self, numbers: Tensor, weights: Value, by: Sum) -> Tensor | None:
+        """Return unknowns for a contraction with constants. Shape (1, *thin), or (patterns, *thin) for several."""
+        own = self.unknowns.living(numbers)
+        if own is None:
+            return None
+        letters = by.out + by.gone
+        patterns = own.shape[0]
+        atom, at = self.system.atom(weights)
+        given, placed = aligned(own, by.one, letters, 1), aligned(at, by.two, letters)
+        sizes = dict(zip(by.two, weights.shape, strict=True))
+        shape = np.broadcast_shapes(given.shape, placed.shape)
+        whole = (*shape[: 1 + len(by.out)], *(sizes[letter] for letter in by.gone))
+        rows = given.expand(whole).reshape(-1, math.prod(whole[1 + len(by.out) :])).numpy()
+        coefficients = placed.expand(whole).reshape(rows.shape).numpy()
+        new = self.unknowns.fresh((len(rows),), SUMS)
+        terms: list[Any] = [(1.0, [])]
+        terms += [(-1.0, [(atom, 1, coefficients[:, column])]) for column in range(rows.shape[1])]
+        stacked = torch.cat([new[:, None], torch.from_numpy(rows)], 1).numpy()
+        self.unknowns.equations.append((stacked, terms))
+        result = new.reshape(whole[: 1 + len(by.out)])
+        return result[0] if patterns == 1 else result
+
+    def _half(self, result: Value, own: Value, other: Value, by: Sum) -> None:
+        """Add what a change of one factor, times the other, which depends on the input, changes."""
+        numbers = self.numbers(own)
+        if numbers is None:
+            return
+        relation, axes = other.relation, frozenset(by.two.index(letter) for letter in by.gone)
+        gone = [by.one.index(letter) for letter in by.gone]
+        if relation is not None and relation.axes == axes and axes:
+            alone = relation.total.segments == 1 and not relation.coefficient.items
+            if alone and relation.total.known is not None and all(numbers.shape[axis] == 1 for axis in gone):
+                factor = relation.total.known / relation.coefficient.factor
+                self._include(result, self.unknowns.combined([(aligned(numbers, by.one, by.out), Coefficient(factor))]))
+                return
+            numbers = self._without_multiples(result, numbers, relation, by)
+            if numbers is None:
+                return
+        patterns = self._patterns(numbers, by)
+        shape = [size if letter in by.two else 1 for letter, size in zip(by.out, result.shape, strict=True)]
+        result.drifts[self.system.source()] = Drift(places(shape), patterns)
+
+    def _patterns(self, numbers: Tensor, by: Sum) -> Tensor:
+        """Return a thin array with what is summed over in front. Shape (patterns, *thin)."""
+        gone = [by.one.index(letter) for letter in by.gone]
+        kept = [axis for axis in range(numbers.ndim) if axis not in gone]
+        moved = numbers.permute(*gone, *kept).flatten(0, len(gone) - 1) if gone else numbers[None]
+        return aligned(moved, "".join(by.one[axis] for axis in kept), by.out, 1)
+
+    def _without_multiples(self, result: Value, numbers: Tensor, relation: Relation, by: Sum) -> Tensor | None:
+        """Take multiples of a relation's coefficients, which add a constant, out of what is added to a factor."""
+        count = relation.total.segments
+        thin = [1 if letter in by.gone else size for letter, size in zip(by.one, numbers.shape, strict=True)]
+        multiples = self.unknowns.fresh((count, *thin), GAUGE)
+        segments = aligned(relation.segments, by.two, by.one)
+        coefficient = relation.coefficient.mapped(lambda t: aligned(t, by.two, by.one))
+        grid = torch.meshgrid(*(torch.arange(size) for size in thin), indexing="ij")
+        place = multiples[(segments.expand(np.broadcast_shapes(segments.shape, tuple(thin))), *grid)]
+        left = self.unknowns.combined([(numbers, Coefficient()), (place, coefficient.times(Coefficient(-1.0)))])
+        out = aligned(multiples, by.one, by.out, 1)
+        if relation.total.known is not None:
+            for part in out if relation.total.known else ():
+                self._include(result, self.unknowns.combined([(part, Coefficient(relation.total.known))]))
+            return left
+        total = relation.total
+
+        def evaluate(values: Tensor, weights: Weights) -> Tensor:
+            summed: Tensor = torch.tensordot(weights.total(total), values, ([0], [values.ndim - out.ndim]))
+            return summed
+
+        key = ("multiples", total.key(), out.numpy().tobytes())
+        self._include(result, self._by_entry(key, out, evaluate, total))
+        return left
+
+    def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
+        """Take drifts of one factor through the other."""
+        gone = [by.one.index(letter) for letter in by.gone]
+        for key, drift in self._living(own).items():
+            summed = {axis - 1 for axis in varying(drift.numbers) if axis} & set(gone)
+            if not summed:
+                shape = [
+                    size if letter in by.two or (letter in by.one and drift.function.shape[by.one.index(letter)] > 1)
+                    else 1
+                    for letter, size in zip(by.out, result.shape, strict=True)
+                ]  # fmt: skip
+                result.drifts[self.system.source()] = Drift(places(shape), aligned(drift.numbers, by.one, by.out, 1))
+                continue
+            size = drift.numbers.shape[0] * self._linear_size(drift.numbers[0], other, by)
+            constant = not other.varies and not other.learned and varying(drift.function).isdisjoint(gone)
+            if constant and size <= _MOST and other.rank == len(gone):
+                numbers = self._linear_form(drift.numbers, other, by)
+                if numbers is not None:
+                    numbers = numbers if drift.numbers.shape[0] > 1 else numbers[None]
+                    result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), numbers)
+                continue
+            # What is summed over has functions of its own for each of its places.
+            kept = [axis for axis in range(own.rank) if axis not in gone]
+            moved = drift.numbers.permute(0, *(1 + axis for axis in gone), *(1 + axis for axis in kept))
+            moved = moved.flatten(0, len(gone))
+            shape = [
+                size if letter in by.two or (letter in by.one and drift.function.shape[by.one.index(letter)] > 1) else 1
+                for letter, size in zip(by.out, result.shape, strict=True)
+            ]
+            letters = "".join(by.one[axis] for axis in kept)
+            result.drifts[self.system.source()] = Drift(places(shape), aligned(moved, letters, by.out, 1))
+
+    def _passed(self, own: Value, other: Value, by: Sum) -> Relation | None:
+        """Return the relation of a factor along axes that the contraction does not touch."""
+        relation = own.relation
+        if relation is None or any(by.one[axis] in by.two or by.one[axis] not in by.out for axis in relation.axes):
+            return None
+        if not relation.total.vanishes:
+            means, gone = other.relation, frozenset(by.two.index(letter) for letter in by.gone)
+            if means is None or means.axes != gone or means.total.known != 1 or means.total.segments != 1:
+                return None
+            if means.coefficient.items or means.coefficient.factor != 1:
+                return None
+        axes = frozenset(by.out.index(by.one[axis]) for axis in relation.axes)
+        segments = aligned(relation.segments, by.one, by.out)
+        coefficient = relation.coefficient.mapped(lambda t: aligned(t, by.one, by.out))
+        return Relation(axes, segments, coefficient, relation.total)
+
+    # Changes of weights.
+
+    def _split(self, weights: Value, by: Sum) -> tuple[frozenset[int], frozenset[int]] | None:
+        """Return which of a parameter's axes are summed over, and which are not; None if one is in part."""
+        assert weights.origin is not None
+        gone = {by.two.index(letter) for letter in by.gone}
+        summed, kept = set(), set()
+        for axis, own in enumerate(weights.origin[1]):
+            along = varying(own)
+            if along & gone:
+                summed.add(axis)
+            if along - gone:
+                kept.add(axis)
+        if summed & kept:
+            return None
+        # What has size 1 is summed over if it is alone.
+        return frozenset(summed), frozenset(range(len(weights.origin[1]))) - summed
+
+    def _family(self, weights: Value, by: Sum) -> Any:
+        if weights.origin is None or weights.origin[0] not in self.system.weights:
+            return None
+        split = self._split(weights, by)
+        return None if split is None else self.system.family(weights.origin[0], split[0])
+
+    def _placed(self, numbers: Tensor, weights: Value, by: Sum, lead: int = 0) -> Tensor:
+        """Return numbers of a weight's outputs where these stand in the result; thin."""
+        assert weights.origin is not None
+        kept = "".join(letter for letter in by.two if letter in by.out)
+        index = []
+        for axis, own in enumerate(weights.origin[1]):
+            if numbers.shape[lead + axis] == 1:
+                index.append(torch.zeros((1,) * len(kept), dtype=torch.int64))
+                continue
+            for at, letter in enumerate(by.two):
+                own = own.narrow(at, 0, 1) if letter not in by.out else own
+            index.append(aligned(own, by.two, kept))
+        rest = torch.broadcast_tensors(*index) if index else []  # type: ignore[no-untyped-call]
+        placed = numbers[(slice(None),) * lead + tuple(rest)]
+        return aligned(placed, kept, by.out, lead)
+
+    def _families(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
+        """Add what changes of a weight change in the result."""
+        if weights.origin is None or weights.origin[0] not in self.system.weights:
+            return
+        name = weights.origin[0]
+        split = self._split(weights, by)
+        if split is None:
+            self.system.fixed.add(name)
+            self.system.note(f"{name} is summed over a part of an axis, so that nothing is added to it")
+            return
+        summed, _ = split
+        family = self.system.family(name, summed)
+        rows = self._rows(value, weights, by, summed)
+        self.system.read.add(name)
+        numbers = self.unknowns.living(self._placed(family.directions, weights, by))
+        if numbers is not None:
+            shape = [size if letter in by.one else 1 for letter, size in zip(by.out, result.shape, strict=True)]
+            result.drifts[self.system.source()] = Drift(places(shape), numbers[None])
+        for own in family.rows.values():
+            if own is not rows:
+                self.unknowns.vanish(own.numbers)
+        if rows is not None:
+            self._multiples_of_rows(result, value, weights, by, rows)
+        for axes, other in self.system.families[name].items():
+            if axes != summed:
+                self._read_across(result, value, weights, by, axes, other)
+
+    def _rows(self, value: Value, weights: Value, by: Sum, summed: frozenset[int]) -> Rows | None:
+        """Return the rows of a weight that a relation of what it reads allows."""
+        relation, name = value.relation, weights.origin[0]  # type: ignore[index]
+        if relation is None or relation.axes != {by.one.index(letter) for letter in by.gone} or not by.gone:
+            return None
+        order = self._order(weights, by, summed)
+        if order is None:
+            return None
+        sizes = dict(zip(by.two, weights.shape, strict=True))
+        whole = [sizes[letter] for letter in by.gone]
+
+        def flat(array: Tensor) -> Tensor:
+            return aligned(array, by.one, by.gone).expand(whole).reshape(-1)[order]
+
+        coefficient, segments = relation.coefficient.mapped(flat), flat(relation.segments)
+        key = coefficient.key((len(order),)), segments.numpy().tobytes()
+        family = self.system.family(name, summed)
+        if key not in family.rows:
+            self.system.late |= name in self.system.read
+            family.rows[key] = self.system.rows(name, summed, coefficient, segments)
+        return family.rows[key]
+
+    def _order(self, weights: Value, by: Sum, summed: frozenset[int]) -> Tensor | None:
+        """Return where, among the places that are summed over, each place of the weight's own axes stands."""
+        assert weights.origin is not None
+        name, coordinates = weights.origin
+        shape = self.system.shape(name)
+        at = torch.zeros(1, dtype=torch.int64)
+        sizes = dict(zip(by.two, weights.shape, strict=True))
+        for axis in sorted(summed):
+            own = coordinates[axis]
+            for place, letter in enumerate(by.two):
+                own = own.narrow(place, 0, 1) if letter in by.out else own
+            own = aligned(own, by.two, by.gone).expand([sizes[letter] for letter in by.gone])
+            at = at * shape[axis] + own
+        size = math.prod(shape[axis] for axis in summed)
+        order = at.reshape(-1).argsort()
+        whole = torch.equal(at.reshape(-1)[order], torch.arange(size))
+        return order if whole else None
+
+    def _multiples_of_rows(self, result: Value, value: Value, weights: Value, by: Sum, rows: Rows) -> None:
+        """Add what rows add to the result: multiples of what the relation sums to."""
+        assert value.relation is not None
+        total = value.relation.total
+        numbers = self.unknowns.living(self._placed(rows.numbers, weights, by, 1))
+        if numbers is None or total.vanishes:
+            return
+        if total.known is not None and total.segments == 1:
+            self._include(result, self.unknowns.combined([(numbers[0], Coefficient(total.known))]))
+            return
+
+        def evaluate(values: Tensor, own: Weights) -> Tensor:
+            summed: Tensor = torch.tensordot(own.total(total), values, ([0], [values.ndim - numbers.ndim]))
+            return summed
+
+        key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
+        self._include(result, self._by_entry(key, numbers, evaluate, total))
+
+    def _by_entry(self, key: Any, source: Tensor, evaluate: Any, total: Any) -> Tensor:
+        """Return derived unknowns each of which has its own place in what defines them, behind the segments."""
+        shape, count = source.shape[1:], len(source)
+        blocks = places(shape).reshape(-1, 1), places(source.shape).reshape(count, -1).T
+        return self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total)
+
+    def _read_across(
+        self, result: Value, value: Value, weights: Value, by: Sum, axes: frozenset[int], family: Any
+    ) -> None:
+        """Add what changes that another reader of a weight allows change here: it sums over other axes."""
+        self.unknowns.vanish(family.directions)
+        relation = value.relation
+        plain = relation is not None and not relation.coefficient.items and relation.total.segments == 1
+        plain = plain and relation.total.known == 1 and relation.coefficient.factor == 1  # type: ignore[union-attr]
+        summed, kept = self._split(weights, by) or (frozenset(), frozenset())
+        for rows in family.rows.values():
+            numbers = self.unknowns.living(rows.numbers)
+            if numbers is None:
+                continue
+            across = plain and not summed & axes and axes <= kept and len(numbers) == 1
+            across = across and relation.axes == {by.one.index(letter) for letter in by.gone}  # type: ignore[union-attr]
+            if not across:
+                self.unknowns.vanish(rows.numbers)
+                continue
+            if rows.coefficient.items:
+                self._equal(numbers, [1 + axis for axis in summed])
+            else:  # rows of ones: what is not alike is seen only where a function times ones is
+                own = self.unknowns.fresh((1,) * (1 + len(by.out)), GAUGE)
+                shape = [size if letter in by.one else 1 for letter, size in zip(by.out, result.shape, strict=True)]
+                result.drifts[self.system.source()] = Drift(places(shape), own)
+                self.system.common.append((own, numbers, [1 + axis for axis in summed]))
+            first = numbers[0]
+            for axis in summed:
+                first = first.narrow(axis, 0, 1)
+            whole = self.system.shape(weights.origin[0])  # type: ignore[index]
+            thin = [size if axis in axes else 1 for axis, size in enumerate(whole)]
+            by_place = rows.coefficient.mapped(lambda t, thin=thin: t.reshape(thin))
+            outer = [max(pair) for pair in zip(first.shape, thin, strict=True)]
+            made = self.unknowns.combined([(first.expand(outer), by_place)])
+            if made is not None:
+                sizes = [1 if axis in summed else size for axis, size in enumerate(outer)]
+                self._include(result, self._placed(made.expand(sizes), weights, by))
+
+
+def equation_shape(one: Value, two: Value, first: str, second: str, out: str) -> tuple[int, ...]:
+    """Return the shape of a contraction."""
+    sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
+    return tuple(sizes[letter] for letter in out)

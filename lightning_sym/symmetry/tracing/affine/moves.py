@@ -1,0 +1,221 @@
+"""Operations that only move entries: what they do to thin arrays of a value, without expanding them where possible."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, thinned
+
+REGROUPS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
+PERMUTES = {
+    "permute",
+    "transpose",
+    "t",
+    "numpy_T",
+    "mT",
+    "movedim",
+    "swapaxes",
+    "swapdims",
+    "moveaxis",
+    "adjoint",
+    "mH",
+}
+CUTS = {"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
+CUTS |= {"unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes"}
+OTHERS = {"repeat", "tile", "repeat_interleave", "roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle"}
+OTHERS |= {"channel_shuffle", "hsplit", "vsplit", "dsplit", "diagonal", "index", "index_select", "unfold", "expand_as"}
+MOVES = REGROUPS | PERMUTES | CUTS | OTHERS | {"expand", "constant_pad_nd", "pad"}
+# Where the axis of a cut stands among the arguments.
+_AXIS_AT = {"split": 2, "split_with_sizes": 2, "tensor_split": 2, "chunk": 2, "unsafe_split": 2, "unsafe_chunk": 2}
+_AXIS_AT |= {"unsafe_split_with_sizes": 2}
+
+
+def groups_of(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """Return which axes a reshape makes of which: pairs of axes before and after, in order."""
+    result, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        single = i < len(before) and before[i] == 1, j < len(after) and after[j] == 1
+        if any(single):
+            result.append(([i] * single[0], [j] * single[1]))
+            i, j = i + single[0], j + single[1]
+            continue
+        own, new, one, two = [i], [j], before[i], after[j]
+        i, j = i + 1, j + 1
+        while one != two:
+            if one < two:
+                own.append(i)
+                one *= before[i]
+                i += 1
+            else:
+                new.append(j)
+                two *= after[j]
+                j += 1
+        result.append((own, new))
+    return result
+
+
+@dataclass
+class Move:
+    """One operation that moves entries.
+
+    Attributes:
+        kind: "groups", "permute", "expand", "cut" or "other".
+        before: The shape before.
+        after: The shape after, of the first result.
+        run: The operation on a whole tensor.
+        groups: Of a reshape.
+        order: Of a permutation: which axis each axis was.
+        axis: Of a cut.
+        drops: Whether a cut takes its axis away.
+    """
+
+    kind: str
+    before: Shape
+    after: Shape
+    run: Callable[[Tensor], Any]
+    groups: Sequence[tuple[list[int], list[int]]] = ()
+    order: Sequence[int] = ()
+    axis: int = 0
+    drops: bool = False
+
+    def __call__(self, array: Tensor, lead: int = 0) -> Any:
+        """Move a thin array, with leading axes in front of the value's own."""
+        if self.kind == "groups":
+            return self._regrouped(array, lead)
+        if self.kind == "permute":
+            return array.permute(*range(lead), *(lead + axis for axis in self.order))
+        if self.kind == "expand":
+            extra = len(self.after) - len(self.before)
+            return array.reshape([*array.shape[:lead], *[1] * extra, *array.shape[lead:]])
+        whole = list(array.shape)
+        thin = self.kind == "cut" and array.shape[lead + self.axis] == 1
+        for axis, size in enumerate(self.before):
+            if self.kind == "other" or axis == self.axis:
+                whole[lead + axis] = size
+        flat = array.expand(whole).reshape(-1, *whole[lead:])
+        results = [self.run(part) for part in flat]
+        if isinstance(results[0], (list, tuple)):
+            return [self._joined(parts, array, lead, thin) for parts in zip(*results, strict=True)]
+        return self._joined(results, array, lead, thin)
+
+    def _joined(self, parts: Sequence[Tensor], array: Tensor, lead: int, thin: bool) -> Tensor:
+        result = torch.stack(list(parts)).reshape(*array.shape[:lead], *parts[0].shape)
+        if self.kind == "other":
+            return thinned(result, lead)
+        if self.drops:
+            return result
+        at = lead + self.axis
+        same = thin or (result.shape[at] > 1 and bool((result == result.narrow(at, 0, 1)).all()))
+        return result.narrow(at, 0, 1) if same else result
+
+    def _regrouped(self, array: Tensor, lead: int) -> Tensor:
+        whole, result = list(array.shape), [1] * len(self.after)
+        for own, new in self.groups:
+            if any(array.shape[lead + axis] > 1 for axis in own):
+                for axis in own:
+                    whole[lead + axis] = self.before[axis]
+                for axis in new:
+                    result[axis] = self.after[axis]
+        made = array.expand(whole).reshape([*array.shape[:lead], *result])
+        split = any(len(new) > 1 and any(result[axis] > 1 for axis in new) for _, new in self.groups)
+        return thinned(made, lead) if split else made
+
+    def relation(self, relation: Relation | None) -> Relation | None:
+        """Return the relation that the value after the move has."""
+        if relation is None or self.kind == "other":
+            return None
+        axes = relation.axes
+        if self.kind == "cut":
+            if self.axis in axes:
+                return None
+            axes = frozenset(axis - (self.drops and axis > self.axis) for axis in axes)
+        elif self.kind == "permute":
+            axes = frozenset(new for new, old in enumerate(self.order) if old in axes)
+        elif self.kind == "expand":
+            extra = len(self.after) - len(self.before)
+            axes = frozenset(axis + extra for axis in axes)
+            if any(self.after[axis] != self.before[axis - extra] for axis in axes):
+                return None
+        segments, copies = relation.segments, 1
+        if self.kind == "groups":
+            axes = frozenset[int]()
+            for own, new in self.groups:
+                if relation.axes.isdisjoint(own):
+                    continue
+                axes |= set(new)
+                for axis in own:
+                    if axis not in relation.axes and self.before[axis] > 1:
+                        shape = [size if at == axis else 1 for at, size in enumerate(self.before)]
+                        segments = segments * self.before[axis] + torch.arange(self.before[axis]).reshape(shape)
+                        copies *= self.before[axis]
+        segments = _first(self(segments))
+        coefficient = relation.coefficient.mapped(lambda own: _first(self(own)))
+        if copies > 1:
+            total = Total(relation.total.segments * copies)
+            total.before = relation.total, torch.arange(total.segments) // copies
+            return Relation(axes, segments, coefficient, total)
+        return _narrowed(Relation(axes, segments, coefficient, relation.total), self.after)
+
+
+def _first(result: Any) -> Tensor:
+    first: Tensor = result[0] if isinstance(result, list) else result
+    return first
+
+
+def _narrowed(relation: Relation, shape: Shape) -> Relation:
+    """Take axes that only tell segments apart out of the sums, where all segments sum to one known number."""
+    known = relation.total.known
+    if known is None:
+        return relation
+    axes, segments = relation.axes, relation.segments
+    for axis in sorted(axes):
+        size = segments.shape[axis]
+        first = segments.movedim(axis, 0).reshape(size, -1)[:, 0]
+        shaped = first.reshape([-1 if at == axis else 1 for at in range(segments.ndim)])
+        others = segments - shaped
+        apart = size == shape[axis] > 1 and len(torch.unique(first)) == size
+        apart = apart and not bool(others.any())
+        if apart and not any(own.shape[axis] > 1 for *_, own in relation.coefficient.items):
+            axes, segments = axes - {axis}, torch.zeros_like(segments.narrow(axis, 0, 1))
+    if axes == relation.axes:
+        return relation
+    return Relation(axes, segments, relation.coefficient, Total(1, known))
+
+
+def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Node], Tensor | None]) -> Move | None:
+    """Return what a node moves; None if it needs tensors besides that depend on the input or the weights."""
+    first: Any = node.meta["val"]
+    after = tuple(first[0].shape) if isinstance(first, (list, tuple)) else tuple(first.shape)
+    if name in REGROUPS:
+        return Move("groups", before, after, lambda t: t.reshape(after), groups_of(before, after))
+    others = pytree.tree_leaves((node.args[1:], node.kwargs))
+    nodes = {other: constants(other) for other in others if isinstance(other, fx.Node)}
+    if any(value is None for value in nodes.values()):
+        return None
+    rest = pytree.tree_map(lambda own: nodes[own] if isinstance(own, fx.Node) else own, (node.args[1:], node.kwargs))
+    target: Any = node.target
+
+    def run(tensor: Tensor) -> Any:
+        return target(tensor, *rest[0], **rest[1])
+
+    if name in PERMUTES:
+        lengths = [2 + axis for axis in range(len(before))]
+        order = [size - 2 for size in run(torch.empty(lengths, device="meta")).shape]
+        return Move("permute", before, after, run, order=order)
+    if name == "expand":
+        return Move("expand", before, after, run)
+    if name in CUTS:
+        at = _AXIS_AT.get(name, 1)
+        axis = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
+        assert isinstance(axis, int)
+        return Move("cut", before, after, run, axis=axis % len(before), drops=name in ("select", "unbind"))
+    if name in ("constant_pad_nd", "pad"):
+        sizes: Any = node.args[1]
+        if name == "pad" and len(node.args) > 2 and node.args[2] != "constant":
+            return None
+        return Move("other", before, after, lambda t: torch.nn.functional.pad(t, list(sizes)))
+    return Move("other", before, after, run)

@@ -1,0 +1,315 @@
+"""What interpreters of several captures share: unknowns, families of changes of weights, derived unknowns, weights."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from lightning_sym.symmetry.tracing.affine.values import (
+    DIRECTIONS,
+    FREE,
+    ROWS,
+    Atom,
+    Coefficient,
+    Shape,
+    Total,
+    Unknowns,
+    Value,
+)
+from lightning_sym.symmetry.tracing.capture import Capture, operation_name
+
+CASTS = {"to", "_to_copy", "float", "double", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh"}
+CASTS |= {"lift_fresh_copy", "dropout", "feature_dropout", "alpha_dropout", "positive", "feature_alpha_dropout"}
+
+# What makes constants of a tensor's shape.
+OF_SHAPE = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty"}
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of a node's operation, without the mark of writing in place."""
+    return operation_name(node.target).removesuffix("_") if node.op == "call_function" else node.op
+
+
+@dataclass
+class Rows:
+    """Multiples, for each output, of the coefficients of a relation in the rows of a weight.
+
+    Attributes:
+        numbers: Unknowns. Shape (segments, *the weight's), with size 1 along the axes that are summed over.
+        coefficient: Along the axes that are summed over, in the weight's order, flattened.
+        segments: The segment of each place on these axes.
+    """
+
+    numbers: Tensor
+    coefficient: Coefficient
+    segments: Tensor
+
+
+@dataclass
+class Family:
+    """Changes of a weight that sums over some of its axes.
+
+    Attributes:
+        directions: Unknowns with size 1 along these axes: a change of the outputs that each place on these axes has a
+            multiple of.
+        rows: By their coefficients.
+    """
+
+    directions: Tensor
+    rows: dict[Any, Rows] = field(default_factory=dict)
+
+
+@dataclass
+class Derived:
+    """Unknowns that other unknowns and the weights define.
+
+    Attributes:
+        numbers: The unknowns; thin.
+        source: What defines them; thin.
+        evaluate: Makes them of the values of what defines them and of the weights.
+        blocks: Their places by block, and those of what defines each block. Shapes (blocks, places), (blocks, places).
+        twin: What derived unknowns that the same weights make of other ones have in common.
+        unseen: For each of them, thin, the direction of the weight's output, if the weight has directions.
+        total: For rows, what the relation sums to.
+        alike: Blocks that equations make equal to another one, as what defines them is.
+        weights: The weights of which it is a contraction, and which one; None for anything else.
+    """
+
+    numbers: Tensor
+    source: Tensor
+    evaluate: Callable[[Tensor, "Weights"], Tensor]
+    blocks: tuple[Tensor, Tensor]
+    twin: Any
+    unseen: Tensor | None = None
+    total: Total | None = None
+    alike: set[int] = field(default_factory=set)
+    weights: tuple[Value, Any] | None = None
+
+
+class Weights:
+    """The numbers of a network's tensors, and of what its graphs compute of them alone; float64, on the CPU.
+
+    Args:
+        system: The shared state of the interpreters.
+        tensors: Parameters and buffers, by name.
+    """
+
+    def __init__(self, system: "System", tensors: Mapping[str, Tensor]) -> None:
+        self.system, self.tensors = system, tensors
+        self._made: dict[Any, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter or buffer."""
+        if name not in self._made:
+            own = self.tensors[name].detach().cpu()
+            self._made[name] = own.double() if own.is_floating_point() else own
+        made: Tensor = self._made[name]
+        return made
+
+    def node(self, node: fx.Node) -> Any:
+        """Return what a node makes of weights and constants."""
+        if node not in self._made:
+            self._made[node] = self._run(node)
+        return self._made[node]
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self.tensor(self.system.names[node])
+        if node.op == "get_attr":
+            owner: Any = node.graph.owning_module
+            value = getattr(owner, str(node.target))
+            return value.detach().cpu().double() if value.is_floating_point() else value.detach().cpu()
+        name = name_of(node)
+        if name in CASTS and isinstance(node.args[0], fx.Node):
+            value, wanted = self.node(node.args[0]), node.meta["val"].dtype
+            return value if value.is_floating_point() and wanted.is_floating_point else _cast(value, wanted)
+
+        def given(own: Any) -> Any:
+            if not isinstance(own, fx.Node):
+                return own
+            return torch.empty(own.meta["val"].shape) if name in OF_SHAPE else self.node(own)
+
+        arguments, keywords = pytree.tree_map(given, (node.args, node.kwargs))
+        if "device" in keywords:
+            keywords = {**keywords, "device": torch.device("cpu")}
+        if name in ("view", "_unsafe_view"):
+            return arguments[0].reshape(arguments[1])
+        target: Any = node.target
+        result = target(*arguments, **keywords)
+        return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, result)
+
+    def atom(self, atom: Atom) -> Tensor:
+        """Return the numbers of an atom. Shape (numbers,)."""
+        if atom.kind == "parameter":
+            return self.tensor(atom.key).reshape(-1)
+        made: Tensor = self.node(self.system.nodes[atom.key]).double().reshape(-1)
+        return made
+
+    def coefficient(self, coefficient: Coefficient) -> Tensor:
+        """Return the numbers of a coefficient; thin.
+
+        Raises:
+            ValueError: If one of them would be divided by zero.
+        """
+        result = torch.tensor(coefficient.factor, dtype=torch.float64)
+        for atom, power, places in coefficient.items:
+            numbers = self.atom(atom)[places]
+            if power < 0 and bool((numbers == 0).any()):
+                raise ValueError(
+                    f"{self.describe(atom)} holds a zero, by which a shift would be divided; expected gains that are "
+                    "not zero, or an element without shifts: sample(shifts=False)"
+                )
+            result = result * numbers**power
+        return result
+
+    def total(self, total: Total) -> Tensor:
+        """Return what a relation sums to. Shape (segments,)."""
+        result = torch.full((total.segments,), total.constant, dtype=torch.float64)
+        for coefficient, segments, shape in total.terms:
+            numbers = self.coefficient(coefficient).expand(shape).reshape(-1)
+            result = result.index_add(0, segments.expand(shape).reshape(-1), numbers)
+        if total.before is not None:
+            result = result + self.total(total.before[0])[total.before[1]]
+        return result
+
+    def describe(self, atom: Atom) -> str:
+        """Return what an atom is called."""
+        return (
+            str(atom.key) if atom.kind == "parameter" else f"what {self.system.nodes[atom.key].name} makes of weights"
+        )
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(torch.float64 if dtype.is_floating_point else dtype)
+
+
+class System:
+    """What interpreters of several captures share.
+
+    Args:
+        tensors: Parameters and buffers by name, of which shapes count.
+        movable: The names of those to which something may be added.
+        constants: The names of those that come with the architecture.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], movable: Collection[str], constants: Collection[str]) -> None:
+        self.tensors, self.movable, self.constants = tensors, set(movable), set(constants)
+        self.unknowns = Unknowns()
+        self.names: dict[fx.Node, str] = {}
+        self.nodes: dict[Any, fx.Node] = {}
+        self.free: dict[str, Tensor] = {}
+        self.partial: dict[str, frozenset[int]] = {}  # axes of which only a part is read
+        self.weights: set[str] = set()  # parameters that are contracted with values
+        self.families: dict[str, dict[frozenset[int], Family]] = {}
+        self.read: set[str] = set()
+        self.late = False  # whether a family was found after a reader that has not seen it
+        self.fixed: set[str] = set()  # weights that something else sees
+        self.derived: list[Derived] = []
+        self.products: list[tuple[Tensor, Tensor]] = []  # of which one has to vanish
+        self.common: list[tuple[Tensor, Tensor, list[int]]] = []  # rows that are alike along axes unless a number lives
+        self.sources = 0
+        self.notes: list[str] = []
+        self._derived: dict[Any, Tensor] = {}
+        self._signatures: dict[fx.Node, str] = {}
+        self._interned: dict[Any, str] = {}
+
+    def shape(self, name: str) -> Shape:
+        """Return the shape of a tensor."""
+        return tuple(self.tensors[name].shape)
+
+    def source(self) -> int:
+        """Return a number for a new source of drift."""
+        self.sources += 1
+        return self.sources
+
+    def again(self) -> "System":
+        """Return a system that knows the families of this one from the start."""
+        new = System(self.tensors, self.movable, self.constants)
+        new.names, new.partial, new.weights = self.names, self.partial, self.weights
+        for name, families in self.families.items():
+            for axes, family in families.items():
+                own = new.family(name, axes)
+                for key, rows in family.rows.items():
+                    own.rows[key] = new.rows(name, axes, rows.coefficient, rows.segments)
+        new.late = False
+        return new
+
+    def family(self, name: str, axes: frozenset[int]) -> Family:
+        """Return the changes of a weight that sums over some axes."""
+        own = self.families.setdefault(name, {})
+        if axes not in own:
+            self.late |= name in self.read
+            shape = [1 if axis in axes else size for axis, size in enumerate(self.shape(name))]
+            own[axes] = Family(self.unknowns.fresh(shape, DIRECTIONS))
+        return own[axes]
+
+    def rows(self, name: str, axes: frozenset[int], coefficient: Coefficient, segments: Tensor) -> Rows:
+        """Return new rows."""
+        shape = [1 if axis in axes else size for axis, size in enumerate(self.shape(name))]
+        count = int(segments.max()) + 1
+        return Rows(self.unknowns.fresh((count, *shape), ROWS), coefficient, segments)
+
+    def derive(self, key: Any, shape: Iterable[int], **definition: Any) -> Tensor:
+        """Return derived unknowns; the same where the same defines them."""
+        if key not in self._derived:
+            numbers = self.unknowns.fresh(tuple(shape), 0)
+            self._derived[key] = numbers
+            self.derived.append(Derived(numbers, twin=key[:-1], **definition))
+        return self._derived[key]
+
+    def signature(self, node: fx.Node) -> str:
+        """Return what tells what nodes make of weights and constants apart, in all captures."""
+        if node not in self._signatures:
+            if node.op == "placeholder":
+                own: Any = self.names[node]
+            elif node.op == "get_attr":
+                own = (id(node.graph), node.target)
+            else:
+                given = pytree.tree_map(
+                    lambda part: self.signature(part) if isinstance(part, fx.Node) else part, (node.args, node.kwargs)
+                )
+                own = (str(node.target), repr(given))
+            self._signatures[node] = self._interned.setdefault(own, f"#{len(self._interned)}")
+        return self._signatures[node]
+
+    def atom(self, value: Value) -> tuple[Atom, Tensor]:
+        """Return the atom of a value that depends on the weights alone, and which number of it stands where (thin)."""
+        if value.origin is not None:
+            name, coordinates = value.origin
+            strides = torch.empty(self.shape(name), device="meta").stride()
+            at: Tensor = sum(
+                (own * stride for own, stride in zip(coordinates, strides, strict=True)),
+                start=torch.zeros((1,) * value.rank, dtype=torch.int64),
+            )
+            return Atom("parameter", name), at
+        assert value.node is not None
+        key = self.signature(value.node)
+        self.nodes.setdefault(key, value.node)
+        return Atom("node", key), torch.arange(math.prod(value.shape)).reshape(value.shape)
+
+    def coefficient(self, value: Value) -> Coefficient:
+        """Return a value that depends on the weights alone as a coefficient."""
+        atom, at = self.atom(value)
+        return Coefficient(1.0, ((atom, 1, at),))
+
+    def note(self, text: str) -> None:
+        """Note something once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def free_numbers(self, name: str) -> Tensor:
+        """Return what may be added to a tensor, entry by entry; along axes that are read in part the same."""
+        if name not in self.free:
+            partial = self.partial.get(name, frozenset())
+            shape = [1 if axis in partial else size for axis, size in enumerate(self.shape(name))]
+            self.free[name] = self.unknowns.fresh(shape, FREE)
+        return self.free[name]
+
+
+def states_of(captures: Iterable[Capture]) -> dict[fx.Node, str]:
+    """Return the names of all placeholders that hold a tensor of the network."""
+    return {node: name for capture in captures for node, name in capture.states.items()}

@@ -1,0 +1,303 @@
+"""Values of a captured graph with what is added to them: a translation, drifts, a relation.
+
+Arrays that belong to a value are *thin*: they have its rank, and size 1 along axes on which they are the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+Ints = NDArray[np.int64]
+Shape = tuple[int, ...]
+
+# Kinds of unknowns, in the order in which equations define them: the last first.
+DERIVED, ROWS, DIRECTIONS, SUMS, FREE, GAUGE = range(6)
+
+
+class Atom(NamedTuple):
+    """Numbers that depend on the weights alone.
+
+    Attributes:
+        kind: "parameter", "node" (of the graph), or "relation" (what a relation sums to).
+        key: The parameter's name, the node, or the relation's sum.
+    """
+
+    kind: str
+    key: Any
+
+
+# An atom, its power, and for each entry of a value (thin) which number of the atom stands there.
+Item = tuple[Atom, int, Tensor]
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """A product of powers of numbers that depend on the weights alone, for each entry of a value.
+
+    Attributes:
+        factor: A number.
+        items: Atoms with powers and thin arrays of places.
+    """
+
+    factor: float = 1.0
+    items: tuple[Item, ...] = ()
+
+    def times(self, other: "Coefficient") -> "Coefficient":
+        """Return the product with another coefficient of the same value."""
+        return Coefficient(self.factor * other.factor, self.items + other.items)
+
+    def power(self, power: int) -> "Coefficient":
+        """Return the coefficient to the power 1 or -1."""
+        items = tuple((atom, power * own, places) for atom, own, places in self.items)
+        return Coefficient(self.factor**power, items)
+
+    def mapped(self, function: Any) -> "Coefficient":
+        """Return the coefficient of a value whose entries are moved."""
+        return Coefficient(self.factor, tuple((atom, own, function(places)) for atom, own, places in self.items))
+
+    def key(self, shape: Shape) -> Any:
+        """Return what tells coefficients of values of one shape apart."""
+        powers: dict[Any, int] = {}
+        for atom, power, places in self.items:
+            own = atom, places.expand(shape).numpy().tobytes()
+            powers[own] = powers.get(own, 0) + power
+        return self.factor, frozenset((own, power) for own, power in powers.items() if power)
+
+
+ONE = Coefficient()
+
+
+@dataclass
+class Drift:
+    """A change of a value by numbers times anonymous functions of the input.
+
+    Attributes:
+        function: Which function stands at each entry; thin.
+        numbers: Unknowns, 0 for nothing. Shape (patterns, *thin): the patterns have functions of their own.
+    """
+
+    function: Tensor
+    numbers: Tensor
+
+
+@dataclass(eq=False)
+class Total:
+    """What the terms of a relation sum to, for each segment.
+
+    Attributes:
+        segments: The number of segments.
+        constant: A number that all segments have.
+        terms: Coefficients, the segment of each entry (thin), and the shape over which they are summed.
+        before: The sums of which these are copies, and of which of them each segment has one.
+    """
+
+    segments: int
+    constant: float = 0.0
+    terms: list[tuple[Coefficient, Tensor, Shape]] = field(default_factory=list)
+    before: "tuple[Total, Tensor] | None" = None
+
+    def key(self) -> Any:
+        """Return what tells sums of different numbers apart."""
+        before = None if self.before is None else (self.before[0].key(), self.before[1].numpy().tobytes())
+        terms = tuple((own.key(shape), at.expand(shape).numpy().tobytes(), shape) for own, at, shape in self.terms)
+        return self.segments, self.constant, terms, before
+
+    @property
+    def vanishes(self) -> bool:
+        """Whether the sum is zero for all weights."""
+        return self.known == 0
+
+    @property
+    def known(self) -> float | None:
+        """The sum, if it is one number for all weights and segments; else None."""
+        before = 0.0 if self.before is None else self.before[0].known
+        return None if self.terms or before is None else before + self.constant
+
+
+@dataclass
+class Relation:
+    """For every input, the sum over each segment of a value's entries, times coefficients, is what a total says.
+
+    Attributes:
+        axes: The axes over which the sums go.
+        segments: Which segment each entry is in, besides its place on the other axes; thin, varies along `axes` only.
+        coefficient: The coefficients, which vary along `axes` only.
+        total: What they sum to.
+    """
+
+    axes: frozenset[int]
+    segments: Tensor
+    coefficient: Coefficient
+    total: Total
+
+
+@dataclass
+class Value:
+    """What is known of a value.
+
+    Attributes:
+        shape: Its shape.
+        varies: Whether it depends on the input.
+        node: The operation that makes it, where it depends on the weights alone.
+        translation: Unknowns that are added to it, 0 for nothing; thin. None for nothing at all.
+        drifts: What is added times functions of the input, by source.
+        relation: A relation of its entries.
+        origin: The parameter that it is, moved, and for each of the parameter's axes the coordinate; thin.
+        learned: Whether it depends on parameters.
+        more: Further summands of the translation, which vary along other axes: they are combined when needed.
+    """
+
+    shape: Shape
+    varies: bool
+    node: fx.Node | None = None
+    translation: Tensor | None = None
+    drifts: dict[int, Drift] = field(default_factory=dict)
+    relation: Relation | None = None
+    origin: tuple[str, tuple[Tensor, ...]] | None = None
+    learned: bool = False
+    more: tuple[Tensor, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything may be added to it."""
+        return self.translation is not None or bool(self.more) or bool(self.drifts)
+
+    def with_(self, **changes: Any) -> "Value":
+        """Return a value with other attributes."""
+        return replace(self, **changes)
+
+
+def wide(array: Tensor, rank: int, lead: int = 0) -> Tensor:
+    """Return an array with axes of size 1 in front, up to a rank; behind leading axes."""
+    missing = rank + lead - array.ndim
+    return array.reshape([*array.shape[:lead], *[1] * missing, *array.shape[lead:]])
+
+
+def varying(array: Tensor, lead: int = 0) -> set[int]:
+    """Return the axes along which a thin array varies."""
+    return {axis for axis, size in enumerate(array.shape[lead:]) if size > 1}
+
+
+def places(shape: Sequence[int]) -> Tensor:
+    """Return a number for each entry."""
+    return torch.arange(math.prod(shape)).reshape(tuple(shape))
+
+
+def thinned(array: Tensor, lead: int = 0) -> Tensor:
+    """Keep the axes along which an array varies, the others with size 1."""
+    for axis in range(lead, array.ndim):
+        if array.shape[axis] > 1 and bool((array == array.narrow(axis, 0, 1)).all()):
+            array = array.narrow(axis, 0, 1)
+    return array
+
+
+class Unknowns:
+    """Unknowns by number, and linear equations that they obey; number 0 is nothing."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.blocks: list[tuple[int, int]] = [(0, DERIVED)]  # where each block begins, and its kind
+        self.zero = np.ones(1, bool)
+        self.equations: list[tuple[Ints, list[tuple[float, list[tuple[Atom, int, Ints]]]]]] = []
+
+    def fresh(self, shape: Sequence[int], kind: int) -> Tensor:
+        """Return new unknowns."""
+        size = math.prod(shape)
+        self.blocks.append((self.count, kind))
+        numbers = torch.arange(self.count, self.count + size).reshape(tuple(shape))
+        self.count += size
+        if self.count > len(self.zero):
+            self.zero = np.r_[self.zero, np.zeros(max(self.count, 4096), bool)]
+        return numbers
+
+    def kinds(self) -> Ints:
+        """Return the kind of each unknown."""
+        starts = [start for start, _ in self.blocks] + [self.count]
+        return np.repeat([kind for _, kind in self.blocks], np.diff(starts))
+
+    def vanish(self, numbers: Tensor | None) -> None:
+        """Demand that unknowns are zero."""
+        if numbers is not None:
+            self.zero[numbers.reshape(-1).numpy()] = True
+
+    def living(self, numbers: Tensor | None) -> Tensor | None:
+        """Return the same unknowns, 0 where they are known to be zero; None if all are."""
+        if numbers is None:
+            return None
+        gone = torch.from_numpy(np.asarray(self.zero[numbers.numpy()]))
+        return None if bool(gone.all()) else numbers.masked_fill(gone, 0)
+
+    def combined(self, terms: Sequence[tuple[Tensor, Coefficient]], lead: int = 0) -> Tensor | None:
+        """Return unknowns for a sum of unknowns times coefficients.
+
+        Args:
+            terms: Thin arrays of unknowns, with leading axes, and coefficients without these.
+            lead: The number of leading axes.
+        """
+        terms = [(own, by) for numbers, by in terms if (own := self.living(numbers)) is not None and by.factor]
+        if not terms:
+            return None
+        shape = np.broadcast_shapes(
+            *(numbers.shape for numbers, _ in terms), *(own.shape for _, by in terms for *_, own in by.items)
+        )
+        stacked = [numbers.expand(shape).reshape(-1).numpy() for numbers, _ in terms]
+        present = np.stack([own != 0 for own in stacked])
+        alone = present.sum(0) == 1
+        plain = np.zeros_like(alone)
+        result = np.zeros(len(alone), np.int64)
+        for entries, here, (_, by) in zip(stacked, present, terms, strict=True):
+            if by.factor == 1 and not by.items:
+                plain |= alone & here
+                result = np.where(alone & here, entries, result)
+        at = np.flatnonzero(present.any(0) & ~plain)
+        if len(at):
+            new = self.fresh((len(at),), SUMS).numpy()
+            result[at] = new
+            coefficients = [(1.0, []), *((-by.factor, self._at(by, shape, at)) for _, by in terms)]
+            self.equations.append((np.stack([new, *(own[at] for own in stacked)], 1), coefficients))
+        return torch.from_numpy(result).reshape(shape)
+
+    @staticmethod
+    def _at(coefficient: Coefficient, shape: Shape, at: Ints) -> list[tuple[Atom, int, Ints]]:
+        return [(atom, power, own.expand(shape).reshape(-1).numpy()[at]) for atom, power, own in coefficient.items]
+
+    def summed(self, numbers: Tensor, axes: Sequence[int]) -> Tensor | None:
+        """Return unknowns for the sums over some axes of an array, which are kept with size 1."""
+        own = self.living(numbers)
+        if own is None:
+            return None
+        axes = [axis for axis in axes if own.shape[axis] > 1]
+        if not axes:
+            return own
+        kept = [axis for axis in range(own.ndim) if axis not in axes]
+        rows = own.permute(*kept, *axes).reshape(math.prod(own.shape[axis] for axis in kept), -1).numpy()
+        result = np.zeros(len(rows), np.int64)
+        at = np.flatnonzero(rows.any(1))
+        new = self.fresh((len(at),), SUMS).numpy()
+        result[at] = new
+        self.equations.append(
+            (np.c_[new, rows[at]], [(1.0, []), *[(-1.0, list[tuple[Atom, int, Ints]]())] * rows.shape[1]])
+        )
+        return torch.from_numpy(result).reshape([1 if axis in axes else size for axis, size in enumerate(own.shape)])
+
+    def equate(self, one: Tensor, two: Tensor) -> None:
+        """Demand that unknowns are equal, entry by entry; arrays that broadcast."""
+        shape = np.broadcast_shapes(one.shape, two.shape)
+        pairs = torch.stack([numbers.expand(shape).reshape(-1) for numbers in (one, two)], 1).numpy()
+        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        gone = self.zero[pairs]
+        self.zero[pairs[gone.any(1)]] = True
+        pairs = pairs[~gone.any(1)]
+        if len(pairs):
+            self.equations.append((pairs, [(1.0, []), (-1.0, [])]))

@@ -1,0 +1,534 @@
+"""One spelling for products that sum over axes: `linear` of values and weights, `matmul` of two values.
+
+Axes are called by letters, as in `torch.einsum`.
+"""
+
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+
+aten = torch.ops.aten
+# Operations that show the memory of their first argument in another shape.
+VIEWS = {
+    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "squeeze", "unsqueeze", "permute"),
+    *("transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims", "slice", "select", "narrow", "expand"),
+    *("expand_as", "contiguous", "alias", "detach", "to"),
+}
+_LISTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"}
+_MOST = 2**22  # elements of a tensor that are numbered
+
+
+def permuted(r: Rewriter, node: fx.Node, axes: Sequence[int]) -> fx.Node:
+    """Return a value whose axes are some of another one's, in an order."""
+    order = list(axes)
+    return node if order == list(range(len(order))) else r.insert(aten.permute.default, node, order)
+
+
+def reshaped(r: Rewriter, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    """Return a value in another shape."""
+    return node if r.shape(node) == tuple(shape) else r.insert(aten.reshape.default, node, list(shape))
+
+
+def _ordered(r: Rewriter, node: fx.Node, letters: str, target: str) -> fx.Node:
+    return permuted(r, node, [letters.index(letter) for letter in target])
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return how a tensor lies in its memory; strides of axes of size 1 tell nothing."""
+    strides = tuple(step if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tuple(tensor.shape), strides, tensor.storage_offset(), tensor.dtype
+
+
+def shown(r: Rewriter, node: fx.Node) -> list[fx.Node]:
+    """Return the values whose memory a node shows in its own shape, the first one first, and itself."""
+    found = [node]
+    while r.name(found[-1]) in VIEWS and isinstance(before := found[-1].args[0], fx.Node):
+        if r.is_frozen(before) or memories_of(before) != memories_of(node):
+            break
+        found.append(before)
+    return found[::-1]
+
+
+def stored(r: Rewriter, node: fx.Node, axes: Sequence[int]) -> fx.Node | None:
+    """Return the tensor that lies in memory as some axes of a value do, if there is; transposed, of a matrix."""
+    value: Tensor = node.meta["val"]
+    whole = value[tuple(slice(None) if axis in axes else 0 for axis in range(value.ndim))]
+    order = [sorted(axes).index(axis) for axis in axes]
+    wanted = layout(whole.permute(order))
+    for turned in (False, True) if len(axes) == 2 else (False,):
+        for one in shown(r, node):
+            own = one.meta.get("val")
+            if isinstance(own, Tensor) and own.ndim == len(axes) and layout(own.mT if turned else own) == wanted:
+                return permuted(r, one, [1, 0]) if turned else one
+    return None
+
+
+def _matrix(r: Rewriter, weight: fx.Node, letters: str, rows: str, columns: str) -> fx.Node | None:
+    """Return weights as a matrix; along their other letters they are the same everywhere.
+
+    Weights with more axes than a matrix stay as they are (experts, heads), unless they are a view of one.
+    """
+    gone = [letter for letter in letters if letter not in rows + columns]
+    if len(rows) == len(columns) == 1:
+        found = stored(r, weight, [letters.index(rows), letters.index(columns)])
+        source = shown(r, weight)[0]
+        if (
+            found in (None, weight)
+            and len(r.shape(source)) > 2
+            and math.prod(r.shape(source)) > math.prod(r.shape(weight))
+        ):
+            return None  # a part of a kernel, say
+        return found or _ordered(r, *without(r, weight, letters, gone), rows + columns)
+    sizes = dict(zip(letters, r.shape(weight), strict=True))
+    shape = [math.prod(sizes[letter] for letter in part) for part in (rows, columns)]
+    weight, letters = without(r, weight, letters, gone)
+    weight = reshaped(r, _ordered(r, weight, letters, rows + columns), shape)
+    found = stored(r, weight, [0, 1])
+    return found if found is not weight or (not rows and len(columns) == 1) else None
+
+
+def without(r: Rewriter, node: fx.Node, letters: str, gone: Sequence[str]) -> tuple[fx.Node, str]:
+    """Return a value at the first place of some of its axes, and the letters that are left."""
+    for letter in gone:
+        node = r.insert(aten.select.int, node, letters.index(letter), 0)
+        letters = letters.replace(letter, "")
+    return node, letters
+
+
+def contract(
+    r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node, bias: fx.Node | None = None
+) -> fx.Node | None:
+    """Return the product of two values, summed over letters that do not come out; None if no spelling is plainer.
+
+    Args:
+        r: The rewriter.
+        one: The letters of the first factor's axes.
+        two: The second's.
+        out: The result's.
+        first: First factor.
+        second: Second factor.
+        bias: What is added along the one letter that only weights have.
+    """
+    sizes: dict[str, int] = {}
+    for letters, node in ((one, first), (two, second)):
+        if len(letters) != len(r.shape(node)) or len(set(letters)) != len(letters):
+            return None
+        if any(sizes.setdefault(letter, size) != size for letter, size in zip(letters, r.shape(node), strict=True)):
+            return None
+    if {letter for letter in one + two if (letter in one) != (letter in two)} - set(out) or set(out) - set(one + two):
+        return None
+    if set(one + two) <= set(out):
+        return _product(r, one, two, out, first, second)
+    made = r.made_of(first), r.made_of(second)
+    if "constants" in made and (mean := _uniform(r, one, two, out, first, second)) is not None:
+        return mean
+    if made == ("weights", "inputs"):
+        return _linear(r, two, one, out, second, first, sizes, bias)
+    if made == ("inputs", "weights"):
+        return _linear(r, one, two, out, first, second, sizes, bias)
+    return _matmul(r, one, two, out, first, second)
+
+
+def _linear(
+    r: Rewriter,
+    one: str,
+    two: str,
+    out: str,
+    value: fx.Node,
+    weight: fx.Node,
+    sizes: dict[str, int],
+    bias: fx.Node | None = None,
+) -> fx.Node | None:
+    strides = dict(zip(two, weight.meta["val"].stride(), strict=True))
+    repeated = {
+        letter for letter in two if letter in one and letter in out and (sizes[letter] == 1 or not strides[letter])
+    }
+    rows = "".join(letter for letter in out if letter in two and letter not in one)
+    columns = "".join(letter for letter in two if letter in one and letter not in out)
+    if not columns or set(two) - repeated - set(rows + columns):
+        return None
+    rest = "".join(letter for letter in out if letter not in rows)
+    if (matrix := _matrix(r, weight, two, rows, columns)) is None:
+        return None
+    narrow = ""  # axes of size 1 that the value was only given for this product
+    for letter in rest:
+        others = [axis for axis, other in enumerate(one) if other != letter]
+        if sizes[letter] == 1 and (found := stored(r, value, others)) is not None:
+            value, one, rest, narrow = found, one.replace(letter, ""), rest.replace(letter, ""), narrow + letter
+    value = _ordered(r, value, one, rest + columns)
+    kept = [sizes[letter] for letter in rest]
+    if len(columns) > 1:
+        value = reshaped(r, value, [*kept, math.prod(sizes[letter] for letter in columns)])
+    result = r.insert(aten.linear.default, value, matrix, *([] if bias is None else [bias]))
+    if not rows:
+        result = r.insert(aten.select.int, result, -1, 0)
+    elif len(rows) > 1:
+        result = reshaped(r, result, [*kept, *(sizes[letter] for letter in rows)])
+    result = _ordered(r, result, rest + rows, "".join(letter for letter in out if letter not in narrow))
+    for axis, letter in enumerate(out):
+        if letter in narrow:
+            result = r.insert(aten.unsqueeze.default, result, axis)
+    return result
+
+
+def _product(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node:
+    parts = []
+    for letters, part in ((one, first), (two, second)):
+        sizes = dict(zip(letters, r.shape(part), strict=True))
+        own = "".join(letter for letter in out if letter in letters)
+        shape = [sizes.get(letter, 1) for letter in out]
+        parts.append(reshaped(r, _ordered(r, part, letters, own), shape[out.find(own[0]) if own else len(shape) :]))
+    return r.insert(aten.mul.Tensor, *parts)
+
+
+def _uniform(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Return the product of a value and one number, summed; None if it is something else."""
+    if r.made_of(first) == "constants":
+        one, two, first, second = two, one, second, first
+    number = r.number(second)
+    if number is None or not set(two) <= set(one):
+        return None
+    axes = [axis for axis, letter in enumerate(one) if letter not in out]
+    rest = "".join(letter for letter in one if letter in out)
+    summed = r.insert(aten.sum.dim_IntList, first, axes)
+    return _ordered(r, r.insert(aten.mul.Tensor, summed, number), rest, out)
+
+
+def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    batch = "".join(letter for letter in out if letter in one and letter in two)
+    summed = "".join(letter for letter in one if letter in two and letter not in out)
+    own, other = (
+        "".join(letter for letter in out if letter in letters and letter not in batch) for letters in (one, two)
+    )
+    if not own and not other:
+        product = r.insert(
+            aten.mul.Tensor, _ordered(r, first, one, batch + summed), _ordered(r, second, two, batch + summed)
+        )
+        axes = list(range(len(batch), len(batch + summed)))
+        return _ordered(r, r.insert(aten.sum.dim_IntList, product, axes), batch, out)
+    if len(summed) > 1 or len(own) > 1 or len(other) > 1:
+        return None
+    first = _ordered(r, first, one, batch + own + summed)
+    second = _ordered(r, second, two, batch + summed + other)
+    if not own:
+        first = r.insert(aten.unsqueeze.default, first, -2)
+    if not other:
+        second = r.insert(aten.unsqueeze.default, second, -1)
+    result = r.insert(aten.matmul.default, first, second)
+    if not own or not other:
+        result = r.insert(aten.squeeze.dim, result, -1 if own else -2)
+    return _ordered(r, result, batch + own + other, out)
+
+
+# The spellings.
+
+
+def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite `matmul`, `mm`, `bmm` and `mv`."""
+    first, second = node.args[:2]
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return None
+    made = {r.made_of(first), r.made_of(second)}
+    rewritten = None
+    if made == {"constants", "inputs"}:
+        rewritten = _with_constant(r, node, first, second)
+    elif made == {"weights", "inputs"}:
+        rewritten = _with_weights(r, first, second)
+    if rewritten is None and r.name(node) != "matmul":
+        return r.insert(aten.matmul.default, first, second)
+    return rewritten
+
+
+def _with_weights(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Rewrite the product of a value and weights."""
+    ranks = len(r.shape(first)), len(r.shape(second))
+    batch = string.ascii_lowercase[: max(*ranks, 2) - 2]
+    one, two = (batch[len(batch) - max(rank - 2, 0) :] for rank in ranks)
+    # Of factors of other sizes along the axes in front, those of size 1 are the same everywhere.
+    sizes = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
+    gone = [letter for letter in one if letter in two and sizes[0][letter] != sizes[1][letter]]
+    first, one = without(r, first, one, [letter for letter in gone if sizes[0][letter] == 1])
+    second, two = without(r, second, two, [letter for letter in gone if sizes[1][letter] == 1])
+    rows, columns = "Y" * (ranks[0] > 1), "Z" * (ranks[1] > 1)
+    return contract(r, f"{one}{rows}X", f"{two}X{columns}", f"{batch}{rows}{columns}", first, second)
+
+
+def _with_constant(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Rewrite a product with a row or column that is one number everywhere."""
+    value, axis, number = second, -2, r.number(first)
+    if number is None:
+        value, axis, number = first, -1, r.number(second)
+    if (
+        number is None
+        or len(r.shape(value)) < 2
+        or math.prod(r.shape(second if axis == -1 else first)) != r.shape(value)[axis]
+    ):
+        return None
+    summed = r.insert(aten.sum.dim_IntList, value, [axis], True)
+    return reshaped(r, r.insert(aten.mul.Tensor, summed, number), r.shape(node))
+
+
+def addmm(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite `addmm`, `baddbmm` and `addmv`."""
+    added, first, second = node.args[:3]
+    alpha, beta = (node.kwargs.get(name, 1) for name in ("alpha", "beta"))
+    product = r.insert(aten.matmul.default, first, second)
+    if alpha != 1:
+        product = r.insert(aten.mul.Tensor, product, alpha)
+    if beta != 1:
+        added = r.insert(aten.mul.Tensor, added, beta)
+    return r.insert(aten.add.Tensor, product, added)
+
+
+def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
+    """Return the letters of all axes in an equation, those behind dots too; None if one stands twice in a term."""
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    terms, unused = inputs.split(","), [letter for letter in string.ascii_letters if letter not in equation]
+    counts = [len(r.shape(value)) - len(term.replace("...", "")) for term, value in zip(terms, values, strict=True)]
+    if max(counts) > len(unused):
+        return None
+    dots = "".join(unused[: max(counts)])
+    terms = [term.replace("...", dots[len(dots) - count :]) for term, count in zip(terms, counts, strict=True)]
+    if not arrow:
+        once = sorted(letter for letter in set(inputs) - set(".,") if inputs.count(letter) == 1)
+        out = "..." * ("..." in inputs) + "".join(once)
+    if any(len(set(term)) != len(term) for term in terms):
+        return None
+    return terms, out.replace("...", dots)
+
+
+def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums of products of two values or more, the first two first."""
+    equation: Any = node.args[0]
+    values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    found = _letters(r, equation, values) if len(values) > 1 else None
+    if found is None:
+        return None
+    terms, out = found
+    for at, term in enumerate(terms):  # over what stands in no other term the value itself is summed
+        rest = out + "".join(terms[:at] + terms[at + 1 :])
+        alone = [axis for axis, letter in enumerate(term) if letter not in rest]
+        if alone:
+            values[at] = r.insert(aten.sum.dim_IntList, values[at], alone)
+            terms[at] = "".join(letter for letter in term if letter in rest)
+    (one, two, *others) = terms
+    if others:
+        later = "".join([out, *others])
+        between = "".join(dict.fromkeys(letter for letter in one + two if letter in later))
+        pair = r.insert(aten.einsum.default, f"{one},{two}->{between}", list(values[:2]))
+        return r.insert(aten.einsum.default, f"{','.join([between, *others])}->{out}", [pair, *values[2:]])
+    first, second = values
+    rewritten = contract(r, one, two, out, first, second)
+    plain = f"{one},{two}->{out}"
+    if rewritten is None and plain != equation:
+        return r.insert(aten.einsum.default, plain, [first, second])
+    return rewritten
+
+
+def tensordot(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite `tensordot` and `inner`."""
+    first, second = node.args[:2]
+    ranks = [len(r.shape(part)) for part in (first, second)]
+    one, two = string.ascii_lowercase[: ranks[0]], list(string.ascii_uppercase[: ranks[1]])
+    axes: Any = node.args[2:4] if r.name(node) == "tensordot" else ([-1], [-1])
+    if not min(ranks) or len(axes) != 2:
+        return None
+    for at, to in zip(*axes, strict=True):
+        two[to] = one[at]
+    out = "".join(letter for letter in [*one, *two] if (letter in one) != (letter in two))
+    return r.insert(aten.einsum.default, f"{one},{''.join(two)}->{out}", [first, second])
+
+
+def multi_dot(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite `linalg_multi_dot` and `chain_matmul`, the first two first."""
+    values: Any = node.args[0]
+    result = values[0]
+    for value in values[1:]:
+        result = r.insert(aten.matmul.default, result, value)
+    return result if len(values) > 1 else None
+
+
+def bilinear(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite `bilinear`: a value times a weight is a matrix for each of the other's."""
+    first, second, weight, bias = (argument(node, at, name) for at, name in enumerate(("a", "b", "c", "bias")))
+    lead = string.ascii_lowercase[: len(r.shape(first)) - 1]
+    result = r.insert(aten.einsum.default, f"{lead}X,ZXY,{lead}Y->{lead}Z", [first, weight, second])
+    return result if bias is None else r.insert(aten.add.Tensor, result, bias)
+
+
+def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of an elementwise product of two factors, of which one is the same along some axis."""
+    product, axes = node.args[0], argument(node, 1, "dim")
+    if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
+        return None
+    assert isinstance(product, fx.Node)
+    parts: list[Any] = list(product.args[:2])
+    if not all(isinstance(part, fx.Node) for part in parts):
+        return None
+    made = {r.made_of(part) for part in parts}
+    if made == {"constants", "inputs"}:
+        return _scaled_sum(r, node, parts)
+    if "inputs" not in made or "constants" in made or len({part.meta["val"].dtype for part in parts}) > 1:
+        return None
+    whole = r.shape(product)
+    letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
+    summed = {letters[axis] for axis in axes}
+    terms: list[str] = []
+    for at, part in enumerate(parts):
+        own = letters[len(letters) - len(r.shape(part)) :]
+        value = r.made_of(part) == "inputs"
+        described = zip(own, r.shape(part), part.meta["val"].stride(), strict=True)
+        gone = [
+            letter for letter, size, step in described if (size == 1 if not value else 0) or (not step and size > 1)
+        ]
+        gone += [
+            letter
+            for letter, size in zip(own, r.shape(part), strict=True)
+            if value and size == 1 < whole[letters.index(letter)]
+        ]
+        parts[at], own = without(r, part, own, list(dict.fromkeys(gone)))
+        terms.append(own)
+    if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
+        return None
+    if set(terms[0]) == set(terms[1]) and made == {"inputs"}:
+        return None
+    out = "".join(letter for letter in letters if letter not in summed)
+    result = contract(r, terms[0], terms[1], out, parts[0], parts[1])
+    if result is not None and argument(node, 2, "keepdim", False):
+        result = reshaped(r, result, r.shape(node))
+    return result
+
+
+def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | None:
+    for value, other in (parts, parts[::-1]):
+        number = r.number(other)
+        if number is not None and r.shape(value) == r.shape(node.args[0]):
+            assert not isinstance(node.target, str)
+            return r.insert(aten.mul.Tensor, r.insert(node.target, value, *node.args[1:], **node.kwargs), number)
+    return None
+
+
+def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite convolutions of width 1 by a matrix that was given further axes."""
+    value, weight, bias, stride, padding, _, groups = (
+        argument(node, at, name, default)
+        for at, (name, default) in enumerate(
+            [
+                ("input", None),
+                ("weight", None),
+                ("bias", None),
+                ("stride", [1]),
+                ("padding", [0]),
+                ("", 1),
+                ("groups", 1),
+            ]
+        )
+    )
+    count = int(r.name(node)[4])
+    channel = len(r.shape(value)) - count - 1
+    plain = groups == 1 and set(stride) <= {1} and not isinstance(padding, str) and set(padding) <= {0}
+    if not plain or r.made_of(weight) != "weights" or set(r.shape(weight)[2:]) != {1} or weight in r.capture.states:
+        return None
+    letters = string.ascii_lowercase[: channel + 1 + count]
+    out = letters[:channel] + "Z" + letters[channel + 1 :]
+    matrix = "Z" + letters[channel] + string.ascii_uppercase[:count]
+    weight, matrix = without(r, weight, matrix, matrix[2:])
+    return contract(r, letters, matrix, out, value, weight, bias)
+
+
+# Layers in pieces.
+
+
+def _layers(r: Rewriter, parts: Sequence[Any], user: fx.Node) -> list[list[Any]] | None:
+    """Return value, weight and bias of linear layers that only one operation reads; None if some are none."""
+    found = []
+    for part in parts:
+        bias, reader = None, user
+        if r.name(part) == "add" and r.only_for(part, user) and len(r.shape(part.args[1])) == 1:
+            reader = part
+            part, bias = reader.args
+        if r.name(part) != "linear" or not r.only_for(part, reader):
+            return None
+        own = argument(part, 2, "bias")
+        if own is not None and bias is not None:
+            return None
+        found.append([*part.args[:2], bias if own is None else own])
+    return found
+
+
+def joined_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite layers of one value, one beside the other, whose weights are parts of one matrix."""
+    parts, axis = node.args[0], argument(node, 1, "dim", 0)
+    assert isinstance(parts, (list, tuple))
+    layers = _layers(r, parts, node) if axis % len(r.shape(node)) == len(r.shape(node)) - 1 else None
+    if layers is None or any(layer[0] is not layers[0][0] for layer in layers):
+        return None
+    weights, biases = ([layer[at] for layer in layers] for at in (1, 2))
+    weight = joined(r, weights, 0)
+    bias = None if biases[0] is None else joined(r, biases, 0) if None not in biases else node
+    if weight is None or bias is node or (bias is None and any(one is not None for one in biases)):
+        return None
+    return r.insert(aten.linear.default, layers[0][0], weight, *([] if bias is None else [bias]))
+
+
+def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of layers of parts of one value, whose weights are parts of one matrix."""
+    layers = _layers(r, node.args[:2], node) if node.kwargs.get("alpha", 1) == 1 else None
+    if layers is None or None not in (layers[0][2], layers[1][2]):
+        return None
+    bias = layers[0][2] or layers[1][2]
+    value, weight = joined(r, [layer[0] for layer in layers], -1), joined(r, [layer[1] for layer in layers], 1)
+    if value is None or weight is None:
+        return None
+    return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return which element of its memory each element of a tensor is."""
+    numbers = torch.full((), tensor.storage_offset())
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        numbers = numbers[..., None] + torch.arange(size) * step
+    return numbers
+
+
+def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
+    """Return the value that some parts of its are when they are put together again as they were, if they are that."""
+    memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
+    if len(memories) < len(parts) or any(memory != memories[0] for memory in memories):
+        return None
+    if any(r.is_frozen(part) for part in parts) or sum(math.prod(r.shape(part)) for part in parts) > _MOST:
+        return None
+    source, *_ = shown(r, parts[0])
+    while (whole := _taken_apart(r, source)) is not None:
+        source, *_ = shown(r, whole)
+    held = source.meta.get("val")
+    if not isinstance(held, Tensor) or memories_of(source) != memories[0] or r.is_frozen(source):
+        return None
+    numbers = torch.cat([_numbers(part.meta["val"]) for part in parts], axis)
+    own = _numbers(held)
+    if held.dtype != parts[0].meta["val"].dtype:
+        return None
+    if own.shape == numbers.shape:
+        return source if torch.equal(numbers, own) else None
+    if own.numel() == numbers.numel() and torch.equal(numbers.reshape(-1), own.reshape(-1)):
+        return reshaped(r, source, numbers.shape)
+    return (
+        permuted(r, source, [1, 0])
+        if own.ndim == 2 and own.T.shape == numbers.shape and torch.equal(own.T, numbers)
+        else None
+    )
+
+
+def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Return the value of which a node is one of the parts in a list."""
+    if r.name(node) != "getitem" or r.name(node.args[0]) not in _LISTS:
+        return None
+    source = node.args[0].args[0]  # type: ignore[union-attr]
+    return source if isinstance(source, fx.Node) else None

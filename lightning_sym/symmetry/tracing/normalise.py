@@ -1,0 +1,562 @@
+"""The normal form of a captured network: the same function, spelled in few operations."""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.charts import factored, read_as_sums
+from lightning_sym.symmetry.tracing.contractions import (
+    VIEWS,
+    added_layers,
+    addmm,
+    bilinear,
+    einsum,
+    joined,
+    joined_layers,
+    layout,
+    matmul,
+    multi_dot,
+    narrow_convolution,
+    permuted,
+    reshaped,
+    shown,
+    stored,
+    summed_product,
+    tensordot,
+)
+from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, reduced
+from lightning_sym.symmetry.tracing.memory import replaces, written_by
+from lightning_sym.symmetry.tracing.regions import recognise
+from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
+from lightning_sym.symmetry.tracing.rules import out_of_place
+
+aten = torch.ops.aten
+_LOW = -1e3  # the softmax of what is so much lower than all else is zero
+_LOWEST = -1e30  # to which nothing can be added
+_FAR = 6  # operations between a mask and its softmax at most
+
+
+def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
+    """Spell a captured network in few operations, in place; what it computes stays the same.
+
+    Only a row of a softmax all of whose entries are masked may be another one, as if none of them was.
+
+    Args:
+        capture: The network.
+        kept: The operations that stay as they are, and that are put nowhere, as ``aten::linear``.
+
+    Returns:
+        The capture.
+    """
+    _remove_writes(Rewriter(capture, kept))
+    rewriter = Rewriter(capture, kept)
+    rewriter.erase_unread()
+    _spell(rewriter)
+    read_as_sums(rewriter)
+    if recognise(rewriter):
+        _spell(rewriter)
+    return capture
+
+
+def _spell(rewriter: Rewriter) -> None:
+    """Rewrite until nothing is left to rewrite."""
+    rewriter.share()
+    while rewriter.rewrite(_REWRITES):
+        rewriter.share()
+
+
+def _remove_writes(r: Rewriter) -> None:
+    """Put operations that leave their arguments alone in the place of those whose writes nobody else sees."""
+    for node in list(r.graph.nodes):
+        target: Any = node.target
+        if not r.name(node) or replaces(node) or written_by(node) != list(node.args[:1]):
+            continue
+        other = out_of_place(target)
+        if other is target or other._schema.is_mutable:
+            continue
+        one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+        if one.shape == two.shape and one.dtype == two.dtype:  # it computes in the type that it writes
+            node.target = other
+
+
+# Other names, and operations that are two others.
+
+
+def _renamed(target: Any) -> Rewrite:
+    """Return a rewrite to another name of the same operation."""
+
+    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
+        return r.insert(target, *node.args, **node.kwargs)
+
+    return rewrite
+
+
+def _arithmetic(target: Any) -> Rewrite:
+    """Return a rewrite to another name of addition, subtraction, product or quotient."""
+
+    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
+        if node.kwargs.get("rounding_mode") is not None:
+            return None
+        return r.insert(target, *node.args, **{k: v for k, v in node.kwargs.items() if k == "alpha"})
+
+    return rewrite
+
+
+def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    values: Any = node.args[0]
+    axis = argument(node, 1, "dim", 0) % len(r.shape(node))
+    if any(_stacked(r, user) is node for user in node.users):
+        return None  # it is going to be a sum
+    return r.insert(aten.cat.default, [r.insert(aten.unsqueeze.default, value, axis) for value in values], axis)
+
+
+def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Return the stack over whose terms a sum goes."""
+    stack = node.args[0] if node.args else None
+    if r.name(node) != "sum" or r.name(stack) != "stack" or not r.only_for(stack, node) or node.kwargs:
+        return None
+    assert isinstance(stack, fx.Node)
+    axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
+    alone = len(node.args) == 2 and reduced(node, len(r.shape(stack))) == {axis}
+    return stack if alone and stack.meta["val"].dtype == node.meta["val"].dtype else None
+
+
+def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of what was stacked for it, and of a product."""
+    stack = _stacked(r, node)
+    if stack is None:
+        return summed_product(r, node)
+    values: Any = stack.args[0]
+    total: fx.Node = values[0]
+    for value in values[1:]:
+        total = r.insert(aten.add.Tensor, total, value)
+    return total if len(values) > 1 else None
+
+
+def _with_product(target: Any) -> Rewrite:
+    """Return a rewrite of `addcmul` or `addcdiv`."""
+
+    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
+        added, one, two = node.args[:3]
+        product, factor = r.insert(target, one, two), argument(node, 3, "value", 1)
+        if factor != 1:
+            product = r.insert(aten.mul.Tensor, product, factor)
+        return r.insert(aten.add.Tensor, added, product)
+
+    return rewrite
+
+
+def _reversed_difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    one, two = node.args[:2]
+    if not isinstance(two, fx.Node) or argument(node, 2, "alpha", 1) != 1:
+        return None
+    return r.insert(aten.sub.Tensor, two, one)
+
+
+def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite one of the two results of `var_mean` and `std_mean`, or the first one of `embedding_bag`."""
+    both, item = node.args
+    if r.name(both) == "embedding_bag" and item == 0:
+        return _bag(r, both)  # type: ignore[arg-type]
+    if r.name(both) not in ("var_mean", "std_mean"):
+        return None
+    assert isinstance(both, fx.Node)
+    overload = both.target._overloadname  # type: ignore[union-attr]
+    axes, keep = argument(both, 1, "dim"), argument(both, 3, "keepdim", False)
+    if overload == "correction":
+        keep = both.kwargs.get("keepdim", False)
+    elif overload != "dim":
+        axes = None
+    axes = axes or list(range(len(r.shape(both.args[0]))))
+    if item == 1:
+        return r.insert(aten.mean.dim, both.args[0], axes, keep)
+    operation = aten.var if r.name(both) == "var_mean" else aten.std
+    return r.insert(getattr(operation, overload), *both.args, **both.kwargs)
+
+
+def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite bags of one size as sums of embeddings."""
+    weight, index, offsets = node.args[:3]
+    weights, padding = argument(node, 6, "per_sample_weights"), argument(node, 8, "padding_idx")
+    if r.name(offsets) != "arange" or weights is not None or argument(node, 7, "include_last_offset", False):
+        return None
+    given: Any = offsets.args  # type: ignore[union-attr]
+    if padding not in (None, -1) or len(given) != 3 or given[0] != 0 or not all(isinstance(n, int) for n in given):
+        return None
+    _, count, size = given
+    if (count,) != r.shape(index) or count % size:
+        return None
+    rows = r.insert(aten.embedding.default, weight, reshaped(r, index, [-1, size]))  # type: ignore[arg-type]
+    reduce = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)[argument(node, 4, "mode", 0)]
+    return r.insert(reduce, rows, [1])
+
+
+def _cosine(r: Rewriter, node: fx.Node) -> fx.Node:
+    """Rewrite cosines as products of normalised vectors."""
+    axis, eps = argument(node, 2, "dim", 1), argument(node, 3, "eps", 1e-8)
+    vectors = []
+    for value in node.args[:2]:
+        norm = r.insert(aten.linalg_vector_norm.default, value, 2, [axis], True)
+        vectors.append(r.insert(aten.div.Tensor, value, r.insert(aten.clamp_min.default, norm, eps)))
+    return r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, *vectors), [axis])
+
+
+def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums and differences with a factor."""
+    alpha = node.kwargs.get("alpha", 1)
+    if alpha == 1 or not isinstance(node.args[1], fx.Node):
+        return None
+    assert not isinstance(node.target, str)
+    return r.insert(node.target, node.args[0], r.insert(aten.mul.Tensor, node.args[1], alpha))
+
+
+def _broadcast(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums and products with a value that is expanded, though it would be anyway."""
+    for at, given in enumerate(node.args[:2]):
+        if r.name(given) not in ("expand", "expand_as") or r.writes_into(given):  # type: ignore[arg-type]
+            continue
+        source = given.args[0]  # type: ignore[union-attr]
+        other = node.args[1 - at]
+        if len(r.shape(source)) and np.broadcast_shapes(r.shape(source), r.shape(other)) == r.shape(node):
+            args = (source, other) if at == 0 else (other, source)
+            assert not isinstance(node.target, str)
+            return r.insert(node.target, *args, *node.args[2:], **node.kwargs)
+    return None
+
+
+def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums with 0, and products with 1."""
+    neutral = 0 if r.name(node) in ("add", "sub") else 1
+    for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
+        same = isinstance(value, fx.Node) and isinstance(other, (int, float)) and other == neutral
+        if same and value.meta["val"].dtype == node.meta["val"].dtype and not r.writes_into(node):  # type: ignore[union-attr]
+            return value  # type: ignore[return-value]
+    return None
+
+
+def _signed(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums and differences with the negative of something."""
+    one, two = node.args[:2]
+    adds = r.name(node) == "add"
+    if r.name(two) == "neg":
+        return r.insert(aten.sub.Tensor if adds else aten.add.Tensor, one, two.args[0])  # type: ignore[union-attr]
+    if adds and r.name(one) == "neg" and isinstance(two, fx.Node):
+        return r.insert(aten.sub.Tensor, two, one.args[0])  # type: ignore[union-attr]
+    return None
+
+
+def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    return _scaled_sum(r, node) or _neutral(r, node) or _broadcast(r, node) or _signed(r, node)
+
+
+def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite products with 1, with the negative of weights, and sums times one over their number of terms."""
+    if (same := _neutral(r, node) or _broadcast(r, node) or _mean(r, node)) is not None:
+        return same
+    for one, two in (node.args[:2], node.args[1::-1]):
+        if r.name(one) == "neg" and r.made_of(one) == "weights" and r.made_of(two) == "inputs":
+            return r.insert(aten.neg.default, r.insert(aten.mul.Tensor, two, one.args[0]))  # type: ignore[union-attr]
+    return None
+
+
+def _quotient(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    if node.kwargs.get("rounding_mode") is not None:
+        return None
+    return _neutral(r, node) or _mean(r, node)
+
+
+def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a sum that is divided by the number of its terms."""
+    for total, factor in (node.args[:2], node.args[1::-1] if r.name(node) == "mul" else (None, None)):
+        if r.name(total) != "sum" or not isinstance(total, fx.Node) or total.kwargs.get("dtype") is not None:
+            continue
+        number = r.number(factor)
+        rank = len(r.shape(total.args[0]))
+        axes = sorted(reduced(total, rank))
+        count = math.prod(r.shape(total.args[0])[axis] for axis in axes)
+        wanted = count if r.name(node) == "div" else 1 / count
+        alike = number is not None and math.isclose(number, wanted, rel_tol=1e-12)
+        if alike and r.shape(node) == r.shape(total) and node.meta["val"].dtype == total.meta["val"].dtype:
+            return r.insert(aten.mean.dim, total.args[0], axes, argument(total, 2, "keepdim", False))
+    return None
+
+
+def _pool(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite pooling of everything into one place."""
+    count = int(next(letter for letter in r.name(node) if letter in "123"))
+    if set(r.shape(node)[-count:]) != {1}:
+        return None
+    if not r.name(node).startswith("adaptive"):
+        size, padding = argument(node, 1, "kernel_size"), argument(node, 3, "padding", 0)
+        given = [size] * count if isinstance(size, int) else list(size) * (count // len(size))
+        if tuple(given) != r.shape(node.args[0])[-count:] or any(
+            padding if isinstance(padding, (list, tuple)) else [padding]
+        ):
+            return None
+    return reshaped(r, r.insert(aten.mean.dim, node.args[0], list(range(-count, 0))), r.shape(node))
+
+
+_PERMUTATIONS = {"permute", "transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims"}
+
+
+def _mean_of_moved(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the mean over axes of a permuted value."""
+    moved, axes = node.args[0], argument(node, 1, "dim")
+    if r.name(moved) not in _PERMUTATIONS or not r.only_for(moved, node) or not axes or argument(node, 2, "keepdim"):
+        return None
+    assert isinstance(moved, fx.Node)
+    rank = len(r.shape(moved))
+    target: Any = moved.target
+    marked = target(torch.empty(tuple(range(rank)), device="meta"), *moved.args[1:], **moved.kwargs)
+    order = list(marked.shape)
+    gone = sorted(order[axis] for axis in reduced(node, rank))
+    kept = [axis for axis in range(rank) if axis not in gone]
+    result = r.insert(node.target, moved.args[0], gone, False, **node.kwargs)
+    return permuted(r, result, [kept.index(axis) for axis in order if axis not in gone])
+
+
+# Constants, and tables.
+
+
+def _made_like(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite constants that take their shape from another value."""
+    number: Any = {"zeros": 0, "ones": 1}.get(r.name(node).removeprefix("new_").removesuffix("_like"))
+    if number is None:
+        number = node.args[1] if r.name(node) == "full_like" else node.args[2]
+    if isinstance(number, fx.Node) or r.writes_into(node):
+        return None
+    kind = node.meta["val"].dtype
+    return r.insert(aten.full.default, list(r.shape(node)), number, dtype=kind, device=node.meta["val"].device)
+
+
+def _of_integers(r: Rewriter, node: fx.Node) -> bool:
+    """Whether a node is made of nothing but the integers that go in: no choice of the network's."""
+    seen, left = {node}, [node]
+    while left:
+        for given in left.pop().all_input_nodes:
+            if given not in seen:
+                seen.add(given)
+                left.append(given)
+    values = (leaf for one in seen for leaf in pytree.tree_leaves(one.meta.get("val")) if isinstance(leaf, Tensor))
+    return not any(value.is_floating_point() for value in values)
+
+
+def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite rows of a matrix of weights, by integers that go in: an embedding; those in a row: a slice."""
+    table, place = node.args[0], node.args[1]
+    if r.name(node) == "index":
+        if not isinstance(place, (list, tuple)) or len(place) != 1:
+            return None
+        place = place[0]
+    elif node.args[1] != 0 or len(r.shape(node.args[2])) != 1:
+        return None
+    else:
+        place = node.args[2]
+    if r.made_of(table) != "weights" or len(r.shape(table)) != 2 or not isinstance(place, fx.Node):
+        return None
+    if place.meta["val"].dtype not in (torch.int64, torch.int32) or not _of_integers(r, place):
+        return None
+    if r.made_of(place) == "inputs":
+        return r.insert(aten.embedding.default, table, place)
+    known = r.constant(place)
+    if known is None or known.ndim != 1 or not len(known) or bool((known.diff() != 1).any()) or int(known[0]) < 0:
+        return None
+    return r.insert(aten.slice.Tensor, table, 0, int(known[0]), int(known[-1]) + 1)
+
+
+def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the product of rows of which one entry is 1 and a matrix of weights."""
+    value, weight = node.args[:2]
+    while r.name(value) in ("to", "_to_copy", "float", "double", "type_as"):
+        value = value.args[0]  # type: ignore[union-attr]
+    if argument(node, 2, "bias") is not None or r.name(value) != "one_hot" or not isinstance(value, fx.Node):
+        return None
+    place = value.args[0]
+    if not isinstance(place, fx.Node) or r.made_of(weight) != "weights" or not _of_integers(r, place):
+        return None
+    return r.insert(aten.embedding.default, permuted(r, weight, [1, 0]), place)  # type: ignore[arg-type]
+
+
+# Biases.
+
+
+def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    for rewrite in (_scaled_sum, _neutral, _broadcast, _biased, added_layers, _signed, factored):
+        if (new := rewrite(r, node)) is not None:
+            return new
+    return None
+
+
+def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Let a vector that is added to what a linear layer or convolution puts out be its bias."""
+    for layer, bias in (node.args[:2], node.args[1::-1]):
+        name = r.name(layer)
+        is_layer = name == "linear" or name.startswith("conv")
+        if not is_layer or not isinstance(bias, fx.Node) or not r.only_for(layer, node):
+            continue
+        assert isinstance(layer, fx.Node)
+        if argument(layer, 2, "bias") is not None or r.shape(layer) != r.shape(node):
+            continue
+        count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
+        sizes, whole = r.shape(bias), r.shape(layer)
+        at = len(sizes) - 1 - count
+        if at < 0 or sizes[at] != whole[-1 - count] or r.made_of(bias) != "weights":
+            continue
+        steps = bias.meta["val"].stride()
+        if any(size > 1 and step for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)) if axis != at):
+            continue
+        vector = stored(r, bias, [at])
+        if vector in r.capture.states:
+            rest = {name: value for name, value in layer.kwargs.items() if name != "bias"}
+            assert not isinstance(layer.target, str)
+            return r.insert(layer.target, *layer.args[:2], vector, *layer.args[3:], **rest)
+    return None
+
+
+def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite layers with a bias that is none of the network's tensors as it is."""
+    bias, name = argument(node, 2, "bias"), r.name(node)
+    if name == "linear" and (embedded := _one_hot(r, node)) is not None:
+        return embedded
+    if isinstance(bias, fx.Node) and bias not in r.capture.states:
+        rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
+        assert not isinstance(node.target, str)
+        found = stored(r, bias, [0])
+        if found in r.capture.states:
+            return r.insert(node.target, *node.args[:2], found, *node.args[3:], **rest)
+        layer = r.insert(node.target, *node.args[:2], None, *node.args[3:], **rest)
+        count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
+        return r.insert(aten.add.Tensor, layer, reshaped(r, bias, [*r.shape(bias), *[1] * count]))
+    return narrow_convolution(r, node) if name.startswith("conv") and "transpose" not in name else None
+
+
+# Movements.
+
+
+def _same_shape(target: Any) -> Rewrite:
+    """Return a rewrite of an operation that takes a shape from another value."""
+
+    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
+        return _undone(r, node) or r.insert(target, node.args[0], list(r.shape(node)))
+
+    return rewrite
+
+
+def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite movements that show, in the end, what was there before."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    for before in shown(r, node)[:-1]:
+        held = before.meta.get("val")
+        if isinstance(held, Tensor) and layout(held) == layout(value):
+            return before
+    return None
+
+
+def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite parts of a value that are put together again as they were, and layers whose weights are such parts."""
+    parts: Any = node.args[0]
+    whole = joined(r, parts, argument(node, 1, "dim", 0))
+    if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
+        return whole
+    return joined_layers(r, node)
+
+
+# Masks.
+
+
+def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a mask before a softmax: it adds a number so low that nothing is left, or nothing."""
+    if r.name(node) == "masked_fill":
+        value, mask, number = node.args[:3]
+        if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
+            kind, sizes = node.meta["val"].dtype, r.shape(mask)
+            filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
+            assert not isinstance(node.target, str)
+            filled = r.insert(node.target, filled, mask, number)
+            return r.insert(aten.expand.default, filled, list(r.shape(node)))
+        inverted = False
+    else:
+        mask, value, number = node.args[:3]
+        inverted = r.number(number) is None
+        if inverted:
+            value, number = number, value
+    low = r.number(number)
+    if not isinstance(value, fx.Node) or not isinstance(mask, fx.Node) or low is None or not low <= _LOW:
+        return None
+    if r.shape(value) != r.shape(node) or value.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    if r.made_of(value) != "inputs" or (r.name(node) == "where" and inverted and not isinstance(value, fx.Node)):
+        return None
+    if not _leads_to_softmax(r, node, low):
+        return None
+    kind = value.meta["val"].dtype
+    zeros = r.insert(aten.full.default, list(r.shape(mask)), 0.0, dtype=kind)
+    if r.name(node) == "where" and not inverted:
+        mask = r.insert(aten.logical_not.default, mask)
+    added = r.insert(aten.masked_fill.Scalar, zeros, mask, low)
+    return r.insert(aten.add.Tensor, value, added)
+
+
+def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
+    """Whether nothing but a softmax reads a value, to which others may be added before.
+
+    Its logarithm shows low numbers, but nothing that was added to the lowest ones.
+    """
+    for _ in range(_FAR):
+        if len(node.users) != 1:
+            return False
+        (user,) = node.users
+        if r.name(user) in SOFTMAX:
+            return "log" not in r.name(user) or low < _LOWEST
+        if (
+            r.name(user) not in PASSES | {"add", "masked_fill", "where"}
+            or r.shape(user) != r.shape(node)
+            or r.name(user) == "neg"
+        ):
+            return False
+        node = user
+    return False
+
+
+_REWRITES: dict[str, Rewrite] = {
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), addmm),
+    **dict.fromkeys(("tensordot", "inner"), tensordot),
+    **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), multi_dot),
+    "linear": _layer,
+    **{f"conv{kind}{count}d": _layer for kind in ("", "_transpose") for count in (1, 2, 3)},
+    "einsum": einsum,
+    "bilinear": bilinear,
+    "cosine_similarity": _cosine,
+    "sum": _total,
+    "add": _sum,
+    "sub": _difference,
+    "mean": _mean_of_moved,
+    "mul": _product,
+    "div": _quotient,
+    **{f"{kind}avg_pool{count}d": _pool for kind in ("", "adaptive_") for count in (1, 2, 3)},
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _made_like),
+    **dict.fromkeys(("index", "index_select"), _read_at),
+    "rsub": _reversed_difference,
+    "addcmul": _with_product(aten.mul.Tensor),
+    "addcdiv": _with_product(aten.div.Tensor),
+    "multiply": _arithmetic(aten.mul.Tensor),
+    **dict.fromkeys(("true_divide", "divide"), _arithmetic(aten.div.Tensor)),
+    "subtract": _arithmetic(aten.sub.Tensor),
+    **dict.fromkeys(("concat", "concatenate"), _renamed(aten.cat.default)),
+    "stack": _stack,
+    "getitem": _item,
+    **dict.fromkeys(VIEWS, _undone),
+    **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
+    "expand_as": _same_shape(aten.expand.default),
+    "cat": _cat,
+    **dict.fromkeys(("masked_fill", "where"), _mask),
+}

@@ -1,0 +1,352 @@
+"""Rewrites captured networks: puts operations in the place of others, and keeps all that is known of the graph true."""
+
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from lightning_sym.symmetry.tracing.capture import Capture, operation_name
+from lightning_sym.symmetry.tracing.invisible import memories_of, shared_memory
+from lightning_sym.symmetry.tracing.memory import written_by
+
+# Returns what stands for an operation, if it is of the spelling that this rewrites; None if it is not.
+Rewrite = Callable[["Rewriter", fx.Node], fx.Node | None]
+Made = Literal["constants", "weights", "inputs"]
+_MOST = 2**16  # elements of a constant that is computed
+_ORDER: tuple[Made, ...] = ("constants", "weights", "inputs")
+
+
+class Rewriter:
+    """Puts operations in the place of others in the graph of a capture, which is changed.
+
+    The memory of what is put there counts as that of what it stands for. Tensors in whose memory something is written
+    that others see are left alone, as are all operations for which a user has a rule.
+
+    Args:
+        capture: The network.
+        kept: The operations, as ``aten::linear``, that are neither replaced nor put anywhere.
+
+    Attributes:
+        graph: Its graph.
+        at: The operation at hand, before which others are put.
+    """
+
+    def __init__(self, capture: Capture, kept: Collection[str] = ()) -> None:
+        self.capture, self.graph, self.kept = capture, capture.graph, kept
+        self.at: fx.Node = next(iter(capture.graph.nodes))
+        self._frozen = shared_memory(capture.graph)
+        self._written = {memory for node in self.graph.nodes for at in written_by(node) for memory in memories_of(at)}
+        self._marked = {mark.node for mark in capture.marks}
+        self._made: dict[fx.Node, Made] = {}
+        self._constants: dict[fx.Node, Tensor | None] = {}
+        self._mode = next(
+            (
+                value.fake_mode
+                for node in self.graph.nodes
+                for value in pytree.tree_leaves(node.meta.get("val"))
+                if isinstance(value, FakeTensor)
+            ),
+            None,
+        ) or FakeTensorMode(allow_non_fake_inputs=True)
+        for node in self.graph.nodes:
+            self._learn(node)
+
+    # What is known of a node.
+
+    def name(self, node: Any) -> str:
+        """Return the name of an operation that may be replaced, without the mark of writing in place; else nothing."""
+        if not isinstance(node, fx.Node) or node.op != "call_function":
+            return ""
+        # Whatever is written into a result later, an operation makes the same of what it reads.
+        if node in self._frozen and (node is not self.at or self._shares(node)):
+            return ""
+        if self._is_kept(node.target) or node.kwargs.get("out") is not None:
+            return ""
+        return operation_name(node.target).removesuffix("_")
+
+    def _is_kept(self, target: Any) -> bool:
+        schema = getattr(target, "_schema", None)
+        return schema is not None and schema.name.removesuffix("_") in self.kept
+
+    def shape(self, node: Any) -> tuple[int, ...]:
+        """Return the shape of the tensor that a node makes; a number has none.
+
+        Raises:
+            KeyError: If it makes something else.
+        """
+        if not isinstance(node, fx.Node):
+            return ()
+        return tuple(_tensor(node).shape)
+
+    @staticmethod
+    def _shares(node: fx.Node) -> bool:
+        own = memories_of(node)
+        return any(own & memories_of(given) for given in node.all_input_nodes)
+
+    def is_frozen(self, node: fx.Node) -> bool:
+        """Whether something is written into the memory of a node that others see: it stays as it is."""
+        return node in self._frozen
+
+    def writes_into(self, node: fx.Node) -> bool:
+        """Whether something is written into the memory of a node."""
+        return not self._written.isdisjoint(memories_of(node))
+
+    def constant(self, item: Any) -> Tensor | None:
+        """Return the value of what is made of numbers alone, in float64 if it is one; None if that is not known."""
+        if not isinstance(item, fx.Node):
+            return torch.tensor(item, dtype=torch.float64) if isinstance(item, (int, float)) else None
+        if item not in self._constants:
+            self._constants[item] = self._constant(item)
+        return self._constants[item]
+
+    def _constant(self, item: fx.Node) -> Tensor | None:
+        if self.made_of(item) != "constants" or math.prod(self.shape(item)) > _MOST or self.is_frozen(item):
+            return None
+        if item.op == "get_attr":
+            held: Any = getattr(item.graph.owning_module, str(item.target))
+            return None if held.is_meta else held.detach().to("cpu", copy=True)
+        target: Any = item.target
+        fixed = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+        if not fixed or torch.Tag.nondeterministic_seeded in target.tags or "empty" in target._schema.name:
+            return None
+        parts = {node: self.constant(node) for node in item.all_input_nodes}
+        if any(part is None for part in parts.values()):
+            return None
+        args, kwargs = fx.map_arg((item.args, item.kwargs), parts.get)
+        result = target(*args, **{**kwargs, "device": "cpu"} if "device" in kwargs else kwargs)
+        return result if isinstance(result, Tensor) else None
+
+    def number(self, item: Any) -> float | None:
+        """Return the number that a constant is everywhere; None if it is several, or not known."""
+        value = self.constant(item)
+        if value is None or not value.numel() or value.is_complex():
+            return None
+        first = value.reshape(-1)[0]
+        return float(first) if bool((value == first).all()) else None
+
+    def made_of(self, node: Any) -> Made:
+        """Return what a node is made of: of nothing but constants, of weights besides, or of the network's inputs."""
+        return self._made[node] if isinstance(node, fx.Node) else "constants"
+
+    def _learn(self, node: fx.Node) -> None:
+        """Note what a node is made of, all before it being known."""
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            self._made[node] = "inputs" if node not in self.capture.states else "weights" if floating else "constants"
+        elif memories_of(node) & self._written:  # it tells nothing of what others write
+            self._made[node] = "inputs"
+        else:
+            parts = [self._made[given] for given in node.all_input_nodes]
+            self._made[node] = max(parts, default="constants", key=_ORDER.index)
+
+    def only_for(self, node: Any, user: fx.Node) -> bool:
+        """Whether a node is an operation that one other reads, at one place, and nobody can name."""
+        if not self.name(node) or node in self._marked or list(node.users) != [user]:
+            return False
+        return sum(one is node for one in pytree.tree_leaves((user.args, user.kwargs))) == 1
+
+    # Changes.
+
+    def insert(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Put an operation before the one at hand, in its module.
+
+        Args:
+            target: Such as ``torch.ops.aten.linear.default``.
+            args: Its arguments, tensors as nodes.
+            kwargs: Its keywords.
+
+        Raises:
+            NoSpellingError: If a user has a rule for it, or it does not take these arguments (of mixed precision).
+        """
+        if self._is_kept(target):
+            raise NoSpellingError
+        with self.graph.inserting_before(self.at):
+            node = self.graph.create_node("call_function", target, args, kwargs)
+        try:
+            node.meta["val"] = self._computed(target, args, kwargs)
+        except (RuntimeError, TypeError, ValueError) as error:
+            self.graph.erase_node(node)
+            raise NoSpellingError from error
+        self._learn(node)
+        if self.at in self.capture.modules:
+            self.capture.modules[node] = self.capture.modules[self.at]
+        return node
+
+    def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation makes, without data."""
+        args, kwargs = fx.map_arg((args, kwargs), _held)
+        with torch.no_grad(), self._mode:
+            given, named = pytree.tree_map_only(Tensor, self._without_data, (args, kwargs))
+            return pytree.tree_map_only(Tensor, Tensor.detach, target(*given, **named))
+
+    def _without_data(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let a node stand for another one, of the same shape and type, which goes with all that only it read.
+
+        Args:
+            old: What goes.
+            new: Made by `insert`, or a node before.
+
+        Raises:
+            ValueError: If they differ in shape or type, or memory that is written into would be another one.
+        """
+        one, two = _tensor(old), _tensor(new)
+        if one.shape != two.shape or one.dtype != two.dtype:
+            raise ValueError(
+                f"{old} of shape {tuple(one.shape)} and {one.dtype} was replaced by {new} of {tuple(two.shape)} and "
+                f"{two.dtype}; expected the same shape and type"
+            )
+        here, there = memories_of(old), memories_of(new)
+        if not self._written.isdisjoint(here ^ there):
+            if new.users or new in self._marked:
+                raise ValueError(f"{old} or {new} is written into; expected that they share their memory")
+            new.meta["val"] = one
+        users = [user for user in old.users if memories_of(user) & here] if here != there else []
+        old.replace_all_uses_with(new)
+        for at, mark in enumerate(self.capture.marks):
+            if mark.node is old:
+                self.capture.marks[at] = replace(mark, node=new)
+                self._marked.add(new)
+        self._marked.discard(old)
+        self._erase(old)
+        if memories_of(new) == there:
+            for user in users:
+                self._renew(user)
+
+    def _renew(self, node: fx.Node) -> None:
+        """Let a view show the memory that its argument has now, and all views of it."""
+        before = memories_of(node)
+        if node.op != "call_function" or not self._written.isdisjoint(before):
+            return
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default  # its argument may lie otherwise now
+        node.meta["val"] = self._computed(node.target, node.args, node.kwargs)
+        for user in node.users:
+            if memories_of(user) & before:
+                self._renew(user)
+
+    def _erase(self, node: fx.Node) -> None:
+        """Take out a node that nobody reads, and what only it read."""
+        before = node.all_input_nodes
+        for at, mark in enumerate(self.capture.marks):
+            if mark.after is node:
+                self.capture.marks[at] = replace(mark, after=node.prev)
+        self.capture.modules.pop(node, None)
+        self._made.pop(node, None)
+        self._constants.pop(node, None)
+        self.graph.erase_node(node)
+        for given in before:
+            if not given._erased and self._is_dead(given):
+                self._erase(given)
+
+    def _is_dead(self, node: fx.Node) -> bool:
+        """Whether nobody can tell that a node is there."""
+        return self._is_pure(node) and not node.users and node not in self._marked
+
+    @staticmethod
+    def _is_pure(node: fx.Node) -> bool:
+        """Whether a node does nothing but make its result."""
+        operation = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        return node.op == "get_attr" or (node.op == "call_function" and operation and not written_by(node))
+
+    def erase_unread(self) -> None:
+        """Take out all operations whose results nobody reads, but not those by which alone a tensor is known."""
+        alive: set[fx.Node] = set()
+        for node in reversed(list(self.graph.nodes)):
+            read = any(user in alive for user in node.users) or node in self._marked
+            if read or (node.op == "call_function" and not self._is_pure(node)) or node.op == "output":
+                alive.add(node)
+        lonely = {node for node in self.capture.states if node not in alive}  # of a head whose output is left out, say
+        for node in self.graph.nodes:
+            if node not in alive and not lonely.isdisjoint(node.all_input_nodes):
+                lonely.add(node)
+        for node in reversed(list(self.graph.nodes)):
+            lonely |= {given for given in node.all_input_nodes if node in lonely}
+        for node in reversed(list(self.graph.nodes)):
+            if node not in lonely and not node._erased and self._is_dead(node):
+                self._erase(node)
+
+    def share(self) -> None:
+        """Let one operation stand for all that do the same with the same tensors."""
+        known: dict[Any, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            target = node.target
+            if not self.name(node) or not isinstance(node.meta.get("val"), Tensor) or self.writes_into(node):
+                continue
+            if isinstance(target, torch._ops.OpOverload) and (
+                target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+            ):
+                continue
+            leaves, form = pytree.tree_flatten((node.args, node.kwargs))
+            first = known.setdefault((target, form, *((type(leaf), leaf) for leaf in leaves)), node)
+            if first is not node:
+                self.replace(node, first)
+
+    def rewrite(self, table: Mapping[str, Rewrite]) -> int:
+        """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.
+
+        Returns:
+            The number of changes.
+        """
+        changes = 0
+        node = next(iter(self.graph.nodes))
+        while node.op != "root":
+            following = node.next
+            self.at, before = node, node.prev
+            if (rule := table.get(self.name(node))) is not None:
+                try:
+                    new = rule(self, node)
+                except NoSpellingError:
+                    new = None
+                if new is not None and _kind(new) != _kind(node):
+                    new = None
+                put_in = self._put_in(before, node)
+                for one in reversed(put_in):
+                    if one is not new and not one.users and not one._erased:
+                        self._erase(one)
+                if new is not None:
+                    # What was put in may itself be of another spelling.
+                    following = next((one for one in put_in if not one._erased), following)
+                    self.replace(node, new)
+                    changes += 1
+            node = following
+        return changes
+
+    @staticmethod
+    def _put_in(before: fx.Node, node: fx.Node) -> list[fx.Node]:
+        """Return what stands between two nodes."""
+        found = []
+        while (before := before.next) is not node:
+            found.append(before)
+        return found
+
+
+class NoSpellingError(Exception):
+    """An operation that was to be put in does not take its arguments, or a user has a rule for it."""
+
+
+def _kind(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
+    tensor = _tensor(node)
+    return tensor.shape, tensor.dtype
+
+
+def _held(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return getattr(node.graph.owning_module, str(node.target)) if value is None and node.op == "get_attr" else value
+
+
+def _tensor(node: fx.Node) -> Tensor:
+    """Return the tensor without data that a node makes."""
+    value = _held(node)
+    if not isinstance(value, Tensor):
+        raise KeyError(f"{node} makes no tensor")
+    return value
