@@ -212,7 +212,7 @@ class Rewriter:
             new.meta["val"] = one
         users = [user for user in old.users if memories_of(user) & here] if here != there else []
         old.replace_all_uses_with(new)
-        for at, mark in enumerate(self.capture.marks):
+        for at, mark in enumerate(self.capture.marks if new not in self.capture.states else ()):
             if mark.node is old:
                 self.capture.marks[at] = replace(mark, node=new)
                 self._marked.add(new)
@@ -234,9 +234,15 @@ class Rewriter:
             if memories_of(user) & before:
                 self._renew(user)
 
+    def _may_replace(self, old: fx.Node, new: fx.Node) -> bool:
+        """Whether a node shares the memory of what it is to stand for, where that is written into; a new one will."""
+        fresh = not new.users and new not in self._marked
+        return fresh or not (memories_of(old) ^ memories_of(new)) & self._written
+
     def _erase(self, node: fx.Node) -> None:
         """Take out a node that nobody reads, and what only it read."""
         before = node.all_input_nodes
+        self.capture.marks[:] = [mark for mark in self.capture.marks if mark.node is not node]
         for at, mark in enumerate(self.capture.marks):
             if mark.after is node:
                 self.capture.marks[at] = replace(mark, after=node.prev)
@@ -250,7 +256,11 @@ class Rewriter:
 
     def _is_dead(self, node: fx.Node) -> bool:
         """Whether nobody can tell that a node is there."""
-        return self._is_pure(node) and not node.users and node not in self._marked
+        return self._is_pure(node) and not node.users and not self._is_named(node)
+
+    def _is_named(self, node: fx.Node) -> bool:
+        """Whether a node keeps its name: what weights alone make loses it where nothing else reads it."""
+        return node in self._marked and self.made_of(node) != "weights"
 
     @staticmethod
     def _is_pure(node: fx.Node) -> bool:
@@ -262,7 +272,7 @@ class Rewriter:
         """Take out all operations whose results nobody reads, but not those by which alone a tensor is known."""
         alive: set[fx.Node] = set()
         for node in reversed(list(self.graph.nodes)):
-            read = any(user in alive for user in node.users) or node in self._marked
+            read = any(user in alive for user in node.users) or self._is_named(node)
             if read or (node.op == "call_function" and not self._is_pure(node)) or node.op == "output":
                 alive.add(node)
         lonely = {node for node in self.capture.states if node not in alive}  # of a head whose output is left out, say
@@ -307,7 +317,7 @@ class Rewriter:
                     new = rule(self, node)
                 except NoSpellingError:
                     new = None
-                if new is not None and _kind(new) != _kind(node):
+                if new is not None and (_kind(new) != _kind(node) or not self._may_replace(node, new)):
                     new = None
                 put_in = self._put_in(before, node)
                 for one in reversed(put_in):

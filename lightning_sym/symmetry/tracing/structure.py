@@ -392,7 +392,8 @@ def _told_apart(
         for _ in range(3):  # what it was merged with counts, too: colour refinement
             seen = mix(seen) + sum_by(one, mix(seen)[two], number) + sum_by(two, mix(seen)[one] * np.uint64(3), number)
         tag = tag.copy()
-        tag[again] = (mix(seen[raw[again]] ^ mix(tag[again])) >> np.uint64(1)).astype(np.int64)
+        told = np.where(tag[again] == 0, np.uint64(0), mix(tag[again]))
+        tag[again] = (mix(seen[raw[again]] ^ told) >> np.uint64(1)).astype(np.int64)
         again = twice(tag)
     return tag, atom[again]
 
@@ -906,6 +907,8 @@ def own_exponents(forms: sparse.csr_matrix, columns: Ints) -> Floats | None:
         the units only.
     """
     units, width = columns.shape
+    if not width:
+        return np.zeros(0)
     start = forms.indptr[columns]
     if (forms.indptr[columns + 1] == start + 1).all():  # nothing else acts
         exponents = forms.data[start]
