@@ -397,7 +397,9 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         terms.append(own)
     if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
         return None
-    if set(terms[0]) == set(terms[1]) and made == {"inputs"}:
+    one, two = map(set, terms)
+    # Units may live on an axis that two values share: beside that of samples, only heads of a product of matrices may.
+    if made == {"inputs"} and (one == two or (len((one & two) - summed) > 1 and (one <= two or two <= one))):
         return None
     out = "".join(letter for letter in letters if letter not in summed)
     result = contract(r, terms[0], terms[1], out, parts[0], parts[1])
