@@ -320,7 +320,7 @@ class _Writer:
         return entering, leaving
 
     def _taken_off(self, made: Derived, columns: Ints, basis: sparse.csr_matrix) -> list[TakenOff]:
-        """Return what biases take off of what a weight makes of a shift."""
+        """Return the parts of a weight's output that biases take off again."""
         own, leaving, outer = self._contracted(made, lambda entering: self._own(entering, columns) @ basis)
         return self._ends(own, leaving, outer, made)
 
