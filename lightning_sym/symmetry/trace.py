@@ -16,7 +16,6 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.further import find_further, laws_hold, shown_by
 from lightning_sym.symmetry.lengths import Axes, axes_of, form_of, grown, other_lengths, resized, samples_of
 from lightning_sym.symmetry.proof import (
     all_finite,
@@ -31,27 +30,25 @@ from lightning_sym.symmetry.proof import (
     runs,
     tolerance_of,
 )
+from lightning_sym.symmetry.tracing.affine.space import Translations
+from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.charts import charts_of
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
-from lightning_sym.symmetry.tracing.shift_walk import find_shifts
-from lightning_sym.symmetry.tracing.stacks import away_from, unstack
+from lightning_sym.symmetry.tracing.stacks import unstack
 from lightning_sym.symmetry.tracing.streams import find_rotations
-from lightning_sym.symmetry.tracing.structure import build_structure, folded
+from lightning_sym.symmetry.tracing.structure import build_structure
 from lightning_sym.symmetry.tracing.tilt_search import find_tilts
 from lightning_sym.symmetry.tracing.vocabulary import Value
 from lightning_sym.symmetry.tracing.walk import Walk
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
-from lightning_sym.symmetry.translations import size_of
+from lightning_sym.symmetry.translations import folded
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5
-# Whether shifts that only the affine interpreter finds are used. Not yet: with tables that are cut to the input's
-# length and outputs of other sizes than the rest, it allows too much.
-_FURTHER = False
 # A network is traced so often at most: further lengths are added while the group is too large for one.
 _MOST_TRACES = 4
 
@@ -221,12 +218,8 @@ def _derived(
     affine: bool,
     shifts: bool,
     output: str | int | None,
-    failed: int = 0,
 ) -> Symmetry:
-    """Derive the symmetry from what was captured; see :func:`trace_symmetry`.
-
-    Of the ways to add shifts that only the affine interpreter finds, the first `failed` are not tried.
-    """
+    """Derive the symmetry from what was captured; see :func:`trace_symmetry`."""
     captures = [each for _, each in runs]
     states, unsaved = state_tensors(network), constant_names(network)
     states |= constant_values(network) if is_weightless(network) else {}
@@ -243,23 +236,20 @@ def _derived(
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
     flipped = [weight for _, weight, _, _ in trace.absorbed]
-    found, shown, norms = find_shifts(captures, states, unsaved | unlike, keep=flipped) if shifts else ([], {}, {})
-    further = find_further(captures, states, unsaved | unlike, found) if shifts and _FURTHER else None
-    known = size_of(away_from(joint, found, shown)[0])
-    options = further.options[failed:] if further is not None and not joint and not flipped else []
-    if options:
-        found, shown = [shift for shift, _ in options[0]], shown_by(options[0], shown)
-    found, shown = away_from(joint, found, shown)
+    found = Translations()
+    if shifts:
+        found = find_translations(captures, states, unsaved | unlike, fixed=joint, keep=flipped)
+    known = found.dimension
     structure, seen, met = build_structure(
         trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, found
     )
-    structure = replace(structure, charts=charts)
+    structure, seen = replace(structure, charts=charts), replace(seen, shifts=found)
     rotations, why_not = find_rotations(structure, met, trace.gains)
     structure, seen = (replace(each, rotations=tuple(rotations)) for each in (structure, seen))
-    tilts, why_no_tilts = find_tilts(structure, seen, norms)
+    tilts, why_no_tilts = find_tilts(structure, seen, found.normed)
     structure, seen = (replace(each, tilts=tuple(tilts)) for each in (structure, seen))
-    if rotations or tilts:
-        structure = replace(structure, shifts=folded(structure))
+    found = folded(structure)
+    structure, seen = (replace(each, shifts=found) for each in (structure, seen))
     notes = [*trace.constraints.notes, *why_not, *why_no_tilts]
     if left_out := dict.fromkeys(name for each in captures for name in each.left_out):
         kept = "logits" if output is None else output
@@ -267,16 +257,14 @@ def _derived(
         notes.insert(0, note)
     if unused := _unused(network, runs):
         notes.insert(0, unused)
-    if further is not None:
-        notes += further.notes(size_of(found) + sum(tilt.size for tilt in tilts))
     shapes = {name: _without_values(tensor) for name, tensor in states.items()}
 
     def common_shift() -> int:
         """Return how many more shifts a softmax behind the outputs does not see."""
-        every, more, _ = find_shifts(captures, shapes, unsaved | unlike, keep=flipped, outputs=True)
-        return size_of(away_from(joint, every, more)[0]) - known
+        every = find_translations(captures, shapes, unsaved | unlike, fixed=joint, keep=flipped, outputs=True)
+        return every.dimension - known
 
-    symmetry = Symmetry(
+    return Symmetry(
         structure,
         seen,
         trace.taps,
@@ -288,14 +276,11 @@ def _derived(
             if name in valued or (name in read and (name in unsaved or not states[name].is_floating_point()))
         },
         examples=examples,
-        shown=shown,
+        shown={} if found.parts is None else found.parts.shown,
         absorbed=absorbed_statistics(captures, dict(network.named_parameters())),
         norms=find_norms(captures, dict(network.named_parameters())),
         common_shift=common_shift if shifts else None,
     )
-    if options and not laws_hold(symmetry, states):
-        return _derived(network, examples, runs, affine=affine, shifts=shifts, output=output, failed=failed + 1)
-    return symmetry
 
 
 def _proven(

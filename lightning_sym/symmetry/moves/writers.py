@@ -1,20 +1,19 @@
 """Takes the mean off all that is written into what layer norms read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from torch import nn
 
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
+from lightning_sym.symmetry.tracing.affine.translations import WRITERS
+from lightning_sym.symmetry.tracing.affine.weights import NoZerosError
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.shifts import WRITERS, Shift
-from lightning_sym.symmetry.translations import least_step, product
-
-Vectors = tuple[Tensor, ...]
+from lightning_sym.symmetry.translations import nearest
 
 
 def center_writers(
@@ -54,29 +53,18 @@ def center_writers(
         raise ValueError("the network has no layer norm, so that nothing takes a mean off; expected one that has")
     check_left(leave, [name for norm in norms for name in (norm.gain, norm.module)])
     norms = [norm for norm in norms if not is_left(leave, norm.gain, norm.module)]
-    shifts = symmetry.structure.shifts
-    chosen = [index for index, shift in enumerate(shifts) if shift.kind == WRITERS]
-    _require_writers(symmetry, network, norms, {shifts[index].names[0] for index in chosen})
+    space = symmetry.structure.shifts
+    _require_writers(symmetry, network, norms, space.named(WRITERS))
     wanted = {name for norm in norms for name in norm.writers}
     tensors = {name: tensor.detach().cpu() for name, tensor in symmetry.tensors(double_copy(network)).items()}
-    vectors: Vectors = symmetry.identity().shift
-    for index in chosen:
-        if shifts[index].names[0] in wanted:
-            _require_no_zeros(shifts[index], tensors)
-            step = least_step(shifts[index], tensors)
-            only = tuple(step if at == index else torch.zeros_like(v) for at, v in enumerate(vectors))
-            tensors = symmetry.acted(replace(symmetry.identity(), shift=only), tensors)
-            vectors = product(shifts, vectors, only)
-    return moved(symmetry, network, replace(symmetry.identity(), shift=vectors), check=check)
-
-
-def _require_no_zeros(shift: Shift, tensors: Mapping[str, Tensor]) -> None:
-    """Check that no gain by which a shift would be divided holds a zero."""
-    if zeros := [name for part in shift.added for name in sorted(part.needed) if bool((tensors[name] == 0).any())]:
+    entries = [own.entries for own in space.kinds if own.kind == WRITERS and own.name in wanted]
+    try:
+        shift = nearest(space, tensors, tensors.keys(), entries=np.concatenate(entries))
+    except NoZerosError as error:
         raise ValueError(
-            f"the gain {few(zeros)} behind {shift.names[0]} holds a zero, through which no mean is taken off; expected "
-            "gains other than zero"
-        )
+            f"the gain {error.what} holds a zero, through which no mean is taken off; expected gains other than zero"
+        ) from error
+    return moved(symmetry, network, replace(symmetry.identity(), shift=shift), check=check)
 
 
 def _require_writers(symmetry: Symmetry, network: nn.Module, norms: Sequence[Norm], free: set[str]) -> None:

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
+from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.copies import Copies, Folded, Sheets, arriving, fold, sheets
 from lightning_sym.symmetry.tracing.equations import solve
 from lightning_sym.symmetry.tracing.numbering import Numbers, components, flat, marked, mix, parts, sum_by
 from lightning_sym.symmetry.tracing.planes import Places, PlaneFinder
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
-from lightning_sym.symmetry.tracing.shifts import Fold, Shift
 from lightning_sym.symmetry.tracing.tilts import Tilt
 
 Ints = NDArray[np.int64]
@@ -108,7 +108,7 @@ class Structure:
     scale_table: tuple[Ints, ...]
     sign_table: tuple[Ints, ...]
     dense: tuple[Ints, ...]
-    shifts: tuple[Shift, ...] = ()
+    shifts: Translations = field(default_factory=Translations)
     absorbed: tuple[tuple[str, str, int, float], ...] = ()
     copies: tuple[Copies | None, ...] = ()
     parents: tuple[Ints, ...] = ()
@@ -295,35 +295,6 @@ class Structure:
         return places
 
 
-def folded(structure: Structure) -> tuple[Shift, ...]:
-    """Return a structure's shifts, counted in multiples of the gains between which rotations and tilts act."""
-
-    def folds(tensor: str, axes: Collection[int], sign: int = 1) -> tuple[Fold, ...]:
-        found = []
-        for slot in structure.slots_of.get(tensor, ()):
-            for index, at, powers in structure.rotated_places.get(slot.offset, ()):
-                known = zip(structure.rotations[index].gains, powers, strict=True)
-                gains = tuple((name, place, sign * power) for (name, place), power in known if power)
-                if gains and slot.axes[0] in axes:
-                    found.append(Fold(slot.axes[0], at, gains))
-            if slot.offset in structure.tilted_places and slot.offset not in structure.rotated_places:
-                index, reads = structure.tilted_places[slot.offset]
-                gain, every = structure.tilts[index].gain, np.arange(slot.size)
-                if gain is not None and slot.axes[0] in axes:
-                    found.append(Fold(slot.axes[0], every, ((gain, every, sign * (-1 if reads else 1)),)))
-        return tuple(found)
-
-    return tuple(
-        replace(
-            shift,
-            added=tuple(replace(part, folds=folds(part.tensor, part.axes)) for part in shift.added),
-            # What goes into a weight moves by the inverse of what its columns do.
-            taken_off=tuple(replace(off, folds=folds(off.weight, (off.axis,), -1)) for off in shift.taken_off),
-        )
-        for shift in structure.shifts
-    )
-
-
 class Met(NamedTuple):
     """What operations met the units, each of shape (units,), bool.
 
@@ -404,7 +375,7 @@ def build_structure(
     grouped: dict[str, Label],
     kinds: dict[str, tuple[str, float]],
     absorbed: list[tuple[str, str, int, float]],
-    shifts: list[Shift],
+    shifts: Translations,
 ) -> tuple[Structure, Structure, Met]:
     """Solve all constraints.
 
@@ -572,7 +543,7 @@ def build_structure(
         scale_table=scale_table,
         sign_table=sign_table,
         dense=dense,
-        shifts=tuple(shifts),
+        shifts=shifts,
         absorbed=tuple(absorbed),
         copies=copies,
         planes=planes,
@@ -594,7 +565,6 @@ def build_structure(
         columns=tuple(value_columns),
         magnitudes=position_magnitudes[end:],
         signs=position_signs[end:],
-        shifts=(),
         copies=tuple(
             None if own is None else replace(own, columns=sheets_at(at[matrix[0]], own.count))
             for own, matrix in zip(copies, value_columns, strict=False)

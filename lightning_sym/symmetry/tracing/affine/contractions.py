@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.affine.algebra import Algebra
-from lightning_sym.symmetry.tracing.affine.system import Rows, Weights
+from lightning_sym.symmetry.tracing.affine.system import Rows, System
 from lightning_sym.symmetry.tracing.affine.values import (
     GAUGE,
     SUMS,
     Coefficient,
     Drift,
     Relation,
+    Total,
     Value,
     places,
     varying,
 )
+from lightning_sym.symmetry.tracing.affine.weights import ByKernel, ByProduct, ByTotal, Made
 
 _MOST = 2**20  # terms of equations with the numbers of a constant matrix
 
@@ -62,7 +64,15 @@ def aligned(array: Tensor, letters: str, out: str, lead: int = 0) -> Tensor:
 
 
 class Contractions(Algebra):
-    """Operations on values, with contractions."""
+    """Operations on values, with contractions.
+
+    Args:
+        system: Where equations go.
+    """
+
+    def __init__(self, system: System) -> None:
+        super().__init__(system)
+        self.reading: list[tuple[str, frozenset[int], Value]] = []  # weights, over which axes they sum, and of what
 
     def contract(self, one: Value, two: Value, equation: str, node: Any = None) -> Value:
         """Return the sum of products of two values, as `torch.einsum` of an equation with one letter per axis.
@@ -164,23 +174,13 @@ class Contractions(Algebra):
         outputs = weights.shape[0]
         key = ("kernel", self._weight_key(weights), groups, tuple(numbers.shape), numbers.numpy().tobytes())
 
-        def evaluate(values: Tensor, own: Weights) -> Tensor:
-            kernel = self._numbers(weights, own).flatten(2).sum(2).reshape(groups, outputs // groups, -1)
-            lead = values.ndim - numbers.ndim
-            given = values.reshape(*values.shape[:lead], -1).expand(*values.shape[:lead], channels)
-            given = given.reshape(*values.shape[:lead], groups, -1)
-            made = torch.einsum("...gc,goc->...go", given, kernel)
-            return made.reshape(*values.shape[:lead], 1, outputs, *[1] * (numbers.ndim - 2))
-
+        evaluate = ByKernel(self._node(weights), weights.shape, groups, channels, numbers.ndim)
         unseen = None
         if groups == 1 and (family := self._family(weights, by)) is not None:
             unseen = self._placed(family.directions, weights, by)
         shape = (1, outputs, *[1] * (numbers.ndim - 2))
         blocks = places(shape).reshape(1, -1), places(numbers.shape).reshape(1, -1)
-        kernel = (weights, by) if groups == 1 else None
-        return self.system.derive(
-            key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=kernel
-        )
+        return self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
 
     # What is added to one factor.
 
@@ -201,18 +201,13 @@ class Contractions(Algebra):
         shape = tuple(sizes[letter] if letter in by.two else thin[letter] for letter in by.out)
         key = ("through", self._weight_key(weights), by.equation, tuple(numbers.shape), numbers.numpy().tobytes())
 
-        def evaluate(values: Tensor, own: Weights) -> Tensor:
-            lead = values.ndim - len(whole)
-            equation = f"...{by.one},{by.two}->...{by.out}"
-            return torch.einsum(equation, values.expand(*values.shape[:lead], *whole), self._numbers(weights, own))
-
+        equation = f"...{by.one},{by.two}->...{by.out}"
+        evaluate = ByProduct(self._node(weights), weights.shape, equation, tuple(whole))
         unseen = None
         if weights.origin is not None and (family := self._family(weights, by)) is not None:
             unseen = self._placed(family.directions, weights, by)
         blocks = self._blocks(by, shape, tuple(numbers.shape))
-        made = self.system.derive(
-            key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=(weights, by)
-        )
+        made = self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
         self._include(result, made)
 
     @staticmethod
@@ -227,11 +222,9 @@ class Contractions(Algebra):
             parts.append(places(shape).permute(order).reshape(count, -1))
         return parts[0], parts[1]
 
-    @staticmethod
-    def _numbers(value: Value, weights: Weights) -> Tensor:
+    def _node(self, value: Value) -> Made:
         assert value.node is not None
-        made: Tensor = weights.node(value.node)
-        return made.reshape(value.shape)
+        return self.system.made(value.node)
 
     def _weight_key(self, weights: Value) -> Any:
         if weights.origin is not None:
@@ -319,12 +312,8 @@ class Contractions(Algebra):
             return left
         total = relation.total
 
-        def evaluate(values: Tensor, weights: Weights) -> Tensor:
-            summed: Tensor = torch.tensordot(weights.total(total), values, ([0], [values.ndim - out.ndim]))
-            return summed
-
         key = ("multiples", total.key(), out.numpy().tobytes())
-        self._include(result, self._by_entry(key, out, evaluate, total))
+        self._include(result, self._by_entry(key, out, total))
         return left
 
     def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
@@ -426,6 +415,7 @@ class Contractions(Algebra):
             self.system.note(f"{name} is summed over a part of an axis, so that nothing is added to it")
             return
         summed, _ = split
+        self.reading.append((name, summed, value))
         family = self.system.family(name, summed)
         rows = self._rows(value, weights, by, summed)
         self.system.read.add(name)
@@ -493,17 +483,14 @@ class Contractions(Algebra):
             self._include(result, self.unknowns.combined([(numbers[0], Coefficient(total.known))]))
             return
 
-        def evaluate(values: Tensor, own: Weights) -> Tensor:
-            summed: Tensor = torch.tensordot(own.total(total), values, ([0], [values.ndim - numbers.ndim]))
-            return summed
-
         key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
-        self._include(result, self._by_entry(key, numbers, evaluate, total))
+        self._include(result, self._by_entry(key, numbers, total))
 
-    def _by_entry(self, key: Any, source: Tensor, evaluate: Any, total: Any) -> Tensor:
+    def _by_entry(self, key: Any, source: Tensor, total: Total) -> Tensor:
         """Return derived unknowns each of which has its own place in what defines them, behind the segments."""
         shape, count = source.shape[1:], len(source)
         blocks = places(shape).reshape(-1, 1), places(source.shape).reshape(count, -1).T
+        evaluate = ByTotal(total, source.ndim)
         return self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total)
 
     def _read_across(

@@ -12,8 +12,9 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
-from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
+from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
+from lightning_sym.symmetry.tracing.affine.weights import CASTS, OF_SHAPE, Weights, name_of
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import argument, shared_memory
 
@@ -40,13 +41,16 @@ class Interpreter(Contractions):
         system: Where equations go.
         capture: The network.
         constants: The numbers of constants.
+        outputs: Whether a softmax reads the outputs along their last axis.
     """
 
-    def __init__(self, system: System, capture: Capture, constants: Weights) -> None:
+    def __init__(self, system: System, capture: Capture, constants: Weights, *, outputs: bool = False) -> None:
         super().__init__(system)
+        self.outputs = outputs
         self.capture, self.constants = capture, constants
         self.unsafe = shared_memory(capture.graph)
         self.values: dict[fx.Node, Any] = {}
+        self.readings: dict[fx.Node, list[tuple[str, frozenset[int], Value]]] = {}
 
     def run(self) -> None:
         """Go through all operations, in order."""
@@ -63,9 +67,14 @@ class Interpreter(Contractions):
                 self.values[node] = Value(tuple(own.shape), False, node) if isinstance(own, Tensor) else None
             elif node.op == "output":
                 for value in self._given(node):
-                    self.fix(value)
+                    if self.outputs and value.rank:
+                        self.softmax(value, value.rank - 1, log=True)
+                    else:
+                        self.fix(value)
             elif node.op == "call_function":
+                self.reading = []
                 self.values[node] = self._operation(node)
+                self.readings[node] = self.reading
 
     def _placeholder(self, node: fx.Node) -> Value | None:
         own = node.meta.get("val")

@@ -1,7 +1,6 @@
 """Solves the equations of an interpreted network: which unknowns are free, and what they make of all others."""
 
 import itertools
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,32 +11,12 @@ from scipy import sparse
 from scipy.sparse.linalg import splu
 from torch import Tensor
 
-from lightning_sym.symmetry.tracing.affine.system import Derived, System, Weights
-from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, GAUGE, Ints
+from lightning_sym.symmetry.tracing.affine.system import Derived, System
+from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, GAUGE, SUMS, Ints
+from lightning_sym.symmetry.tracing.affine.weights import Generic, NoZerosError, Weights
 
 Floats = NDArray[np.float64]
 _NOTHING = 1e-9
-
-
-class Generic(Mapping[str, Tensor]):
-    """Random numbers in the place of a network's tensors, made when they are asked for; constants stay."""
-
-    def __init__(self, system: System, seed: int = 0) -> None:
-        self.system, self.seed = system, seed
-        self._place = {name: at for at, name in enumerate(system.tensors)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        own = self.system.tensors[name]
-        if name in self.system.constants or not own.is_floating_point():
-            return own
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self._place[name])
-        return 0.5 + torch.rand(tuple(own.shape), dtype=torch.float64, generator=generator)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.system.tensors)
-
-    def __len__(self) -> int:
-        return len(self.system.tensors)
 
 
 def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_matrix:
@@ -52,10 +31,7 @@ def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_ma
                     made[atom] = weights.atom(atom).numpy()
                 own = made[atom][at]
                 if power < 0 and (own == 0).any():
-                    raise ValueError(
-                        f"{weights.describe(atom)} holds a zero, by which a shift would be divided; expected gains "
-                        "that are not zero, or an element without shifts: sample(shifts=False)"
-                    )
+                    raise NoZerosError(weights.describe(atom))
                 values = values * own**power
             present = numbers[:, column] != 0
             rows.append(np.flatnonzero(present) + count)
@@ -212,7 +188,11 @@ class Solution:
         for own in system.derived:
             by_weights.setdefault(own.twin, []).append(own)
         self._twins = {key: own for key, own in by_weights.items() if len(own) > 1}
-        weights = Weights(system, Generic(system))
+        names = system.constants | {name for name, own in system.tensors.items() if not own.is_floating_point()}
+        generic = Generic(
+            {name: own.shape for name, own in system.tensors.items()}, {name: system.tensors[name] for name in names}
+        )
+        weights = Weights(system, generic)
         equations, counted = matrix_of(system, weights), len(unknowns.equations)
         while True:
             zero = unknowns.zero[: unknowns.count].copy()
@@ -220,7 +200,7 @@ class Solution:
             if len(unknowns.equations) > counted:
                 equations = sparse.vstack([equations, matrix_of(system, weights, counted)]).tocsr()
                 counted = len(unknowns.equations)
-            self.solved = eliminate(equations, zero, self.kinds)
+            self.solved = eliminate(equations, zero, self._priority())
             if not self._constrained():
                 break
         kinds = self.kinds[self.solved.free]
@@ -229,6 +209,31 @@ class Solution:
         self.directions: Ints = free[kinds == DIRECTIONS]
         self.gauges: Ints = free[kinds == GAUGE]
         self.passing: Ints = free[kinds == DERIVED]
+
+    def _priority(self) -> Ints:
+        """Return in which order equations define unknowns, the last first.
+
+        What equations demand to be alike within one array stays free: elements are then no multiples of gains there.
+        Sums do, where a bias resets, but for multiples of gains, which would be divided by these.
+        """
+        unknowns = self.system.unknowns
+        priority = np.array([0, 2, 3, 4, 5, 7])[self.kinds]  # of values.DERIVED, ..., GAUGE
+        pairs = [np.zeros((0, 2), np.int64)]
+        for numbers, terms in unknowns.equations:
+            if len(terms) == 2 and not terms[1][1] and terms[1][0] == -1:
+                pairs.append(numbers)
+            if any(items for _, items in terms):
+                priority[numbers[:, 0]] = np.where(self.kinds[numbers[:, 0]] == SUMS, 6, priority[numbers[:, 0]])
+        one, two = np.concatenate(pairs).T
+        graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (unknowns.count, unknowns.count))
+        _, label = sparse.csgraph.connected_components(graph, False)
+        starts = np.array([start for start, _ in unknowns.blocks])
+        block = np.searchsorted(starts, np.arange(unknowns.count), side="right") - 1
+        met = np.unique(np.concatenate(pairs))
+        _, which, count = np.unique(label[met] * len(starts) + block[met], return_inverse=True, return_counts=True)
+        alike = met[count[which] > 1]
+        priority[alike] = np.where(np.isin(self.kinds[alike], (DIRECTIONS, SUMS, FREE)), 1, priority[alike])
+        return priority
 
     def _constrained(self) -> bool:
         """Let derived unknowns vanish of which equations demand something, for these hold for all weights."""
@@ -348,34 +353,3 @@ class Solution:
             self.order += [alive[index] for index in ready]
             waiting = [index for index in waiting if index not in done]
         return [alive[index] for index in waiting]
-
-
-class Definitions:
-    """What free unknowns make of all others, at some weights.
-
-    Args:
-        solution: Which are free.
-        weights: The weights.
-    """
-
-    def __init__(self, solution: Solution, weights: Weights) -> None:
-        self.solution = solution
-        solved = solution.solved
-        equations = matrix_of(solution.system, weights)[solved.rows]
-        self.bound, self.free = solved.bound, solved.free
-        self._given = equations[:, self.free].tocsr()
-        try:
-            self._solve: Any = splu(equations[:, self.bound].tocsc()) if len(self.bound) else None
-        except RuntimeError as error:
-            raise ValueError(
-                "the definitions of shifts are singular at these weights; expected gains that differ from one another"
-            ) from error
-
-    def all_of(self, values: Tensor) -> Tensor:
-        """Return all unknowns from the free ones. Shape (batch, free) to (batch, unknowns)."""
-        result = torch.zeros(len(values), self.solution.system.unknowns.count, dtype=torch.float64)
-        result[:, torch.from_numpy(self.free)] = values
-        if len(self.bound):
-            right = -(self._given @ values.numpy().T)
-            result[:, torch.from_numpy(self.bound)] = torch.from_numpy(np.ascontiguousarray(self._solve.solve(right).T))
-        return result
