@@ -23,6 +23,7 @@ from lightning_sym.symmetry.tracing.affine.space import (
     Translations,
     Writers,
     names_of_parts,
+    scales,
 )
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
@@ -330,7 +331,7 @@ class _Nearest:
         patterns, rank = self.located.patterns(part), len(part.whole)
         order = [*part.kept(), *part.axes]
         flat = self._apart(part.name).permute(order).reshape(part.at.size, part.size).numpy()
-        scale = _scales(patterns)
+        scale = scales(patterns)
         scaled, given = sparse.diags(scale) @ patterns, scale[:, None] * flat
         assert rank == len(order)
         step = _least(scaled.tocsr(), given)
@@ -344,7 +345,7 @@ class _Nearest:
         places, given, weight = self._places(element)
         forms = self.located.matrix[:, entries] @ sparse.diags(self.located.multiples[entries])
         forms = forms.tocsr()[places]
-        scale = _scales(forms)
+        scale = scales(forms)
         solve = _Least((sparse.diags(scale) @ forms).tocsr(), weight)
         size = np.abs(given).max(initial=0.0)
         if not np.isfinite(given).all():
@@ -387,14 +388,6 @@ class _Nearest:
         times = torch.bincount(segments, minlength=len(rows.at)).double()
         summed = torch.zeros(len(flat), len(rows.at), dtype=torch.float64).index_add(1, segments, flat)
         return (summed / times).T.reshape(rows.at.shape), times.numpy()
-
-
-def _scales(matrix: sparse.csr_matrix) -> Floats:
-    """Return for each row by what it is divided, if it has one entry."""
-    scale = np.ones(matrix.shape[0])
-    rows = np.flatnonzero(np.diff(matrix.indptr) == 1)
-    scale[rows] = 1 / matrix.data[matrix.indptr[rows]]
-    return scale
 
 
 def _least(matrix: sparse.csr_matrix, given: Floats) -> Floats:

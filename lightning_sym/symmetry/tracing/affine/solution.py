@@ -12,7 +12,7 @@ from scipy.sparse.linalg import splu
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.affine.system import Derived, System
-from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, GAUGE, SUMS, Ints
+from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS, Ints
 from lightning_sym.symmetry.tracing.affine.weights import Generic, NoZerosError, Weights
 
 Floats = NDArray[np.float64]
@@ -205,9 +205,8 @@ class Solution:
                 break
         kinds = self.kinds[self.solved.free]
         free = self.solved.free
-        self.shifts: Ints = free[(kinds != DERIVED) & (kinds != DIRECTIONS) & (kinds != GAUGE)]
+        self.shifts: Ints = free[(kinds != DERIVED) & (kinds != DIRECTIONS)]
         self.directions: Ints = free[kinds == DIRECTIONS]
-        self.gauges: Ints = free[kinds == GAUGE]
         self.passing: Ints = free[kinds == DERIVED]
 
     def _priority(self) -> Ints:
@@ -217,7 +216,7 @@ class Solution:
         Sums do, where a bias resets, but for multiples of gains, which would be divided by these.
         """
         unknowns = self.system.unknowns
-        priority = np.array([0, 2, 3, 4, 5, 7])[self.kinds]  # of values.DERIVED, ..., GAUGE
+        priority = np.array([0, 2, 3, 4, 5])[self.kinds]  # of values.DERIVED, ..., FREE
         pairs = [np.zeros((0, 2), np.int64)]
         for numbers, terms in unknowns.equations:
             if len(terms) == 2 and not terms[1][1] and terms[1][0] == -1:
@@ -242,7 +241,7 @@ class Solution:
         column[free] = np.arange(len(free))
         lengths = np.diff(forms.indptr)
         before, equations = int(zero.sum()), len(self.system.unknowns.equations)
-        if self._met_twins():
+        if self._met_twins() or self._parted(column):
             return True
         alive = []
         for own in self.system.derived:
@@ -253,14 +252,6 @@ class Solution:
                 alive.append(own)
         if int(zero.sum()) > before or len(self.system.unknowns.equations) > equations:
             return True
-        for seen, rows, axes in list(self.system.common):
-            if not lengths[seen.numpy().ravel()].any():
-                self.system.common.remove((seen, rows, axes))
-                first = rows
-                for axis in axes:
-                    first = first.narrow(axis, 0, 1)
-                self.system.unknowns.equate(rows, first)
-                return True
         for own in self._circular(alive, column):
             zero[own.numbers.numpy().ravel()] = zero[own.source.numpy().ravel()] = True
         for pair in self.system.products:
@@ -269,6 +260,33 @@ class Solution:
                 zero[one] = True
                 self.system.note("of what is added to two factors of a product, one stays as it is")
         return int(zero.sum()) > before
+
+    def _parted(self, column: Ints) -> bool:
+        """Let what different weights make vanish by itself in equations of derived unknowns; say whether any had both.
+
+        Only where these add up: other equations let all of it vanish.
+        """
+        forms, free, unknowns = self.solved.forms, self.solved.free, self.system.unknowns
+        makers: dict[Any, int] = {}
+        maker = np.full(forms.shape[0], -1)
+        for own in self.system.derived:
+            maker[own.numbers.numpy().ravel()] = makers.setdefault(own.twin, len(makers))
+        bound = np.flatnonzero((maker >= 0) & (column < 0) & (np.diff(forms.indptr) > 0))
+        found = False
+        for number in bound.tolist():
+            begin, end = forms.indptr[number : number + 2]
+            others, factors = free[forms.indices[begin:end]], forms.data[begin:end]
+            if (maker[others] == maker[number]).all() or (maker[others] < 0).any():
+                continue
+            if (np.abs(np.abs(factors) - 1) > _NOTHING).any():
+                continue
+            everything, signs = np.r_[number, others], np.r_[1.0, -factors]
+            for which in np.unique(maker[everything]):
+                part = maker[everything] == which
+                terms: list[Any] = [(sign, []) for sign in signs[part].tolist()]
+                unknowns.equations.append((everything[part][None], terms))
+            found = True
+        return found
 
     def _met_twins(self) -> bool:
         """Let derived unknowns be equal that the same weights make of the same; say whether any were not."""

@@ -318,6 +318,14 @@ def reached(
     return needed, found[::-1]
 
 
+def scales(matrix: sparse.csr_matrix) -> Floats:
+    """Return for each row of a matrix one over its entry, if it has a single one; else 1."""
+    found = np.ones(matrix.shape[0])
+    rows = np.flatnonzero(np.diff(matrix.indptr) == 1)
+    found[rows] = 1 / matrix.data[matrix.indptr[rows]]
+    return found
+
+
 class Located:
     """What elements of a space of translations do at some weights.
 
@@ -390,9 +398,12 @@ class Located:
         return made if step.unseen is None else self._seen(made, step.unseen)
 
     def _seen(self, made: Tensor, unseen: Ints) -> Tensor:
-        """Take what nobody sees off a translation behind a weight: shifts could otherwise not be added."""
+        """Take what nobody sees off a translation behind a weight: shifts could otherwise not be added.
+
+        Lengths are counted in multiples of what nobody sees, as linear elements carry these along.
+        """
         basis = self._patterns[unseen.ravel()]
-        basis = basis[:, np.diff(basis.tocsc().indptr) > 0].toarray()
+        basis = basis[:, np.diff(basis.tocsc().indptr) > 0]
         if not basis.shape[1]:
             return made
         axes = [axis for axis, size in enumerate(unseen.shape) if size > 1]
@@ -400,10 +411,11 @@ class Located:
             return torch.zeros_like(made)
         lead = made.ndim - unseen.ndim
         moved = made.movedim([lead + axis for axis in axes], list(range(-len(axes), 0)))
-        flat = moved.reshape(-1, len(basis))
-        left, sizes, _ = np.linalg.svd(basis, full_matrices=False)
-        frame = torch.from_numpy(left[:, sizes > _NOTHING * sizes[0]])
-        flat = flat - flat @ frame @ frame.T
+        scale = scales(basis)
+        left, sizes, _ = np.linalg.svd((sparse.diags(scale) @ basis).toarray(), full_matrices=False)
+        frame, by = torch.from_numpy(left[:, sizes > _NOTHING * sizes[0]]), torch.from_numpy(scale)
+        flat = moved.reshape(-1, len(scale)) * by
+        flat = (flat - flat @ frame @ frame.T) / by
         back: Tensor = flat.reshape(moved.shape).movedim(list(range(-len(axes), 0)), [lead + axis for axis in axes])
         return back
 

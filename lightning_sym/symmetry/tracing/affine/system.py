@@ -100,7 +100,6 @@ class System:
         self.fixed: set[str] = set()  # weights that something else sees
         self.derived: list[Derived] = []
         self.products: list[tuple[Tensor, Tensor]] = []  # of which one has to vanish
-        self.common: list[tuple[Tensor, Tensor, list[int]]] = []  # rows that are alike along axes unless a number lives
         self.sources = 0
         self.notes: list[str] = []
         self._derived: dict[Any, Tensor] = {}

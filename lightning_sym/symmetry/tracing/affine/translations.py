@@ -171,7 +171,7 @@ class _Compiler:
             shifts[used] = False
         self.first = np.flatnonzero(shifts)
         self.families = own
-        self.order = np.concatenate([self.first, *patterns.values(), column[solution.passing], column[solution.gauges]])
+        self.order = np.concatenate([self.first, *patterns.values(), column[solution.passing]])
         place = np.full(len(free), -1)
         place[self.order] = np.arange(len(self.order))
         self.patterns = {key: place[used] for key, used in patterns.items()}

@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
 
 # Kinds of unknowns, in the order in which equations define them: the last first.
-DERIVED, ROWS, DIRECTIONS, SUMS, FREE, GAUGE = range(6)
+DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
 class Atom(NamedTuple):
