@@ -195,7 +195,8 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
             if name in CASTS:
                 yield from _readers(user, parts, constants, cut)
                 continue
-        yield _Read(parts, cut)
+        if name not in OF_SHAPE:
+            yield _Read(parts, cut)
 
 
 def _is_whole(system: System, name: str, read: _Read) -> bool:
