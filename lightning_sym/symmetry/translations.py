@@ -328,12 +328,10 @@ class _Nearest:
 
     def _of_writers(self, part: Writers) -> Tensor:
         """Return the multiples of changes of a weight that take off most of it."""
-        patterns, rank = self.located.patterns(part), len(part.whole)
-        order = [*part.kept(), *part.axes]
-        flat = self._apart(part.name).permute(order).reshape(part.at.size, part.size).numpy()
+        patterns = self.located.patterns(part)[part.spread]
+        flat = self._apart(part.name).permute([*part.kept(), *part.axes]).reshape(-1, part.size).numpy()
         scale = scales(patterns)
         scaled, given = sparse.diags(scale) @ patterns, scale[:, None] * flat
-        assert rank == len(order)
         step = _least(scaled.tocsr(), given)
         return torch.from_numpy(-step).reshape(-1) / torch.from_numpy(self.located.multiples[part.places])
 
@@ -373,7 +371,7 @@ class _Nearest:
                 at.append(rows.at.ravel())
                 own, times = self._of_rows(rows, element)
                 given.append(own.reshape(-1).numpy())
-                weight.append(np.repeat(times, own[0].numel()))
+                weight.append(np.repeat(times, math.prod(rows.at.shape[1:])))
         return np.concatenate(at), np.concatenate(given), np.concatenate(weight)
 
     def _of_rows(self, rows: Readers, element: Tensor) -> tuple[Tensor, Floats]:
@@ -382,12 +380,15 @@ class _Nearest:
         for part in self.parts.writers:
             if part.name == rows.name:
                 apart = self.located.of_one(part, element).added_to(apart)
+        thin = [axis for axis in range(apart.ndim) if axis not in rows.axes and rows.at.shape[1 + axis] == 1]
+        often = math.prod(apart.shape[axis] for axis in thin)
+        apart = apart.mean(thin, keepdim=True) if thin else apart
         kept = [axis for axis in range(apart.ndim) if axis not in rows.axes]
         flat = apart.permute(*kept, *rows.axes).reshape(-1, len(rows.segments)) / self.located.coefficient(rows)
         segments = torch.from_numpy(rows.segments)
         times = torch.bincount(segments, minlength=len(rows.at)).double()
         summed = torch.zeros(len(flat), len(rows.at), dtype=torch.float64).index_add(1, segments, flat)
-        return (summed / times).T.reshape(rows.at.shape), times.numpy()
+        return (summed / times).T.reshape(rows.at.shape), often * times.numpy()
 
 
 def _least(matrix: sparse.csr_matrix, given: Floats) -> Floats:

@@ -11,7 +11,6 @@ from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, 
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.tracing.affine.translations import WRITERS
-from lightning_sym.symmetry.tracing.affine.weights import NoZerosError
 from lightning_sym.symmetry.tracing.norms import Norm
 from lightning_sym.symmetry.translations import nearest
 
@@ -58,12 +57,7 @@ def center_writers(
     wanted = {name for norm in norms for name in norm.writers}
     tensors = {name: tensor.detach().cpu() for name, tensor in symmetry.tensors(double_copy(network)).items()}
     entries = [own.entries for own in space.kinds if own.kind == WRITERS and own.name in wanted]
-    try:
-        shift = nearest(space, tensors, tensors.keys(), entries=np.concatenate(entries))
-    except NoZerosError as error:
-        raise ValueError(
-            f"the gain {error.what} holds a zero, through which no mean is taken off; expected gains other than zero"
-        ) from error
+    shift = nearest(space, tensors, tensors.keys(), entries=np.concatenate(entries))
     return moved(symmetry, network, replace(symmetry.identity(), shift=shift), check=check)
 
 

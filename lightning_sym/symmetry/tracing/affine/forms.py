@@ -9,7 +9,7 @@ from scipy.sparse.linalg import splu
 
 from lightning_sym.symmetry.tracing.affine.solution import Solution
 from lightning_sym.symmetry.tracing.affine.values import Atom, Ints
-from lightning_sym.symmetry.tracing.affine.weights import NoZerosError, Weights
+from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_atom, zero_in
 
 Floats = NDArray[np.float64]
 
@@ -68,7 +68,7 @@ class Forms:
             self.constant = (sparse.diags(keep) @ self.constant).tocsr()
             self.constant.eliminate_zeros()
             self._keep(equations, apart, place, free, solved.rows)
-        self.names = {name for terms in self.terms for atom, *_ in terms.items for name in _names(solution, atom)}
+        self.names = {name for terms in self.terms for atom, *_ in terms.items for name in names_of_atom(system, atom)}
 
     def _keep(self, equations: list[Any], apart: Any, place: Ints, free: Ints, rows: Ints) -> None:
         """Keep the equations of unknowns that depend on weights."""
@@ -97,7 +97,7 @@ class Forms:
         """Return the equations at some weights. Shape (unknowns that depend on weights, these and the free ones).
 
         Raises:
-            NoZerosError: If something would be divided by zero.
+            ValueError: If something would be divided by zero.
         """
         data = []
         for own in self.terms:
@@ -105,7 +105,7 @@ class Forms:
             for atom, power, at in own.items:
                 numbers = weights.atom(atom).numpy()[at]
                 if power < 0 and (numbers == 0).any():
-                    raise NoZerosError(weights.describe(atom))
+                    raise zero_in(weights.describe(atom))
                 values = values * numbers**power
             data.append(values)
         rows = np.concatenate([own.rows for own in self.terms])
@@ -140,7 +140,7 @@ class FormsAt:
             except RuntimeError as error:
                 zeros = _zeros(forms, weights)
                 if zeros is not None:
-                    raise NoZerosError(zeros) from error
+                    raise zero_in(zeros) from error
                 raise ValueError(
                     "the definitions of shifts are singular at these weights; expected gains that differ from one "
                     "another, or an element without shifts: sample(shifts=False)"
@@ -180,10 +180,6 @@ class FormsAt:
         return sum(parts, start=made).tocsr()
 
 
-def _names(solution: Solution, atom: Atom) -> set[str]:
-    return {str(atom.key)} if atom.kind == "parameter" else solution.system.made(atom.key).names()
-
-
 def _zeros(forms: Forms, weights: Weights) -> str | None:
     """Return a tensor of those on which forms depend that holds a zero."""
     for own in forms.terms:
@@ -202,7 +198,7 @@ def _equations(solution: Solution) -> tuple[list[Any], NDArray[np.bool_]]:
         found.append((unknowns, terms))
         own = np.zeros(len(unknowns), bool)
         for which, (_, items) in enumerate(terms):
-            if items:
+            if any(atom.kind != "length" for atom, *_ in items):
                 own |= unknowns[:, which] != 0
         varying.append(own)
     return found, np.concatenate([np.zeros(0, bool), *varying])

@@ -20,7 +20,7 @@ from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import Forms, FormsAt
 from lightning_sym.symmetry.tracing.tilts import Normed
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Ints, Shape
-from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, NoZerosError, Weights, names_of
+from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of, zero_in
 
 Floats = NDArray[np.float64]
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
@@ -91,18 +91,22 @@ class Writers(NamedTuple):
         """Return the axes of the outputs."""
         return [lead + axis for axis in range(len(self.whole)) if axis not in self.axes]
 
-    def sum_of(self, patterns: Floats | sparse.spmatrix, multiples: Floats) -> Floats:
-        """Return the sum of changes times multiples. The weight's shape, behind leading axes of the multiples.
+    @property
+    def spread(self) -> Ints:
+        """Which of the outputs that are told apart each output of the weight is."""
+        sizes = [1 if axis in self.axes else size for axis, size in enumerate(self.whole)]
+        return np.broadcast_to(np.arange(self.at.size).reshape(self.at.shape), sizes).ravel()
+
+    def sum_of(self, patterns: sparse.csr_matrix, multiples: Floats) -> Floats:
+        """Return the sum of changes times multiples; thin.
 
         Args:
             patterns: Shape (outputs, changes).
             multiples: Shape (changes, entries).
         """
-        made = np.asarray(patterns @ multiples)
-        kept, rank = self.kept(), len(self.whole)
-        sizes = [self.whole[axis] for axis in (*kept, *self.axes)]
-        order = np.argsort([*kept, *self.axes])
-        result: Floats = made.reshape(sizes).transpose(order[:rank])
+        made, order = np.asarray(patterns @ multiples), [*self.kept(), *self.axes]
+        sizes = [self.whole[axis] if axis in self.axes else self.at.shape[axis] for axis in order]
+        result: Floats = made.reshape(sizes).transpose(np.argsort(order))
         return result
 
 
@@ -356,7 +360,7 @@ class Located:
         for gain, entries, places, power in self.space.folds:
             numbers = self.weights.tensor(gain).reshape(-1).numpy()[places]
             if power < 0 and not numbers.all():
-                raise NoZerosError(gain)
+                raise zero_in(gain)
             found[entries] *= numbers**power
         return found
 
@@ -440,7 +444,7 @@ class Located:
             Summands that broadcast to the tensor, float64 on the CPU.
 
         Raises:
-            NoZerosError: If a gain by which something would have to be divided holds a zero.
+            ValueError: If a gain by which something would have to be divided holds a zero.
         """
         found: dict[str, list[Summand]] = {}
         if not bool(element.any()):
@@ -553,9 +557,9 @@ class Located:
         return sparse.diags(by.ravel()) @ total[np.broadcast_to(number, whole).ravel()]
 
     def _rates_of_writers(self, part: Writers) -> sparse.csr_matrix:
-        patterns = self.patterns(part).tocoo()
+        patterns = self.patterns(part)[part.spread].tocoo()
         number = np.arange(math.prod(part.whole)).reshape(part.whole)
-        number = number.transpose([*part.kept(), *part.axes]).reshape(part.at.size, part.size)
+        number = number.transpose([*part.kept(), *part.axes]).reshape(-1, part.size)
         rows = number[patterns.row]
         columns = part.begin + patterns.col[:, None] * part.size + np.arange(part.size)
         data = patterns.data[:, None] * self.multiples[columns]

@@ -25,15 +25,12 @@ OF_SHAPE = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "
 _SMALL = 2**16  # tensors of so many numbers are kept: gains and biases, which are asked for again and again
 
 
-class NoZerosError(ValueError):
-    """Numbers by which a shift would be divided hold a zero."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        super().__init__(
-            f"{what} holds a zero, by which a shift would be divided; expected gains that are not zero, or an element "
-            "without shifts: sample(shifts=False)"
-        )
+def zero_in(what: str) -> ValueError:
+    """Return the error of numbers, by which a shift would be divided, that hold a zero."""
+    return ValueError(
+        f"{what} holds a zero, by which a shift would be divided; expected gains that are not zero, or an element "
+        "without shifts: sample(shifts=False)"
+    )
 
 
 def name_of(node: fx.Node) -> str:
@@ -206,6 +203,9 @@ class Weights:
 
     def atom(self, atom: Atom) -> Tensor:
         """Return the numbers of an atom. Shape (numbers,)."""
+        if atom.kind == "length":
+            size, walk = atom.key
+            return torch.tensor([size * (1 + 0.37 * walk)], dtype=torch.float64)
         if atom.kind == "parameter":
             return self.tensor(atom.key).reshape(-1)
         made: Tensor = self.node(atom.key).double().reshape(-1)
@@ -221,7 +221,7 @@ class Weights:
         for atom, power, places in coefficient.items:
             numbers = self.atom(atom)[places]
             if power < 0 and bool((numbers == 0).any()):
-                raise NoZerosError(self.describe(atom))
+                raise zero_in(self.describe(atom))
             result = result * numbers**power
         return result
 
@@ -242,8 +242,14 @@ class Weights:
 
 def names_of(program: Program, coefficient: Coefficient) -> set[str]:
     """Return the names of the tensors of which a coefficient is made."""
-    atoms = [atom for atom, *_ in coefficient.items]
-    return set().union(*({a.key} if a.kind == "parameter" else program.made(a.key).names() for a in atoms))
+    return set().union(*(names_of_atom(program, atom) for atom, *_ in coefficient.items))
+
+
+def names_of_atom(program: Program, atom: Atom) -> set[str]:
+    """Return the names of the tensors of which an atom is made."""
+    if atom.kind == "length":
+        return set()
+    return {str(atom.key)} if atom.kind == "parameter" else program.made(atom.key).names()
 
 
 def names_of_total(program: Program, total: Total) -> set[str]:
