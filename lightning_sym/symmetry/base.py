@@ -34,10 +34,10 @@ from lightning_sym.symmetry.phases import phases_after, phases_back, random_phas
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.statistics import buffer_rank
 from lightning_sym.symmetry.tilting import no_tilts, random_tilt, tilts_after, tilts_back
+from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sym.symmetry.groups import IntertwinerGroup
+from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
 from lightning_sym.symmetry.tracing.rotations import Rotation
-from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 
@@ -162,7 +162,7 @@ class Element:
         log_scale: Logarithms of the magnitudes. Shape (scales,), float64.
         sign: +1 or -1. Shape (signs,), float64.
         dense: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
-        shift: How much is added, before all else, see :class:`~lightning_sym.symmetry.tracing.affine.space.Translations`;
+        shift: How much is added, before all else (docs/theory/intertwiners.md, 3.6);
             or nothing at all. Shape (size,) or (0,), float64.
         rotation: Orthogonal matrices, one per rotation of the structure, each of shape (size, size), or (0, 0) for the
             identity; or none at all. They act before scales and permutations. Float64.

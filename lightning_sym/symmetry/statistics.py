@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from scipy import sparse
+
 from lightning_sym.symmetry.arrays import Floats, on_axes
 from lightning_sym.symmetry.tracing.affine.weights import Generic
 from lightning_sym.symmetry.tracing.structure import Slot, Structure

@@ -15,7 +15,6 @@ from scipy.sparse.linalg import splu
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints
-from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.space import (
     Folds,
     Located,
@@ -37,11 +36,14 @@ _NOTHING = 1e-9  # singular values that are smaller than that, relative to the l
 class Linear(Protocol):
     """What a linear element does."""
 
-    def on_thin(self, name: str, values: Tensor, axes: Collection[int], lead: int = 0) -> Tensor: ...
+    def on_thin(self, name: str, values: Tensor, axes: Collection[int], lead: int = 0) -> Tensor:
+        """Return what becomes of what is added to a tensor."""
 
-    def moved(self, tensor: Tensor, name: str) -> Tensor: ...
+    def moved(self, tensor: Tensor, name: str) -> Tensor:
+        """Return what becomes of a tensor."""
 
-    def learn_gains(self, tensors: Mapping[str, Tensor]) -> None: ...
+    def learn_gains(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the gains between which something acts."""
 
 
 class _Moved(Mapping[str, Tensor]):
@@ -242,7 +244,7 @@ def folded(structure: Structure) -> Translations:
 
 
 def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, Ints, Ints, int]]:
-    """Yield the gains between which something acts on an axis, where it acts, which entries of them, and their powers."""
+    """Yield the gains between which something acts on an axis, where it does, which of their entries, and powers."""
     for slot in structure.slots_of.get(name, ()):
         if slot.axes != (axis,):
             continue
@@ -257,7 +259,7 @@ def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, 
 
 
 def pivot_rows(space: Translations) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return for each of the first entries of an element which wanted unknown tells it, and whether it does so as it is."""
+    """Return for each of the first entries of an element which wanted unknown tells it, and whether as it is."""
     located = [space.generic, space.at(space.generic_tensors(1))]
     at = _told(located[0])
     one, two = (own.matrix[at][:, np.arange(space.entries)] for own in located)

@@ -165,7 +165,9 @@ def _without_biases(
     values = [tensors[name].detach().cpu().reshape(-1) for name in biases]
     flat = torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
     direct = space.at(tensors).direct(biases) if space else {}
-    rows = [direct.get(name, sparse.csr_matrix((len(own), space.size))) for name, own in zip(biases, values, strict=True)]
+    rows = [
+        direct.get(name, sparse.csr_matrix((len(own), space.size))) for name, own in zip(biases, values, strict=True)
+    ]
     matrix = sparse.vstack(rows).tocsr() if rows else sparse.csr_matrix((0, space.size))
     found, holds = solved(matrix, np.arange(len(flat)), -flat.numpy())
     left = torch.split(torch.from_numpy(~holds), [len(value) for value in values]) if values else ()

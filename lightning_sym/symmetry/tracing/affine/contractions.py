@@ -559,7 +559,9 @@ class Contractions(Algebra):
             own = numbers[0]
             if rows.coefficient.items:
                 outer = [max(pair) for pair in zip(own.shape, thin, strict=True)]
-                by_place = rows.coefficient.mapped(lambda t: t.reshape(thin) if t.numel() > 1 else t.reshape([1] * len(thin)))
+                by_place = rows.coefficient.mapped(
+                    lambda t: t.reshape(thin) if t.numel() > 1 else t.reshape([1] * len(thin))
+                )
                 made = self.unknowns.combined([(own.expand(outer), by_place)])
                 assert made is not None
                 own = made

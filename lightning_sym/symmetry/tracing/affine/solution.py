@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.sparse.linalg import splu
-from torch import Tensor
 
 from lightning_sym.symmetry.tracing.affine.system import Derived, System
 from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS, Ints
-from lightning_sym.symmetry.tracing.affine.weights import Generic, zero_in, Weights
+from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights, zero_in
 
 Floats = NDArray[np.float64]
 _NOTHING = 1e-9

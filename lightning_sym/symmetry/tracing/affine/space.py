@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import Forms, FormsAt
-from lightning_sym.symmetry.tracing.tilts import Normed
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Ints, Shape
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of, zero_in
+from lightning_sym.symmetry.tracing.tilts import Normed
 
 Floats = NDArray[np.float64]
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
@@ -282,17 +282,17 @@ class Translations:
 
     def shows(self, element: Tensor, at: Ints) -> bool:
         """Return whether an element may add anything to wanted unknowns."""
-        return bool(element[torch.from_numpy(self._reached(at)[0])].any())
+        return bool(element[torch.from_numpy(self.reaching(at)[0])].any())
 
     def needed(self, at: Ints) -> set[str]:
         """Return the tensors on which it depends what elements add to wanted unknowns."""
         assert self.parts is not None
-        entries, steps = self._reached(at)
+        entries, steps = self.reaching(at)
         found = {fold.gain for fold in self.folds if entries[fold.entries].any()}
         found = found.union(*(step.names for step in steps))
         return found | (self.parts.forms.names if np.isin(at, self.parts.forms.varying).any() else set())
 
-    def _reached(self, at: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
+    def reaching(self, at: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
         """Return which entries of elements may change wanted unknowns, and through which steps."""
         assert self.parts is not None
         parts, forms = self.parts, self.generic.matrix
@@ -308,9 +308,7 @@ class Translations:
         return {own.name for own in self.kinds if own.kind == kind}
 
 
-def reached(
-    steps: Sequence[Step], forms: sparse.csr_matrix, wanted: Ints
-) -> tuple[NDArray[np.bool_], list[Step]]:
+def reached(steps: Sequence[Step], forms: sparse.csr_matrix, wanted: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
     """Return on which free unknowns wanted ones depend, and the steps in between, in order."""
     needed = np.zeros(forms.shape[1], bool)
     needed[forms[wanted].indices] = True
@@ -494,7 +492,9 @@ class Located:
         parts, size = self.parts, self.space.size
         wanted = [part.at for part in (*parts.free, *parts.readers) if part.name in names]
         total = self._total(np.unique(np.concatenate([np.zeros(0, np.int64), *(at.ravel() for at in wanted)])))
-        found = {name: sparse.csr_matrix((math.prod(parts.shapes[name]), size)) for name in names if name in parts.shapes}
+        found = {
+            name: sparse.csr_matrix((math.prod(parts.shapes[name]), size)) for name in names if name in parts.shapes
+        }
         for part in parts.free:
             if part.name in found:
                 at = np.broadcast_to(part.at, parts.shapes[part.name]).ravel()
@@ -508,7 +508,7 @@ class Located:
         return found
 
     def direct(self, names: Collection[str]) -> dict[str, sparse.csr_matrix]:
-        """Return what each entry of an element adds to tensors at once, entry by entry, but for what weights make of it.
+        """Return what each entry of an element adds to tensors at once, without what weights make of it.
 
         Args:
             names: Of the tensors.
@@ -531,9 +531,7 @@ class Located:
         parts, entries = self.parts, self.space.entries
         forms = self.matrix
         shape = (entries, self.space.size)
-        scaled = sparse.csr_matrix(
-            (self.multiples[:entries], (np.arange(entries), np.arange(entries))), shape
-        )
+        scaled = sparse.csr_matrix((self.multiples[:entries], (np.arange(entries), np.arange(entries))), shape)
         total = (forms[:, :entries] @ scaled).tocsr()
         for step in reached(parts.steps, forms, wanted)[1]:
             source = total[step.source.ravel()].tocsc()

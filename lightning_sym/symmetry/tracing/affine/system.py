@@ -23,6 +23,7 @@ from lightning_sym.symmetry.tracing.affine.values import (
 from lightning_sym.symmetry.tracing.affine.weights import Made, Weights, kept
 from lightning_sym.symmetry.tracing.capture import Capture
 
+
 @dataclass
 class Rows:
     """Multiples, for each output, of the coefficients of a relation in the rows of a weight.

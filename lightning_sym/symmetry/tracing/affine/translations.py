@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.affine.normed import normed_of
-from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.reading import Constants, read_ahead
 from lightning_sym.symmetry.tracing.affine.solution import Solution
 from lightning_sym.symmetry.tracing.affine.space import (
@@ -30,7 +30,6 @@ from lightning_sym.symmetry.tracing.affine.system import Derived, System, states
 from lightning_sym.symmetry.tracing.affine.values import Ints, Value
 from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_total
 from lightning_sym.symmetry.tracing.capture import Capture
-
 
 # What entries of elements are called.
 NORM = "biases that batch norms take off"
@@ -139,7 +138,7 @@ class _Compiler:
     def translations(self) -> Translations:
         """Return all translations."""
         system, shown = self.system, {name: self._shown(value) for name, value in self.marked.items()}
-        needed = [numbers for numbers in system.free.values()]
+        needed = list(system.free.values())
         needed += [rows.numbers for family in self.families.values() for rows in family.rows.values()]
         needed += [self.families[key].directions for key in self.patterns]
         needed += [own.source for own in self.solution.order]
@@ -173,7 +172,10 @@ class _Compiler:
             readers,
             writers,
             steps,
-            {name: Shown(None if at is None else self._at(at), self._at(drifts)) for name, (at, drifts) in shown.items()},
+            {
+                name: Shown(None if at is None else self._at(at), self._at(drifts))
+                for name, (at, drifts) in shown.items()
+            },
             {key: system.made(key) for key in system.nodes},
             {name: system.shape(name) for name in system.tensors},
             constants,

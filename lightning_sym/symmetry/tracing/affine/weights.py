@@ -237,7 +237,9 @@ class Weights:
 
     def describe(self, atom: Atom) -> str:
         """Return what an atom is called."""
-        return str(atom.key) if atom.kind == "parameter" else f"what {self.program.made(atom.key).name} makes of weights"
+        return (
+            str(atom.key) if atom.kind == "parameter" else f"what {self.program.made(atom.key).name} makes of weights"
+        )
 
 
 def names_of(program: Program, coefficient: Coefficient) -> set[str]:
