@@ -228,7 +228,7 @@ def test_shifts_add(name: str) -> None:
     """What nobody sees is projected away: the same for all rows of a weight, times what enters it."""
     network, symmetry = traced(name)
     a, b = (dataclasses.replace(symmetry.identity(), shift=drawn(symmetry, seed).shift) for seed in (0, 1))
-    assert torch.equal(symmetry.compose(a, b).shift, a.shift + b.shift)
+    torch.testing.assert_close(symmetry.compose(a, b).shift, a.shift + b.shift, rtol=EXACT, atol=EXACT)
     one, two = (symmetry.act(x, symmetry.act(y, network)) for x, y in ((a, b), (b, a)))
     assert apart(one, two) < EXACT
     assert apart(one, symmetry.act(symmetry.compose(a, b), network)) < EXACT

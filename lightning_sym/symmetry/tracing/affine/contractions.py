@@ -529,14 +529,16 @@ class Contractions(Algebra):
             return
 
         key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
-        self._include(result, self._by_entry(key, numbers, total))
+        family = self._family(weights, by)
+        unseen = None if family is None else self._placed(family.directions, weights, by)
+        self._include(result, self._by_entry(key, numbers, total, unseen))
 
-    def _by_entry(self, key: Any, source: Tensor, total: Total) -> Tensor:
+    def _by_entry(self, key: Any, source: Tensor, total: Total, unseen: Tensor | None = None) -> Tensor:
         """Return derived unknowns each of which has its own place in what defines them, behind the segments."""
         shape, count = source.shape[1:], len(source)
         blocks = places(shape).reshape(-1, 1), places(source.shape).reshape(count, -1).T
         evaluate = ByTotal(total, source.ndim)
-        return self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total)
+        return self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total, unseen=unseen)
 
     def _read_across(
         self, result: Value, value: Value, weights: Value, by: Sum, axes: frozenset[int], family: Any, *, told: bool

@@ -284,15 +284,15 @@ class Solution:
         maker = np.full(forms.shape[0], -1)
         for own in self.system.derived:
             maker[own.numbers.numpy().ravel()] = makers.setdefault(own.twin, len(makers))
-        bound = np.flatnonzero((maker >= 0) & (column < 0) & (np.diff(forms.indptr) > 0))
+        number = np.repeat(np.arange(forms.shape[0]), np.diff(forms.indptr))
+        given = maker[free[forms.indices]]
+        mixed, other = np.zeros(len(maker), bool), (maker < 0) | (column >= 0)
+        mixed[number[given != maker[number]]] = True
+        other[number[(given < 0) | (np.abs(np.abs(forms.data) - 1) > _NOTHING)]] = True
         found = False
-        for number in bound.tolist():
+        for number in np.flatnonzero(mixed & ~other).tolist():
             begin, end = forms.indptr[number : number + 2]
             others, factors = free[forms.indices[begin:end]], forms.data[begin:end]
-            if (maker[others] == maker[number]).all() or (maker[others] < 0).any():
-                continue
-            if (np.abs(np.abs(factors) - 1) > _NOTHING).any():
-                continue
             everything, signs = np.r_[number, others], np.r_[1.0, -factors]
             for which in np.unique(maker[everything]):
                 part = maker[everything] == which
