@@ -31,6 +31,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     tensordot,
 )
 from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, reduced
+from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
@@ -58,6 +59,8 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     rewriter = Rewriter(capture, kept)
     rewriter.erase_unread()
     _spell(rewriter)
+    if respell_layers(rewriter):
+        _spell(rewriter)
     read_as_sums(rewriter)
     if recognise(rewriter):
         _spell(rewriter)

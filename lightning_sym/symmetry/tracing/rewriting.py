@@ -93,6 +93,10 @@ class Rewriter:
         """Whether something is written into the memory of a node that others see: it stays as it is."""
         return node in self._frozen
 
+    def is_marked(self, node: fx.Node) -> bool:
+        """Whether a node is by what a value of the network is known."""
+        return node in self._marked
+
     def writes_into(self, node: fx.Node) -> bool:
         """Whether something is written into the memory of a node."""
         return not self._written.isdisjoint(memories_of(node))
