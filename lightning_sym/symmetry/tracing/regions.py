@@ -66,10 +66,10 @@ class _Region(NamedTuple):
     gains: list[tuple[fx.Node, int]]
     bias: fx.Node | None
     shape: tuple[int, ...]
-    moves: list["_Step"]
+    moves: list["Step"]
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """An operation as it is in the graph, or was."""
 
     node: fx.Node
@@ -78,7 +78,8 @@ class _Step(NamedTuple):
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, node: fx.Node) -> "_Step":
+    def of(cls, node: fx.Node) -> "Step":
+        """Return an operation as it is now."""
         return cls(node, node.target, node.args, node.kwargs)
 
 
@@ -129,7 +130,7 @@ class _Recogniser:
             if new is not None:
                 return new
         for region in self._regions(node):
-            best: tuple[Measured, fx.Node, list[_Step]] | None = None
+            best: tuple[Measured, fx.Node, list[Step]] | None = None
             failures = 0
             for start, steps in self._starts(region):
                 found = self._measured(region, start, steps)
@@ -221,7 +222,7 @@ class _Recogniser:
         shape = _size(value.args[0] if value.args else None) or ()
         if self.rewriter.name(value) in TRANSPOSES and len(shape) > 1:
             numbers = torch.arange(math.prod(shape)).reshape(shape)
-            if torch.equal(_moved_by(_Step.of(value), numbers), numbers.mT):
+            if torch.equal(_moved_by(Step.of(value), numbers), numbers.mT):
                 return value.args[0], True  # type: ignore[return-value]
         return value, False
 
@@ -257,7 +258,7 @@ class _Recogniser:
 
     def _product(self, node: Any, user: fx.Node, bias: fx.Node | None, whole: fx.Node, moves: list[fx.Node]) -> _Region:
         region = _Region(
-            moves[-1] if moves else whole, [], [], bias, _size(whole) or (), [_Step.of(move) for move in moves]
+            moves[-1] if moves else whole, [], [], bias, _size(whole) or (), [Step.of(move) for move in moves]
         )
         own = self.rewriter.made_of(node)
         waiting: list[tuple[Any, int]] = [(node, 1)]
@@ -283,14 +284,14 @@ class _Recogniser:
         """Whether a node is read by one other only, and may go with it."""
         return self.rewriter.only_for(node, user)
 
-    def _starts(self, region: _Region) -> Iterator[tuple[fx.Node, list[_Step]]]:
+    def _starts(self, region: _Region) -> Iterator[tuple[fx.Node, list[Step]]]:
         """Yield the values of which, alone, a region is made: each with the nodes between, in order; the next first."""
         last = region.node
         value = last.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return
         heap: list[tuple[float, fx.Node]] = []
-        steps: list[_Step] = []
+        steps: list[Step] = []
         seen: set[fx.Node] = set()
 
         def add(node: Any) -> None:
@@ -317,7 +318,7 @@ class _Recogniser:
             if not name or not _is_plain_operation(node) or self._has_weights(node, region):
                 return
             summed = summed or name in _SUMS
-            steps.append(_Step.of(node))
+            steps.append(Step.of(node))
             for given in node.all_input_nodes:
                 add(given)
 
@@ -329,7 +330,7 @@ class _Recogniser:
     # What a region does.
 
     def _measured(
-        self, region: _Region, start: fx.Node, steps: Sequence[_Step], wide: Sequence[int] | None = None
+        self, region: _Region, start: fx.Node, steps: Sequence[Step], wide: Sequence[int] | None = None
     ) -> Measured | None:
         """Return what a region does; or what multiplying by its result does, in another shape."""
 
@@ -346,7 +347,7 @@ class _Recogniser:
                 self.known[key] = None  # what cannot be run on numbers alone is no norm that could be found
         return self.known[key]
 
-    def _key(self, region: _Region, start: fx.Node, steps: Sequence[_Step]) -> Hashable:
+    def _key(self, region: _Region, start: fx.Node, steps: Sequence[Step]) -> Hashable:
         """Return what two regions have in common that do the same."""
         number: dict[fx.Node, Any] = {start: -1} | {step.node: place for place, step in enumerate(steps)}
 
@@ -358,7 +359,7 @@ class _Recogniser:
         moves = [(move.target, move.args[1:], move.kwargs) for move in region.moves]
         return str((_size(start), parts, factors, region.shape, moves))
 
-    def _run(self, region: _Region, start: fx.Node, steps: Sequence[_Step], numbers: Tensor) -> Tensor:
+    def _run(self, region: _Region, start: fx.Node, steps: Sequence[Step], numbers: Tensor) -> Tensor:
         """Run a region in float64, without its gains and bias."""
         values: dict[fx.Node, Any] = {start: numbers.clone()}
 
@@ -366,7 +367,7 @@ class _Recogniser:
             return values[node] if node in values else self._constant(node)
 
         for step in steps:
-            values[step.node] = _run(step, get)
+            values[step.node] = run_step(step, get)
         result = torch.ones((), dtype=torch.float64)
         for factor, power in region.factors:
             part = get(factor) if isinstance(factor, fx.Node) else factor
@@ -389,14 +390,14 @@ class _Recogniser:
                     raise _UnknownError
                 self.constants[node] = value.double() if value.is_floating_point() else value
             elif _is_plain_operation(node):
-                self.constants[node] = _run(_Step.of(node), self._constant)
+                self.constants[node] = run_step(Step.of(node), self._constant)
             else:
                 raise _UnknownError
         return self.constants[node]
 
     # What is put in its place.
 
-    def _is_plain(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[_Step]) -> bool:
+    def _is_plain(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[Step]) -> bool:
         """Whether a region is one operation already, so that there is nothing to do."""
         if found.masked:
             return self._masked(region, start, steps, put=False) is None
@@ -409,7 +410,7 @@ class _Recogniser:
         others = [name for name in names if name not in known and name not in _PASSED | MOVEMENTS]
         return len(known) == 1 and not others
 
-    def _put(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[_Step]) -> fx.Node | None:
+    def _put(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[Step]) -> fx.Node | None:
         insert, shape = self._insert, _size(start) or ()
         gains, bias = list(region.gains), region.bias
         if found.kind in ("softmax", "log_softmax"):
@@ -454,7 +455,7 @@ class _Recogniser:
     def _scaled(self, node: fx.Node, found: Measured) -> fx.Node:
         return node if found.factor == 1 else self._insert(aten.mul.Tensor, node, found.factor)
 
-    def _masked(self, region: _Region, start: fx.Node, steps: Sequence[_Step], *, put: bool) -> fx.Node | None:
+    def _masked(self, region: _Region, start: fx.Node, steps: Sequence[Step], *, put: bool) -> fx.Node | None:
         """Return what goes into the softmax of a region that leaves something out: what is left out is very low.
 
         Args:
@@ -478,7 +479,7 @@ class _Recogniser:
                     low = self._insert(aten.log.default, self._insert(aten.to.dtype, others[0], _dtype(start)))
                     return self._insert(aten.add.Tensor, start, low)
             elif [node for node in step.node.all_input_nodes if node not in others] == [start]:
-                value = _run(step, lambda node: numbers if node is start else self._constant(node))
+                value = run_step(step, lambda node: numbers if node is start else self._constant(node))
                 hides = isinstance(value, Tensor) and torch.equal(value < _LOW, ~shown)
                 if hides and torch.equal(value, numbers.where(shown, value)):
                     return step.node
@@ -592,7 +593,7 @@ def _is_larger(new: Measured, old: Measured) -> bool:
     return same and close and (new.kind == old.kind or (new.kind, old.kind) == ("layer", "rms"))
 
 
-def _run(step: _Step, get: Callable[[fx.Node], Any]) -> Any:
+def run_step(step: Step, get: Callable[[fx.Node], Any]) -> Any:
     """Run an operation in float64 on the CPU."""
 
     def replaced(item: Any) -> Any:
@@ -610,9 +611,9 @@ def _run(step: _Step, get: Callable[[fx.Node], Any]) -> Any:
     return function(*args, **kwargs)
 
 
-def _moved_by(step: _Step, tensor: Tensor) -> Any:
+def _moved_by(step: Step, tensor: Tensor) -> Any:
     """Move the elements of a tensor as an operation does."""
-    return _run(step, lambda _: tensor)
+    return run_step(step, lambda _: tensor)
 
 
 def _is_plain_operation(node: fx.Node) -> bool:
