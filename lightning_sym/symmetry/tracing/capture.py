@@ -55,6 +55,7 @@ class Capture:
         leaves: The module behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
         folded: The constants whose values may have been read while it ran.
+        buffers: The names of the states that are no parameters.
         charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place.
     """
 
@@ -66,6 +67,7 @@ class Capture:
     leaves: dict[int, nn.Module] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     folded: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
     charts: dict[str, float] = field(default_factory=dict)
 
 
@@ -458,6 +460,7 @@ def capture(
         leaves=leaves,
         left_out=left_out,
         folded=frozenset(constants if fold else ()),
+        buffers=frozenset(name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)),
     )
 
 

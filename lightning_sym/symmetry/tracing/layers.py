@@ -125,7 +125,11 @@ class Layer:
                 pads = [0, 0] * (-1 - axis) + [before, behind]
                 value = insert(aten.constant_pad_nd.default, value, pads, 0)
             padding.append(before if before == behind else 0)
-            shape = (*shape[: window.axis], end - start + (before + behind) * (before != behind), *shape[window.axis + 1 :])
+            shape = (
+                *shape[: window.axis],
+                end - start + (before + behind) * (before != behind),
+                *shape[window.axis + 1 :],
+            )
         axes = [*self.batch, *self.channels, *(window.axis for window in self.windows)]
         kept = [*axes, *(axis for axis in range(len(shape)) if axis not in axes)]
         value = _permuted(insert, value, kept)
@@ -228,7 +232,9 @@ class _Search:
             return None
         self.factor = float(ones[tuple(seen[0])])
         met = numbers / self.factor
-        if bool((ones[ones != 0] / self.factor - 1).abs().max() > _CLOSE) or bool((met - met.round()).abs().max() > 1e-6):
+        if bool((ones[ones != 0] / self.factor - 1).abs().max() > _CLOSE) or bool(
+            (met - met.round()).abs().max() > 1e-6
+        ):
             return None
         places = [column.unique() for column in seen.T]
         if math.prod(len(place) for place in places) != len(seen):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
 from lightning_sym.symmetry.tracing.layers import Layer, find_layer
