@@ -34,6 +34,7 @@ from lightning_sym.symmetry.proof import (
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.charts import charts_of
+from lightning_sym.symmetry.tracing.expansion import expand
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
@@ -146,7 +147,7 @@ def trace_symmetry(
     examples = examples if tensors.weightless else on_device_of(network, examples)
 
     def traced(call: Call) -> Traced:
-        return Traced(call, normalise(capture(network, call, leaf_types(), cuts=cuts), own_operations()))
+        return Traced(call, normalise(expand(capture(network, call, leaf_types(), cuts=cuts)), own_operations()))
 
     runs = [_lengthened(examples, number, traced) or traced(call) for number, call in enumerate(examples)]
     if note := _unused(tensors, [each for _, each in runs]):
