@@ -34,6 +34,7 @@ from lightning_sym.symmetry.proof import (
 from lightning_sym.symmetry.solving.group import Group, find_group
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, capture, state_tensors
+from lightning_sym.symmetry.tracing.expansion import expand
 from lightning_sym.symmetry.tracing.labels import Labels, find_labels
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
@@ -50,7 +51,7 @@ from lightning_sym.symmetry.translations import size_of
 _LARGE = 5e5
 # Whether shifts that only the affine interpreter finds are used. Not yet: with tables that are cut to the input's
 # length and outputs of other sizes than the rest, it allows too much.
-_FURTHER = False
+_FURTHER = True
 # A network is traced so often at most: further lengths are added while the group is too large for one.
 _MOST_TRACES = 4
 
@@ -144,7 +145,7 @@ def trace_symmetry(
     examples = examples if tensors.weightless else on_device_of(network, examples)
 
     def traced(call: Call) -> Traced:
-        return Traced(call, normalise(capture(network, call, leaf_types(), cuts=cuts), own_operations()))
+        return Traced(call, normalise(expand(capture(network, call, leaf_types(), cuts=cuts)), own_operations()))
 
     runs = [_lengthened(examples, number, traced) or traced(call) for number, call in enumerate(examples)]
     if note := _unused(tensors, [each for _, each in runs]):
