@@ -116,6 +116,7 @@ class Capture:
         leaves: The call of a module behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
         folded: The constants whose values may have been read while it ran.
+        buffers: The names of the states that are no parameters.
         charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place.
     """
 
@@ -127,6 +128,7 @@ class Capture:
     leaves: dict[int, Leaf] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     folded: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
     charts: dict[str, float] = field(default_factory=dict)
 
 
@@ -537,6 +539,7 @@ def capture(
         leaves=leaves,
         left_out=left_out,
         folded=frozenset(constants if fold else ()),
+        buffers=frozenset(name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)),
     )
 
 

@@ -95,6 +95,10 @@ class Rewriter:
         """Whether something is written into the memory of a node that others see: it stays as it is."""
         return node in self._frozen
 
+    def is_marked(self, node: fx.Node) -> bool:
+        """Whether a node is by what a value of the network is known."""
+        return node in self._marked
+
     def writes_into(self, node: fx.Node) -> bool:
         """Whether something is written into the memory of a node."""
         return not self._written.isdisjoint(memories_of(node))
@@ -369,6 +373,7 @@ class Rewriter:
     def share(self) -> None:
         """Let one operation stand for all that do the same with the same tensors."""
         known: dict[Any, fx.Node] = {}
+        self._share_constants()
         for node in list(self.graph.nodes):
             target = node.target
             if not self.name(node) or not isinstance(node.meta.get("val"), Tensor) or self.writes_into(node):
@@ -381,6 +386,21 @@ class Rewriter:
             first = known.setdefault((target, form, *((type(leaf), leaf) for leaf in leaves)), node)
             if first is not node:
                 self.replace(node, first)
+
+    def _share_constants(self) -> None:
+        """Let one constant stand for all that hold the same numbers, unless something is written anywhere."""
+        if any(written_by(node) for node in self.graph.nodes):
+            return
+        known: dict[Any, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            held = _held(node) if node.op == "get_attr" else None
+            if type(held) is not Tensor or held.is_meta or held.layout != torch.strided or held.numel() > _MOST:
+                continue
+            key = held.dtype, held.device, tuple(held.shape), tuple(held.reshape(-1).tolist())
+            first = known.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                self._erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
         """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.
