@@ -564,6 +564,11 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
             "values: rewrite that line with tensor operations, or register a rule for the module that holds it "
             f"(lightning_sym.symmetry.register_rule){experts}"
         )
+    if "no fake impl" in text:
+        return ValueError(
+            f"the network cannot be traced, {because}; expected that every operation says what shape comes out: "
+            "see torch.library.register_fake"
+        )
     return ValueError(
         f"the network does not run on the example input, {because}; expected an input as the network takes it, several "
         f"as a tuple or by name{experts}{'.' * bool(hint)}{hint}"
