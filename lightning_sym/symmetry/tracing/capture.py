@@ -117,7 +117,8 @@ class Capture:
         left_out: The names of outputs that do not count.
         folded: The constants whose values may have been read while it ran.
         buffers: The names of the states that are no parameters.
-        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place.
+        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place: a
+            number, or one for each element of a vector.
     """
 
     graph: fx.Graph
@@ -129,7 +130,7 @@ class Capture:
     left_out: list[str] = field(default_factory=list)
     folded: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
-    charts: dict[str, float] = field(default_factory=dict)
+    charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
