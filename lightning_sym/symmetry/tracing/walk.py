@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
-from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
+from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark, operation_name
 from lightning_sym.symmetry.tracing.choice_rules import fix_choice, tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
@@ -204,6 +204,8 @@ class Walk(Trace):
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
         """Run operations on constants for real: their results may say which elements another operation takes."""
+        if node.target in OPAQUE:
+            return None
         values = values_in((arguments, keywords))
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
             if not str(node.target).startswith(_MAKE_ANOTHER):

@@ -16,6 +16,7 @@ from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.reading import CONVOLUTIONS, Constants
 from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, name_of
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Drift, Shape, Value, places, varying, wide
+from lightning_sym.symmetry.tracing.capture import OPAQUE
 from lightning_sym.symmetry.tracing.invisible import argument
 
 _VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
@@ -99,7 +100,7 @@ class Interpreter(Contractions):
                 self.fix(value)
             return None
         given = self._given(node)
-        if node in self.unsafe:
+        if node in self.unsafe or node.target in OPAQUE:
             return self._written(node)
         if self.constants.is_constant(node):
             return self._constant(node)
@@ -181,9 +182,11 @@ class Interpreter(Contractions):
     def _unknown(self, node: fx.Node) -> Any:
         given = self._given(node)
         val, name = node.meta.get("val"), name_of(node)
+        pointwise = name in _POINTWISE or node.meta.get("demand", ("",))[0] == "elementwise"
         for value in given:
             living = self.numbers(value) is not None or bool(self._living(value))
-            if name not in _POINTWISE and living:
+            if not pointwise and living:
+                name = node.meta.get("rule_of", name)
                 where = self.capture.modules.get(node, "forward")
                 self.system.note(f"{name} in {where}: nothing is added to what it takes")
         if isinstance(val, (list, tuple)):
