@@ -670,7 +670,9 @@ class Interpreter(Contractions):
             whole = list(others)
             whole[lead + axis] = value.shape[axis]
             parts.append(torch.zeros(whole, dtype=torch.int64) if array is None else array.expand(whole))
-        return torch.cat(parts, lead + axis)
+        joined = torch.cat(parts, lead + axis)
+        first = joined.narrow(lead + axis, 0, 1)
+        return first if bool((joined == first).all()) else joined
 
     def _step(self, node: fx.Node) -> Any:
         """A step of a sequence."""

@@ -107,7 +107,7 @@ class Move:
         return self._joined(results, array, lead, thin)
 
     def _joined(self, parts: Sequence[Tensor], array: Tensor, lead: int, thin: bool) -> Tensor:
-        result = torch.stack(list(parts)).reshape(*array.shape[:lead], *parts[0].shape)
+        result = torch.stack(list(parts)).reshape([*array.shape[:lead], *parts[0].shape])
         if self.kind == "other":
             return thinned(result, lead)
         if self.drops:

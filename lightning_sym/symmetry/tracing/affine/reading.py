@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
-from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.invisible import shared_memory
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 
@@ -43,7 +43,7 @@ class Constants:
             return name is not None and known and node not in self.unsafe
         if node.op == "get_attr":
             return node not in self.unsafe
-        if node.op != "call_function" or node in self.unsafe:
+        if node.op != "call_function" or node in self.unsafe or node.target in OPAQUE:
             return False
         return name_of(node) in OF_SHAPE or all(self._constant[given] for given in node.all_input_nodes)
 
@@ -195,7 +195,8 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
             if name in CASTS:
                 yield from _readers(user, parts, constants, cut)
                 continue
-        yield _Read(parts, cut)
+        if name not in OF_SHAPE:
+            yield _Read(parts, cut)
 
 
 def _is_whole(system: System, name: str, read: _Read) -> bool:
