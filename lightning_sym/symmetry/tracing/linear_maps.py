@@ -6,7 +6,7 @@ docs/theory/tracing.md, 3.
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +15,23 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
 from lightning_sym.symmetry.tracing.layers import Layer, find_layer
+from lightning_sym.symmetry.tracing.pairings import find_pairing
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, run_step
+
+aten = torch.ops.aten
 
 _CONVOLUTIONS = {f"conv{kind}{count}d" for kind in ("", "_transpose") for count in (1, 2, 3)}
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "mv", "einsum", "mul", *_CONVOLUTIONS}
 _WINDOWS = {"unfold", "im2col"}
 _CUTS = {"slice", "narrow", "select", "constant_pad_nd", "pad"}
+_COMPLEX = {"complex", "real", "imag", "view_as_complex", "view_as_real", "_conj"}
+_TOGETHER = {"add", "sub", "cat", "view_as_real", "einsum", "matmul", "linear"}
 _MOVED = MOVEMENTS | _WINDOWS | _CUTS
 _LINEAR = _PRODUCTS | _MOVED | {"add", "sub", "neg", "sum", "cat", "stack", "getitem"}
-_LINEAR |= {"to", "_to_copy", "clone", "contiguous", "dropout"}
+_LINEAR |= {"to", "_to_copy", "clone", "contiguous", "dropout"} | _COMPLEX
+# What cannot be run on numbers alone.
+_NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError)
 _MOST_NODES = 400  # of a region
 _MOST_FAILURES = 6  # regions that begin at one value and are tried in vain
 _MOST_ELEMENTS = 2**24  # of a tensor on which a region is run
@@ -91,6 +98,10 @@ class _Respeller:
         best: tuple[fx.Node, Layer, fx.Node, fx.Node | None] | None = None
         for region in self._regions(node):
             start = region.starts[0]
+            if not region.weights:
+                if (paired := self._paired(region)) is not None:
+                    return paired
+                continue
             if best is not None and self.rewriter.name(best[0]) not in _MOVED:
                 break
             if not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
@@ -105,9 +116,13 @@ class _Respeller:
         if best is None:
             return None
         start, layer, weight, bias = best
+        return self._put(node, lambda: layer.put(self.rewriter.insert, start, weight, bias))
+
+    def _put(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node | None:
+        """Put what is made in the place of a node; return the first operation of it, None if it cannot be put there."""
         before = node.prev
         try:
-            new = layer.put(self.rewriter.insert, start, weight, bias)
+            new = make()
             if new.meta["val"].dtype == node.meta["val"].dtype and before.next is not node:
                 first = before.next
                 self.rewriter.replace(node, new)
@@ -136,7 +151,7 @@ class _Respeller:
             _, node = heapq.heappop(heap)
             if not heap and region.steps:
                 region.starts = [node]
-                if region.weights and _is_real(node):
+                if _is_real(node):
                     yield region
             name = self.rewriter.name(node)
             inner = node is end or (set(node.users) <= seen and not self.rewriter.is_marked(node))
@@ -186,20 +201,7 @@ class _Respeller:
         start, shapes = region.starts[0], [self.rewriter.shape(one) for one in (*region.starts, weight, region.end)]
         if len(biases) > 1 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
             return None
-        steps = sorted([*region.steps, *region.of_weights], key=self.order.__getitem__)
-        ran = [Step.of(step) for step in steps]
-
-        def made(numbers: dict[fx.Node, Tensor]) -> Tensor:
-            values: dict[fx.Node, Any] = dict(numbers)
-
-            def get(node: fx.Node) -> Any:
-                return values[node] if node in values else self.constants(node)
-
-            for step in ran:
-                values[step.node] = run_step(step, get)
-            result: Tensor = values[region.end]
-            return result
-
+        made = self._function(region)
         rest = {bias: torch.zeros(self.rewriter.shape(bias), dtype=torch.float64) for bias in biases}
         try:
             layer = find_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
@@ -208,9 +210,55 @@ class _Respeller:
             numbers = torch.arange(1, len(rest[biases[0]]) + 1, dtype=torch.float64)
             ones = torch.ones(shapes[1], dtype=torch.float64)
             added = made({start: torch.zeros(shapes[0], dtype=torch.float64), weight: ones, biases[0]: numbers})
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError):
-            return None  # what cannot be run on numbers alone
+        except _NOT_ON_NUMBERS:
+            return None
         return (layer, weight, biases[0]) if layer.adds(added, numbers) else None
+
+    def _function(self, region: _Region) -> Callable[[dict[fx.Node, Tensor]], Tensor]:
+        """Return what computes a region's end from the numbers of its starts and weights."""
+        steps = [Step.of(step) for step in sorted([*region.steps, *region.of_weights], key=self.order.__getitem__)]
+
+        def made(numbers: dict[fx.Node, Tensor]) -> Tensor:
+            values: dict[fx.Node, Any] = dict(numbers)
+
+            def get(node: fx.Node) -> Any:
+                return values[node] if node in values else self.constants(node)
+
+            for step in steps:
+                values[step.node] = run_step(step, get)
+            result: Tensor = values[region.end]
+            return result
+
+        return made
+
+    def _paired(self, region: _Region) -> fx.Node | None:
+        """Put products with constants in the place of a region that pairs coordinates, as rotary positions do."""
+        (start,), shape = region.starts, self.rewriter.shape(region.end)
+        names = {self.rewriter.name(step) for step in region.steps}
+        if shape != self.rewriter.shape(start) or math.prod(shape) > _MOST_ELEMENTS or names.isdisjoint(_PRODUCTS):
+            return None
+        if names.isdisjoint(_TOGETHER):
+            return None
+        made = self._function(region)
+        try:
+            with torch.no_grad():
+                found = find_pairing(lambda x: made({start: x}), shape)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+
+        def put() -> fx.Node:
+            insert, held = self.rewriter.insert, self.rewriter.hold
+            kind = region.end.meta["val"].dtype
+            other = insert(aten.index_select.default, start, found.axis, held(found.partner))
+            products = (
+                insert(aten.mul.Tensor, value, held(factor.to(kind)))
+                for value, factor in ((start, found.own), (other, found.other))
+            )
+            return insert(aten.add.Tensor, *products)
+
+        return self._put(region.end, put)
 
 
 def _is_real(node: fx.Node) -> bool:

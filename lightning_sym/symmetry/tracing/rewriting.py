@@ -183,6 +183,17 @@ class Rewriter:
             self.capture.modules[node] = self.capture.modules[self.at]
         return node
 
+    def hold(self, tensor: Tensor) -> fx.Node:
+        """Put a constant before the operation at hand."""
+        module: Any = self.graph.owning_module
+        name = f"_held_constant{sum(key.startswith('_held_constant') for key in module._buffers)}"
+        module.register_buffer(name, tensor)
+        with self.graph.inserting_before(self.at):
+            node = self.graph.get_attr(name)
+        node.meta["val"] = self._mode.from_tensor(tensor)
+        self._learn(node)
+        return node
+
     def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation makes, without data."""
         args, kwargs = fx.map_arg((args, kwargs), _held)
