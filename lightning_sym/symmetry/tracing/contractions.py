@@ -363,6 +363,33 @@ def bilinear(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return result if bias is None else r.insert(aten.add.Tensor, result, bias)
 
 
+def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a linear layer of the products of all elements of one value with all of another one."""
+    (flat, weight), bias = node.args[:2], argument(node, 2, "bias")
+    product = flat.args[0] if r.name(flat) in VIEWS and isinstance(flat, fx.Node) else None
+    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not isinstance(weight, fx.Node):
+        return None
+    lead, whole = r.shape(flat)[:-1], r.shape(product)
+    sizes = whole[len(lead) :]
+    letters = string.ascii_lowercase[: len(whole)]
+    if whole[: len(lead)] != lead or len(sizes) < 2 or set(r.shape(weight)[1:]) != {math.prod(sizes)}:
+        return None
+    shape = (r.shape(weight)[0], *sizes)
+    matrices = [one for one in shown(r, weight) if r.shape(one) == shape and one.meta["val"].is_contiguous()]
+    terms: list[tuple[fx.Node, str]] = []
+    for part in product.args[:2]:
+        if not isinstance(part, fx.Node) or r.made_of(part) != "inputs" or len(r.shape(part)) != len(whole):
+            return None
+        gone = [letter for letter, size in zip(letters, r.shape(part), strict=True) if size == 1]
+        terms.append(without(r, part, letters, [letter for letter in gone if letter in letters[len(lead) :]]))
+    (first, one), (second, two) = terms
+    if not matrices or not weight.meta["val"].is_contiguous() or set(one) & set(two) != set(letters[: len(lead)]):
+        return None
+    equation = f"{one},Z{letters[len(lead) :]},{two}->{letters[: len(lead)]}Z"
+    result = r.insert(aten.einsum.default, equation, [first, matrices[0], second])
+    return result if bias is None else r.insert(aten.add.Tensor, result, bias)
+
+
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of an elementwise product of two factors, of which one is the same along some axis."""
     product, axes = node.args[0], argument(node, 1, "dim")

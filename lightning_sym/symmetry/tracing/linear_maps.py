@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
 from lightning_sym.symmetry.tracing.layers import Layer, find_layer
 from lightning_sym.symmetry.tracing.pairings import find_pairing
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, run_step
+from lightning_sym.symmetry.tracing.sums import find_contraction, find_sum
 
 aten = torch.ops.aten
 
@@ -26,12 +28,14 @@ _PRODUCTS = {"linear", "matmul", "mm", "bmm", "mv", "einsum", "mul", *_CONVOLUTI
 _WINDOWS = {"unfold", "im2col"}
 _CUTS = {"slice", "narrow", "select", "constant_pad_nd", "pad"}
 _COMPLEX = {"complex", "real", "imag", "view_as_complex", "view_as_real", "_conj"}
+_POOLS = {f"{kind}avg_pool{count}d" for kind in ("", "adaptive_") for count in (1, 2, 3)}
 _TOGETHER = {"add", "sub", "cat", "view_as_real", "einsum", "matmul", "linear"}
 _MOVED = MOVEMENTS | _WINDOWS | _CUTS
-_LINEAR = _PRODUCTS | _MOVED | {"add", "sub", "neg", "sum", "cat", "stack", "getitem"}
+_LINEAR = _PRODUCTS | _MOVED | {"add", "sub", "neg", "div", "sum", "mean", "cat", "stack", "getitem"} | _POOLS
 _LINEAR |= {"to", "_to_copy", "clone", "contiguous", "dropout"} | _COMPLEX
 # What cannot be run on numbers alone.
 _NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError)
+_ROUNDING = 1e-12
 _MOST_NODES = 400  # of a region
 _MOST_FAILURES = 6  # regions that begin at one value and are tried in vain
 _MOST_ELEMENTS = 2**24  # of a tensor on which a region is run
@@ -99,8 +103,15 @@ class _Respeller:
         for region in self._regions(node):
             start = region.starts[0]
             if not region.weights:
-                if (paired := self._paired(region)) is not None:
-                    return paired
+                find = (
+                    self._contracted
+                    if len(region.starts) > 1
+                    else self._summed
+                    if self._is_sum(region)
+                    else self._paired
+                )
+                if (first := find(region)) is not None:
+                    return first
                 continue
             if best is not None and self.rewriter.name(best[0]) not in _MOVED:
                 break
@@ -148,11 +159,11 @@ class _Respeller:
 
         add(end)
         while heap and len(region.steps) < _MOST_NODES:
+            open_ones = [one for _, one in heap]
             _, node = heapq.heappop(heap)
-            if not heap and region.steps:
-                region.starts = [node]
-                if _is_real(node):
-                    yield region
+            if region.steps and len(open_ones) <= 2 - bool(region.weights) and all(map(_is_real, open_ones)):
+                region.starts = open_ones
+                yield region
             name = self.rewriter.name(node)
             inner = node is end or (set(node.users) <= seen and not self.rewriter.is_marked(node))
             if name not in _LINEAR or not inner or not is_plain_operation(node):
@@ -230,6 +241,59 @@ class _Respeller:
             return result
 
         return made
+
+    def _is_sum(self, region: _Region) -> bool:
+        """Whether something is left of a value that is smaller, after parts of it were added."""
+        names = {self.rewriter.name(step) for step in region.steps}
+        smaller = math.prod(self.rewriter.shape(region.end)) < math.prod(self.rewriter.shape(region.starts[0]))
+        return smaller and not names.isdisjoint({"add", "cat", "stack", *_POOLS})
+
+    def _summed(self, region: _Region) -> fx.Node | None:
+        """Put a mean in the place of a region that sums over whole axes."""
+        (start,), shape = region.starts, self.rewriter.shape(region.end)
+        made, own = self._function(region), self.rewriter.shape(start)
+        if math.prod(own) > _MOST_ELEMENTS:
+            return None
+        try:
+            found = find_sum(lambda x: made({start: x}), own, shape)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+        factor = found.factor * math.prod(own[axis] for axis in found.axes)
+
+        def put() -> fx.Node:
+            mean = reshaped(self.rewriter, self.rewriter.insert(aten.mean.dim, start, found.axes), shape)
+            return mean if abs(factor - 1) < _ROUNDING else self.rewriter.insert(aten.mul.Tensor, mean, factor)
+
+        return self._put(region.end, put)
+
+    def _contracted(self, region: _Region) -> fx.Node | None:
+        """Put a sum of products in the place of a region that adds products of parts of two values."""
+        one, two = region.starts
+        products = [step for step in region.steps if self.rewriter.name(step) in _PRODUCTS]
+        shapes = [self.rewriter.shape(node) for node in (one, two, region.end)]
+        of_values = [
+            step
+            for step in products
+            if [self.rewriter.made_of(given) for given in step.all_input_nodes] == ["inputs"] * 2
+        ]
+        if len(of_values) < 2 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
+            return None
+        made = self._function(region)
+        try:
+            found = find_contraction(lambda x, y: made({one: x, two: y}), *shapes)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+
+        def put() -> fx.Node:
+            total = self.rewriter.insert(aten.einsum.default, found.equation, [one, two])
+            total = reshaped(self.rewriter, total, shapes[2])
+            return total if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, total, found.factor)
+
+        return self._put(region.end, put)
 
     def _paired(self, region: _Region) -> fx.Node | None:
         """Put products with constants in the place of a region that pairs coordinates, as rotary positions do."""

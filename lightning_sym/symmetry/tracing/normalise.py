@@ -23,6 +23,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     matmul,
     multi_dot,
     narrow_convolution,
+    outer_product,
     permuted,
     reshaped,
     shown,
@@ -374,16 +375,46 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the product of rows of which one entry is 1 and a matrix of weights."""
+    """Rewrite the product of rows of which one entry is 1, or of sums of them, and a matrix of weights."""
     value, weight = node.args[:2]
-    while r.name(value) in ("to", "_to_copy", "float", "double", "type_as"):
+    sums: list[fx.Node] = []
+    while r.name(value) in ("to", "_to_copy", "float", "double", "type_as", "sum", "mean"):
+        sums += [value] if r.name(value) in ("sum", "mean") else []  # type: ignore[list-item]
         value = value.args[0]  # type: ignore[union-attr]
     if argument(node, 2, "bias") is not None or r.name(value) != "one_hot" or not isinstance(value, fx.Node):
         return None
     place = value.args[0]
     if not isinstance(place, fx.Node) or r.made_of(weight) != "weights" or not _of_integers(r, place):
         return None
-    return r.insert(aten.embedding.default, permuted(r, weight, [1, 0]), place)  # type: ignore[arg-type]
+    rows = r.insert(aten.embedding.default, permuted(r, weight, [1, 0]), place)  # type: ignore[arg-type]
+    for total in reversed(sums):
+        rank = len(r.shape(total.args[0]))
+        axes = sorted(reduced(total, rank))
+        if rank - 1 in axes:
+            return None
+        operation = aten.sum.dim_IntList if r.name(total) == "sum" else aten.mean.dim
+        rows = r.insert(operation, rows, axes, argument(total, 2, "keepdim", False))
+    return rows
+
+
+def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite rows of a matrix of weights that are gathered by integers that go in: an embedding."""
+    table, axis, place = node.args[:3]
+    if r.made_of(table) != "weights" or not isinstance(place, fx.Node) or not _of_integers(r, place):
+        return None
+    assert isinstance(table, fx.Node)
+    assert isinstance(axis, int)
+    steps, of_places, axis = table.meta["val"].stride(), place.meta["val"].stride(), axis % len(r.shape(table))
+    wide = [at for at, size in enumerate(r.shape(table)) if at != axis and size > 1 and steps[at]]
+    if len(wide) != 1 or of_places[wide[0]] or r.shape(place)[wide[0]] != r.shape(table)[wide[0]]:
+        return None
+    matrix = stored(r, table, [axis, wide[0]])
+    if matrix is None:
+        return None
+    rows = r.insert(aten.embedding.default, matrix, r.insert(aten.select.int, place, wide[0], 0))
+    order = list(range(len(r.shape(place)) - 1))
+    order.insert(wide[0], len(order))
+    return permuted(r, rows, order)
 
 
 # Biases.
@@ -425,8 +456,8 @@ def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a bias that is none of the network's tensors as it is."""
     bias, name = argument(node, 2, "bias"), r.name(node)
-    if name == "linear" and (embedded := _one_hot(r, node)) is not None:
-        return embedded
+    if name == "linear" and (rewritten := _one_hot(r, node) or outer_product(r, node)) is not None:
+        return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
         assert not isinstance(node.target, str)
@@ -548,6 +579,7 @@ _REWRITES: dict[str, Rewrite] = {
     **{f"{kind}avg_pool{count}d": _pool for kind in ("", "adaptive_") for count in (1, 2, 3)},
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
+    "gather": _gathered,
     "rsub": _reversed_difference,
     "addcmul": _with_product(aten.mul.Tensor),
     "addcdiv": _with_product(aten.div.Tensor),
