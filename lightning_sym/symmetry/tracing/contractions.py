@@ -241,9 +241,21 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         rewritten = _with_constant(r, node, first, second)
     elif made == {"weights", "inputs"}:
         rewritten = _with_weights(r, first, second)
+    elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
+        rewritten = _as_row(r, first, second)
     if rewritten is None and r.name(node) != "matmul":
         return r.insert(aten.matmul.default, first, second)
     return rewritten
+
+
+def _as_row(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Rewrite the product of matrices and a column as that of a row and matrices."""
+    if r.shape(first)[-2] == 1:
+        return None
+    turned = list(range(len(r.shape(first))))
+    turned[-2:] = turned[:-3:-1]
+    row, matrices = permuted(r, second, turned), permuted(r, first, turned)
+    return permuted(r, r.insert(aten.matmul.default, row, matrices), turned)
 
 
 def _with_weights(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:

@@ -29,6 +29,7 @@ _WINDOWS = {"unfold", "im2col"}
 _CUTS = {"slice", "narrow", "select", "constant_pad_nd", "pad"}
 _COMPLEX = {"complex", "real", "imag", "view_as_complex", "view_as_real", "_conj"}
 _POOLS = {f"{kind}avg_pool{count}d" for kind in ("", "adaptive_") for count in (1, 2, 3)}
+_ADDED = {"add", "cat", "stack"} | _POOLS
 _TOGETHER = {"add", "sub", "cat", "view_as_real", "einsum", "matmul", "linear"}
 _MOVED = MOVEMENTS | _WINDOWS | _CUTS
 _LINEAR = _PRODUCTS | _MOVED | {"add", "sub", "neg", "div", "sum", "mean", "cat", "stack", "getitem"} | _POOLS
@@ -103,13 +104,11 @@ class _Respeller:
         for region in self._regions(node):
             start = region.starts[0]
             if not region.weights:
-                find = (
-                    self._contracted
-                    if len(region.starts) > 1
-                    else self._summed
-                    if self._is_sum(region)
-                    else self._paired
-                )
+                find = self._paired
+                if len(region.starts) > 1:
+                    find = self._contracted
+                elif self._is_sum(region):
+                    find = self._summed
                 if (first := find(region)) is not None:
                     return first
                 continue
@@ -244,9 +243,10 @@ class _Respeller:
 
     def _is_sum(self, region: _Region) -> bool:
         """Whether something is left of a value that is smaller, after parts of it were added."""
-        names = {self.rewriter.name(step) for step in region.steps}
+        names = [self.rewriter.name(step) for step in region.steps]
+        moved = bool(names[:-1]) and names[-1] in MOVEMENTS and "mean" in names
         smaller = math.prod(self.rewriter.shape(region.end)) < math.prod(self.rewriter.shape(region.starts[0]))
-        return smaller and not names.isdisjoint({"add", "cat", "stack", *_POOLS})
+        return smaller and (moved or not _ADDED.isdisjoint(names))
 
     def _summed(self, region: _Region) -> fx.Node | None:
         """Put a mean in the place of a region that sums over whole axes."""
