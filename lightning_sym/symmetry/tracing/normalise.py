@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums
 from lightning_sym.symmetry.tracing.contractions import (
@@ -135,12 +136,31 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of what was stacked for it, and of a product."""
     stack = _stacked(r, node)
     if stack is None:
-        return summed_product(r, node)
+        return _hidden_in_sum(r, node) or summed_product(r, node)
     values: Any = stack.args[0]
     total: fx.Node = values[0]
     for value in values[1:]:
         total = r.insert(aten.add.Tensor, total, value)
     return total if len(values) > 1 else None
+
+
+def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of a value that is zero where a mask of fewer axes says so: a product with the mask."""
+    value = node.args[0]
+    if r.name(value) not in ("masked_fill", "where") or not r.only_for(value, node) or node.kwargs:
+        return None
+    assert isinstance(value, fx.Node)
+    shown, mask, number = value.args[:3]
+    if r.name(value) == "where":
+        mask, shown = shown, mask
+    if r.number(number) != 0 or not isinstance(mask, fx.Node) or not isinstance(shown, fx.Node) or not is_data(r, mask):
+        return None
+    if r.shape(mask) == r.shape(value) or r.shape(shown) != r.shape(value):
+        return None
+    mask = r.insert(aten.logical_not.default, mask) if r.name(value) == "masked_fill" else mask
+    product = r.insert(aten.mul.Tensor, shown, r.insert(aten.to.dtype, mask, shown.meta["val"].dtype))
+    assert not isinstance(node.target, str)
+    return r.insert(node.target, product, *node.args[1:])
 
 
 def _with_product(target: Any) -> Rewrite:
@@ -272,7 +292,7 @@ def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _quotient(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if node.kwargs.get("rounding_mode") is not None:
         return None
-    return _neutral(r, node) or _mean(r, node)
+    return _neutral(r, node) or _mean(r, node) or average(r, node)
 
 
 def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
