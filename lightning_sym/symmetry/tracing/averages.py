@@ -229,7 +229,30 @@ def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> f
     )
     if not alike or summed.axis != 0 or size * terms > _MOST or len(shape) > 2:
         return None
-    kind, device = node.meta["val"].dtype, node.meta["val"].device
+    weights, values = _indicators(r, summed.index, size, summed.values), summed.values
+    if (rows := _rows(r, values)) is not None:  # taken by another index
+        source, index = rows
+        taken = _indicators(r, index, r.shape(source)[0], values)
+        if size * r.shape(source)[0] > _MOST or terms * r.shape(source)[0] > _MOST:
+            return None
+        weights, values = r.insert(aten.matmul.default, weights, r.insert(aten.permute.default, taken, [1, 0])), source
+    return r.insert(aten.matmul.default, _shares(r, weights, -1), values)
+
+
+def _indicators(r: Rewriter, index: fx.Node, size: int, like: fx.Node) -> fx.Node:
+    """Return which place each entry of an index is. Shape (places, entries)."""
+    kind, device = like.meta["val"].dtype, like.meta["val"].device
     places = reshaped(r, r.insert(aten.arange.default, size, dtype=torch.int64, device=device), [size, 1])
-    indicators = r.insert(aten.to.dtype, r.insert(aten.eq.Tensor, places, summed.index), kind)
-    return r.insert(aten.matmul.default, _shares(r, indicators, -1), summed.values)
+    return r.insert(aten.to.dtype, r.insert(aten.eq.Tensor, places, index), kind)
+
+
+def _rows(r: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return of which value, by which index, a value is the rows; None if it is not."""
+    if r.name(node) == "index":
+        places: Any = node.args[1]
+        index = places[0] if len(places) == 1 else None
+    else:
+        index = node.args[2] if r.name(node) == "index_select" and node.args[1] == 0 else None
+    source = node.args[0] if isinstance(index, fx.Node) else None
+    fits = isinstance(source, fx.Node) and r.made_of(index) == "inputs" and index.meta["val"].dtype == torch.int64
+    return (source, index) if fits and len(r.shape(index)) == 1 else None  # type: ignore[return-value]
