@@ -126,11 +126,12 @@ def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: f
     except (RuntimeError, TypeError, ValueError, IndexError, UnknownError, KeyError):
         return False
     result = values[node] if product is not None else values[node].sum(axis)
-    return bool(((result - 1).abs() <= _CLOSE).all())
+    result = result[~result.isnan()]  # nothing is over no terms
+    return bool(len(result)) and bool(((result - 1).abs() <= _CLOSE).all())
 
 
 def _sampled(node: fx.Node, numbers: list[int]) -> Tensor:
-    """Return random values of what goes into the network; at the first place of every axis there is something."""
+    """Return random values of what goes into the network."""
     held: Tensor = node.meta["val"]
     generator = torch.Generator().manual_seed(0)
     if held.is_floating_point():

@@ -280,10 +280,12 @@ def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite products with 1, with the negative of weights, and sums times one over their number of terms."""
+    """Rewrite products with 1, the negative of weights, a reciprocal, and sums times one over their number of terms."""
     if (same := _neutral(r, node) or _broadcast(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
+        if r.name(two) == "reciprocal" and isinstance(one, fx.Node) and r.only_for(two, node):
+            return r.insert(aten.div.Tensor, one, two.args[0])  # type: ignore[union-attr]
         if r.name(one) == "neg" and r.made_of(one) == "weights" and r.made_of(two) == "inputs":
             return r.insert(aten.neg.default, r.insert(aten.mul.Tensor, two, one.args[0]))  # type: ignore[union-attr]
     return None
