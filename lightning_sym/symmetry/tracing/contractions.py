@@ -264,9 +264,21 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         rewritten = _with_constant(r, node, first, second)
     elif made == {"weights", "inputs"}:
         rewritten = _with_weights(r, first, second)
+    elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
+        rewritten = _as_row(r, first, second)
     if rewritten is None and r.name(node) != "matmul":
         return r.insert(aten.matmul.default, first, second)
     return rewritten
+
+
+def _as_row(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Rewrite the product of matrices and a column as that of a row and matrices."""
+    if r.shape(first)[-2] == 1:
+        return None
+    turned = list(range(len(r.shape(first))))
+    turned[-2:] = turned[:-3:-1]
+    row, matrices = permuted(r, second, turned), permuted(r, first, turned)
+    return permuted(r, r.insert(aten.matmul.default, row, matrices), turned)
 
 
 def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
@@ -394,6 +406,33 @@ def bilinear(r: Rewriter, node: fx.Node) -> fx.Node | None:
     first, second, weight, bias = (argument(node, at, name) for at, name in enumerate(("a", "b", "c", "bias")))
     lead = string.ascii_lowercase[: len(r.shape(first)) - 1]
     result = r.insert(aten.einsum.default, f"{lead}X,ZXY,{lead}Y->{lead}Z", [first, weight, second])
+    return result if bias is None else r.insert(aten.add.Tensor, result, bias)
+
+
+def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a linear layer of the products of all elements of one value with all of another one."""
+    (flat, weight), bias = node.args[:2], argument(node, 2, "bias")
+    product = flat.args[0] if r.name(flat) in VIEWS and isinstance(flat, fx.Node) else None
+    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not isinstance(weight, fx.Node):
+        return None
+    lead, whole = r.shape(flat)[:-1], r.shape(product)
+    sizes = whole[len(lead) :]
+    letters = string.ascii_lowercase[: len(whole)]
+    if whole[: len(lead)] != lead or len(sizes) < 2 or set(r.shape(weight)[1:]) != {math.prod(sizes)}:
+        return None
+    shape = (r.shape(weight)[0], *sizes)
+    matrices = [one for one in shown(r, weight) if r.shape(one) == shape and one.meta["val"].is_contiguous()]
+    terms: list[tuple[fx.Node, str]] = []
+    for part in product.args[:2]:
+        if not isinstance(part, fx.Node) or r.made_of(part) != "inputs" or len(r.shape(part)) != len(whole):
+            return None
+        gone = [letter for letter, size in zip(letters, r.shape(part), strict=True) if size == 1]
+        terms.append(without(r, part, letters, [letter for letter in gone if letter in letters[len(lead) :]]))
+    (first, one), (second, two) = terms
+    if not matrices or not weight.meta["val"].is_contiguous() or set(one) & set(two) != set(letters[: len(lead)]):
+        return None
+    equation = f"{one},Z{letters[len(lead) :]},{two}->{letters[: len(lead)]}Z"
+    result = r.insert(aten.einsum.default, equation, [first, matrices[0], second])
     return result if bias is None else r.insert(aten.add.Tensor, result, bias)
 
 

@@ -239,7 +239,7 @@ class Rewriter:
             if node.op == "placeholder":
                 made[node] = nodes[len(made)]
             elif node.op == "get_attr":
-                made[node] = self._constant_node(getattr(written, str(node.target)))
+                made[node] = self.hold(getattr(written, str(node.target)))
             elif node.op == "output":
                 break
             elif node.target is not torch._C._set_grad_enabled:
@@ -247,7 +247,7 @@ class Rewriter:
         results = fx.map_arg(node.args[0], made.__getitem__)
         return pytree.tree_unflatten(list(results), form_out[-1])
 
-    def _constant_node(self, tensor: Tensor) -> fx.Node:
+    def hold(self, tensor: Tensor) -> fx.Node:
         """Return a node that holds a constant, before the one at hand."""
         if isinstance(tensor, (nn.Parameter, FakeTensor)):
             raise ValueError(
