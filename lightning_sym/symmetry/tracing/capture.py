@@ -118,6 +118,7 @@ class Capture:
         folded: The constants whose values may have been read while it ran.
         buffers: The names of the states that are no parameters.
         charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place.
+        call: The call that was captured.
     """
 
     graph: fx.Graph
@@ -130,6 +131,7 @@ class Capture:
     folded: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
     charts: dict[str, float] = field(default_factory=dict)
+    call: Call = field(default_factory=Call)
 
 
 @dataclass(frozen=True)
@@ -540,6 +542,7 @@ def capture(
         left_out=left_out,
         folded=frozenset(constants if fold else ()),
         buffers=frozenset(name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)),
+        call=call,
     )
 
 
