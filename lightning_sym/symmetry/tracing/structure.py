@@ -87,7 +87,8 @@ class Structure:
         tilts: What layer norms' biases and their readers may change together, behind rotations.
         planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
-        charts: Tensors that the network reads with a number added: the group acts on the sum.
+        charts: Tensors that the network reads with a number added, or with one for each element of a vector: the group
+            acts on the sum.
     """
 
     slots: tuple[Slot, ...]
@@ -109,7 +110,7 @@ class Structure:
     rotations: tuple[Rotation, ...] = ()
     tilts: tuple[Tilt, ...] = ()
     planes: tuple[Ints, ...] = ()
-    charts: Mapping[str, float] = field(default_factory=dict)
+    charts: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""
