@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import PASSES, argument
+from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
@@ -79,7 +80,7 @@ def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
         return None
     if name == "neg":
         return _Read(user, part, -factor, number)
-    if name in PASSES:
+    if name in operations(Trait.CAST):
         return _Read(user, user if (factor, number) == (1.0, 0.0) else part, factor, number)
     if name not in ("add", "sub", "rsub", "mul") or value.dtype != old.dtype or argument(user, 2, "alpha", 1) != 1:
         return None

@@ -9,27 +9,21 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
-from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
-from lightning_sym.symmetry.tracing.choice_rules import fix_choice, tells_unknown_choice
+from lightning_sym.symmetry.tracing.capture import Capture, Mark
+from lightning_sym.symmetry.tracing.choice_rules import tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
-from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
 from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
 from lightning_sym.symmetry.tracing.turns import Turns, mixed
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
 
 # Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
-_OF_NO_SIZE = {
-    *("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like"),
-    *("new_zeros", "new_ones", "new_full", "new_empty", "lift_fresh", "lift_fresh_copy", "clone", "alias", "detach"),
-    *("to", "_to_copy", "float", "double", "type_as", "contiguous", "copy", "fill", "zero", "stack", "cat"),
-    *("view", "reshape", "flatten", "unflatten", "permute", "unsqueeze", "squeeze", "transpose", "t", "numpy_T", "mT"),
-    *("movedim", "expand", "expand_as", "repeat", "slice", "select", "narrow", "index", "index_select", "gather"),
-    *("chunk", "split", "split_with_sizes", "unbind", "sum", "mean", "softmax", "where", "masked_fill"),
-    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
-    *("cos", "sin", "sigmoid", "tanh", "relu", "bitwise_not", "logical_not", "eq", "ne", "gt", "lt", "ge", "le"),
-}
-_MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
+_OF_NO_SIZE = {"repeat", "copy", "fill", "zero", "eq", "ne"} | operations(
+    Trait.CONSTANT | Trait.CAST | Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND | Trait.PICK
+)
+_OF_NO_SIZE |= operations(Trait.LINEAR | Trait.POINTWISE | Trait.ORDER | Trait.SOFTMAX)
 
 
 def _lengths(inputs: Sequence[fx.Node]) -> set[int]:
@@ -220,9 +214,9 @@ class Walk(Trace):
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
         """Run operations on constants for real: their results may say which elements another operation takes."""
-        values = values_in((arguments, keywords))
+        values, name = values_in((arguments, keywords)), name_of(node)
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
-            if not str(node.target).startswith(_MAKE_ANOTHER):
+            if name not in operations(Trait.LIKE):
                 return None
             # Of the tensor whose size and type are taken nothing else is needed.
             arguments = [
@@ -243,7 +237,6 @@ class Walk(Trace):
         result = function(*arguments, **keywords)
         if "empty" in str(node.target):
             result = torch.zeros_like(result)  # what was there before nobody may read
-        name = operation_name(node.target).removesuffix("_")
         by_size = name not in _OF_NO_SIZE or any(value.by_size for value in values)
 
         def wrapped(tensor: Tensor) -> Value:

@@ -12,10 +12,11 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
-from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
+from lightning_sym.symmetry.tracing.affine.system import System, Weights
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import argument, shared_memory
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 
 _VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
 _LETTERS = string.ascii_letters
@@ -24,13 +25,13 @@ _LETTERS = string.ascii_letters
 def contracts(node: fx.Node, given: fx.Node) -> bool:
     """Whether an operation is a contraction of a parameter with something else."""
     name = name_of(node)
-    if name in ("linear", *_CONVOLUTIONS):
+    if name == "linear" or name in operations(Trait.CONVOLVE):
         return given is node.args[1]
     if name == "embedding":
         return given is node.args[0]
     if name in ("addmm", "baddbmm", "addmv"):
         return given in node.args[1:3]
-    return name in ("matmul", "mm", "bmm", "mv", "einsum", "tensordot", "bilinear")
+    return name in operations(Trait.CONTRACT)
 
 
 class Interpreter(Contractions):
@@ -114,7 +115,7 @@ class Interpreter(Contractions):
         given = self._given(node)
         if node in self.unsafe:
             return self._written(node)
-        if name in OF_SHAPE or not any(value.learned or value.varies for value in given):
+        if name in operations(Trait.LIKE) or not any(value.learned or value.varies for value in given):
             return self._constant(node)
         result = self._by_rule(node, name)
         if result is None:
@@ -126,7 +127,7 @@ class Interpreter(Contractions):
     def _written(self, node: fx.Node) -> Any:
         """Return what is known of a node in whose memory something is written that other nodes may see: nothing."""
         val = node.meta["val"]
-        if name_of(node) not in OF_SHAPE:
+        if name_of(node) not in operations(Trait.LIKE):
             self._unknown(node)
         if isinstance(val, Tensor):
             return Value(tuple(val.shape), True, learned=True)
@@ -137,7 +138,7 @@ class Interpreter(Contractions):
         first = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if isinstance(val, Tensor) and not val.is_floating_point() and name not in MOVES:
             return None
-        if name in CASTS:
+        if name in operations(Trait.CAST):
             return first if isinstance(first, Value) and not (isinstance(val, Tensor) and val.is_complex()) else None
         if name in MOVES:
             return self._moved(node, name, first)
@@ -147,7 +148,7 @@ class Interpreter(Contractions):
         varies = any(value.varies for value in self._given(node))
         if not varies and name in _BLIND:
             return self._blind(node, rule)
-        if not varies and name not in _LINEAR:
+        if not varies and name not in operations(Trait.LINEAR):
             return None
         return rule(self, node)
 
@@ -177,7 +178,7 @@ class Interpreter(Contractions):
         val, name = node.meta.get("val"), name_of(node)
         for value in given:
             living = self.numbers(value) is not None or bool(self._living(value))
-            if name not in _POINTWISE and living:
+            if name not in operations(Trait.POINTWISE) | {"prelu"} and living:
                 where = self.capture.modules.get(node, "forward")
                 self.system.note(f"{name} in {where}: nothing is added to what it takes")
         if isinstance(val, (list, tuple)):
@@ -373,7 +374,7 @@ class Interpreter(Contractions):
     def _convolution(self, node: fx.Node) -> Any:
         x, w = self._value(node.args[0]), self._value(node.args[1])
         name = name_of(node)
-        count = int(name[-2])
+        count = places_of(name)
         if x is None or w is None or not x.varies or x.rank != count + 2 or w.varies:
             return None
         transposed = "transpose" in name
@@ -667,16 +668,8 @@ def _listed(given: Any, count: int) -> list[int]:
     return list(given) if isinstance(given, (list, tuple)) else [given] * max(count, 1)
 
 
-_CONVOLUTIONS = [*(f"conv{count}d" for count in (1, 2, 3)), *(f"conv_transpose{count}d" for count in (1, 2, 3))]
-_POOLS = [f"{kind}_pool{count}d" for kind in ("avg", "max", "adaptive_avg") for count in (1, 2, 3)]
-_POOLS += [f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "bilinear2d", "linear1d")]
-_POINTWISE = {
-    *("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "log", "softplus", "mish", "hardswish", "hardsigmoid", "elu"),
-    *("leaky_relu", "selu", "celu", "erf", "sin", "cos", "abs", "pow", "square", "sqrt", "rsqrt", "reciprocal"),
-    *("relu6", "hardtanh", "clamp", "log_sigmoid", "logsigmoid", "tan", "atan", "sinh", "cosh", "prelu"),
-}
 _RULES: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("add", "sub", "subtract", "rsub"), Interpreter._added),
+    **dict.fromkeys(operations(Trait.JOIN), Interpreter._added),
     **dict.fromkeys(("mul", "multiply"), Interpreter._mul),
     **dict.fromkeys(("div", "true_divide", "divide"), Interpreter._div),
     "neg": Interpreter._neg,
@@ -686,24 +679,20 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "einsum": Interpreter._einsum,
     "tensordot": Interpreter._tensordot,
     "embedding": Interpreter._embedding,
-    **dict.fromkeys(_CONVOLUTIONS, Interpreter._convolution),
+    **dict.fromkeys(operations(Trait.CONVOLVE), Interpreter._convolution),
     "scaled_dot_product_attention": Interpreter._attention,
     **dict.fromkeys(("layer_norm", "rms_norm"), Interpreter._layer_norm),
     "group_norm": Interpreter._group_norm,
     **dict.fromkeys(("instance_norm", "batch_norm"), Interpreter._own_norm),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), Interpreter._softmax),
-    **dict.fromkeys(("mean", "sum"), Interpreter._reduced),
+    **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
+    **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Interpreter._spread),
-    **dict.fromkeys(_POOLS, Interpreter._pooled),
+    **dict.fromkeys(operations(Trait.POOL | Trait.MAX_POOL | Trait.RESIZE | Trait.NEAREST), Interpreter._pooled),
     "masked_fill": Interpreter._filled,
     "where": Interpreter._where,
-    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), Interpreter._cat),
+    **dict.fromkeys(operations(Trait.CAT), Interpreter._cat),
     "any_step": Interpreter._step,
     "lightning_sym::any_step": Interpreter._step,
 }
 # What does not see all of weights.
-_BLIND = {"layer_norm", "group_norm", "softmax", "_softmax", "log_softmax", "_log_softmax"}
-# What is linear in weights, too.
-_LINEAR = {"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "true_divide", "divide", "neg", "mean", "sum"}
-_LINEAR |= {"cat", "concat", "concatenate", "stack", "linear", "matmul", "mm", "bmm", "einsum", "addmm", "embedding"}
-_LINEAR |= {"where", "masked_fill", "tensordot"}
+_BLIND = operations(Trait.SOFTMAX) | {"layer_norm", "group_norm"}

@@ -13,10 +13,11 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter, contracts
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.solution import Definitions, Solution
-from lightning_sym.symmetry.tracing.affine.system import CASTS, Derived, System, Weights, name_of, states_of
+from lightning_sym.symmetry.tracing.affine.system import Derived, System, Weights, states_of
 from lightning_sym.symmetry.tracing.affine.values import Atom, Total
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.invisible import shared_memory
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 _MOST = 2**20  # entries of a parameter that are told apart
 
@@ -72,7 +73,7 @@ def _is_contracted(node: fx.Node) -> bool:
     for user in node.users:
         if contracts(user, node):
             return True
-        if (name_of(user) in MOVES | CASTS or name_of(user) == "getitem") and _is_contracted(user):
+        if (name_of(user) in MOVES | operations(Trait.CAST) or name_of(user) == "getitem") and _is_contracted(user):
             return True
     return False
 
@@ -90,7 +91,7 @@ def _reach(node: fx.Node, elements: Any, reached: Tensor, unsafe: Collection[fx.
                 moved = move(elements)
                 _reach(user, moved.expand(move.after) if move.kind == "expand" else moved, reached, unsafe)
                 continue
-            if name in CASTS:
+            if name in operations(Trait.CAST):
                 _reach(user, elements, reached, unsafe)
                 continue
         for part in elements if isinstance(elements, (list, tuple)) else [elements]:
