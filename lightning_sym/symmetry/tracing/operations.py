@@ -36,6 +36,7 @@ class Trait(enum.Flag):
     CAST = enum.auto()
     # One function of every element of the first argument, which is not linear. Torch marks most of them, too.
     POINTWISE = enum.auto()
+    NEVER_NEGATIVE = enum.auto()  # what comes out is zero or positive
     ORDER = enum.auto()  # whether elements are greater or smaller than others
     EQUALISE = enum.auto()  # makes several elements equal
     # Linear in each of its arguments.
@@ -86,10 +87,11 @@ _ROWS = {
     "pad constant_pad_nd": _T.PAD,
     "to _to_copy type_as float double half bfloat16 clone alias detach contiguous positive": _T.CAST,
     "lift_fresh lift_fresh_copy dropout feature_dropout alpha_dropout feature_alpha_dropout": _T.CAST,
-    "gelu silu sigmoid tanh exp log softplus mish elu leaky_relu selu celu erf sin cos tan atan": _T.POINTWISE,
-    "sinh cosh abs pow square sqrt rsqrt reciprocal hardswish log_sigmoid": _T.POINTWISE,
-    "bitwise_not logical_not": _T.POINTWISE,
-    "relu relu6 hardtanh hardsigmoid clamp clamp_min clamp_max threshold": _T.POINTWISE | _T.EQUALISE,
+    "gelu silu tanh log mish elu leaky_relu selu celu erf sin cos tan atan sinh cosh": _T.POINTWISE,
+    "pow sqrt rsqrt reciprocal hardswish log_sigmoid bitwise_not logical_not": _T.POINTWISE,
+    "sigmoid exp exp2 softplus abs square": _T.POINTWISE | _T.NEVER_NEGATIVE,
+    "relu": _T.POINTWISE | _T.NEVER_NEGATIVE | _T.EQUALISE,
+    "relu6 hardtanh hardsigmoid clamp clamp_min clamp_max threshold": _T.POINTWISE | _T.EQUALISE,
     "round floor ceil": _T.POINTWISE | _T.EQUALISE,
     "gt lt ge le greater less greater_equal less_equal": _T.ORDER | _T.EQUALISE,
     "eq ne one_hot": _T.EQUALISE,
@@ -106,7 +108,8 @@ _ROWS = {
     _in_dimensions("max_pool#", "max_pool#_with_indices", "adaptive_max_pool#"): _T.MAX_POOL,
     "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d": _T.RESIZE,
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa": _T.RESIZE,
-    "softmax _softmax log_softmax _log_softmax": _T.SOFTMAX,
+    "softmax _softmax": _T.SOFTMAX | _T.NEVER_NEGATIVE,
+    "log_softmax _log_softmax": _T.SOFTMAX,
     "layer_norm rms_norm group_norm instance_norm batch_norm cudnn_batch_norm": _T.NORM,
     "topk sort argsort argmax argmin": _T.CHOOSE,
     "max min": _T.CHOOSE | _T.REDUCE,

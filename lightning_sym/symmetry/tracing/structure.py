@@ -404,7 +404,6 @@ def build_structure(
     grouped: dict[str, Label],
     kinds: dict[str, tuple[str, float]],
     absorbed: list[tuple[str, str, int, float]],
-    shifts: list[Shift],
 ) -> tuple[Structure, Structure, Met]:
     """Solve all constraints.
 
@@ -414,7 +413,6 @@ def build_structure(
         grouped: By weight of a grouped convolution, the label over its two first axes.
         kinds: By buffer, see :class:`Slot`.
         absorbed: See :class:`Structure`.
-        shifts: What may be added to tensors.
 
     Returns:
         The group on parameters and buffers; the same group on the values inside the network that have a name; and what
@@ -572,7 +570,6 @@ def build_structure(
         scale_table=scale_table,
         sign_table=sign_table,
         dense=dense,
-        shifts=tuple(shifts),
         absorbed=tuple(absorbed),
         copies=copies,
         planes=planes,
@@ -594,7 +591,6 @@ def build_structure(
         columns=tuple(value_columns),
         magnitudes=position_magnitudes[end:],
         signs=position_signs[end:],
-        shifts=(),
         copies=tuple(
             None if own is None else replace(own, columns=sheets_at(at[matrix[0]], own.count))
             for own, matrix in zip(copies, value_columns, strict=False)

@@ -1,6 +1,6 @@
 """Walk through a captured network, and have each operation's rule write down what it demands."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -9,27 +9,16 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
-from lightning_sym.symmetry.tracing.capture import Capture, Mark
+from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark
 from lightning_sym.symmetry.tracing.choice_rules import tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
+from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
 from lightning_sym.symmetry.tracing.turns import Turns, mixed
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
-
-# Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
-_OF_NO_SIZE = {"repeat", "copy", "fill", "zero", "eq", "ne"} | operations(
-    Trait.CONSTANT | Trait.CAST | Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND | Trait.PICK
-)
-_OF_NO_SIZE |= operations(Trait.LINEAR | Trait.POINTWISE | Trait.ORDER | Trait.SOFTMAX)
-
-
-def _lengths(inputs: Sequence[fx.Node]) -> set[int]:
-    """Return the sizes of the inputs' axes that may be other ones: not of the batch, nor of features of a vector."""
-    tensors = [node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), Tensor)]
-    return {size for t in tensors if t.ndim > 2 or not t.is_floating_point() for size in t.shape[1:]}
 
 
 def _uniform(value: Value) -> bool:
@@ -73,7 +62,7 @@ class Walk(Trace):
         self.walks += 1
         self.made_of_states = {}
         varying: set[fx.Node] = set(capture.inputs)
-        self.lengths = _lengths(capture.inputs)
+        self.lengths = lengths_of(capture.inputs)
         self.absorbed_before = tuple(self.absorbed)
         self.turns = Turns(self.constraints)
         environment: dict[fx.Node, Any] = {}
@@ -214,6 +203,8 @@ class Walk(Trace):
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
         """Run operations on constants for real: their results may say which elements another operation takes."""
+        if node.target in OPAQUE:
+            return None
         values, name = values_in((arguments, keywords)), name_of(node)
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
             if name not in operations(Trait.LIKE):
@@ -237,7 +228,7 @@ class Walk(Trace):
         result = function(*arguments, **keywords)
         if "empty" in str(node.target):
             result = torch.zeros_like(result)  # what was there before nobody may read
-        by_size = name not in _OF_NO_SIZE or any(value.by_size for value in values)
+        by_size = name not in OF_NO_SIZE or any(value.by_size for value in values)
 
         def wrapped(tensor: Tensor) -> Value:
             part = any(

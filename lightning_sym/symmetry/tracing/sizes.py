@@ -1,0 +1,19 @@
+"""What depends on the sizes of an input: the lengths of its axes, and constants that are made at these."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+
+# Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
+OF_NO_SIZE = {"repeat", "copy", "fill", "zero", "eq", "ne"} | operations(
+    Trait.CONSTANT | Trait.CAST | Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND | Trait.PICK
+)
+OF_NO_SIZE |= operations(Trait.LINEAR | Trait.POINTWISE | Trait.ORDER | Trait.SOFTMAX)
+
+
+def lengths_of(inputs: Sequence[fx.Node]) -> set[int]:
+    """Return the sizes of the inputs' axes that may be other ones: not of the batch, nor of features of a vector."""
+    tensors = [node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+    return {size for t in tensors if t.ndim > 2 or not t.is_floating_point() for size in t.shape[1:]}
