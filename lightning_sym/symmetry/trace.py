@@ -31,22 +31,20 @@ from lightning_sym.symmetry.proof import (
     runs,
     tolerance_of,
 )
+from lightning_sym.symmetry.solving.group import Group, find_group
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture, capture, constant_names, state_tensors
-from lightning_sym.symmetry.tracing.charts import charts_of
+from lightning_sym.symmetry.tracing.capture import Capture, capture, state_tensors
 from lightning_sym.symmetry.tracing.expansion import expand
+from lightning_sym.symmetry.tracing.labels import Labels, find_labels
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 from lightning_sym.symmetry.tracing.shift_walk import find_shifts
 from lightning_sym.symmetry.tracing.shifts import Shown
-from lightning_sym.symmetry.tracing.stacks import away_from, unstack
-from lightning_sym.symmetry.tracing.streams import find_rotations
-from lightning_sym.symmetry.tracing.structure import Structure, build_structure, folded
+from lightning_sym.symmetry.tracing.stacks import away_from
+from lightning_sym.symmetry.tracing.structure import Structure, folded
+from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tilt_search import find_tilts
-from lightning_sym.symmetry.tracing.vocabulary import Value
-from lightning_sym.symmetry.tracing.walk import Walk
-from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
 from lightning_sym.symmetry.translations import size_of
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
@@ -162,30 +160,6 @@ def trace_symmetry(
     return _proven(derive, traced, network, runs, tolerance) if check and not tensors.weightless else derive()
 
 
-class Tensors(NamedTuple):
-    """A network's parameters and buffers.
-
-    Attributes:
-        states: Each once, by its first name; constants that have no memory, with the values that they will have.
-        parameters: The names of the parameters among them.
-        unsaved: The names of those that no state dict holds.
-        weightless: Whether some of them are on the meta device.
-    """
-
-    states: dict[str, Tensor]
-    parameters: list[str]
-    unsaved: set[str]
-    weightless: bool
-
-    @classmethod
-    def of(cls, network: nn.Module) -> "Tensors":
-        """Return the tensors of a network."""
-        states, weightless = state_tensors(network), is_weightless(network)
-        parameters = [name for name, _ in network.named_parameters() if name in states]
-        states |= constant_values(network) if weightless else {}
-        return cls(states, parameters, constant_names(network), weightless)
-
-
 class Traced(NamedTuple):
     """A call, and the network's operations on it."""
 
@@ -238,36 +212,6 @@ def _unused(tensors: Tensors, captures: Sequence[Capture]) -> str | None:
     return note if unused else None
 
 
-class Labels(NamedTuple):
-    """What the operations of a network demand, and where its units are.
-
-    Attributes:
-        walk: The demands, and the labels of tensors and of values that have a name.
-        charts: What is added to tensors wherever the network reads them.
-        kept: The tensors to which nothing may be added: in no state dict, or in several charts.
-        stacked: The tensors that hold members with units of their own.
-    """
-
-    walk: Walk
-    charts: dict[str, float]
-    kept: set[str]
-    stacked: set[str]
-
-
-class Group(NamedTuple):
-    """A network's group without shifts and tilts.
-
-    Attributes:
-        structure: The group on parameters and buffers.
-        values: The same group on the values inside the network that have a name.
-        notes: What limits it.
-    """
-
-    structure: Structure
-    values: Structure
-    notes: list[str]
-
-
 class Added(NamedTuple):
     """A group with what may be added to weights, and with tilts.
 
@@ -286,39 +230,6 @@ class Added(NamedTuple):
     notes: list[str]
     common_shift: Callable[[], int] | None
     on_trial: bool
-
-
-def _labels_of(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, lengths: int) -> Labels:
-    """Walk through what was captured, and put down what each operation demands.
-
-    Args:
-        captures: The network in normal form, on one example or several.
-        tensors: Its tensors.
-        affine: Whether to count changes of sign that add a constant.
-        lengths: Number of lengths that the user gave.
-    """
-    walk = Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths)
-    for captured in captures:
-        walk.run(captured)
-    charts, unlike = charts_of(captures)
-    for name in unlike & walk.axis_labels.keys():
-        walk.fix(Value(tuple(tensors.states[name].shape), walk.axis_labels[name]))
-    walk.finish()
-    stacked, hidden = unstack(walk.stacks, walk.axis_labels)
-    walk.taps = {mark: value for mark, value in walk.taps.items() if mark.name not in hidden}
-    return Labels(walk, charts, tensors.unsaved | unlike, stacked)
-
-
-def _group_of(labels: Labels) -> Group:
-    """Solve what is demanded: who may change places, what may be scaled, and which streams may be rotated."""
-    walk = labels.walk
-    structure, values, met = build_structure(
-        walk.constraints, walk.axis_labels, walk.grouped, walk.kinds, walk.absorbed
-    )
-    structure = replace(structure, charts=labels.charts)
-    rotations, why_not = find_rotations(structure, met, walk.gains)
-    structure, values = (replace(each, rotations=tuple(rotations)) for each in (structure, values))
-    return Group(structure, values, [*walk.constraints.notes, *why_not])
 
 
 def _shifts_of(
@@ -374,8 +285,8 @@ def _derived(
 ) -> Symmetry:
     """Derive the symmetry from what was captured; see :func:`trace_symmetry`."""
     captures = [each for _, each in runs]
-    labels = _labels_of(captures, tensors, affine=affine, lengths=len(examples))
-    group = _group_of(labels)
+    labels = find_labels(captures, tensors, affine=affine, lengths=len(examples))
+    group = find_group(labels)
     parameters = dict(network.named_parameters())
     for failed in itertools.count():
         added = _shifts_of(captures, tensors, labels, group, wanted=shifts, failed=failed)

@@ -117,7 +117,8 @@ class Capture:
         left_out: The names of outputs that do not count.
         folded: The constants whose values may have been read while it ran.
         buffers: The names of the states that are no parameters.
-        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place.
+        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place: a
+            number, or one for each element of a vector.
     """
 
     graph: fx.Graph
@@ -129,7 +130,7 @@ class Capture:
     left_out: list[str] = field(default_factory=list)
     folded: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
-    charts: dict[str, float] = field(default_factory=dict)
+    charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -563,6 +564,11 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
             f"the network cannot be traced, {because}; expected operations whose order and shapes do not depend on "
             "values: rewrite that line with tensor operations, or register a rule for the module that holds it "
             f"(lightning_sym.symmetry.register_rule){experts}"
+        )
+    if "no fake impl" in text:
+        return ValueError(
+            f"the network cannot be traced, {because}; expected that every operation says what shape comes out: "
+            "see torch.library.register_fake"
         )
     return ValueError(
         f"the network does not run on the example input, {because}; expected an input as the network takes it, several "

@@ -22,6 +22,7 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import (
     by_place,
+    check_arguments,
     checked_results,
     is_own,
     own_operations,
@@ -29,6 +30,7 @@ from lightning_sym.symmetry.tracing.rules import (
     run_module_rule,
 )
 from lightning_sym.symmetry.tracing.vocabulary import Value
+from lightning_sym.symmetry.tracing.walk import Walk
 
 aten = torch.ops.aten
 
@@ -113,7 +115,10 @@ class Expansion:
             self._parameters = by_place(self._leaf.module, node.args[1])  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        raise NotWrittenError(f"uses trace.{name}")
+        if name in {*dir(Walk({})), *Walk.__annotations__}:
+            raise NotWrittenError(f"uses trace.{name}")
+        methods = ", ".join(name for name in vars(Expansion) if not name.startswith("_"))
+        raise AttributeError(f"a trace has no {name!r}, which the rule for {self.operation} uses; it has {methods}")
 
     @property
     def operation(self) -> str:
@@ -308,13 +313,12 @@ class _Replacement(Expansion):
             result, owner = run_module_rule(self, leaf, inputs), leaf.module
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
+            check_arguments(rule_for(node.target), self.operation, node.target, (self, *args), kwargs)
             result, owner = rule_for(node.target)(self, *args, **kwargs), node.target
         results = [part for part in checked_results(result, owner) if part is not None]
         wanted = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, Tensor)]
         if len(results) != len(wanted):
-            raise TypeError(
-                f"the rule for {self.operation} returned {len(results)} values; expected {len(wanted)}, as come out"
-            )
+            raise TypeError(f"the rule for {self.operation} returned {len(results)} values; expected {len(wanted)}")
         for value, real in zip(results, wanted, strict=True):
             if tuple(value.shape) != tuple(real.shape):
                 raise NotWrittenError(f"returns the shape {tuple(value.shape)}, where {tuple(real.shape)} comes out")

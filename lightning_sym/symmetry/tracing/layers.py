@@ -300,9 +300,9 @@ class _Search:
                     moved.setdefault(part.axis, []).append((axis, at, part, place))
         if any(len(own) > 1 for own in (*summed.values(), *moved.values())):
             return None
-        batch, windows, batches, seen = [], [], [], []
-        channels = [(own[0][0], axis) for axis, own in summed.items() if axis not in moved]
-        kernels = []
+        batch, batches, found = [], [], []
+        whole = sorted((own[0][0], axis) for axis, own in summed.items() if axis not in moved)
+        channels = whole[:1]
         for axis, size in enumerate(self.value):
             if axis in moved:
                 row, at, part, place = moved[axis][0]
@@ -315,11 +315,16 @@ class _Search:
                     continue
                 if part.step < 1:
                     return None
-                windows.append(Window(axis, own.size, part.step, abs(own.step), start, part.size, own.step < 0))
-                seen.append((row, at, part.size))
-                kernels += [number] * (number >= 0)
-            elif size > 1 and (axis not in summed or summed[axis][0][1][0] != size or summed[axis][0][1].step != 1):
-                return None  # of a slice, or the other way round
+                window = Window(axis, own.size, part.step, abs(own.step), start, part.size, own.step < 0)
+                found.append((number, window, [(row, at, part.size)]))
+            elif axis in summed:
+                number, own, _ = summed[axis][0]
+                if (own.size, own.step) != (size, 1):
+                    return None  # of a slice, or the other way round
+                if (number, axis) in whole[1:]:  # a window that sees everything
+                    found.append((number, Window(axis, size, 1, 1, 0, 1, False), []))
+            elif size > 1:
+                return None
         outs = []
         for axis in range(len(self.weight)):
             own_units = sorted(units.get(axis, []), key=lambda unit: -unit[2].step)
@@ -331,12 +336,17 @@ class _Search:
                 outs.append((row, at, unit.size))
             if axis not in self.of_weight and expected != 1:
                 return None
-        if len(windows) > 3:
+        found.sort(key=lambda each: each[0])  # in the order of the weight, which then stays as it is
+        windows = tuple(window for _, window, _ in found)
+        kernels = [number for number, _, _ in found if number >= 0]
+        seen = [part for _, _, parts in found for part in parts]
+        cut = any(sum(part.size > 1 for part in parts) > 1 for parts in kernel)
+        if len(windows) > 3 or cut or sum(split[at] > 1 for at in out) > 1:  # axes of a parameter stay what they are
             return None
         made = [*batches, *outs, *seen]
         return Layer(
             (self.value, self.weight, self.shown), tuple(batch), tuple(axis for _, axis in sorted(channels)),
-            tuple(windows), tuple(split), (*out, *(number for number, _ in sorted(channels)), *kernels), len(out),
+            windows, tuple(split), (*out, *(number for number, _ in sorted(channels)), *kernels), len(out),
             tuple((row, at) for row, at, _ in made), tuple(size for _, _, size in made), self.factor,
         )  # fmt: skip
 

@@ -21,8 +21,8 @@ from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError
 _PRODUCTS = (operations(Trait.CONTRACT) - {"embedding", "bilinear"}) | {"mul"}
 _WINDOWS = {"unfold", "im2col"}
 _CUTS = {"slice", "narrow", "select", "constant_pad_nd", "pad"}
-_LINEAR = {"im2col", "neg", "sum", "getitem"} | _PRODUCTS | operations(Trait.MOVE | Trait.CAST | Trait.PAD)
-_LINEAR |= operations(Trait.JOIN | Trait.CAT)
+_MOVED = _CUTS | {"im2col"} | operations(Trait.MOVE)
+_LINEAR = {"neg", "sum", "getitem"} | _MOVED | _PRODUCTS | operations(Trait.CAST | Trait.JOIN | Trait.CAT)
 _MOST_NODES = 400  # of a region
 _MOST_FAILURES = 6  # regions that begin at one value and are tried in vain
 _MOST_ELEMENTS = 2**24  # of a tensor on which a region is run
@@ -74,35 +74,46 @@ class _Respeller:
         changes, node = 0, next(iter(reversed(self.graph.nodes)))
         while node.op != "root":
             before, self.rewriter.at = node.prev, node
-            if node.users and (new := self._rewritten(node)) is not None:
+            if node.users and (first := self._rewritten(node)) is not None:
                 changes += 1
-                before = new.prev
+                before = first.prev
                 self._number()
             node = before
         return changes
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
-        """Replace the region that ends in a node, if there is one."""
+        """Replace the region that ends in a node, if there is one; return the first operation in its place."""
         if self.rewriter.name(node) not in _LINEAR or not _is_real(node):
             return None
+        most = 0
+        best: tuple[fx.Node, Layer, fx.Node, fx.Node | None] | None = None
         for region in self._regions(node):
-            if not self._is_written_out(region) or self.failures.get(region.starts[0], 0) >= _MOST_FAILURES:
+            start = region.starts[0]
+            if best is not None and self.rewriter.name(best[0]) not in _MOVED:
+                break
+            if not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
                 continue
-            found = self._layer(region)
-            if found is None:
-                self.failures[region.starts[0]] = self.failures.get(region.starts[0], 0) + 1
+            cuts = sum(self.rewriter.name(step) in _CUTS | _WINDOWS for step in region.steps)
+            if best is not None and cuts == most:
                 continue
-            layer, weight, bias = found
-            before = node.prev
-            try:
-                new = layer.put(self.rewriter.insert, region.starts[0], weight, bias)
-                if new.meta["val"].dtype == node.meta["val"].dtype:
-                    self.rewriter.replace(node, new)
-                    return new
-            except NoSpellingError:
-                pass
-            while node.prev is not before:
-                self.graph.erase_node(node.prev)
+            if (found := self._layer(region)) is not None:
+                best, most = (start, *found), cuts
+            elif best is None:
+                self.failures[start] = self.failures.get(start, 0) + 1
+        if best is None:
+            return None
+        start, layer, weight, bias = best
+        before = node.prev
+        try:
+            new = layer.put(self.rewriter.insert, start, weight, bias)
+            if new.meta["val"].dtype == node.meta["val"].dtype and before.next is not node:
+                first = before.next
+                self.rewriter.replace(node, new)
+                return first
+        except NoSpellingError:
+            pass
+        while node.prev is not before:
+            self.graph.erase_node(node.prev)
         return None
 
     def _regions(self, end: fx.Node) -> Iterator[_Region]:
@@ -130,7 +141,10 @@ class _Respeller:
             if name not in _LINEAR or not inner or not is_plain_operation(node):
                 return
             region.steps.append(node)
-            if not all([add(given) for given in node.all_input_nodes]):
+            moved = True
+            for given in node.all_input_nodes:
+                moved = add(given) and moved
+            if not moved:
                 return
 
     def _add_weights(self, region: _Region, node: fx.Node) -> bool:
@@ -159,7 +173,7 @@ class _Respeller:
         if not products or sum(len(self.rewriter.shape(weight)) > 1 for weight in region.weights) != 1:
             return False
         convolved = [at for at in products if names[at] in operations(Trait.CONVOLVE)]
-        cut = any(name in _CUTS for at in convolved for name in names[:at])
+        cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
         packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
         return len(products) > 1 or cut or packed or not _WINDOWS.isdisjoint(names)
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.charts import factored, read_as_sums
+from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     added_layers,
@@ -65,6 +65,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
         if respell(rewriter):
             _spell(rewriter)
     read_as_sums(rewriter)
+    read_behind_layers(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
     return capture

@@ -254,9 +254,9 @@ class Rewriter:
                 "a function in the rule at hand reads a parameter that is none of its arguments; expected "
                 "trace.parameter(module, name) among them"
             )
-        owner = self.graph.owning_module
-        number = sum(1 for name in vars(owner) if name.startswith("_rule_constant"))
-        setattr(owner, f"_rule_constant{number}", tensor)
+        owner: Any = self.graph.owning_module
+        number = sum(name.startswith("_rule_constant") for name, _ in owner.named_buffers())
+        owner.register_buffer(f"_rule_constant{number}", tensor)
         with self.graph.inserting_before(self.at):
             node = self.graph.get_attr(f"_rule_constant{number}")
         node.meta["val"] = self._without_data(tensor)

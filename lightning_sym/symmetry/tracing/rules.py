@@ -226,22 +226,52 @@ def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
         leaf: The call.
         inputs: What stands for its tensors.
     """
-    rule = rule_for_module(leaf.module)
+    rule, module = rule_for_module(leaf.module), leaf.module
     args, kwargs = leaf.call.filled(inputs)
     signature = inspect.signature(rule)
 
     def takes(*own: Any, **named: Any) -> bool:
         try:
-            signature.bind(trace, leaf.module, *own, **named)
+            signature.bind(trace, module, *own, **named)
         except TypeError:
             return False
         return True
 
+    as_called, one_by_one = takes(*args, **kwargs), takes(*inputs)
+    if as_called and one_by_one and not kwargs:  # it is a matter of names
+        names = [
+            list(inspect.signature(each).parameters)[skipped:] for each, skipped in ((rule, 2), (module.forward, 0))
+        ]
+        as_called = names[0][: len(args)] == names[1][: len(args)] and not all(leaf.call.given)
     collects = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
-    plain = all(leaf.call.given) and not kwargs
-    if not collects and takes(*args, **kwargs) and not (plain and takes(*inputs)):
-        return rule(trace, leaf.module, *args, **kwargs)
-    return rule(trace, leaf.module, *inputs)
+    if as_called and not (collects and one_by_one):
+        return rule(trace, module, *args, **kwargs)
+    check_arguments(rule, type(module).__name__, module.forward, (trace, module, *inputs), {})
+    return rule(trace, module, *inputs)
+
+
+def check_arguments(rule: Rule, called: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Check that a rule can be called.
+
+    Args:
+        rule: The rule.
+        called: The name of that to which it belongs.
+        function: The operation, or what the module does.
+        args: What the rule is called with.
+        kwargs: Its keywords.
+
+    Raises:
+        TypeError: If it does not take these.
+    """
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError as error:
+        schema = getattr(function, "_schema", None)
+        own = inspect.signature(function).parameters if schema is None else [each.name for each in schema.arguments]
+        first = "trace, module" if schema is None else "trace"
+        raise TypeError(
+            f"the rule for {called} does not take its arguments ({error}); expected rule({', '.join((first, *own))})"
+        ) from error
 
 
 def checked_results(result: Any, owner: Any) -> list[Any]:
