@@ -12,17 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
 # Operations that show the memory of their first argument in another shape.
-VIEWS = {
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "squeeze", "unsqueeze", "permute"),
-    *("transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims", "slice", "select", "narrow", "expand"),
-    *("expand_as", "contiguous", "alias", "detach", "to"),
-}
-_LISTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"}
+VIEWS = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND) | {"contiguous", "alias", "detach", "to"}
 _MOST = 2**22  # elements of a tensor that are numbered
 
 
@@ -603,7 +599,7 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
 
 def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Return the value of which a node is one of the parts in a list."""
-    if r.name(node) != "getitem" or r.name(node.args[0]) not in _LISTS:
+    if r.name(node) != "getitem" or r.name(node.args[0]) not in operations(Trait.PARTS):
         return None
     source = node.args[0].args[0]  # type: ignore[union-attr]
     return source if isinstance(source, fx.Node) else None
