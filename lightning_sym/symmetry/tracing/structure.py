@@ -332,11 +332,15 @@ class Met(NamedTuple):
         normed: Whether they see a unit's norm together with others', at least.
         centred: Whether they see a unit's mean with others.
         restricted: Whether one of them passes no mixture of units but permutations, scales and signs.
+        cells: For each orbit, its cells as they were if gains that several units share told none of these apart.
+        spread: Such gains, and units that they multiply. Shape (2, pairs).
     """
 
     normed: NDArray[np.bool_]
     centred: NDArray[np.bool_]
     restricted: NDArray[np.bool_]
+    cells: tuple[Ints, ...]
+    spread: Ints
 
 
 def _sorted_groups(keys: Ints | Hashes) -> list[Ints]:
@@ -524,6 +528,15 @@ def build_structure(
     forms = (position_magnitudes, position_signs)
     orbits, cells, movable, columns = _together(orbits, cells, movable, columns, where, copy_at, forms)
     del forms
+    wider, spread = tuple(cells), np.zeros((2, 0), np.int64)
+    if constraints.shared_gains and folded is None:
+        told, spread = _without_gains(constraints.blocks, constraints.shared_gains, root)
+        wide_key = mix(total ^ sum_by(told[1], mix(told[0].astype(np.uint64)), number))
+        wide_key[parent] = cell_key[parent]
+        wider = tuple(
+            np.unique(wide_key[roots[group]], return_inverse=True)[1] if moves else own
+            for group, own, moves in zip(orbits, cells, movable, strict=True)
+        )
     blocks, parents, number_of = _blocks(pairs, shared, total, fixed, unit_of, folded)
     slots_of = [_slots_of(roots[group], number_of, folded) for group in orbits]
     units = len(roots) if folded is None else max(len(roots), number_of[folded.all_atoms].max(initial=-1) + 1)
@@ -603,7 +616,28 @@ def build_structure(
         parents=parents,
         planes=finder.of_values(planes, value_columns, Places(standing_raw[own:], same_place[own:])) if planes else (),
     )
-    return structure, values, Met(*met)
+    return structure, values, Met(*met, wider, unit_of[spread])
+
+
+def _without_gains(blocks: Sequence[tuple[Ints, Ints]], spread: Collection[int], root: Ints) -> tuple[Ints, Ints]:
+    """Return parents and members: those that say what moves together, and the gains among the parents.
+
+    Args:
+        blocks: Parents and members.
+        spread: Which of these are gains and what they multiply.
+        root: For each atom, the one with which it was merged.
+
+    Returns:
+        Two arrays of shape (2, pairs). What is a gain at one place and something else at another is no gain.
+    """
+    own: list[list[tuple[Ints, Ints]]] = [[], []]
+    for place, pair in enumerate(blocks):
+        own[place in spread].append(pair)
+    others, gains = (
+        np.unique(np.stack([root[flat([pair[side] for pair in pairs])] for side in (0, 1)]), axis=1) for pairs in own
+    )
+    also = np.isin(gains[0], others[0])
+    return np.concatenate([others, gains[:, also]], 1), gains[:, ~also]
 
 
 def _that_act(
