@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, PASSES, argument
-from lightning_sym.symmetry.tracing.regions import Step, run_step
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
+from lightning_sym.symmetry.tracing.running import Step, run_step
 
 aten = torch.ops.aten
 _ARITHMETIC = {"add", "sub", "mul", "div"}

@@ -33,6 +33,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     tensordot,
 )
 from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, reduced
+from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
@@ -61,8 +62,9 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     rewriter = Rewriter(capture, kept)
     rewriter.erase_unread()
     _spell(rewriter)
-    if recognise_batch_norms(rewriter):
-        _spell(rewriter)
+    for respell in (respell_layers, recognise_batch_norms):
+        if respell(rewriter):
+            _spell(rewriter)
     read_as_sums(rewriter)
     read_behind_layers(rewriter)
     if recognise(rewriter):
