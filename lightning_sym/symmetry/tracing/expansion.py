@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name
+from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
 from lightning_sym.symmetry.tracing.memory import written_by
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
@@ -234,7 +234,10 @@ class Expansion:
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute a function of torch, whose operations are followed; of the module at hand it may read parameters."""
+        own = state_tensors(self._leaf.module) if self._leaf is not None else {}
+        known = {id(tensor): self._parameters[name] for name, tensor in own.items()}
         args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: known.get(id(tensor), tensor), (args, kwargs))
         places = list(self._parameters)
 
         def with_parameters(tensors: Sequence[Tensor], *own: Any, **named: Any) -> Any:

@@ -241,7 +241,7 @@ def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
         names = [
             list(inspect.signature(each).parameters)[skipped:] for each, skipped in ((rule, 2), (module.forward, 0))
         ]
-        as_called = names[0][: len(args)] == names[1][: len(args)] and not all(leaf.call.given)
+        as_called = names[0][: len(args)] == names[1][: len(args)]
     collects = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
     if as_called and not (collects and one_by_one):
         return rule(trace, module, *args, **kwargs)

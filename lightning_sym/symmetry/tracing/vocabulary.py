@@ -106,7 +106,10 @@ class Value:
             if len(targets) == len(label.axes):
                 order = sorted(range(len(targets)), key=targets.__getitem__)
                 labels.append(label.moved(tuple(sorted(targets)), functools.partial(np.transpose, axes=order)))
-        return Value(tuple(sizes), tuple(labels))
+        if self.concrete is None or None in axes:
+            return Value(tuple(sizes), tuple(labels))
+        order = sorted(range(self.ndim), key=lambda axis: axes[axis] or 0)
+        return Value(tuple(sizes), concrete=self.concrete.permute(order).reshape(sizes), by_size=self.by_size)
 
 
 Rule = Callable[..., Any]
