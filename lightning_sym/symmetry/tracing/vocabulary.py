@@ -152,6 +152,10 @@ def _is_mask(tensor: Tensor) -> bool:
     return 0 < held.numel() < tensor.numel() and bool((held == held[0]).all() and held[0].isfinite())
 
 
+class OnlyUnlabelledError(TypeError):
+    """A rule computes a function, but is followed where what acts on values is known."""
+
+
 class Trace:
     """What a rule may ask for while the tracer walks through the network.
 
@@ -283,8 +287,8 @@ class Trace:
         """
         raise self._only_unlabelled("softmax")
 
-    def _only_unlabelled(self, method: str) -> TypeError:
-        return TypeError(
+    def _only_unlabelled(self, method: str) -> "OnlyUnlabelledError":
+        return OnlyUnlabelledError(
             f"the rule for {self.operation} calls trace.{method} and looks at labels or constraints, too; expected a "
             "rule that does one of the two, as what acts on values is not known yet where functions are followed"
         )
