@@ -31,27 +31,27 @@ from lightning_sym.symmetry.proof import (
     runs,
     tolerance_of,
 )
+from lightning_sym.symmetry.solving.group import Group, find_group
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept, capture, constant_names, state_tensors
-from lightning_sym.symmetry.tracing.charts import charts_of
+from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept, capture, state_tensors
+from lightning_sym.symmetry.tracing.expansion import expand
+from lightning_sym.symmetry.tracing.labels import Labels, find_labels
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 from lightning_sym.symmetry.tracing.shift_walk import find_shifts
-from lightning_sym.symmetry.tracing.stacks import away_from, unstack
-from lightning_sym.symmetry.tracing.streams import find_rotations
-from lightning_sym.symmetry.tracing.structure import build_structure, folded
+from lightning_sym.symmetry.tracing.shifts import Shown
+from lightning_sym.symmetry.tracing.stacks import away_from
+from lightning_sym.symmetry.tracing.structure import Structure, folded
+from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tilt_search import find_tilts
-from lightning_sym.symmetry.tracing.vocabulary import Value
-from lightning_sym.symmetry.tracing.walk import Walk
-from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
 from lightning_sym.symmetry.translations import size_of
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5
 # Whether shifts that only the affine interpreter finds are used. Not yet: with tables that are cut to the input's
 # length and outputs of other sizes than the rest, it allows too much.
-_FURTHER = False
+_FURTHER = True
 # A network is traced so often at most: further lengths are added while the group is too large for one.
 _MOST_TRACES = 4
 
@@ -141,23 +141,23 @@ def trace_symmetry(
     for example in examples:
         _check_example(network, example)
     _check_network(network)
-    weightless = is_weightless(network)
-    examples = examples if weightless else on_device_of(network, examples)
+    tensors = Tensors.of(network)
+    examples = examples if tensors.weightless else on_device_of(network, examples)
 
     def traced(call: Call) -> Traced:
-        return Traced(call, normalise(capture(network, call, leaf_types(), cuts=cuts), own_operations()))
+        return Traced(call, normalise(expand(capture(network, call, leaf_types(), cuts=cuts)), own_operations()))
 
     runs = [_lengthened(examples, number, traced) or traced(call) for number, call in enumerate(examples)]
-    if note := _unused(network, runs):
+    if note := _unused(tensors, [each for _, each in runs]):
         warnings.warn(note, stacklevel=2)
 
     def derive() -> Symmetry:
-        symmetry = _derived(network, examples, runs, affine=affine, shifts=shifts, output=output)
+        symmetry = _derived(network, tensors, examples, runs, affine=affine, shifts=shifts, output=output)
         symmetry._checked = check
-        symmetry.require(network, check=weightless)
+        symmetry.require(network, check=tensors.weightless)
         return symmetry
 
-    return _proven(derive, traced, network, runs, tolerance) if check and not weightless else derive()
+    return _proven(derive, traced, network, runs, tolerance) if check and not tensors.weightless else derive()
 
 
 class Traced(NamedTuple):
@@ -203,99 +203,129 @@ def _tested(call: Call, known: Sequence[Call]) -> Iterator[Call]:
         yield from (resized(call, samples, size) for size in (1, 2, 3))
 
 
-def _unused(network: nn.Module, runs: Sequence[Traced]) -> str | None:
+def _unused(tensors: Tensors, captures: Sequence[Capture]) -> str | None:
     """Say which parameters no operation reads."""
-    read = {name for _, each in runs for node, name in each.states.items() if node.users}
-    states = state_tensors(network)
-    unused = [name for name in dict(network.named_parameters()) if name in states and name not in read]
+    read = {name for each in captures for node, name in each.states.items() if node.users}
+    unused = [name for name in tensors.parameters if name not in read]
     names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
     note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
     return note if unused else None
 
 
-def _derived(
-    network: nn.Module,
-    examples: Sequence[Call],
-    runs: Sequence[Traced],
-    *,
-    affine: bool,
-    shifts: bool,
-    output: str | int | None,
-    failed: int = 0,
-) -> Symmetry:
-    """Derive the symmetry from what was captured; see :func:`trace_symmetry`.
+class Added(NamedTuple):
+    """A group with what may be added to weights, and with tilts.
 
-    Of the ways to add shifts that only the affine interpreter finds, the first `failed` are not tried.
+    Attributes:
+        structure: The group on parameters and buffers.
+        values: The same group on the values inside the network that have a name.
+        shown: What shifts do to these values.
+        notes: What limits shifts and tilts.
+        common_shift: Counts the shifts that a softmax behind the outputs does not see besides; None without shifts.
+        on_trial: Whether the group laws are still to be tried.
     """
-    captures = [each for _, each in runs]
-    states, unsaved = state_tensors(network), constant_names(network)
-    states |= constant_values(network) if is_weightless(network) else {}
-    trace = Walk(states, constants=unsaved, affine=affine, examples=len(examples))
-    for captured in captures:
-        trace.run(captured)
-    charts, unlike = charts_of(captures)
-    for name in unlike & trace.axis_labels.keys():
-        trace.fix(Value(tuple(states[name].shape), trace.axis_labels[name]))
-    trace.finish()
-    joint, hidden = unstack(trace.stacks, trace.axis_labels)
-    trace.taps = {mark: value for mark, value in trace.taps.items() if mark.name not in hidden}
-    valued = {name for each in captures for name in each.folded}
-    read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
+
+    structure: Structure
+    values: Structure
+    shown: dict[str, Shown]
+    notes: list[str]
+    common_shift: Callable[[], int] | None
+    on_trial: bool
+
+
+def _shifts_of(
+    captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool, failed: int
+) -> Added:
+    """Find what may be added to weights, and the layer norms that are tilted.
+
+    Args:
+        captures: The network in normal form, on one example or several.
+        tensors: Its tensors.
+        labels: What its operations demand.
+        group: Its group without shifts.
+        wanted: Whether there are to be shifts.
+        failed: Of the ways to add shifts that only the affine interpreter finds, so many are not tried.
+    """
+    structure, values, _ = group
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
-    flipped = [weight for _, weight, _, _ in trace.absorbed]
-    found, shown, norms = find_shifts(captures, states, unsaved | unlike, keep=flipped) if shifts else ([], {}, {})
-    further = find_further(captures, states, unsaved | unlike, found) if shifts and _FURTHER else None
-    known = size_of(away_from(joint, found, shown)[0])
-    options = further.options[failed:] if further is not None and not joint and not flipped else []
+    flipped = [weight for _, weight, _, _ in structure.absorbed]
+    states, kept, stacked = tensors.states, labels.kept, labels.stacked
+    found, shown, norms = find_shifts(captures, states, kept, keep=flipped) if wanted else ([], {}, {})
+    further = find_further(captures, states, kept, found) if wanted and _FURTHER else None
+    known = size_of(away_from(stacked, found, shown)[0])
+    options = further.options[failed:] if further is not None and not stacked and not flipped else []
     if options:
         found, shown = [shift for shift, _ in options[0]], shown_by(options[0], shown)
-    found, shown = away_from(joint, found, shown)
-    structure, seen, met = build_structure(
-        trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, found
-    )
-    structure = replace(structure, charts=charts)
-    rotations, why_not = find_rotations(structure, met, trace.gains)
-    structure, seen = (replace(each, rotations=tuple(rotations)) for each in (structure, seen))
-    tilts, why_no_tilts = find_tilts(structure, seen, norms)
-    structure, seen = (replace(each, tilts=tuple(tilts)) for each in (structure, seen))
-    if rotations or tilts:
+    found, shown = away_from(stacked, found, shown)
+    structure = replace(structure, shifts=tuple(found))
+    tilts, notes = find_tilts(structure, values, norms)
+    structure, values = (replace(each, tilts=tuple(tilts)) for each in (structure, values))
+    if structure.rotations or tilts:
         structure = replace(structure, shifts=folded(structure))
-    notes = [*trace.constraints.notes, *why_not, *why_no_tilts]
-    if left_out := dict.fromkeys(name for each in captures for name in each.left_out):
-        kept = "logits" if output is None else output
-        note = f"of the outputs {kept} stays the same, {', '.join(left_out)} may change (output=... chooses)"
-        notes.insert(0, note)
-    if unused := _unused(network, runs):
-        notes.insert(0, unused)
     if further is not None:
         notes += further.notes(size_of(found) + sum(tilt.size for tilt in tilts))
     shapes = {name: _without_values(tensor) for name, tensor in states.items()}
 
     def common_shift() -> int:
         """Return how many more shifts a softmax behind the outputs does not see."""
-        every, more, _ = find_shifts(captures, shapes, unsaved | unlike, keep=flipped, outputs=True)
-        return size_of(away_from(joint, every, more)[0]) - known
+        every, more, _ = find_shifts(captures, shapes, kept, keep=flipped, outputs=True)
+        return size_of(away_from(stacked, every, more)[0]) - known
 
-    symmetry = Symmetry(
-        structure,
-        seen,
-        trace.taps,
-        network,
-        notes,
-        constants={
-            name: states[name]
-            for name in states
-            if name in valued or (name in read and (name in unsaved or not states[name].is_floating_point()))
-        },
-        examples=examples,
-        shown=shown,
-        absorbed=absorbed_statistics(captures, dict(network.named_parameters())),
-        norms=find_norms(captures, dict(network.named_parameters())),
-        common_shift=common_shift if shifts else None,
-    )
-    if options and not laws_hold(symmetry, states):
-        return _derived(network, examples, runs, affine=affine, shifts=shifts, output=output, failed=failed + 1)
+    return Added(structure, values, shown, notes, common_shift if wanted else None, bool(options))
+
+
+def _derived(
+    network: nn.Module,
+    tensors: Tensors,
+    examples: Sequence[Call],
+    runs: Sequence[Traced],
+    *,
+    affine: bool,
+    shifts: bool,
+    output: str | int | None,
+) -> Symmetry:
+    """Derive the symmetry from what was captured; see :func:`trace_symmetry`."""
+    captures = [each for _, each in runs]
+    labels = find_labels(captures, tensors, affine=affine, lengths=len(examples))
+    group = find_group(labels)
+    parameters = dict(network.named_parameters())
+    for failed in itertools.count():
+        added = _shifts_of(captures, tensors, labels, group, wanted=shifts, failed=failed)
+        symmetry = Symmetry(
+            added.structure,
+            added.values,
+            labels.walk.taps,
+            network,
+            [*_left_aside(tensors, captures, output), *group.notes, *added.notes],
+            constants=_constants(tensors, captures),
+            examples=examples,
+            shown=added.shown,
+            absorbed=absorbed_statistics(captures, parameters),
+            norms=find_norms(captures, parameters),
+            common_shift=added.common_shift,
+        )
+        if not added.on_trial or laws_hold(symmetry, tensors.states):
+            break
     return symmetry
+
+
+def _left_aside(tensors: Tensors, captures: Sequence[Capture], output: str | int | None) -> list[str]:
+    """Say which parameters are not used, and which outputs do not count."""
+    notes = [note] if (note := _unused(tensors, captures)) else []
+    if left_out := dict.fromkeys(name for each in captures for name in each.left_out):
+        kept = "logits" if output is None else output
+        notes.append(f"of the outputs {kept} stays the same, {', '.join(left_out)} may change (output=... chooses)")
+    return notes
+
+
+def _constants(tensors: Tensors, captures: Sequence[Capture]) -> dict[str, Tensor]:
+    """Return the tensors whose values count: those read as they are, and those that may have been looked at."""
+    valued = {name for each in captures for name in each.folded}
+    read = {name for each in captures for node, name in each.states.items() if node.users}
+    return {
+        name: tensor
+        for name, tensor in tensors.states.items()
+        if name in valued or (name in read and (name in tensors.unsaved or not tensor.is_floating_point()))
+    }
 
 
 def _proven(

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.invisible import argument, memories_of
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
 # Operations that show the memory of their first argument in another shape.
@@ -213,10 +214,21 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
         )
         axes = list(range(len(batch), len(batch + summed)))
         return _ordered(r, r.insert(aten.sum.dim_IntList, product, axes), batch, out)
-    if len(summed) > 1 or len(own) > 1 or len(other) > 1:
+    if len(summed) > 1 or (len(own) > 1 and len(other) > 1):
         return None
-    first = _ordered(r, first, one, batch + own + summed)
-    second = _ordered(r, second, two, batch + summed + other)
+    # Of several axes that one factor alone has, one is of rows; along the others the other factor is the same.
+    (own, wide), (other, more) = (
+        _rows(r, letters, part, free) for letters, part, free in ((one, first, own), (two, second, other))
+    )
+    wide += more
+    given = [[axis for axis, letter in enumerate(batch + wide) if letter not in letters] for letters in (one, two)]
+    first = _ordered(r, first, one, "".join(letter for letter in batch + wide if letter in one) + own + summed)
+    second = _ordered(r, second, two, "".join(letter for letter in batch + wide if letter in two) + summed + other)
+    for axis in given[0]:
+        first = r.insert(aten.unsqueeze.default, first, axis)
+    for axis in given[1]:
+        second = r.insert(aten.unsqueeze.default, second, axis)
+    batch += wide
     if not own:
         first = r.insert(aten.unsqueeze.default, first, -2)
     if not other:
@@ -225,6 +237,15 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     if not own or not other:
         result = r.insert(aten.squeeze.dim, result, -1 if own else -2)
     return _ordered(r, result, batch + own + other, out)
+
+
+def _rows(r: Rewriter, letters: str, factor: fx.Node, free: str) -> tuple[str, str]:
+    """Return which of several letters is one of rows, the last one along which no units live, and the others."""
+    if len(free) < 2:
+        return free, ""
+    units = {letters[axis] for axis in unit_axes(r, factor)}
+    row = next((letter for letter in free[::-1] if letter not in units), free[-1])
+    return row, free.replace(row, "")
 
 
 # The spellings.
@@ -236,7 +257,9 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
     made = {r.made_of(first), r.made_of(second)}
-    rewritten = None
+    rewritten = _with_diagonal(r, first, second)
+    if rewritten is not None:
+        return rewritten
     if made == {"constants", "inputs"}:
         rewritten = _with_constant(r, node, first, second)
     elif made == {"weights", "inputs"}:
@@ -244,6 +267,17 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if rewritten is None and r.name(node) != "matmul":
         return r.insert(aten.matmul.default, first, second)
     return rewritten
+
+
+def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Return the product with a diagonal matrix."""
+    for diagonal, value in ((first, second), (second, first)):
+        if r.name(diagonal) in ("diag", "diag_embed", "diagflat") and len(diagonal.args) == 1 and not diagonal.kwargs:
+            vector: Any = diagonal.args[0]
+            if len(r.shape(vector)) == 1 and len(r.shape(value)) > 1:
+                wide = r.insert(aten.unsqueeze.default, vector, 1) if diagonal is first else vector
+                return r.insert(aten.mul.Tensor, value, wide)
+    return None
 
 
 def _with_weights(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:

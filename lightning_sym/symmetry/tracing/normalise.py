@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.charts import factored, read_as_sums
+from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     added_layers,
@@ -31,10 +32,12 @@ from lightning_sym.symmetry.tracing.contractions import (
     tensordot,
 )
 from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, reduced
+from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.rules import out_of_place
+from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
 
 aten = torch.ops.aten
 _LOW = -1e3  # the softmax of what is so much lower than all else is zero
@@ -58,7 +61,11 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     rewriter = Rewriter(capture, kept)
     rewriter.erase_unread()
     _spell(rewriter)
+    for respell in (respell_layers, recognise_batch_norms):
+        if respell(rewriter):
+            _spell(rewriter)
     read_as_sums(rewriter)
+    read_behind_layers(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
     return capture
@@ -112,31 +119,40 @@ def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
     values: Any = node.args[0]
     axis = argument(node, 1, "dim", 0) % len(r.shape(node))
     if any(_stacked(r, user) is node for user in node.users):
-        return None  # it is going to be a sum
+        return None  # it is going to be a sum or product
     return r.insert(aten.cat.default, [r.insert(aten.unsqueeze.default, value, axis) for value in values], axis)
 
 
 def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the stack over whose terms a sum goes."""
+    """Return the stack over whose terms a sum or product goes, or the values of size 1 that were put together."""
     stack = node.args[0] if node.args else None
-    if r.name(node) != "sum" or r.name(stack) != "stack" or not r.only_for(stack, node) or node.kwargs:
+    if r.name(node) not in ("sum", "prod") or r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
         return None
     assert isinstance(stack, fx.Node)
+    values: Any = stack.args[0]
     axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
-    alone = len(node.args) == 2 and reduced(node, len(r.shape(stack))) == {axis}
+    if r.name(stack) == "cat" and any(r.shape(value)[axis] != 1 for value in values):
+        return None
+    alone = len(node.args) > 1 and not node.kwargs and reduced(node, len(r.shape(stack))) == {axis}
     return stack if alone and stack.meta["val"].dtype == node.meta["val"].dtype else None
 
 
 def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of what was stacked for it, and of a product."""
-    stack = _stacked(r, node)
+    """Rewrite the sum or product of what was stacked for it, and the sum of a product."""
+    stack, added = _stacked(r, node), r.name(node) == "sum"
     if stack is None:
-        return summed_product(r, node)
+        return summed_product(r, node) if added else None
     values: Any = stack.args[0]
     total: fx.Node = values[0]
     for value in values[1:]:
-        total = r.insert(aten.add.Tensor, total, value)
-    return total if len(values) > 1 else None
+        total = r.insert(aten.add.Tensor if added else aten.mul.Tensor, total, value)
+    if len(values) == 1:
+        return None
+    axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
+    has, wanted = r.name(stack) == "cat", len(r.shape(node)) == len(r.shape(stack))
+    if has and not wanted:
+        return r.insert(aten.squeeze.dim, total, axis)
+    return r.insert(aten.unsqueeze.default, total, axis) if wanted and not has else total
 
 
 def _with_product(target: Any) -> Rewrite:
@@ -197,6 +213,14 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(reduce, rows, [1])
 
 
+def _saved_statistics(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite an instance norm that uses saved statistics as a batch norm."""
+    value, gain, bias, mean, variance, own = node.args[:6]
+    if own or mean is None or variance is None:
+        return None
+    return r.insert(aten.batch_norm.default, value, gain, bias, mean, variance, False, *node.args[6:])
+
+
 def _cosine(r: Rewriter, node: fx.Node) -> fx.Node:
     """Rewrite cosines as products of normalised vectors."""
     axis, eps = argument(node, 2, "dim", 1), argument(node, 3, "eps", 1e-8)
@@ -252,7 +276,10 @@ def _signed(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    return _scaled_sum(r, node) or _neutral(r, node) or _broadcast(r, node) or _signed(r, node)
+    for rewrite in (_scaled_sum, _neutral, _broadcast, gathered, _signed):
+        if (new := rewrite(r, node)) is not None:
+            return new
+    return None
 
 
 def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -260,7 +287,7 @@ def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if (same := _neutral(r, node) or _broadcast(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
-        if r.name(one) == "neg" and r.made_of(one) == "weights" and r.made_of(two) == "inputs":
+        if r.name(one) == "neg" and r.made_of(one) == "weights" and r.made_of(two) in ("inputs", "weights"):
             return r.insert(aten.neg.default, r.insert(aten.mul.Tensor, two, one.args[0]))  # type: ignore[union-attr]
     return None
 
@@ -268,7 +295,7 @@ def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _quotient(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if node.kwargs.get("rounding_mode") is not None:
         return None
-    return _neutral(r, node) or _mean(r, node)
+    return _neutral(r, node) or _mean(r, node) or normalised(r, node)
 
 
 def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -350,6 +377,8 @@ def _of_integers(r: Rewriter, node: fx.Node) -> bool:
 def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite rows of a matrix of weights, by integers that go in: an embedding; those in a row: a slice."""
     table, place = node.args[0], node.args[1]
+    if r.made_of(table) == "inputs":
+        return _repeated_at(r, node)
     if r.name(node) == "index":
         if not isinstance(place, (list, tuple)) or len(place) != 1:
             return None
@@ -387,7 +416,7 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_scaled_sum, _neutral, _broadcast, _biased, added_layers, _signed, factored):
+    for rewrite in (_scaled_sum, _neutral, _broadcast, _biased, added_layers, gathered, _signed, factored):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -422,6 +451,9 @@ def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a bias that is none of the network's tensors as it is."""
     bias, name = argument(node, 2, "bias"), r.name(node)
+    is_plain = name.startswith("conv") and "transpose" not in name
+    if is_plain and (narrow := narrow_convolution(r, node)) is not None:
+        return narrow
     if name == "linear" and (embedded := _one_hot(r, node)) is not None:
         return embedded
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
@@ -432,8 +464,8 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return r.insert(node.target, *node.args[:2], found, *node.args[3:], **rest)
         layer = r.insert(node.target, *node.args[:2], None, *node.args[3:], **rest)
         count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
-        return r.insert(aten.add.Tensor, layer, reshaped(r, bias, [*r.shape(bias), *[1] * count]))
-    return narrow_convolution(r, node) if name.startswith("conv") and "transpose" not in name else None
+        return with_parts(r, layer, bias, [*r.shape(bias), *[1] * count])
+    return scaled_weight(r, node) if is_plain or name == "linear" else None
 
 
 # Movements.
@@ -463,10 +495,73 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite parts of a value that are put together again as they were, and layers whose weights are such parts."""
     parts: Any = node.args[0]
-    whole = joined(r, parts, argument(node, 1, "dim", 0))
+    axis = argument(node, 1, "dim", 0)
+    if len(parts) > 1 and all(part is parts[0] for part in parts) and r.made_of(parts[0]) == "inputs":
+        return _repeated(r, node, parts[0], len(parts), axis % len(r.shape(node)))
+    whole = joined(r, parts, axis)
     if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
         return whole
     return joined_layers(r, node)
+
+
+def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
+    """Return a value that comes several times in a row along an axis."""
+    if r.writes_into(node) or r.writes_into(value):
+        return None
+    sizes = list(r.shape(value))
+    if sizes[axis] == 1:
+        return r.insert(aten.expand.default, value, [*sizes[:axis], times, *sizes[axis + 1 :]])
+    return r.insert(aten.repeat.default, value, [times if other == axis else 1 for other in range(len(sizes))])
+
+
+def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite places of an axis that come several times each, by constants: keys that several queries share."""
+    value, axis, place = node.args[0], node.args[1], node.args[2 if r.name(node) != "index" else 1]
+    if r.name(node) == "gather":
+        place = _of_one_axis(r, place, axis, r.shape(value))
+    elif r.name(node) == "index":
+        if not isinstance(axis, (list, tuple)) or sum(own is not None for own in axis) != 1:
+            return None
+        axis, place = next((at, own) for at, own in enumerate(axis) if own is not None)
+    known = r.constant(place) if isinstance(place, fx.Node) else None
+    if known is None or known.ndim != 1 or known.dtype not in (torch.int64, torch.int32) or r.writes_into(node):
+        return None
+    count = r.shape(value)[axis]
+    times = len(known) // count
+    if len(known) != times * count or not isinstance(value, fx.Node) or r.writes_into(value) or not times:
+        return None
+    if torch.equal(known, torch.arange(count).repeat_interleave(times).to(known)):
+        return value if times == 1 else r.insert(aten.repeat_interleave.self_int, value, times, axis)
+    if torch.equal(known, torch.arange(count).repeat(times).to(known)):
+        return _repeated(r, node, value, times, axis)
+    return None
+
+
+def _of_one_axis(r: Rewriter, place: Any, axis: int, shape: tuple[int, ...]) -> fx.Node | None:
+    """Return the index of places of one axis of a value, where these are gathered from all its other axes alike."""
+    known, axis = r.constant(place), axis % len(shape)
+    if known is None or known.ndim != len(shape):
+        return None
+    rest = [other for other in range(len(shape)) if other != axis]
+    if any(known.shape[other] != shape[other] for other in rest):
+        return None
+    for other in rest[::-1]:
+        if bool((known != known.narrow(other, 0, 1)).any()):
+            return None
+    for other in rest[::-1]:
+        place = r.insert(aten.select.int, place, other, 0)
+    return place  # type: ignore[no-any-return]
+
+
+def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the triangle of a value: times a constant."""
+    value = node.args[0]
+    if r.made_of(value) != "inputs" or r.writes_into(node):
+        return None
+    sizes, kind = r.shape(value)[-2:], node.meta["val"].dtype
+    ones = r.insert(aten.full.default, list(sizes), 1.0, dtype=kind, device=node.meta["val"].device)
+    assert not isinstance(node.target, str)
+    return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
 # Masks.
@@ -536,7 +631,9 @@ _REWRITES: dict[str, Rewrite] = {
     "einsum": einsum,
     "bilinear": bilinear,
     "cosine_similarity": _cosine,
-    "sum": _total,
+    "instance_norm": _saved_statistics,
+    **dict.fromkeys(("sum", "prod"), _total),
+    **dict.fromkeys(SOFTMAX, unseen),
     "add": _sum,
     "sub": _difference,
     "mean": _mean_of_moved,
@@ -545,6 +642,8 @@ _REWRITES: dict[str, Rewrite] = {
     **{f"{kind}avg_pool{count}d": _pool for kind in ("", "adaptive_") for count in (1, 2, 3)},
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
+    "gather": _repeated_at,
+    **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
     "addcmul": _with_product(aten.mul.Tensor),
     "addcdiv": _with_product(aten.div.Tensor),

@@ -4,8 +4,9 @@ See docs/theory/intertwiners.md, 2.2.
 """
 
 import functools
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
-from lightning_sym.symmetry.tracing.capture import operation_name, state_tensors
+from lightning_sym.symmetry.tracing.capture import DEMAND, Leaf, first_names, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, values_in
 
 RuleT = TypeVar("RuleT", bound=Callable[..., Any])
@@ -43,6 +44,8 @@ def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
         is_module = isinstance(operation, type) and issubclass(operation, nn.Module)
         if is_module or (isinstance(operation, str) and "::" in operation):
             names.append(operation)
+        elif isinstance(operation, torch.library.CustomOpDef):
+            names.append(operation._qualname)
         elif isinstance(operation, torch._ops.OpOverloadPacket):
             names.append(operation._qualified_op_name)
         elif isinstance(operation, torch._ops.OpOverload):
@@ -65,9 +68,17 @@ def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
 
 
 def own_operations() -> frozenset[str]:
-    """Return the operations for which users wrote rules."""
+    """Return the operations that stay as they are: those for which users wrote rules, and what such rules demand."""
     ours = __name__.rpartition(".")[0]
-    return frozenset(name for name, rule in _RULES.items() if not getattr(rule, "__module__", "").startswith(ours))
+    own = (name for name, rule in _RULES.items() if not getattr(rule, "__module__", "").startswith(ours))
+    return frozenset((DEMAND._schema.name, *own))
+
+
+def is_own(target: Any) -> bool:
+    """Whether users wrote a rule for an operation of the graph, or for the module that it is."""
+    schema = getattr(target, "_schema", None)
+    name = schema.name.removesuffix("_") if schema is not None else ""
+    return target is torch.ops.lightning_sym.leaf.default or name in own_operations() - {DEMAND._schema.name}
 
 
 def leaf_types() -> tuple[type[nn.Module], ...]:
@@ -189,17 +200,108 @@ _PYTHON: dict[Any, Rule] = {torch._C._set_grad_enabled: _ignore, operator.getite
 
 @register_rule("lightning_sym::leaf")
 def _leaf(trace: Trace, inputs: list[Value], weights: list[Value], key: int) -> list[Value]:
-    module = trace.capture.leaves[key]
-    trace.leaf = dict(zip(state_tensors(module), weights, strict=True))
-    rule = next(rule for kind, rule in reversed(_MODULE_RULES.items()) if isinstance(module, kind))
-    result = rule(trace, module, *inputs)
-    parts = [result] if isinstance(result, Value) else result
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, Value) for part in parts):
+    leaf = trace.capture.leaves[key]
+    trace.leaf = by_place(leaf.module, weights)
+    result = run_module_rule(trace, leaf, inputs)
+    return [part for part in checked_results(result, leaf.module) if isinstance(part, Value)]
+
+
+def by_place(module: nn.Module, tensors: Sequence[Any]) -> dict[str, Any]:
+    """Return what stands for the tensors of a module, by all their names."""
+    given = dict(zip(state_tensors(module), tensors, strict=True))
+    return {place: given[name] for place, name in first_names(module).items()}
+
+
+def rule_for_module(module: nn.Module) -> Rule:
+    """Return the rule of the class of a module, or of the next class from which that is derived."""
+    return next(_MODULE_RULES[kind] for kind in type(module).__mro__ if kind in _MODULE_RULES)
+
+
+def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
+    """Call the rule of a module: with all tensors one by one, or as the module was called where the rule takes that.
+
+    Args:
+        trace: What the rule gets.
+        leaf: The call.
+        inputs: What stands for its tensors.
+    """
+    rule, module = rule_for_module(leaf.module), leaf.module
+    args, kwargs = leaf.call.filled(inputs)
+    signature = inspect.signature(rule)
+
+    def takes(*own: Any, **named: Any) -> bool:
+        try:
+            signature.bind(trace, module, *own, **named)
+        except TypeError:
+            return False
+        return True
+
+    as_called, one_by_one = takes(*args, **kwargs), takes(*inputs)
+    if as_called and one_by_one and not kwargs:  # it is a matter of names
+        names = [
+            list(inspect.signature(each).parameters)[skipped:] for each, skipped in ((rule, 2), (module.forward, 0))
+        ]
+        as_called = names[0][: len(args)] == names[1][: len(args)] and not all(leaf.call.given)
+    collects = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
+    if as_called and not (collects and one_by_one):
+        return rule(trace, module, *args, **kwargs)
+    check_arguments(rule, type(module).__name__, module.forward, (trace, module, *inputs), {})
+    return rule(trace, module, *inputs)
+
+
+def check_arguments(rule: Rule, called: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Check that a rule can be called.
+
+    Args:
+        rule: The rule.
+        called: The name of that to which it belongs.
+        function: The operation, or what the module does.
+        args: What the rule is called with.
+        kwargs: Its keywords.
+
+    Raises:
+        TypeError: If it does not take these.
+    """
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError as error:
+        schema = getattr(function, "_schema", None)
+        own = inspect.signature(function).parameters if schema is None else [each.name for each in schema.arguments]
+        first = "trace, module" if schema is None else "trace"
         raise TypeError(
-            f"the rule for {type(module).__name__} returned {type(result).__name__}; expected the Value that comes "
-            "out, or a list of them"
+            f"the rule for {called} does not take its arguments ({error}); expected rule({', '.join((first, *own))})"
+        ) from error
+
+
+def checked_results(result: Any, owner: Any) -> list[Any]:
+    """Return the values that a rule returned, in order.
+
+    Args:
+        result: What the rule returned.
+        owner: The module or operation to which it belongs.
+
+    Raises:
+        TypeError: If that is something else.
+    """
+    parts = torch.utils._pytree.tree_leaves(result)
+    if not parts or not all(isinstance(part, Value) or part is None for part in parts):
+        called = type(owner).__name__ if isinstance(owner, nn.Module) else operation_name(owner)
+        raise TypeError(
+            f"the rule for {called} returned {type(result).__name__}; expected the Value that comes out, or a list of "
+            "them"
         )
-    return [result] if isinstance(result, Value) else list(result)
+    return parts
+
+
+@register_rule("lightning_sym::demand")
+def _demand(trace: Trace, inputs: list[Value], shape: Sequence[int]) -> Value:
+    """Put down what a rule demands, as `expansion.py` wrote it."""
+    method, template = trace.node.meta["demand"]
+    if not method:
+        return Value(tuple(shape))
+    args, kwargs = template.filled(inputs)
+    result = getattr(trace, method)(*args, **kwargs)
+    return result if isinstance(result, Value) else Value(tuple(shape))
 
 
 @functools.lru_cache(maxsize=512)

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.capture import Capture, operation_name
 from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label, Sighting
 from lightning_sym.symmetry.tracing.coordinates import core
-from lightning_sym.symmetry.tracing.copies import components
+from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.rules import out_of_place
 from lightning_sym.symmetry.tracing.shifts import Shift, Shown
 from lightning_sym.symmetry.tracing.vocabulary import Members, Value, values_in
@@ -365,11 +365,7 @@ def _shared(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
         atoms[ids] = 0
     for ids in stacks.shared_scales:
         scales[ids] = 0
-    merges = [
-        np.stack([one.ravel(), two.ravel()])
-        for one, two in (*constraints.merges, *constraints.contracted, *constraints.turned)
-    ]
-    component = components(constraints.atoms, np.concatenate([np.zeros((2, 0), np.int64), *merges], 1))
+    component = components(constraints.atoms, [*constraints.merges, *constraints.contracted, *constraints.turned])
     fixed, still = np.zeros(constraints.atoms, bool), np.ones(constraints.scales, bool)
     for ids in constraints.fixed_atoms:
         fixed[component[ids]] = True

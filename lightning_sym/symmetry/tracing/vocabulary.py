@@ -206,7 +206,7 @@ class Trace:
     @property
     def operation(self) -> str:
         """The name of the operation at hand."""
-        return operation_name(self.node.target)
+        return self.node.meta.get("rule_of") or operation_name(self.node.target)
 
     @property
     def where(self) -> str:
@@ -252,6 +252,52 @@ class Trace:
                 f"{type(module).__name__} has no parameter or buffer {name!r}; it has {', '.join(self.leaf)}"
             )
         return self.leaf[name]
+
+    def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute a function of torch, whose operations are followed as if the network held them.
+
+        Args:
+            function: Takes tensors, and returns a tensor or several. The parameters of the module at hand that it reads
+                count as those of the network.
+            args: Its arguments, tensors as values.
+            kwargs: Its keywords.
+
+        Returns:
+            What it returns, with values in the place of tensors.
+
+        Raises:
+            ValueError: If the function cannot be followed, as its operations depend on values.
+            TypeError: If the rule also looks at what acts on values: such a rule cannot compute anything.
+        """
+        raise self._only_unlabelled("compute")
+
+    def normalise(self, value: Value, axes: Sequence[int], *, mean: bool, eps: float = 0.0) -> Value:
+        """Divide by the root mean square over some axes.
+
+        Args:
+            value: Any value.
+            axes: The axes; negative ones count from the end.
+            mean: Whether the mean over these axes is taken off before.
+            eps: What is added to the mean square.
+
+        Raises:
+            TypeError: If the rule also looks at what acts on values.
+        """
+        raise self._only_unlabelled("normalise")
+
+    def softmax(self, value: Value, axis: int) -> Value:
+        """Apply a softmax along an axis.
+
+        Raises:
+            TypeError: If the rule also looks at what acts on values.
+        """
+        raise self._only_unlabelled("softmax")
+
+    def _only_unlabelled(self, method: str) -> TypeError:
+        return TypeError(
+            f"the rule for {self.operation} calls trace.{method} and looks at labels or constraints, too; expected a "
+            "rule that does one of the two, as what acts on values is not known yet where functions are followed"
+        )
 
     def label(self, value: Value, axis: int) -> Label | None:
         """Return the label that lives on one axis alone, or None.

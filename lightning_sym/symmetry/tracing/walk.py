@@ -1,6 +1,6 @@
 """Walk through a captured network, and have each operation's rule write down what it demands."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -9,33 +9,17 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
-from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
+from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark, operation_name
 from lightning_sym.symmetry.tracing.choice_rules import fix_choice, tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
+from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
 from lightning_sym.symmetry.tracing.turns import Turns, mixed
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
 
-# Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
-_OF_NO_SIZE = {
-    *("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like"),
-    *("new_zeros", "new_ones", "new_full", "new_empty", "lift_fresh", "lift_fresh_copy", "clone", "alias", "detach"),
-    *("to", "_to_copy", "float", "double", "type_as", "contiguous", "copy", "fill", "zero", "stack", "cat"),
-    *("view", "reshape", "flatten", "unflatten", "permute", "unsqueeze", "squeeze", "transpose", "t", "numpy_T", "mT"),
-    *("movedim", "expand", "expand_as", "repeat", "slice", "select", "narrow", "index", "index_select", "gather"),
-    *("chunk", "split", "split_with_sizes", "unbind", "sum", "mean", "softmax", "where", "masked_fill"),
-    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
-    *("cos", "sin", "sigmoid", "tanh", "relu", "bitwise_not", "logical_not", "eq", "ne", "gt", "lt", "ge", "le"),
-}
 _MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
-
-
-def _lengths(inputs: Sequence[fx.Node]) -> set[int]:
-    """Return the sizes of the inputs' axes that may be other ones: not of the batch, nor of features of a vector."""
-    tensors = [node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), Tensor)]
-    return {size for t in tensors if t.ndim > 2 or not t.is_floating_point() for size in t.shape[1:]}
 
 
 def _uniform(value: Value) -> bool:
@@ -79,7 +63,7 @@ class Walk(Trace):
         self.walks += 1
         self.made_of_states = {}
         varying: set[fx.Node] = set(capture.inputs)
-        self.lengths = _lengths(capture.inputs)
+        self.lengths = lengths_of(capture.inputs)
         self.absorbed_before = tuple(self.absorbed)
         self.turns = Turns(self.constraints)
         environment: dict[fx.Node, Any] = {}
@@ -220,6 +204,8 @@ class Walk(Trace):
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
         """Run operations on constants for real: their results may say which elements another operation takes."""
+        if node.target in OPAQUE:
+            return None
         values = values_in((arguments, keywords))
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
             if not str(node.target).startswith(_MAKE_ANOTHER):
@@ -244,7 +230,7 @@ class Walk(Trace):
         if "empty" in str(node.target):
             result = torch.zeros_like(result)  # what was there before nobody may read
         name = operation_name(node.target).removesuffix("_")
-        by_size = name not in _OF_NO_SIZE or any(value.by_size for value in values)
+        by_size = name not in OF_NO_SIZE or any(value.by_size for value in values)
 
         def wrapped(tensor: Tensor) -> Value:
             part = any(

@@ -44,6 +44,7 @@ class Algebra:
 
     def __init__(self, system: System) -> None:
         self.system, self.unknowns = system, system.unknowns
+        self.contracted: set[str] = set()  # the weights that the operation at hand contracts with something
 
     def numbers(self, value: Value) -> Tensor | None:
         """Return the unknowns that are added to a value; thin. None for nothing."""
@@ -63,8 +64,14 @@ class Algebra:
         if value.origin is not None and value.origin[0] in self.system.weights:
             self.system.fixed.add(value.origin[0])
 
-    def alike(self, value: Value, axes: Collection[int]) -> None:
-        """Demand that what is added to a value is the same along some axes."""
+    def alike(self, value: Value, axes: Collection[int], *, seen: bool = True) -> None:
+        """Demand that what is added to a value is the same along some axes.
+
+        Args:
+            value: The value.
+            axes: The axes.
+            seen: Whether functions of the input may not differ along them, either.
+        """
         parts = [own for own in (value.translation, *value.more) if own is not None]
         changing = [own for own in parts if varying(own) & set(axes)]
         if changing:
@@ -73,7 +80,7 @@ class Algebra:
             parts = others if numbers is None else [*others, self._equal(numbers, axes)]
             value.translation, value.more = (parts[0], tuple(parts[1:])) if parts else (None, ())
         for key, drift in self._living(value).items():
-            if varying(drift.function) & set(axes):
+            if seen and varying(drift.function) & set(axes):
                 self.unknowns.vanish(drift.numbers)
                 del value.drifts[key]
             else:
@@ -104,6 +111,8 @@ class Algebra:
             result = move(array, lead)
             return result if isinstance(result, list) else [result]
 
+        if (axis := self._cut_to_length(value, move)) is not None:
+            self.alike(value, [axis], seen=False)
         summands = [own for own in (value.translation, *value.more) if own is not None]
         translations = [moved(own) for part in summands if (own := self.unknowns.living(part)) is not None]
         drifts = {key: (moved(own.function), moved(own.numbers, 1)) for key, own in self._living(value).items()}
@@ -128,6 +137,19 @@ class Algebra:
             )
             for index in range(count)
         ]  # fmt: skip
+
+    def _cut_to_length(self, value: Value, move: Move) -> int | None:
+        """Return the axis of which a move takes a part that is as long as an input: a longer one has more of it."""
+        if move.kind != "cut" or value.shape[move.axis] in self.system.lengths or not value.moves:
+            return None
+        if value.origin is not None:  # how much of a parameter is read is known before
+            return None
+        if move.drops:  # the row of the last step
+            return (
+                move.axis if not value.varies and move.at is not None and move.at + 1 in self.system.lengths else None
+            )
+        short = move.after[move.axis] < value.shape[move.axis] and move.after[move.axis] in self.system.lengths
+        return move.axis if short and move.alone else None
 
     @staticmethod
     def _shapes(move: Move, shape: Shape) -> list[Shape]:
@@ -211,17 +233,28 @@ class Algebra:
         own = self.system.coefficient(other).mapped(lambda t: wide(t, len(shape)))
         if any(not varying(places) <= relation.axes for *_, places in own.items):
             return None
-        total = Total(relation.total.segments, before=(relation.total, torch.arange(relation.total.segments)))
+        return self.moved_total(Relation(relation.axes, relation.segments, coefficient, relation.total), shape,
+                                own.times(Coefficient(by)))  # fmt: skip
+
+    def moved_total(self, relation: Relation, shape: Shape, by: Coefficient) -> Relation | None:
+        """Return the relation of a value to which something is added that depends on the weights alone."""
+        terms = relation.coefficient.times(by)
+        told = set().union(*(varying(places) for *_, places in terms.items))
+        if any(shape[axis] in self.system.lengths for axis in relation.axes - told):
+            return None  # what is added is counted, and a longer input has more of it
+        count = relation.total.segments
+        total = Total(count, before=(relation.total, torch.arange(count)))
         whole = tuple(size if axis in relation.axes else 1 for axis, size in enumerate(shape))
-        total.terms.append((coefficient.times(own).times(Coefficient(by)), relation.segments, whole))
-        return Relation(relation.axes, relation.segments, coefficient, total)
+        total.terms.append((terms, relation.segments, whole))
+        return Relation(relation.axes, relation.segments, relation.coefficient, total)
 
     # Products.
 
     def scale(self, value: Value, factor: float, node: Any = None) -> Value:
         """Return a value times a number."""
-        by = Coefficient(factor)
-        found = self._summands([value], [factor])
+        by = self._factor(factor) if value.moves else Coefficient(factor)
+        terms = [(own, by) for own in (value.translation, *value.more) if own is not None]
+        found = [own for term in terms if (own := self.unknowns.combined([term])) is not None]
         drifts = {}
         for key, drift in self._living(value).items():
             if (numbers := self.unknowns.combined([(drift.numbers, by)], 1)) is not None:
@@ -234,6 +267,14 @@ class Algebra:
             value.shape, value.varies, None if value.varies else node, found[0] if found else None, drifts,
             relation if factor else None, learned=value.learned, more=tuple(found[1:]),
         )  # fmt: skip
+
+    def _factor(self, factor: float) -> Coefficient:
+        """Return a number as a coefficient: it may be the length of an input, or 1 over that."""
+        for size in self.system.lengths:
+            for power in (1, -1):
+                if size > 1 and factor == float(size) ** power:
+                    return self.system.length(size, power)
+        return Coefficient(factor)
 
     def multiply(self, one: Value, two: Value, node: Any = None, *, divide: bool = False) -> Value:
         """Return the product of two values, or the quotient."""
@@ -282,6 +323,8 @@ class Algebra:
         by = self.system.coefficient(weights).mapped(lambda t: wide(t, len(shape))).power(power)
         result = Value(shape, True, learned=True)
         changes = self.numbers(weights)
+        for drift in weights.drifts.values():
+            self.unknowns.vanish(drift.numbers)
         functions = {axis for axis, size in enumerate(wide_shape(value.shape, len(shape))) if size > 1}
         everywhere = {axis for axis, size in enumerate(shape) if size > 1} <= functions
         if changes is not None and (everywhere or power < 0 or own.moves or own.relation is not None):
@@ -292,8 +335,6 @@ class Algebra:
         if changes is None or everywhere or power < 0 or own.moves or own.relation is not None:
             if weights.learned and weights.origin is not None and weights.origin[0] in self.system.weights:
                 self.fix(weights)
-            for drift in weights.drifts.values():
-                self.unknowns.vanish(drift.numbers)
             if (numbers := self.numbers(own)) is not None:
                 result.translation = self.unknowns.combined([(numbers, by)])
             for key, drift in self._living(own).items():
@@ -328,14 +369,17 @@ class Algebra:
 
     def reduce(self, value: Value, axes: Collection[int], node: Any, *, mean: bool, keep: bool) -> Value:
         """Return the sum or mean over some axes."""
-        size = math.prod(value.shape[axis] for axis in axes)
         translation, drifts = None, {}
+        if not value.varies:  # rows of a table, of which a longer input has more
+            self.alike(value, [axis for axis in axes if value.shape[axis] in self.system.lengths], seen=False)
 
         def reduced(numbers: Tensor, lead: int) -> Tensor | None:
-            thin = math.prod(value.shape[axis] for axis in axes if numbers.shape[lead + axis] == 1)
-            summed = self.unknowns.summed(numbers, [lead + axis for axis in axes])
-            by = thin / size if mean else float(thin)
-            return None if summed is None else self.unknowns.combined([(summed, Coefficient(by))], lead)
+            summed, by = self.unknowns.summed(numbers, [lead + axis for axis in axes]), ONE
+            for axis in axes:
+                alike = numbers.shape[lead + axis] == 1
+                if alike != mean:
+                    by = by.times(self.system.length(value.shape[axis], -1 if mean else 1))
+            return None if summed is None else self.unknowns.combined([(summed, by)], lead)
 
         if (whole := self.numbers(value)) is not None:
             translation = reduced(whole, 0)
@@ -353,7 +397,12 @@ class Algebra:
         relation = value.relation
         if relation is not None and not relation.axes.isdisjoint(axes):
             relation = None
-        if relation is not None and not mean and size > 1 and not relation.total.vanishes:
+        if (
+            relation is not None
+            and not mean
+            and math.prod(value.shape[axis] for axis in axes) > 1
+            and not relation.total.vanishes
+        ):
             relation = None
         kept = tuple(1 if axis in axes else own for axis, own in enumerate(value.shape))
         result = Value(kept, value.varies, None if value.varies else node, translation, drifts, relation,

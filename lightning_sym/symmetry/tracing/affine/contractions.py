@@ -143,6 +143,7 @@ class Contractions(Algebra):
         if weights.origin is None or weights.origin[0] not in self.system.weights:
             return result
         name, split = weights.origin[0], self._split(weights, by)
+        self.contracted.add(name)
         if groups > 1 or split is None:
             self.system.fixed.add(name)
             return result
@@ -186,6 +187,8 @@ class Contractions(Algebra):
 
     def _through(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
         """Take what is added to a value through weights."""
+        if self._is_cut(weights, by):  # a longer input takes more of it
+            self.unknowns.vanish(self.numbers(value))
         numbers = self.numbers(value)
         if numbers is None:
             return
@@ -214,6 +217,14 @@ class Contractions(Algebra):
             key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=(weights, by)
         )
         self._include(result, made)
+
+    def _is_cut(self, weights: Value, by: Sum) -> bool:
+        """Whether a sum goes over an axis of a weight of which only a part is read."""
+        if weights.origin is None or weights.origin[0] not in self.system.weights:
+            return False
+        partial = self.system.partial.get(weights.origin[0], frozenset())
+        gone = {by.two.index(letter) for letter in by.gone}
+        return any(varying(own) & gone for axis, own in enumerate(weights.origin[1]) if axis in partial)
 
     @staticmethod
     def _blocks(by: Sum, made: tuple[int, ...], given: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -420,6 +431,7 @@ class Contractions(Algebra):
         if weights.origin is None or weights.origin[0] not in self.system.weights:
             return
         name = weights.origin[0]
+        self.contracted.add(name)
         split = self._split(weights, by)
         if split is None:
             self.system.fixed.add(name)

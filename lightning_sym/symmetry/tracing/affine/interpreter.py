@@ -1,5 +1,6 @@
 """Interprets a captured graph: which method each operation is, and with which arguments."""
 
+import math
 import operator
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -12,25 +13,14 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
-from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
-from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
-from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import argument, shared_memory
+from lightning_sym.symmetry.tracing.affine.reading import CONVOLUTIONS, Constants
+from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, name_of
+from lightning_sym.symmetry.tracing.affine.values import Coefficient, Drift, Shape, Value, places, varying, wide
+from lightning_sym.symmetry.tracing.capture import OPAQUE
+from lightning_sym.symmetry.tracing.invisible import argument
 
 _VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
 _LETTERS = string.ascii_letters
-
-
-def contracts(node: fx.Node, given: fx.Node) -> bool:
-    """Whether an operation is a contraction of a parameter with something else."""
-    name = name_of(node)
-    if name in ("linear", *_CONVOLUTIONS):
-        return given is node.args[1]
-    if name == "embedding":
-        return given is node.args[0]
-    if name in ("addmm", "baddbmm", "addmv"):
-        return given in node.args[1:3]
-    return name in ("matmul", "mm", "bmm", "mv", "einsum", "tensordot", "bilinear")
 
 
 class Interpreter(Contractions):
@@ -38,14 +28,12 @@ class Interpreter(Contractions):
 
     Args:
         system: Where equations go.
-        capture: The network.
-        constants: The numbers of constants.
+        constants: The network, and what of it is constant.
     """
 
-    def __init__(self, system: System, capture: Capture, constants: Weights) -> None:
+    def __init__(self, system: System, constants: Constants) -> None:
         super().__init__(system)
-        self.capture, self.constants = capture, constants
-        self.unsafe = shared_memory(capture.graph)
+        self.capture, self.constants, self.unsafe = constants.capture, constants, constants.unsafe
         self.values: dict[fx.Node, Any] = {}
 
     def run(self) -> None:
@@ -112,16 +100,25 @@ class Interpreter(Contractions):
                 self.fix(value)
             return None
         given = self._given(node)
-        if node in self.unsafe:
+        if node in self.unsafe or node.target in OPAQUE:
             return self._written(node)
-        if name in OF_SHAPE or not any(value.learned or value.varies for value in given):
+        if self.constants.is_constant(node):
             return self._constant(node)
+        self.contracted.clear()
         result = self._by_rule(node, name)
         if result is None:
             result = self._unknown(node)
+        self._see_weights(given if name not in CASTS else given[:1], result)
         if isinstance(result, Value) and not result.varies:
             result.node = node
         return result
+
+    def _see_weights(self, given: Sequence[Value], result: Any) -> None:
+        """Fix weights of which an operation makes something else than a move or a contraction does."""
+        kept = {own.origin[0] for own in (result if isinstance(result, list) else [result]) if own and own.origin}
+        for value in given:
+            if value.origin is not None and value.origin[0] not in kept | self.contracted:
+                self._unread(value)
 
     def _written(self, node: fx.Node) -> Any:
         """Return what is known of a node in whose memory something is written that other nodes may see: nothing."""
@@ -167,17 +164,29 @@ class Interpreter(Contractions):
         return Value(made.shape, False, node, learned=True) if isinstance(made, Value) else None
 
     def _constant(self, node: fx.Node) -> Any:
+        """Return a constant; one that depends on the input's size is as good as an input."""
         val = node.meta["val"]
-        if isinstance(val, Tensor):
-            return Value(tuple(val.shape), False, node)
-        return [Value(tuple(own.shape), False, None) for own in val]
+        if not isinstance(val, Tensor):
+            return [Value(tuple(own.shape), True) if isinstance(own, Tensor) else None for own in val]
+        shape = tuple(val.shape)
+        if self.constants.known(node) is not None:
+            uniform = self.constants.number(node) is not None
+            if not (uniform and any(size > 1 and size in self.constants.lengths for size in shape)):
+                return Value(shape, False, node)
+        value = Value(shape, True)
+        total = self.constants.sums_to(node)
+        if total is not None and shape[-1] > 1:
+            value.relation = self._over(shape, [len(shape) - 1], total)
+        return value
 
     def _unknown(self, node: fx.Node) -> Any:
         given = self._given(node)
         val, name = node.meta.get("val"), name_of(node)
+        pointwise = name in _POINTWISE or node.meta.get("demand", ("",))[0] == "elementwise"
         for value in given:
             living = self.numbers(value) is not None or bool(self._living(value))
-            if name not in _POINTWISE and living:
+            if not pointwise and living:
+                name = node.meta.get("rule_of", name)
                 where = self.capture.modules.get(node, "forward")
                 self.system.note(f"{name} in {where}: nothing is added to what it takes")
         if isinstance(val, (list, tuple)):
@@ -191,26 +200,38 @@ class Interpreter(Contractions):
         found = self.values.get(given) if isinstance(given, fx.Node) else None
         return found if isinstance(found, Value) else None
 
-    def _known(self, node: fx.Node) -> Tensor | None:
-        """Return a constant; None if a value depends on the input or the weights."""
-        value = self._value(node)
-        if value is None or value.varies or value.learned or value.node is None:
-            return None
-        try:
-            return self.constants.node(value.node)  # type: ignore[no-any-return]
-        except Exception:  # without numbers, on meta
-            return None
-
     def _moved(self, node: fx.Node, name: str, first: Any) -> Any:
         if not isinstance(first, Value):
             return None
         if name == "index" and isinstance(node.args[1], (list, tuple)) and first.varies and not first.moves:
             return None
-        move = move_of(node, name, first.shape, self._known)
+        move = move_of(node, name, first.shape, self.constants.known)
         if move is None:
-            return None
+            return self._looked_up(node, name, first)
         results = self.move(first, move, node)
         return results if isinstance(node.meta["val"], (list, tuple)) else results[0]
+
+    def _looked_up(self, node: fx.Node, name: str, table: Value) -> Value | None:
+        """Return what one index, which depends on the input, takes out of weights: a contraction with indicators."""
+        axis: Any = node.args[1]
+        index = node.args[2] if name == "index_select" else None
+        if name == "index" and isinstance(axis, (list, tuple)):
+            axes = [at for at, own in enumerate(axis) if own is not None]
+            axis, index = (axes[0], axis[axes[0]]) if len(axes) == 1 else (None, None)
+        at = self._value(index)
+        if table.varies or at is None or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
+            return None
+        letters = _LETTERS[: table.rank]
+        axis %= table.rank
+        own = _LETTERS[table.rank : table.rank + at.rank]
+        return self._by_indicators(
+            at, table, f"{own}{letters[axis]},{letters}->{letters[:axis]}{own}{letters[axis + 1 :]}", node, axis
+        )
+
+    def _by_indicators(self, index: Value, table: Value, equation: str, node: fx.Node, axis: int = 0) -> Value:
+        hot = Value((*index.shape, table.shape[axis]), True)
+        hot.relation = self._over(hot.shape, [hot.rank - 1], 1.0)
+        return self.contract(hot, table, equation, node)
 
     # Sums and products.
 
@@ -235,35 +256,27 @@ class Interpreter(Contractions):
         result = value if factor == 1 else self.scale(value, factor, node)
         relation = result.relation
         if relation is not None and number:
-            result = result.with_(relation=self._moved_total(relation, result.shape, by_number * float(number)))
+            by_it = Coefficient(by_number * float(number))
+            result = result.with_(relation=self.moved_total(relation, result.shape, by_it))
         return result.with_(origin=None)
 
-    def _moved_total(self, relation: Any, shape: Shape, number: float) -> Any:
-        from dataclasses import replace
-
-        from lightning_sym.symmetry.tracing.affine.values import Coefficient, Total
-
-        count = relation.total.segments
-        total = Total(count, before=(relation.total, torch.arange(count)))
-        whole = tuple(size if axis in relation.axes else 1 for axis, size in enumerate(shape))
-        total.terms.append((relation.coefficient.times(Coefficient(number)), relation.segments, whole))
-        return replace(relation, total=total)
-
     def _mul(self, node: fx.Node) -> Any:
+        shape = tuple(node.meta["val"].shape)
+        for own, other in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
+            value, number = self._value(own), self.constants.number(other)
+            if value is not None and number is not None and value.shape == shape:
+                return self.scale(value, number, node)
         one, two = self._value(node.args[0]), self._value(node.args[1])
-        if one is not None and two is not None:
-            return self.multiply(one, two, node)
-        value, number = (one, node.args[1]) if one is not None else (two, node.args[0])
-        return self.scale(value, float(number), node) if value and isinstance(number, (int, float)) else None
+        return self.multiply(one, two, node) if one is not None and two is not None else None
 
     def _div(self, node: fx.Node) -> Any:
         if node.kwargs.get("rounding_mode") is not None:
             return None
         one, two = self._value(node.args[0]), self._value(node.args[1])
-        if one is not None and two is not None:
-            return self.multiply(one, two, node, divide=True)
-        number = node.args[1]
-        return self.scale(one, 1 / number, node) if one is not None and isinstance(number, (int, float)) else None
+        number = self.constants.number(node.args[1])
+        if number and one is not None and one.shape == tuple(node.meta["val"].shape):
+            return self.scale(one, 1 / number, node)
+        return self.multiply(one, two, node, divide=True) if one is not None and two is not None else None
 
     def _neg(self, node: fx.Node) -> Any:
         value = self._value(node.args[0])
@@ -360,15 +373,13 @@ class Interpreter(Contractions):
         table, index = self._value(node.args[0]), self._value(node.args[1])
         if table is None or index is None:
             return None
-        known = self._known(node.args[1])  # type: ignore[arg-type]
+        known = self.constants.known(node.args[1])
         if known is not None and not (table.origin and table.origin[0] in self.system.weights):
             after = (*known.shape, table.shape[1])
             move = Move("other", table.shape, after, lambda t: t[known])
             return self.move(table, move, node)[0]
-        hot = Value((*index.shape, table.shape[0]), True)
-        hot.relation = self._over(hot.shape, [hot.rank - 1], 1.0)
         lead = _LETTERS[: index.rank]
-        return self.contract(hot, table, f"{lead}y,yz->{lead}z", node)
+        return self._by_indicators(index, table, f"{lead}y,yz->{lead}z", node)
 
     def _convolution(self, node: fx.Node) -> Any:
         x, w = self._value(node.args[0]), self._value(node.args[1])
@@ -405,8 +416,9 @@ class Interpreter(Contractions):
         size = query.rank
         scores = self._product(query, self.move(key, permutation(key.shape, [*range(size - 2), size - 1, size - 2]))[0],
                                None)  # fmt: skip
-        if mask is not None and node.args and mask.learned:
-            scores = self.add(scores, mask)
+        if mask is not None and mask.learned:
+            scale = argument(node, 6, "scale") or 1 / math.sqrt(query.shape[-1])
+            scores = self.add(scores, mask, None, (scale, 1.0))
         weights = self.softmax(scores, scores.rank - 1, log=False)
         return self._product(weights, value, None)
 
@@ -459,6 +471,9 @@ class Interpreter(Contractions):
         gain, bias, mean, variance = (argument(node, at, key) for at, key in (
             (1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var")))  # fmt: skip
         if bool(node.args[5]) or mean is None:
+            for own in (self._value(mean), self._value(variance)):
+                if own is not None:
+                    self.fix(own)
             batch = [0] if name_of(node) == "batch_norm" else []
             result = self.normalise(x, [*batch, *range(2, x.rank)], mean=True)
         else:
@@ -518,6 +533,8 @@ class Interpreter(Contractions):
         axes = range(x.rank - count, x.rank)
         val = node.meta["val"]
         shape = tuple((val[0] if isinstance(val, (list, tuple)) else val).shape)
+        if "avg_pool" in name and argument(node, 6, "divisor_override") is not None:
+            return None
         linear = "max" not in name
         padding = argument(node, 3, "padding", 0) if "avg_pool" in name and "adaptive" not in name else 0
         if linear and any(_listed(padding, count)):
@@ -546,10 +563,9 @@ class Interpreter(Contractions):
         if x is None or mask is None:
             return None
         if isinstance(number, fx.Node):
-            known = self._known(number)
-            if known is None or known.numel() != 1:
+            number = self.constants.number(number)
+            if number is None:
                 return None
-            number = float(known)
         shape = tuple(node.meta["val"].shape)
         if isinstance(number, (int, float)) and number < _VANISHED and shape == x.shape:
             return x.with_(relation=None, origin=None)  # nothing changes what vanishes in a softmax
@@ -563,17 +579,22 @@ class Interpreter(Contractions):
         x, y = self._value(one), self._value(two)
         for own, other in ((x, two), (y, one)):
             number = other if isinstance(other, (int, float)) else None
-            if isinstance(other, fx.Node) and (known := self._known(other)) is not None and known.numel():
-                number = float(known.max()) if float(known.max()) < _VANISHED else None
+            if isinstance(other, fx.Node):
+                number = self.constants.number(other)
             if own is not None and number is not None and number < _VANISHED and own.shape == shape:
                 return own.with_(relation=None, origin=None)
         return self._by_place(y, x, condition, shape)
 
     def _by_place(self, x: Value | None, y: Value | None, condition: Any, shape: Shape) -> Value | None:
         """Return x where a condition is false, and y where it is true; None for numbers."""
-        mask = self._known(condition) if isinstance(condition, fx.Node) else None
+        mask = self.constants.known(condition)
         if mask is None:
-            return None
+            chosen = self._value(condition)
+            if chosen is None or chosen.learned:
+                return None
+            anywhere = Value(chosen.shape, True)  # 1 where it holds, and 0 elsewhere; another time the other way round
+            parts = [self.broadcast(self.multiply(own, anywhere), shape) for own in (x, y) if own is not None]
+            return self.add(*parts).with_(relation=None) if len(parts) == 2 else parts[0].with_(relation=None)
         rank, mask = len(shape), mask.bool()
         mask = wide(mask, rank)
         varies = any(value is not None and value.varies for value in (x, y))
@@ -667,7 +688,6 @@ def _listed(given: Any, count: int) -> list[int]:
     return list(given) if isinstance(given, (list, tuple)) else [given] * max(count, 1)
 
 
-_CONVOLUTIONS = [*(f"conv{count}d" for count in (1, 2, 3)), *(f"conv_transpose{count}d" for count in (1, 2, 3))]
 _POOLS = [f"{kind}_pool{count}d" for kind in ("avg", "max", "adaptive_avg") for count in (1, 2, 3)]
 _POOLS += [f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "bilinear2d", "linear1d")]
 _POINTWISE = {
@@ -686,7 +706,7 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "einsum": Interpreter._einsum,
     "tensordot": Interpreter._tensordot,
     "embedding": Interpreter._embedding,
-    **dict.fromkeys(_CONVOLUTIONS, Interpreter._convolution),
+    **dict.fromkeys(CONVOLUTIONS, Interpreter._convolution),
     "scaled_dot_product_attention": Interpreter._attention,
     **dict.fromkeys(("layer_norm", "rms_norm"), Interpreter._layer_norm),
     "group_norm": Interpreter._group_norm,

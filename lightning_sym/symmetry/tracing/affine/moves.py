@@ -71,6 +71,8 @@ class Move:
         order: Of a permutation: which axis each axis was.
         axis: Of a cut.
         drops: Whether a cut takes its axis away.
+        alone: Whether a cut takes one part, and leaves the others to be taken by other cuts, or by none.
+        at: Which place of its axis a cut takes, if it is one.
     """
 
     kind: str
@@ -81,6 +83,8 @@ class Move:
     order: Sequence[int] = ()
     axis: int = 0
     drops: bool = False
+    alone: bool = False
+    at: int | None = None
 
     def __call__(self, array: Tensor, lead: int = 0) -> Any:
         """Move a thin array, with leading axes in front of the value's own."""
@@ -212,7 +216,10 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
         at = _AXIS_AT.get(name, 1)
         axis = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
         assert isinstance(axis, int)
-        return Move("cut", before, after, run, axis=axis % len(before), drops=name in ("select", "unbind"))
+        axis %= len(before)
+        at = node.args[2] % before[axis] if name == "select" and isinstance(node.args[2], int) else None
+        drops, alone = name in ("select", "unbind"), name in ("slice", "narrow")
+        return Move("cut", before, after, run, axis=axis, drops=drops, alone=alone, at=at)
     if name in ("constant_pad_nd", "pad"):
         sizes: Any = node.args[1]
         if name == "pad" and len(node.args) > 2 and node.args[2] != "constant":

@@ -1,7 +1,7 @@
 """Solves the equations of an interpreted network: which unknowns are free, and what they make of all others."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +111,7 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
         return sparse.csr_matrix((data, root, np.arange(count + 1)), shape=(count, count))
 
     while True:
-        rows = (rows @ substitution()).tocsr()
-        rows.data[np.abs(rows.data) <= _NOTHING] = 0
-        rows.eliminate_zeros()
-        rows.sort_indices()
+        rows = _sum([(rows, substitution())], rows.shape)
         some = np.diff(rows.indptr) > 0
         rows, ids = rows[some], ids[some]
         if not rows.shape[0]:
@@ -146,12 +143,28 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
     columns = np.flatnonzero(free)
     forms = _columns(columns, count)
     for defined, definition in reversed(definitions):
-        forms = forms + _columns(defined, count) @ (definition @ substitution() @ forms)
-    forms = (substitution() @ forms).tocsr()
-    forms.data[np.abs(forms.data) < _NOTHING] = 0
-    forms.eliminate_zeros()
+        made = _sum([(definition, _sum([(substitution(), forms)], forms.shape))], (len(defined), len(columns)))
+        forms = forms + _columns(defined, count) @ made
+    forms = _sum([(substitution(), forms)], forms.shape)
     back = np.argsort(order)
     return Eliminated(order[columns], order[bound], equation, gone[back], forms[back])
+
+
+def _sum(
+    products: Sequence[tuple[sparse.csr_matrix, sparse.csr_matrix | None]], shape: tuple[int, int]
+) -> sparse.csr_matrix:
+    """Return a sum of products of matrices (None for the identity), without what is left of terms that cancel.
+
+    What is small is nothing only beside the terms that it is the sum of: an output may be a tiny multiple of a value.
+    """
+    made = [one.tocsr() if two is None else (one @ two).tocsr() for one, two in products]
+    sizes = [abs(one) if two is None else abs(one) @ abs(two) for one, two in products]
+    result, size = (sum(own[1:], start=own[0]).tocsr() for own in (made, sizes))
+    kept = (abs(result) > _NOTHING * size).astype(np.float64)
+    result = result.multiply(kept).tocsr()
+    result.eliminate_zeros()
+    result.sort_indices()
+    return result
 
 
 def _compress(root: Ints, factor: Floats) -> None:
@@ -188,7 +201,8 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     left = np.ones(rows.shape[0], bool)
     left[taken] = False
     rows, ids, gone = rows[left], ids[left], ids[taken]
-    rows = (rows + (rows @ _columns(defined, rows.shape[1])) @ replacing).tocsr() if rows.shape[0] else rows
+    if rows.shape[0]:
+        rows = _sum([(rows, None), (rows @ _columns(defined, rows.shape[1]), replacing)], rows.shape)
     return rows, ids, (defined, replacing + _columns(defined, rows.shape[1]).T, gone)
 
 
@@ -266,23 +280,27 @@ class Solution:
         return int(zero.sum()) > before
 
     def _met_twins(self) -> bool:
-        """Let derived unknowns be equal that the same weights make of the same; say whether any were not."""
+        """Let what the same weights make of the same be equal, and the other way round; say whether any were not."""
         forms, met = self.solved.forms, False
         for own in self._twins.values():
             for one, two in itertools.combinations(own, 2):
                 numbers, source = ([each.numpy().ravel() for each in pair] for pair in (
                     (one.numbers, two.numbers), (one.source, two.source)))  # fmt: skip
-                if self._differ(forms, *source) or not self._differ(forms, *numbers):
+                same = [not self._differ(forms, *pair) for pair in (source, numbers)]
+                if all(same) or (not any(same)) or (same[1] and not forms[numbers[0]].nnz):
                     continue
-                self.system.unknowns.equate(one.numbers, two.numbers)
+                if same[0]:
+                    self.system.unknowns.equate(one.numbers, two.numbers)
+                else:  # for all weights, only what is equal makes what is equal
+                    self.system.unknowns.equate(one.source, two.source)
                 two.alike |= set(range(len(two.blocks[0])))
                 met = True
         return met
 
     @staticmethod
     def _differ(forms: sparse.csr_matrix, one: Ints, two: Ints) -> bool:
-        apart = forms[one] - forms[two]
-        return bool((np.abs(apart.data) > _NOTHING).any())
+        first, second = forms[one], forms[two]
+        return bool((abs(first - second) > _NOTHING * (abs(first) + abs(second))).nnz)
 
     def _is_alive(self, own: Derived, column: Ints, lengths: Ints) -> bool:
         """Whether derived unknowns may be anything that the weights make of what defines them.

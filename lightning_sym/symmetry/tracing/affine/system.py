@@ -144,6 +144,9 @@ class Weights:
 
     def atom(self, atom: Atom) -> Tensor:
         """Return the numbers of an atom. Shape (numbers,)."""
+        if atom.kind == "length":
+            size, walk = atom.key
+            return torch.tensor([size * (1 + 0.37 * walk)], dtype=torch.float64)
         if atom.kind == "parameter":
             return self.tensor(atom.key).reshape(-1)
         made: Tensor = self.node(self.system.nodes[atom.key]).double().reshape(-1)
@@ -211,6 +214,9 @@ class System:
         self.derived: list[Derived] = []
         self.products: list[tuple[Tensor, Tensor]] = []  # of which one has to vanish
         self.common: list[tuple[Tensor, Tensor, list[int]]] = []  # rows that are alike along axes unless a number lives
+        self.lengths: set[int] = set()  # of the inputs of the capture at hand
+        self.walk = 0  # which length they have
+        self.counted = False  # whether anything was multiplied by a length
         self.sources = 0
         self.notes: list[str] = []
         self._derived: dict[Any, Tensor] = {}
@@ -225,6 +231,18 @@ class System:
         """Return a number for a new source of drift."""
         self.sources += 1
         return self.sources
+
+    def length(self, size: int, power: int = 1) -> Coefficient:
+        """Return how many entries an axis has, or 1 over that: a number that another input changes, if it is a length.
+
+        Args:
+            size: How many.
+            power: 1 or -1.
+        """
+        if size < 2 or size not in self.lengths:
+            return Coefficient(float(size) ** power)
+        self.counted = True
+        return Coefficient(1.0, ((Atom("length", (size, self.walk)), power, torch.tensor(0)),))
 
     def again(self) -> "System":
         """Return a system that knows the families of this one from the start."""
@@ -243,13 +261,18 @@ class System:
         own = self.families.setdefault(name, {})
         if axes not in own:
             self.late |= name in self.read
-            shape = [1 if axis in axes else size for axis, size in enumerate(self.shape(name))]
+            shape = self._outer(name, axes)
             own[axes] = Family(self.unknowns.fresh(shape, DIRECTIONS))
         return own[axes]
 
+    def _outer(self, name: str, axes: frozenset[int]) -> list[int]:
+        """Return the sizes of a weight, with 1 along axes that are summed over, and along those read in part."""
+        once = axes | self.partial.get(name, frozenset())
+        return [1 if axis in once else size for axis, size in enumerate(self.shape(name))]
+
     def rows(self, name: str, axes: frozenset[int], coefficient: Coefficient, segments: Tensor) -> Rows:
         """Return new rows."""
-        shape = [1 if axis in axes else size for axis, size in enumerate(self.shape(name))]
+        shape = self._outer(name, axes)
         count = int(segments.max()) + 1
         return Rows(self.unknowns.fresh((count, *shape), ROWS), coefficient, segments)
 

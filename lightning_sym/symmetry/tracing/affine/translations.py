@@ -8,17 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter, contracts
-from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
+from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
+from lightning_sym.symmetry.tracing.affine.reading import Constants, read_ahead
 from lightning_sym.symmetry.tracing.affine.solution import Definitions, Solution
-from lightning_sym.symmetry.tracing.affine.system import CASTS, Derived, System, Weights, name_of, states_of
+from lightning_sym.symmetry.tracing.affine.system import Derived, System, Weights, states_of
 from lightning_sym.symmetry.tracing.affine.values import Atom, Total
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import shared_memory
-
-_MOST = 2**20  # entries of a parameter that are told apart
 
 
 def find_translations(
@@ -34,67 +31,20 @@ def find_translations(
     known = set(constants) | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
     system = System(tensors, tensors.keys() - known, known)
     system.names = states_of(captures)
-    _read_ahead(system, captures)
     values = Weights(system, tensors)
+    constants = [Constants(system, capture, values) for capture in captures]
+    read_ahead(system, constants)
     while True:
-        for capture in captures:
-            Interpreter(system, capture, values).run()
+        for own in constants:
+            # What is counted has to fit two lengths, if there is any.
+            system.lengths, system.walk, system.counted = own.lengths, 0, False
+            Interpreter(system, own).run()
+            if system.counted:
+                system.walk = 1
+                Interpreter(system, own).run()
         if not system.late:
             return Translations(Solution(system))
         system = system.again()
-
-
-def _read_ahead(system: System, captures: Sequence[Capture]) -> None:
-    """Note which parameters are contracted with values, and which are read in part."""
-    reached: dict[str, Tensor] = {}
-    for capture in captures:
-        unsafe = shared_memory(capture.graph)
-        for node, name in capture.states.items():
-            if name not in system.movable or not node.users:
-                continue
-            shape = system.shape(name)
-            if len(shape) > 1 and _is_contracted(node):
-                system.weights.add(name)
-            elif math.prod(shape) > _MOST:
-                system.partial[name] = frozenset(range(len(shape) - 1))
-            else:
-                size = math.prod(shape)
-                own = reached.setdefault(name, torch.zeros(size, dtype=torch.bool))
-                _reach(node, torch.arange(size).reshape(shape), own, unsafe)
-    for name, own in reached.items():
-        whole = own.reshape(system.shape(name))
-        axes = {axis for axis in range(whole.ndim) if bool((whole == whole.narrow(axis, 0, 1)).all())}
-        if len(axes) < whole.ndim and not bool(own.all()):
-            system.partial[name] = frozenset(range(whole.ndim)) - axes
-
-
-def _is_contracted(node: fx.Node) -> bool:
-    for user in node.users:
-        if contracts(user, node):
-            return True
-        if (name_of(user) in MOVES | CASTS or name_of(user) == "getitem") and _is_contracted(user):
-            return True
-    return False
-
-
-def _reach(node: fx.Node, elements: Any, reached: Tensor, unsafe: Collection[fx.Node]) -> None:
-    """Mark the entries of a tensor that an operation reads that does not only move them."""
-    for user in node.users:
-        name = name_of(user)
-        if name == "getitem" and isinstance(elements, (list, tuple)):
-            _reach(user, elements[user.args[1]], reached, unsafe)  # type: ignore[index]
-            continue
-        if isinstance(elements, Tensor) and user not in unsafe and user.args and user.args[0] is node:
-            move = move_of(user, name, tuple(elements.shape), lambda _: None) if name in MOVES else None
-            if move is not None and move.kind != "other":
-                moved = move(elements)
-                _reach(user, moved.expand(move.after) if move.kind == "expand" else moved, reached, unsafe)
-                continue
-            if name in CASTS:
-                _reach(user, elements, reached, unsafe)
-                continue
-        for part in elements if isinstance(elements, (list, tuple)) else [elements]:
-            reached[part.reshape(-1)] = True
 
 
 class Translations:
@@ -139,9 +89,12 @@ class Translations:
             for axes, family in families.items()
             for own in (
                 *(rows.numbers for rows in family.rows.values()),
-                *([self.system.free[name][None]] if self.system.partial.get(name) == axes else []),
+                *([self.system.free[name][None]] if self._is_partial(name, axes) else []),
             )
         )
+
+    def _is_partial(self, name: str, axes: frozenset[int]) -> bool:
+        return name in self.system.free and self.system.partial.get(name) == axes
 
     def _in_common(self, numbers: Tensor, family: Any) -> int:
         """Return how many directions of a weight's outputs are among what is added to each of its outputs."""

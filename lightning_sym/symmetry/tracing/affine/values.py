@@ -24,8 +24,8 @@ class Atom(NamedTuple):
     """Numbers that depend on the weights alone.
 
     Attributes:
-        kind: "parameter", "node" (of the graph), or "relation" (what a relation sums to).
-        key: The parameter's name, the node, or the relation's sum.
+        kind: "parameter", "node" (of the graph), or "length" (of an axis of the input).
+        key: The parameter's name, what tells the node from others, or the length and the number of the walk.
     """
 
     kind: str

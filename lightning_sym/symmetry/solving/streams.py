@@ -1,14 +1,73 @@
-"""Finds the streams: cells of units that orthogonal matrices may mix, behind gains perhaps.
+"""Cells of units that matrices may mix: any invertible ones, or orthogonal ones, behind gains perhaps (streams).
 
 See docs/theory/intertwiners.md, 2.11.
 """
 
+import itertools
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_sym.symmetry.tracing.rotations import Bools, Ints, Rotation, exponents
-from lightning_sym.symmetry.tracing.structure import Met, Structure
+from lightning_sym.symmetry.solving.refinement import Orbits
+from lightning_sym.symmetry.solving.scales import Forms
+from lightning_sym.symmetry.solving.units import Positions
+from lightning_sym.symmetry.tracing.constraints import Constraints
+from lightning_sym.symmetry.tracing.rotations import Bools, Ints, Rotation, exponents, own_exponents
+from lightning_sym.symmetry.tracing.structure import Structure
+
+
+class Met(NamedTuple):
+    """What operations met the units, each of shape (units,), bool.
+
+    Attributes:
+        normed: Whether they see a unit's norm together with others', at least.
+        centred: Whether they see a unit's mean with others.
+        restricted: Whether one of them passes no mixture of units but permutations, scales and signs.
+    """
+
+    normed: NDArray[np.bool_]
+    centred: NDArray[np.bool_]
+    restricted: NDArray[np.bool_]
+
+
+def find_met(constraints: Constraints, positions: Positions, roots: Ints) -> Met:
+    """Find out what operations met units.
+
+    Args:
+        constraints: All demands.
+        positions: Where units are seen.
+        roots: For each unit, its root.
+    """
+    restricted = [*constraints.restricted, *(label.atom for label in positions.grouped.values())]
+    normed, centred, held = (
+        positions.marked(*atoms)[roots] for atoms in (constraints.normed, constraints.centred, restricted)
+    )
+    return Met(normed, centred, held)
+
+
+def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> tuple[Ints, ...]:
+    """Find cells of units that only linear operations touch: any invertible matrix mixes them.
+
+    Args:
+        constraints: All demands.
+        positions: Where units are seen.
+        orbits: The units.
+        forms: Scales and signs by position.
+    """
+    seen = (constraints.restricted, constraints.normed, constraints.centred, constraints.gained)
+    restricted = positions.marked(*itertools.chain(*seen), *(label.atom for label in positions.grouped.values()))
+    result = []
+    for group, cell, matrix, moves in zip(orbits.units, orbits.cells, orbits.columns, orbits.movable, strict=True):
+        # Matrices of size 1 are scales with signs.
+        if not moves or restricted[orbits.roots[group]].any() or np.bincount(cell).min() == 1:
+            continue
+        members = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
+        acting = [own_exponents(forms.magnitudes, matrix[own]) for own in members]
+        if all(own is not None and (np.abs(own) == 1).all() for own in acting):
+            result += [group[own] for own in members]
+    return tuple(result)
 
 
 def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:

@@ -1,0 +1,223 @@
+"""What is read before anything is followed: constants, and which parts of a network's tensors operations reach."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
+from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
+from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.invisible import shared_memory
+from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
+
+_MOST = 2**20  # entries of a parameter that are told apart
+CONVOLUTIONS = [*(f"conv{count}d" for count in (1, 2, 3)), *(f"conv_transpose{count}d" for count in (1, 2, 3))]
+
+
+class Constants:
+    """What a capture computes of neither inputs nor weights.
+
+    Args:
+        system: Knows which tensors are constants.
+        capture: The network.
+        values: Their numbers.
+    """
+
+    def __init__(self, system: System, capture: Capture, values: Weights) -> None:
+        self.system, self.capture, self.values = system, capture, values
+        self.unsafe = shared_memory(capture.graph)
+        self.lengths = lengths_of(capture.inputs)
+        self._constant: dict[fx.Node, bool] = {}
+        self._sized: dict[fx.Node, bool] = {}
+        for node in capture.graph.nodes:
+            self._constant[node] = self._is_constant(node)
+            self._sized[node] = self._constant[node] and self._is_sized(node)
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            name, own = self.capture.states.get(node), node.meta.get("val")
+            known = isinstance(own, Tensor) and (name in self.system.constants or not own.is_floating_point())
+            return name is not None and known and node not in self.unsafe
+        if node.op == "get_attr":
+            return node not in self.unsafe
+        if node.op != "call_function" or node in self.unsafe:
+            return False
+        return name_of(node) in OF_SHAPE or all(self._constant[given] for given in node.all_input_nodes)
+
+    def _is_sized(self, node: fx.Node) -> bool:
+        """Whether a constant may be another one for an input of another size, or by chance."""
+        if node.op != "call_function":
+            return False
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return True
+        given = [] if name_of(node) in OF_SHAPE else node.all_input_nodes
+        return name_of(node) not in OF_NO_SIZE or any(self._sized[own] or self._is_part(node, own) for own in given)
+
+    def _is_part(self, node: fx.Node, of: fx.Node) -> bool:
+        val, whole = node.meta.get("val"), of.meta.get("val")
+        if not isinstance(whole, Tensor):
+            return False
+        sizes = [own.numel() for own in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(own, Tensor)]
+        return any(size < whole.numel() for size in sizes) and self.number(of) is None
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Whether a node depends on neither inputs nor weights."""
+        return self._constant[node]
+
+    def known(self, node: Any) -> Tensor | None:
+        """Return a constant that is the same for inputs of all sizes; None for anything else."""
+        if not isinstance(node, fx.Node) or not self._constant[node] or self._sized[node]:
+            return None
+        return self._numbers(node)
+
+    def number(self, node: Any) -> float | None:
+        """Return what all entries of a constant are; None if they differ, or for anything else."""
+        if isinstance(node, (int, float)):
+            return float(node)
+        if not isinstance(node, fx.Node) or not self._constant[node]:
+            return None
+        own = self._numbers(node)
+        if own is None or own.is_complex() or not own.numel() or bool((own != own.reshape(-1)[0]).any()):
+            return None
+        return float(own.reshape(-1)[0])
+
+    def sums_to(self, node: fx.Node) -> float | None:
+        """Return 0 or 1 if that is what a constant sums to over its last axis, everywhere; else None."""
+        own = self._numbers(node)
+        if own is None or not own.is_floating_point() or not own.ndim or not own.numel():
+            return None
+        sums, size = own.sum(-1), own.abs().sum(-1).max()
+        return next((total for total in (0.0, 1.0) if bool(((sums - total).abs() <= 1e-6 * size).all())), None)
+
+    def _numbers(self, node: fx.Node) -> Tensor | None:
+        try:
+            found = self.values.node(node)
+        except Exception:  # without numbers, on meta
+            return None
+        return found if isinstance(found, Tensor) and not found.is_meta else None
+
+
+class _Read(NamedTuple):
+    """What one reader of a tensor reaches.
+
+    Attributes:
+        parts: The numbers of the tensor's entries, or, for each axis, places along it; counted from 1, 0 for nothing.
+        cut: Whether it is a part as long as an input.
+    """
+
+    parts: Sequence[Tensor]
+    cut: bool
+
+
+def read_ahead(system: System, captures: Sequence[Constants]) -> None:
+    """Note which parameters are contracted with values, and which are read in part.
+
+    Along axes of which only a part is read, longer inputs may read more, so that the same has to hold everywhere.
+    """
+    for constants in captures:
+        for node, name in constants.capture.states.items():
+            if name in system.movable and len(system.shape(name)) > 1 and is_contracted(node):
+                system.weights.add(name)
+    reached: dict[str, list[Tensor]] = {}
+    for constants in captures:
+        found: dict[str, list[_Read]] = {}
+        for node, name in constants.capture.states.items():
+            if name in system.movable and node.users:
+                found.setdefault(name, []).extend(_readers(node, _entries(system, name), constants))
+        for name, reads in found.items():
+            cut = [own for own in reads if own.cut]
+            apart = [own for own in reads if not _is_whole(system, name, own)]
+            for read in apart if cut else reads:
+                _mark(system, name, reached, read)
+    for name, own in reached.items():
+        if axes := _partial(system, name, own):
+            system.partial[name] = frozenset(axes)
+
+
+def is_contracted(node: fx.Node) -> bool:
+    """Whether a parameter, or what moves make of it, is contracted with something else."""
+    for user in node.users:
+        if _contracts(user, node):
+            return True
+        if (name_of(user) in MOVES | CASTS or name_of(user) == "getitem") and is_contracted(user):
+            return True
+    return False
+
+
+def _contracts(node: fx.Node, given: fx.Node) -> bool:
+    """Whether an operation is a contraction of a parameter with something else."""
+    name = name_of(node)
+    if name in ("linear", *CONVOLUTIONS):
+        return given is node.args[1]
+    if name == "embedding":
+        return given is node.args[0]
+    if name in ("addmm", "baddbmm", "addmv"):
+        return given in node.args[1:3]
+    return name in ("matmul", "mm", "bmm", "mv", "einsum", "tensordot", "bilinear")
+
+
+def _by_axis(system: System, name: str) -> bool:
+    return name in system.weights or math.prod(system.shape(name)) > _MOST
+
+
+def _entries(system: System, name: str) -> list[Tensor]:
+    """Return numbers for all entries of a tensor, or for each axis the places along it (thin); from 1 on."""
+    shape = system.shape(name)
+    if not _by_axis(system, name):
+        return [1 + torch.arange(math.prod(shape)).reshape(shape)]
+    return [
+        1 + torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
+        for axis, size in enumerate(shape)
+    ]
+
+
+def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False) -> Iterator[_Read]:
+    """Yield what each operation reads that does not only move entries."""
+    several = isinstance(node.meta.get("val"), (list, tuple))
+    shape = () if several else tuple(node.meta["val"].shape)
+    for user in node.users:
+        name = name_of(user)
+        if several:
+            for at in [user.args[1]] if name == "getitem" else range(len(parts[0])):
+                own = [part[at] for part in parts]
+                yield from _readers(user, own, constants, cut) if name == "getitem" else [_Read(own, cut)]
+            continue
+        if user not in constants.unsafe and user.args and user.args[0] is node:
+            move = move_of(user, name, shape, constants.known) if name in MOVES else None
+            if move is not None:
+                long = move.alone and move.after[move.axis] in constants.lengths
+                long = long and move.after[move.axis] < shape[move.axis]
+                yield from _readers(user, [move(part) for part in parts], constants, cut or long)
+                continue
+            if name in CASTS:
+                yield from _readers(user, parts, constants, cut)
+                continue
+        yield _Read(parts, cut)
+
+
+def _is_whole(system: System, name: str, read: _Read) -> bool:
+    counts = system.shape(name) if _by_axis(system, name) else [math.prod(system.shape(name))]
+    return all(len(part[part > 0].unique()) == count for part, count in zip(read.parts, counts, strict=True))
+
+
+def _mark(system: System, name: str, reached: dict[str, list[Tensor]], read: _Read) -> None:
+    counts = system.shape(name) if _by_axis(system, name) else [math.prod(system.shape(name))]
+    own = reached.setdefault(name, [torch.zeros(1 + count, dtype=torch.bool) for count in counts])
+    for marks, part in zip(own, read.parts, strict=False):
+        marks[part.reshape(-1)] = True
+
+
+def _partial(system: System, name: str, reached: Sequence[Tensor]) -> set[int]:
+    """Return the axes of a tensor of which only a part is read."""
+    shape = system.shape(name)
+    if _by_axis(system, name):
+        found = {axis for axis, own in enumerate(reached) if not bool(own[1:].all())}
+        return found if name in system.weights else found | set(range(len(shape) - 1))
+    whole = reached[0][1:].reshape(shape)
+    if bool(whole.all()):
+        return set()
+    found = {axis for axis in range(whole.ndim) if bool((whole != whole.narrow(axis, 0, 1)).any())}
+    return found or set(range(whole.ndim))
