@@ -565,7 +565,7 @@ def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def numbers_of(tensor: Tensor) -> Tensor:
     """Return which element of its memory each element of a tensor is."""
     numbers = torch.full((), tensor.storage_offset())
     for size, step in zip(tensor.shape, tensor.stride(), strict=True):
@@ -586,8 +586,8 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     held = source.meta.get("val")
     if not isinstance(held, Tensor) or memories_of(source) != memories[0] or r.is_frozen(source):
         return None
-    numbers = torch.cat([_numbers(part.meta["val"]) for part in parts], axis)
-    own = _numbers(held)
+    numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
+    own = numbers_of(held)
     if held.dtype != parts[0].meta["val"].dtype:
         return None
     if own.shape == numbers.shape:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped
+from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
 from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
 from lightning_sym.symmetry.tracing.layers import Layer, find_layer
 from lightning_sym.symmetry.tracing.pairings import find_pairing
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, run_step
-from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
 
 aten = torch.ops.aten
 
