@@ -34,6 +34,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     summed_product,
     tensordot,
 )
+from lightning_sym.symmetry.tracing.filling import join_parts
 from lightning_sym.symmetry.tracing.invisible import argument, reduced
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
@@ -60,6 +61,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     Returns:
         The capture.
     """
+    join_parts(capture, kept)
     _remove_writes(Rewriter(capture, kept))
     rewriter = Rewriter(capture, kept)
     rewriter.erase_unread()
@@ -526,6 +528,20 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
 # Movements.
 
 
+def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite windows of an image that lie side by side, and cover it, as parts of its axes."""
+    value, sizes, dilations, padding, strides = node.args  # type: ignore[misc]
+    shape = r.shape(value)
+    if sizes != strides or any(own != 1 for own in dilations) or any(padding) or len(shape) != 4:  # type: ignore
+        return None
+    (height, width), (rows, columns) = shape[2:], sizes  # type: ignore[misc]
+    if height % rows or width % columns:
+        return None
+    parts = [*shape[:2], height // rows, rows, width // columns, columns]
+    moved = permuted(r, reshaped(r, value, parts), [0, 1, 3, 5, 2, 4])  # type: ignore[arg-type]
+    return reshaped(r, moved, r.shape(node))
+
+
 def _same_shape(target: Any) -> Rewrite:
     """Return a rewrite of an operation that takes a shape from another value."""
 
@@ -695,6 +711,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
+    "im2col": _windows,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
     "addcmul": _with_product(aten.mul.Tensor),
