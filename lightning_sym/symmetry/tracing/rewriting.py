@@ -400,7 +400,7 @@ class Rewriter:
             first = known.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)
-                self._erase(node)
+                self.erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
         """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.
