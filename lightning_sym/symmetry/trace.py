@@ -115,7 +115,7 @@ def trace_symmetry(
         examples = examples if tensors.weightless else on_device_of(network, examples)
         trace = functools.partial(_captured, network, cuts)
         captures = [lengthened(examples, number, trace) or trace(call) for number, call in enumerate(examples)]
-        if note := _unused(tensors, captures):
+        for note in tensors.unused(captures):
             warnings.warn(note, stacklevel=2)
         derive = functools.partial(
             _derived, network, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
@@ -224,8 +224,8 @@ def _derived(
             added.values,
             labels.walk.taps,
             network,
-            [*_left_aside(tensors, captures, output), *group.notes, *added.notes],
-            constants=_constants(tensors, captures),
+            [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *added.notes],
+            constants=tensors.constants(captures),
             examples=examples,
             shown=added.shown,
             absorbed=absorbed_statistics(captures, parameters),
@@ -239,33 +239,12 @@ def _derived(
     return symmetry
 
 
-def _unused(tensors: Tensors, captures: Sequence[Capture]) -> str | None:
-    """Say which parameters no operation reads."""
-    read = {name for each in captures for node, name in each.states.items() if node.users}
-    unused = [name for name in tensors.parameters if name not in read]
-    names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-    note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
-    return note if unused else None
-
-
-def _left_aside(tensors: Tensors, captures: Sequence[Capture], output: str | int | None) -> list[str]:
-    """Say which parameters are not used, and which outputs do not count."""
-    notes = [note] if (note := _unused(tensors, captures)) else []
-    if left_out := dict.fromkeys(name for each in captures for name in each.left_out):
-        kept = "logits" if output is None else output
-        notes.append(f"of the outputs {kept} stays the same, {', '.join(left_out)} may change (output=... chooses)")
-    return notes
-
-
-def _constants(tensors: Tensors, captures: Sequence[Capture]) -> dict[str, Tensor]:
-    """Return the tensors whose values count: those read as they are, and those that may have been looked at."""
-    valued = {name for each in captures for name in each.folded}
-    read = {name for each in captures for node, name in each.states.items() if node.users}
-    return {
-        name: tensor
-        for name, tensor in tensors.states.items()
-        if name in valued or (name in read and (name in tensors.unsaved or not tensor.is_floating_point()))
-    }
+def _left_out(captures: Sequence[Capture], output: str | int | None) -> list[str]:
+    """Say which outputs do not count."""
+    names = dict.fromkeys(name for captured in captures for name in captured.left_out)
+    kept = "logits" if output is None else output
+    note = f"of the outputs {kept} stays the same, {', '.join(names)} may change (output=... chooses)"
+    return [note] if names else []
 
 
 def _without_values(tensor: Tensor) -> Tensor:
