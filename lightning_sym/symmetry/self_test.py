@@ -22,7 +22,7 @@ from lightning_sym.symmetry.proof import (
     tolerance_of,
 )
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5
@@ -120,8 +120,7 @@ def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, t
     """
     whole = double(symmetry.examples)
     symmetry.elements_tried = 2
-    for examples, few in _trials(network, whole) if thrifty else [(whole, False)]:
-        exact = double_copy(network)
+    for examples, few, exact in _trials(network, whole) if thrifty else [(whole, False, double_copy(network))]:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad(), evaluating(exact):
             batches = [batch for example in examples for batch in batches_of(exact, example, generator, thrifty=few)]
@@ -154,19 +153,18 @@ def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, t
     return exact
 
 
-def _trials(network: nn.Module, examples: Sequence[Call]) -> Iterator[tuple[Sequence[Call], bool]]:
-    """Yield on what a large network is tested until it runs: inputs, and whether one sample of each is enough.
+def _trials(network: nn.Module, examples: Sequence[Call]) -> Iterator[tuple[Sequence[Call], bool, nn.Module]]:
+    """Yield on what a large network is tested until it runs: inputs, whether one sample of each is enough, and a copy.
 
-    First on parts of images, where it takes these, as the group is that of every size.
+    First on parts of images, where it takes these, as the group is that of every size. The copy is in float64.
     """
-    parts = cropped(examples)
+    parts, exact = cropped(examples), double_copy(network)
     sizes, own = ([tensor.shape for tensor in tensors_of(list(calls))] for calls in (parts, examples))
     if sizes != own:
-        exact = double_copy(network)
-        with torch.no_grad(), evaluating(exact):
+        with torch.no_grad(), evaluating(exact), attributes_kept(exact):
             takes_parts = runs(exact, parts)
-        del exact  # while the parts are tried on another copy
         if takes_parts:
-            yield parts, True
-    yield examples, True
-    yield examples, False
+            yield parts, True, exact
+            exact = double_copy(network)  # its weights were changed
+    yield examples, True, exact
+    yield examples, False, double_copy(network)

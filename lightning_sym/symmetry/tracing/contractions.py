@@ -561,12 +561,22 @@ def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def numbers_of(tensor: Tensor) -> Tensor:
     """Return which element of its memory each element of a tensor is."""
     numbers = torch.full((), tensor.storage_offset())
     for size, step in zip(tensor.shape, tensor.stride(), strict=True):
         numbers = numbers[..., None] + torch.arange(size) * step
     return numbers
+
+
+def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
+    """Return the value of which another one is a part in its memory, perhaps taken out of a list of parts."""
+    source, *_ = shown(r, part)
+    while (whole := _taken_apart(r, source)) is not None:
+        source, *_ = shown(r, whole)
+    held = source.meta.get("val")
+    whole_too = isinstance(held, Tensor) and memories_of(source) == memories_of(part)
+    return source if whole_too and not r.is_frozen(source) else None
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
@@ -576,14 +586,11 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
         return None
     if any(r.is_frozen(part) for part in parts) or sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
-    source, *_ = shown(r, parts[0])
-    while (whole := _taken_apart(r, source)) is not None:
-        source, *_ = shown(r, whole)
-    held = source.meta.get("val")
-    if not isinstance(held, Tensor) or memories_of(source) != memories[0] or r.is_frozen(source):
+    if (source := source_of(r, parts[0])) is None:
         return None
-    numbers = torch.cat([_numbers(part.meta["val"]) for part in parts], axis)
-    own = _numbers(held)
+    held: Tensor = source.meta["val"]
+    numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
+    own = numbers_of(held)
     if held.dtype != parts[0].meta["val"].dtype:
         return None
     if own.shape == numbers.shape:

@@ -85,7 +85,10 @@ class Joining(Placing):
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
                 joined, parents = (self.onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
-                self.constraints.block(parents.atom, joined.atom)
+                spread = product and gain is not None and self.tensors[gain].numel() == narrow.size
+                if spread and gain is not None:
+                    self.gains[gain] += 1
+                self.constraints.block(parents.atom, joined.atom, gains=spread)
                 joined = self._told_apart(joined, narrow, two if wide is label else one, len(shape))
                 label, partner = (joined, parents) if wide is label else (parents, joined)
             else:

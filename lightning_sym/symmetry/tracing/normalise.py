@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
+from lightning_sym.symmetry.tracing.branches import together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
@@ -555,7 +556,7 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     whole = joined(r, parts, axis)
     if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
         return whole
-    return joined_layers(r, node)
+    return joined_layers(r, node) or together(r, node)
 
 
 def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:

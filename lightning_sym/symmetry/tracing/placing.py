@@ -24,6 +24,12 @@ ALONG = "acts along an axis on which units live"
 _MOST = 2**16  # elements of a matrix that are units each
 
 
+def _share_axes(labels: Sequence[Label]) -> bool:
+    """Whether some of the labels live on one axis."""
+    axes = [axis for label in labels for axis in label.axes]
+    return len(set(axes)) < len(axes)
+
+
 class Placing(TraceState):
     """Puts down where the labels of a value go."""
 
@@ -124,7 +130,7 @@ class Placing(TraceState):
             for label, part in zip(value.labels, moved, strict=False)
         )
         kept = tuple(label for label in labels if label is not None)
-        if len({axis for label in kept for axis in label.axes}) < sum(len(label.axes) for label in kept):
+        if _share_axes(kept):
             joint = self._jointly(value, function)
             if joint is not None:
                 return joint
@@ -176,13 +182,13 @@ class Placing(TraceState):
 
     def disjoint(self, value: Value) -> Value:
         """Where several labels came to live on the same axes, fix all of them but the one of most units."""
+        if not _share_axes(value.labels):
+            return value
         kept: list[Label] = []
         gone: list[Label] = []
         for label in sorted(value.labels, key=lambda label: -len(np.unique(label.atom))):
             meets = any(set(label.axes) & set(other.axes) for other in kept)
             (gone if meets else kept).append(label)
-        if not gone:
-            return value
         # The axes of a parameter may be none of units, such as those of a filter: not worth a word.
         self.fix(value.with_labels(*gone), None if value.state is not None else "two labelled axes became one")
         return value.with_labels(*kept)
@@ -216,11 +222,12 @@ class Placing(TraceState):
             return label.moved(label.axes if kept else (), lambda array: np.reshape(array.reshape(-1)[at], shape))
         moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
         filler = position < 0
-        if len(np.unique(position[~filler])) < int((~filler).sum()):
+        met = np.bincount(position[~filler])
+        if met.max(initial=0) > 1:
             same = self._same(value, axes, function)
             codes = self._copies(value, label, axes, position, function)
             _, first, again = np.unique(same, return_index=True, return_inverse=True)
-            if len(np.unique(position[~filler])) < len(np.unique(same[~filler])):
+            if np.count_nonzero(met) < len(np.unique(same[~filler])):
                 code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
                 tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
                 moved = Label(moved.axes, moved.atom, tag, moved.scale)
@@ -250,7 +257,11 @@ class Placing(TraceState):
         rows = rows_of(part, tuple(axes))
         if len(rows) == 1:
             return np.zeros(shape, np.int64)
-        return np.unique(rows, axis=0, return_inverse=True)[1].reshape(shape)
+        # Rows mostly are the same where their first entries are, which saves sorting all of them.
+        _, first, number = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+        if len(first) < len(rows) and not np.array_equal(rows, rows[first][number]):
+            number = np.unique(rows, axis=0, return_inverse=True)[1]
+        return number.reshape(shape)
 
     @staticmethod
     def _copies(

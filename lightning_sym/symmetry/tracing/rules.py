@@ -77,7 +77,8 @@ def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
 def own_operations() -> frozenset[str]:
     """Return the operations that stay as they are: those for which users wrote rules, and what such rules demand."""
     ours = __name__.rpartition(".")[0]
-    own = (name for name, rule in _RULES.items() if not getattr(rule, "__module__", "").startswith(ours))
+    where = ((name, getattr(rule, "__module__", "")) for name, rule in _RULES.items())
+    own = (name for name, module in where if not module.startswith(ours) or module == f"{ours}.written_out")
     return frozenset((DEMAND._schema.name, *own))
 
 
@@ -243,7 +244,7 @@ def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
         names = [
             list(inspect.signature(each).parameters)[skipped:] for each, skipped in ((rule, 2), (module.forward, 0))
         ]
-        as_called = names[0][: len(args)] == names[1][: len(args)] and not all(leaf.call.given)
+        as_called = names[0][: len(args)] == names[1][: len(args)]
     collects = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
     if as_called and not (collects and one_by_one):
         return rule(trace, module, *args, **kwargs)

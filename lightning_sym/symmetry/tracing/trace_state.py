@@ -64,6 +64,7 @@ class TraceState:
         self.uses: Counter[str] = Counter()
         self.gains: Counter[str] = Counter()
         self.taps: dict[Mark, Value] = {}
+        self.seen: set[int] = set()
 
     # What something is called, for notes and errors.
 
@@ -156,7 +157,12 @@ class TraceState:
             label: The units.
             name: Name of the value in which they are seen, if it is to be known.
         """
-        self.constraints.occurrences.append(Sighting(self.constraints.resolve(label), name))
+        label = self.constraints.resolve(label)
+        held = hash((label.atom.tobytes(), label.tag.tobytes()))
+        if name is None and held in self.seen:  # the same units at the same places say nothing more
+            return
+        self.seen.add(held)
+        self.constraints.occurrences.append(Sighting(label, name))
 
     # What is read of a value that is only moved about: the rest would be read by a longer input.
 

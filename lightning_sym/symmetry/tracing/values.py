@@ -94,12 +94,21 @@ class Value:
             if len(targets) == len(label.axes):
                 order = sorted(range(len(targets)), key=targets.__getitem__)
                 labels.append(label.moved(tuple(sorted(targets)), functools.partial(np.transpose, axes=order)))
-        return Value(tuple(sizes), tuple(labels))
+        if self.concrete is None or None in axes:
+            return Value(tuple(sizes), tuple(labels))
+        order = sorted(range(self.ndim), key=lambda axis: axes[axis] or 0)
+        return Value(tuple(sizes), concrete=self.concrete.permute(order).reshape(sizes), by_size=self.by_size)
 
 
 def values_in(arguments: Any) -> list[Value]:
     """Return the tensors among an operation's arguments."""
-    return [value for value in torch.utils._pytree.tree_leaves(arguments) if isinstance(value, Value)]
+    if isinstance(arguments, Value):
+        return [arguments]
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    elif not isinstance(arguments, (tuple, list)):
+        return []
+    return [value for argument in arguments for value in values_in(argument)]
 
 
 def filled(number: Any, shape: Sequence[int]) -> Value:

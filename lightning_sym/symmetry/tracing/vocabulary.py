@@ -18,6 +18,10 @@ from lightning_sym.symmetry.tracing.values import Value, numbered
 Rule = Callable[..., Any]
 
 
+class OnlyUnlabelledError(TypeError):
+    """A rule computes a function, but is followed where what acts on values is known."""
+
+
 class Trace(Joining):
     """What a rule may ask for while the tracer walks through the network.
 
@@ -127,8 +131,8 @@ class Trace(Joining):
         """
         raise self._only_unlabelled("softmax")
 
-    def _only_unlabelled(self, method: str) -> TypeError:
-        return TypeError(
+    def _only_unlabelled(self, method: str) -> "OnlyUnlabelledError":
+        return OnlyUnlabelledError(
             f"the rule for {self.operation} calls trace.{method} and looks at labels or constraints, too; expected a "
             "rule that does one of the two, as what acts on values is not known yet where functions are followed"
         )

@@ -19,7 +19,7 @@ from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
 from lightning_sym.symmetry.tracing.turns import Turns, mixed
 from lightning_sym.symmetry.tracing.values import Value, values_in
-from lightning_sym.symmetry.tracing.vocabulary import Trace
+from lightning_sym.symmetry.tracing.vocabulary import OnlyUnlabelledError, Trace
 
 
 def _uniform(value: Value) -> bool:
@@ -139,7 +139,12 @@ class Walk(Trace):
         since = self.stacks.before((arguments, keywords))
         mixture = mixed(node, arguments, keywords)
         with self.turns.mixing(mixture):
-            result = rule(self, *arguments, **keywords)
+            try:
+                result = rule(self, *arguments, **keywords)
+            except OnlyUnlabelledError:
+                if not written_by(node):
+                    raise
+                result = unknown(self, *arguments, **keywords)
         result = self.stacks.after(node, arguments, keywords, result, since)
         result = self.turns.follow(node, mixture, result)
         if self.affine and isinstance(result, Value) and passes_offset(node.target):

@@ -101,7 +101,12 @@ class Interpreter(Contractions):
                 self.fix(value)
             return None
         given = self._given(node)
-        if node in self.unsafe or node.target in OPAQUE:
+        if node.target in OPAQUE:
+            if (result := self._moved_by_rule(node)) is None:
+                self._see_weights(given, [])
+                result = self._written(node)
+            return result
+        if node in self.unsafe:
             return self._written(node)
         if self.constants.is_constant(node):
             return self._constant(node)
@@ -183,19 +188,39 @@ class Interpreter(Contractions):
     def _unknown(self, node: fx.Node) -> Any:
         given = self._given(node)
         val, name = node.meta.get("val"), name_of(node)
-        pointwise = name in operations(Trait.POINTWISE) | {"prelu"}
-        pointwise = pointwise or node.meta.get("demand", ("",))[0] == "elementwise"
+        where = self.capture.modules.get(node, "forward")
         for value in given:
             living = self.numbers(value) is not None or bool(self._living(value))
-            if not pointwise and living:
-                name = node.meta.get("rule_of", name)
-                where = self.capture.modules.get(node, "forward")
+            if "demand" in node.meta:
+                self._demanded(node, value, where, living=living)
+            elif living and name not in operations(Trait.POINTWISE) | {"prelu"}:
                 self.system.note(f"{name} in {where}: nothing is added to what it takes")
         if isinstance(val, (list, tuple)):
             return [
                 self.nonlinear(given, tuple(own.shape), None) if isinstance(own, Tensor) else None for own in val
             ]  # fmt: skip
         return self.nonlinear(given, tuple(val.shape) if isinstance(val, Tensor) else (), node)
+
+    def _moved_by_rule(self, node: fx.Node) -> Value | None:
+        """Return what a user's rule makes of a value by moving all its elements; None if it does something else."""
+        method, template = node.meta.get("demand", ("", None))
+        if method != "move":
+            return None
+        (value, function), _ = template.filled([self.values.get(given) for given in node.args[0]])  # type: ignore[union-attr,arg-type]
+        if value is None or bool((function(torch.ones(value.shape, dtype=torch.int64)) == 0).any()):
+            return None  # some come from nowhere
+        moved = self.move(value, Move("other", value.shape, tuple(node.meta["val"].shape), function), node)
+        return moved[0]
+
+    def _demanded(self, node: fx.Node, value: Value, where: str, *, living: bool) -> None:
+        """Note what a user's rule leaves open of a value, where another rule could say more."""
+        method, rule = node.meta["demand"][0], f"{node.meta['rule_of']} in {where}: its rule"
+        if method == "elementwise" and not value.varies:
+            self.system.blind[f"{rule} says of a function of weights only which group it has"] = None
+        elif living and method not in ("", "elementwise", "fix"):
+            self.system.blind[f"{rule} does not say what becomes of what is added, so that nothing is added here"] = (
+                None
+            )
 
     def _value(self, given: Any) -> Value | None:
         """Return the value of an argument; None for a number."""
