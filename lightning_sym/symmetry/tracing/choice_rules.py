@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations
 from lightning_sym.symmetry.tracing.rules import CHOSEN, fix_choice, pointwise, register_rule, results_of, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
+from lightning_sym.symmetry.tracing.values import Value, values_in
+from lightning_sym.symmetry.tracing.vocabulary import Trace
 
 TAKEN = "elements are taken that depend on the input"
 

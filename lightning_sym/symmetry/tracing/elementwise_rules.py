@@ -18,7 +18,8 @@ from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.memory import choose
 from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.rules import fix_choice, pointwise, register_rule, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, filled, numbered, values_in
+from lightning_sym.symmetry.tracing.values import Value, filled, numbered, values_in
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
 # Elementwise operations.
 

@@ -31,7 +31,7 @@ from lightning_sym.symmetry.tracing.rules import (
     rule_for,
     run_module_rule,
 )
-from lightning_sym.symmetry.tracing.vocabulary import Value
+from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.walk import Walk
 
 aten = torch.ops.aten

@@ -12,7 +12,8 @@ from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.elementwise_rules import summed_over
 from lightning_sym.symmetry.tracing.operations import Trait, places_of
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.vocabulary import Trace
 
 # Linear maps.
 

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.vocabulary import Trace
 
 Place = tuple[fx.Node, int | None]  # a tensor of the graph: a node, or one of the list that it returns
 

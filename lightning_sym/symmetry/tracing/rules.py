@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
 from lightning_sym.symmetry.tracing.capture import DEMAND, Leaf, first_names, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
-from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, values_in
+from lightning_sym.symmetry.tracing.values import Value, values_in
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
 CHOSEN = "units are chosen by their values"
 RuleT = TypeVar("RuleT", bound=Callable[..., Any])

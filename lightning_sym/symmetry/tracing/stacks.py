@@ -22,7 +22,7 @@ from lightning_sym.symmetry.tracing.coordinates import core
 from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
 from lightning_sym.symmetry.tracing.shifts import Shift, Shown
-from lightning_sym.symmetry.tracing.vocabulary import Members, Value, values_in
+from lightning_sym.symmetry.tracing.values import Members, Value, values_in
 
 Bools = NDArray[np.bool_]
 

@@ -18,7 +18,8 @@ from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, pas
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
 from lightning_sym.symmetry.tracing.turns import Turns, mixed
-from lightning_sym.symmetry.tracing.vocabulary import OnlyUnlabelledError, Trace, Value, values_in
+from lightning_sym.symmetry.tracing.values import Value, values_in
+from lightning_sym.symmetry.tracing.vocabulary import OnlyUnlabelledError, Trace
 
 
 def _uniform(value: Value) -> bool:
