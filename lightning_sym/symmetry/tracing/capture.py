@@ -117,7 +117,9 @@ class Capture:
         left_out: The names of outputs that do not count.
         folded: The constants whose values may have been read while it ran.
         buffers: The names of the states that are no parameters.
-        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place.
+        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place: a
+            number, or one for each element of a vector.
+        call: The call that was captured.
     """
 
     graph: fx.Graph
@@ -129,7 +131,8 @@ class Capture:
     left_out: list[str] = field(default_factory=list)
     folded: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
-    charts: dict[str, float] = field(default_factory=dict)
+    charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
+    call: Call = field(default_factory=Call)
 
 
 @dataclass(frozen=True)
@@ -540,6 +543,7 @@ def capture(
         left_out=left_out,
         folded=frozenset(constants if fold else ()),
         buffers=frozenset(name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)),
+        call=call,
     )
 
 

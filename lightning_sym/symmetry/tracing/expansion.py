@@ -18,15 +18,14 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing import written_out  # noqa: F401 (it registers rules)
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
 from lightning_sym.symmetry.tracing.memory import written_by
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import (
     by_place,
     check_arguments,
     checked_results,
     is_own,
-    out_of_place,
     own_operations,
     rule_for,
     run_module_rule,
@@ -37,18 +36,7 @@ from lightning_sym.symmetry.tracing.walk import Walk
 aten = torch.ops.aten
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_MOVES = {
-    *MOVEMENTS,
-    "pad",
-    "constant_pad_nd",
-    "cat",
-    "index",
-    "index_select",
-    "gather",
-    "getitem",
-    "clone",
-    "contiguous",
-}
+_MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD | Trait.CAT) | {"getitem", "clone", "contiguous"}
 
 
 class NotWrittenError(Exception):
@@ -256,7 +244,7 @@ class Expansion:
 
     def _moves(self, node: fx.Node) -> bool:
         """Whether a node only moves elements, or is a constant."""
-        return operation_name(node.target).removesuffix("_") in _MOVES or self.rewriter.made_of(node) == "constants"
+        return name_of(node) in _MOVES or self.rewriter.made_of(node) == "constants"
 
     def _value(self, node: fx.Node) -> Written:
         return Written(self.rewriter.shape(node), node=node, rewriter=self.rewriter)

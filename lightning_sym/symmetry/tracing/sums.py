@@ -7,14 +7,15 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped, shown, stored
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, argument
+from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
 _MOST = 16  # terms of a sum
 
 
-class _Term(NamedTuple):
+class Term(NamedTuple):
     """A term of a sum, the operation that adds it or takes it off, and which of the two."""
 
     node: fx.Node
@@ -22,10 +23,10 @@ class _Term(NamedTuple):
     added: bool
 
 
-def _terms(r: Rewriter, node: fx.Node) -> list[_Term]:
+def terms_of(r: Rewriter, node: fx.Node) -> list[Term]:
     """Return the terms of a sum of sums and differences of one type; none if it is no such."""
-    found: list[_Term] = []
-    waiting = [_Term(node, node, True)]
+    found: list[Term] = []
+    waiting = [Term(node, node, True)]
     while waiting and len(found) <= _MOST:
         own, reader, added = waiting.pop()
         if not isinstance(own, fx.Node):
@@ -34,15 +35,15 @@ def _terms(r: Rewriter, node: fx.Node) -> list[_Term]:
         alike = own.meta["val"].dtype == node.meta["val"].dtype and not own.kwargs
         if inner and alike and r.name(own) in ("add", "sub"):
             one, two = own.args[:2]
-            waiting += [_Term(one, own, added), _Term(two, own, added == (r.name(own) == "add"))]  # type: ignore[arg-type]
+            waiting += [Term(one, own, added), Term(two, own, added == (r.name(own) == "add"))]  # type: ignore[arg-type]
         else:
-            found.append(_Term(own, reader, added))
+            found.append(Term(own, reader, added))
     return [] if waiting or node.kwargs else found
 
 
 def gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a sum with a vector of weights that belongs to another of its terms: as a bias, or behind its gain."""
-    terms = _terms(r, node)
+    terms = terms_of(r, node)
     made = [r.made_of(term.node) for term in terms]
     if "weights" not in made or "inputs" not in made:
         return None
@@ -56,19 +57,23 @@ def gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
             if total is None and weights.added:
                 total = _with_bias(r, value, weights.node)
             if total is not None:
-                for own, term in reversed(list(enumerate(terms))):
-                    if own not in (at, place):
-                        total = r.insert(aten.add.Tensor if term.added else aten.sub.Tensor, total, term.node)
-                return total
+                return summed(r, total, [term for own, term in enumerate(terms) if own not in (at, place)])
     return None
 
 
-def _behind_gain(r: Rewriter, value: _Term, term: _Term) -> fx.Node | None:
+def summed(r: Rewriter, value: fx.Node, terms: Sequence[Term]) -> fx.Node:
+    """Return a value to which terms are added, the last one first."""
+    for term in terms[::-1]:
+        value = r.insert(aten.add.Tensor if term.added else aten.sub.Tensor, value, term.node)
+    return value
+
+
+def _behind_gain(r: Rewriter, value: Term, term: Term) -> fx.Node | None:
     """Return g (x + b), given g x and g b; or g (x - b)."""
     if r.name(value.node) != "mul" or not r.only_for(value.node, value.reader):
         return None
     weights = moved = term.node
-    while r.name(moved) in MOVEMENTS and moved.all_input_nodes == [moved.args[0]]:
+    while r.name(moved) in operations(Trait.MOVE) and moved.all_input_nodes == [moved.args[0]]:
         moved = moved.args[0]  # type: ignore[assignment]
     if r.name(moved) != "mul":
         return None
@@ -112,7 +117,7 @@ def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         yield two, one
 
 
-def _with_bias(r: Rewriter, layer: _Term, bias: fx.Node) -> fx.Node | None:
+def _with_bias(r: Rewriter, layer: Term, bias: fx.Node) -> fx.Node | None:
     """Return a linear layer or convolution without a bias with a vector of weights as its bias."""
     node, name = layer.node, r.name(layer.node)
     if name != "linear" and not name.startswith("conv"):
@@ -165,9 +170,6 @@ def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 # Softmaxes.
-
-
-_NEVER_NEGATIVE = {"exp", "exp2", "softmax", "_softmax", "sigmoid", "square", "abs", "relu", "softplus"}
 
 
 def normalised(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -232,11 +234,11 @@ def _logarithm(r: Rewriter, node: Any, like: fx.Node) -> fx.Node | None:
     if r.name(node) == "exp":
         return node.args[0]  # type: ignore[return-value]
     kind, source = like.meta["val"].dtype, node
-    while r.name(source) in ("to", "_to_copy", "type_as", "float", "double") and isinstance(source.args[0], fx.Node):
+    while r.name(source) in operations(Trait.CAST) and isinstance(source.args[0], fx.Node):
         source = source.args[0]
-    while r.name(source) in MOVEMENTS and isinstance(source.args[0], fx.Node):
+    while r.name(source) in operations(Trait.MOVE) and isinstance(source.args[0], fx.Node):
         source = source.args[0]
-    if source.meta["val"].dtype != torch.bool and r.name(source) not in _NEVER_NEGATIVE:
+    if source.meta["val"].dtype != torch.bool and r.name(source) not in operations(Trait.NEVER_NEGATIVE):
         number = r.constant(node)
         if number is None or bool((number < 0).any()):
             return None

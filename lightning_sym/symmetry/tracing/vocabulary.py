@@ -117,13 +117,25 @@ Rule = Callable[..., Any]
 
 def values_in(arguments: Any) -> list[Value]:
     """Return the tensors among an operation's arguments."""
-    return [value for value in torch.utils._pytree.tree_leaves(arguments) if isinstance(value, Value)]
+    if isinstance(arguments, Value):
+        return [arguments]
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    elif not isinstance(arguments, (tuple, list)):
+        return []
+    return [value for argument in arguments for value in values_in(argument)]
 
 
 def filled(number: Any, shape: Sequence[int]) -> Value:
     """Return a constant that is one number everywhere."""
     # In double precision, which holds the least number of every type: masks are filled with it.
     return Value(tuple(shape), concrete=torch.full(tuple(shape), number, dtype=torch.float64))
+
+
+def _share_axes(labels: Sequence[Label]) -> bool:
+    """Whether some of the labels live on one axis."""
+    axes = [axis for label in labels for axis in label.axes]
+    return len(set(axes)) < len(axes)
 
 
 def _positions(value: Value) -> int:
@@ -194,6 +206,7 @@ class Trace:
         self.uses: Counter[str] = Counter()
         self.gains: Counter[str] = Counter()
         self.taps: dict[Mark, Value] = {}
+        self.seen: set[int] = set()
 
     # What something is called, for notes and errors.
 
@@ -480,7 +493,7 @@ class Trace:
             for label, part in zip(value.labels, moved, strict=False)
         )
         kept = tuple(label for label in labels if label is not None)
-        if len({axis for label in kept for axis in label.axes}) < sum(len(label.axes) for label in kept):
+        if _share_axes(kept):
             joint = self._jointly(value, function)
             if joint is not None:
                 return joint
@@ -540,13 +553,13 @@ class Trace:
 
     def disjoint(self, value: Value) -> Value:
         """Where several labels came to live on the same axes, fix all of them but the one of most units."""
+        if not _share_axes(value.labels):
+            return value
         kept: list[Label] = []
         gone: list[Label] = []
         for label in sorted(value.labels, key=lambda label: -len(np.unique(label.atom))):
             meets = any(set(label.axes) & set(other.axes) for other in kept)
             (gone if meets else kept).append(label)
-        if not gone:
-            return value
         # The axes of a parameter may be none of units, such as those of a filter: not worth a word.
         self.fix(value.with_labels(*gone), None if value.state is not None else "two labelled axes became one")
         return value.with_labels(*kept)
@@ -580,11 +593,12 @@ class Trace:
             return label.moved(label.axes if kept else (), lambda array: np.reshape(array.reshape(-1)[at], shape))
         moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
         filler = position < 0
-        if len(np.unique(position[~filler])) < int((~filler).sum()):
+        met = np.bincount(position[~filler])
+        if met.max(initial=0) > 1:
             same = self._same(value, axes, function)
             codes = self._copies(value, label, axes, position, function)
             _, first, again = np.unique(same, return_index=True, return_inverse=True)
-            if len(np.unique(position[~filler])) < len(np.unique(same[~filler])):
+            if np.count_nonzero(met) < len(np.unique(same[~filler])):
                 code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
                 tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
                 moved = Label(moved.axes, moved.atom, tag, moved.scale)
@@ -614,7 +628,11 @@ class Trace:
         rows = rows_of(part, tuple(axes))
         if len(rows) == 1:
             return np.zeros(shape, np.int64)
-        return np.unique(rows, axis=0, return_inverse=True)[1].reshape(shape)
+        # Rows mostly are the same where their first entries are, which saves sorting all of them.
+        _, first, number = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+        if len(first) < len(rows) and not np.array_equal(rows, rows[first][number]):
+            number = np.unique(rows, axis=0, return_inverse=True)[1]
+        return number.reshape(shape)
 
     @staticmethod
     def _copies(
@@ -712,7 +730,10 @@ class Trace:
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
                 joined, parents = (self.onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
-                self.constraints.block(parents.atom, joined.atom)
+                spread = product and gain is not None and self.tensors[gain].numel() == narrow.size
+                if spread and gain is not None:
+                    self.gains[gain] += 1
+                self.constraints.block(parents.atom, joined.atom, gains=spread)
                 joined = self._told_apart(joined, narrow, two if wide is label else one, len(shape))
                 label, partner = (joined, parents) if wide is label else (parents, joined)
             else:
@@ -1089,7 +1110,12 @@ class Trace:
             label: The units.
             name: Name of the value in which they are seen, if it is to be known.
         """
-        self.constraints.occurrences.append(Sighting(self.constraints.resolve(label), name))
+        label = self.constraints.resolve(label)
+        held = hash((label.atom.tobytes(), label.tag.tobytes()))
+        if name is None and held in self.seen:  # the same units at the same places say nothing more
+            return
+        self.seen.add(held)
+        self.constraints.occurrences.append(Sighting(label, name))
 
     # What is read of a value that is only moved about: the rest would be read by a longer input.
 
