@@ -553,6 +553,58 @@ def test_a_rule_for_an_operation_gives_all_that_torch_would() -> None:
     assert trace_symmetry(between(normed_peak)(Plain), inputs, check=False).log10_permutations > 3
 
 
+# Operations of torch that are others in a row: the operation, and these.
+WRITTEN_OUT: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "lerp": (lambda s, a, b: s.c(torch.lerp(a, b, s.w)), lambda s, a, b: s.c(a + s.w * (b - a))),
+    "lerp in place": (lambda s, a, b: s.c((a * 1).lerp_(b, 0.3)), lambda s, a, b: s.c(a + 0.3 * (b - a))),
+    "lerp in place, read again": (lambda s, a, b: s.c(a.lerp_(b, 0.3) + a), lambda s, a, b: s.c(2 * a + 0.6 * (b - a))),
+    "lerp into a part": (
+        lambda s, a, b: (a[:, :1].lerp_(b[:, :1], 0.3), s.c(a))[1],
+        lambda s, a, b: (a[:, :1].add_(0.3 * (b - a)[:, :1]), s.c(a))[1],
+    ),
+    "outer": (
+        lambda s, a, b: s.c(a.relu() + torch.outer(s.v, s.w)),
+        lambda s, a, b: s.c(a.relu() + s.v[:, None] * s.w),
+    ),
+    "hypot": (lambda s, a, b: s.c(torch.hypot(a, b)), lambda s, a, b: s.c((a * a + b * b).sqrt())),
+    "vecdot": (lambda s, a, b: torch.linalg.vecdot(a, b), lambda s, a, b: (a * b).sum(-1)),
+    "diff": (lambda s, a, b: s.c(torch.diff(a, 1, 1)), lambda s, a, b: s.c(a[:, 1:] - a[:, :-1])),
+    "diff, twice": (
+        lambda s, a, b: s.c(torch.diff(a, 2, 1, append=b)),
+        lambda s, a, b: s.c(torch.cat([a, b], 1).diff(dim=1).diff(dim=1)),
+    ),
+    "distance": (lambda s, a, b: F.pairwise_distance(a, b), lambda s, a, b: (a - b + 1e-6).norm(dim=-1)),
+    "distances": (
+        lambda s, a, b: torch.cdist(a, b),
+        lambda s, a, b: (a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1),
+    ),
+}
+
+
+class Joined(nn.Module):
+    """Joins two values of 7 units."""
+
+    def __init__(self, join: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.join, self.a, self.b, self.c = join, linear(9, 7), linear(9, 7), linear(7, 6)
+        self.w, self.v = nn.Parameter(numbers(7)), nn.Parameter(numbers(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(self, self.a(x), self.b(x))
+
+
+@pytest.mark.filterwarnings("ignore:parameters that evaluation never uses:UserWarning")
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_operations_that_are_written_out(name: str) -> None:
+    inputs, made = vectors(2, 3), []
+    for function in WRITTEN_OUT[name]:
+        torch.manual_seed(1)
+        network = Joined(function)
+        made.append((described(trace_symmetry(network, inputs)), network(inputs)))
+    assert made[0][0] == made[1][0]
+    assert torch.allclose(made[0][1], made[1][1], rtol=0, atol=1e-12)
+
+
 def test_several_results_of_an_operation() -> None:
     def used(act: Any) -> Build:
         def function(s: Any, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ See docs/theory/intertwiners.md, 2.2.
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
-from lightning_sym.symmetry.tracing.capture import DEMAND, Leaf, first_names, operation_name, state_tensors
+from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Leaf, first_names, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
 from lightning_sym.symmetry.tracing.values import Value, values_in
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
@@ -27,21 +27,32 @@ _MODULE_RULES: dict[type[nn.Module], Rule] = {}
 
 
 def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
-    """Say which symmetries an operation or a module of yours allows.
+    """Say what an operation or a module of yours does, so that its symmetries are found.
 
-    The rule is called with a `Trace` and the operation's arguments, tensors replaced by `Value`s; its methods
-    (`elementwise`, `permutations_only`, `linear_along`, `move`, `join`, `contract`, `fix`) write down what the
-    operation demands and return what comes out. For a module class it is called as `rule(trace, module, *inputs)`; the
-    module's parameters are `trace.parameter(module, "weight")`. Every traced network is tested with random elements,
-    so a rule that allows too much is an error, not a wrong answer.
+    The rule is called with a `Trace` and the operation's arguments, tensors replaced by `Value`s. It calls methods of
+    the trace (`compute`, `normalise`, `softmax`, `join`, `contract`, `move`, `elementwise`, `permutations_only`,
+    `linear_along`, `fix`) and returns what comes out. For a module class it is called as
+    `rule(trace, module, *inputs)`, and parameters are `trace.parameter(module, "weight")`. What it says is written into
+    the network's graph as operations of torch, so that labels, shifts, norms and rotations follow it. What it says
+    nothing of is fixed, with a note. Every traced network is tested with random elements, so a rule that allows too
+    much is an error, not a wrong answer.
 
     Args:
-        subjects: Operations (`torch.ops.aten.cosh`, `torch.ops.mylib.myop`), their names ("aten::cosh"), or
-            subclasses of `nn.Module`; or a `Trait`, for all operations that have it and no rule of their own. The
-            in-place variant follows the same rule.
+        subjects: Operations (`torch.ops.mylib.myop`, or what `torch.library.custom_op` returns), their names
+            ("aten::cosh"), or subclasses of `nn.Module`; or a `Trait`, for all operations that have it and no rule of
+            their own. The in-place variant follows the same rule.
 
     Raises:
         TypeError: If something else is given.
+
+    Example:
+        >>> class Norm(nn.LayerNorm):
+        ...     "A layer norm."
+        >>> @register_rule(Norm)
+        ... def norm(trace, module, x):
+        ...     x = trace.normalise(x, axes=[-1], mean=True, eps=module.eps)
+        ...     x = trace.join(x, trace.parameter(module, "weight"), product=True)
+        ...     return trace.join(x, trace.parameter(module, "bias"), product=False)
     """
     names = []
     for subject in subjects:
@@ -82,11 +93,17 @@ def own_operations() -> frozenset[str]:
     return frozenset((DEMAND._schema.name, *own))
 
 
-def is_own(target: Any) -> bool:
-    """Whether users wrote a rule for an operation of the graph, or for the module that it is."""
+def is_own(target: Any, own: Collection[str]) -> bool:
+    """Whether an operation of the graph is a module for which users wrote a rule, or one of some operations.
+
+    Args:
+        target: The operation.
+        own: Those for which users wrote rules, as :func:`own_operations` returns.
+    """
+    if target in OPAQUE:
+        return target is not DEMAND
     schema = getattr(target, "_schema", None)
-    name = schema.name.removesuffix("_") if schema is not None else ""
-    return target is torch.ops.lightning_sym.leaf.default or name in own_operations() - {DEMAND._schema.name}
+    return schema is not None and schema.name.removesuffix("_") in own
 
 
 def leaf_types() -> tuple[type[nn.Module], ...]:

@@ -141,9 +141,9 @@ class Walk(Trace):
         with self.turns.mixing(mixture):
             try:
                 result = rule(self, *arguments, **keywords)
-            except OnlyUnlabelledError:
+            except OnlyUnlabelledError as error:
                 if not written_by(node):
-                    raise
+                    raise TypeError(str(error)) from None
                 result = unknown(self, *arguments, **keywords)
         result = self.stacks.after(node, arguments, keywords, result, since)
         result = self.turns.follow(node, mixture, result)
