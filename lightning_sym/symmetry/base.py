@@ -39,7 +39,7 @@ from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
 from lightning_sym.symmetry.tracing.structure import Structure
-from lightning_sym.symmetry.tracing.vocabulary import Value
+from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 from lightning_sym.symmetry.translations import carried
 from lightning_sym.symmetry.turning import NO_TURN, random_turn, turns_after, turns_back

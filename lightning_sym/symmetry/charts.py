@@ -8,8 +8,8 @@ from torch import Tensor
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.views import ConvertedTensors
 
-# By tensor, the number that the network adds to it wherever it reads it.
-Charts = Mapping[str, float]
+# By tensor, the number that the network adds to it wherever it reads it; or one for each element of a vector.
+Charts = Mapping[str, float | tuple[float, ...]]
 
 
 class _Charted(ConvertedTensors):
@@ -20,7 +20,7 @@ class _Charted(ConvertedTensors):
     def _made(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         added = self._charts.get(name)
-        return tensor if added is None else tensor.detach().to(wide(tensor.device)) + added
+        return tensor if added is None else _sum(tensor.detach().to(wide(tensor.device)), added)
 
 
 def charted(tensors: Mapping[str, Tensor], charts: Charts) -> Mapping[str, Tensor]:
@@ -48,4 +48,9 @@ def uncharted(
     """
     for name, tensor in named:
         added = charts.get(name)
-        yield name, tensor if added is None else (tensor - added).to(like[name].dtype)
+        yield name, tensor if added is None else _sum(tensor, added, -1).to(like[name].dtype)
+
+
+def _sum(tensor: Tensor, added: float | tuple[float, ...], sign: int = 1) -> Tensor:
+    numbers = torch.tensor(added, dtype=tensor.dtype, device=tensor.device) if isinstance(added, tuple) else added
+    return tensor + sign * numbers

@@ -28,42 +28,13 @@ EXACT = 1e-11
 ZERO = 1e-11
 EVERY = "every spelling"
 SHORT: dict[str, Collection[str]] = {
-    "linear": {"bias as a column"},
-    "linear around a layer norm": {"bias as a column"},
     "group norm": EVERY,
-    "batch norm": {"norm, then gain", "by hand", "folded", "addcmul", "channels first", "depthwise"},
-    "convolution": {
-        "unfold",
-        "windows",
-        "tensordot",
-        "shifted",
-        "conv3d",
-        "transposed",
-        "padded",
-        "chunks",
-        "sum over inputs",
-    },
-    "attention, causal": {"exp over sum, stable", "head by head"},
-    "attention, padded": {"exp times mask", "softmax times mask"},
-    "rotary, halves": {"complex", "written", "matrices"},
-    "rotary, pairs": {"complex", "matrices", "narrow"},
-    "gated": {"stack"},
-    "residual": {"sum", "folded gain", "baddbmm"},
-    "embedding and positions": {"gather"},
-    "pooling": {"stack", "mean of chunks"},
-    "conditioned norm": EVERY,
+    "rotary, halves": {"written"},
     "norm per head": EVERY,
-    "attention, mask as input": {"products", "exp times exp"},
     "attention, learned biases": {"embedding"},
-    "attention, grouped queries": {"stack", "einsum"},
     "pixel unshuffle": {"unfold"},
-    "mean of neighbours": EVERY,
     "bottleneck with a batch norm": EVERY,
-    "weighted mean": {"steps"},
-    "masked mean": EVERY,
     "one flat parameter": EVERY,
-    "bag of embeddings": {"counts"},
-    "bilinear": {"outer"},
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Ints, as_array
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.charts import uncharted
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.moves.equations import solved
 from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
@@ -73,8 +74,9 @@ def fold_norm_gains(
     def settle(result: nn.Module) -> None:
         tensors = state_tensors(result)
         with torch.no_grad():
-            for name in gains:
-                tensors[name].fill_(1.0 - symmetry.structure.charts.get(name, 0.0))
+            ones = ((name, torch.ones_like(tensors[name])) for name in gains)
+            for name, one in uncharted(ones, symmetry.structure.charts, tensors):
+                tensors[name].copy_(one)
             for name in biases:
                 tensors[name].masked_fill_(~left[name].to(tensors[name].device), 0.0)
 

@@ -27,8 +27,8 @@ from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, te
 from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
-# Leaf modules run as one operation: rules for module classes see them whole. The operation finds its module here.
-_LEAVES: dict[int, tuple[nn.Module, Any]] = {}
+# Leaf modules run as one operation: rules for module classes see them whole. The operation finds its results here.
+_LEAVES: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
 
 
 @torch.library.custom_op("lightning_sym::leaf", mutates_args=())
@@ -38,8 +38,69 @@ def _leaf(inputs: Sequence[Tensor], weights: Sequence[Tensor], key: int) -> list
 
 @_leaf.register_fake
 def _(inputs: Sequence[Tensor], weights: Sequence[Tensor], key: int) -> list[Tensor]:
-    _, outputs = _LEAVES[key]
-    return [inputs[0].new_empty(shape) if inputs else torch.empty(shape) for shape in outputs]
+    floating = next((given.dtype for given in inputs if given.is_floating_point()), None)
+    return [
+        torch.empty(shape, dtype=floating if floating and dtype.is_floating_point else dtype)
+        for shape, dtype in _LEAVES[key]
+    ]
+
+
+# What a user's rule demands of values, and no operation of torch says: see `expansion.py`.
+@torch.library.custom_op("lightning_sym::demand", mutates_args=())
+def _demand(inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    raise RuntimeError("a demand of a rule is only traced, never run")
+
+
+@_demand.register_fake
+def _(inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    return inputs[0].new_empty(shape) if inputs else torch.empty(shape)
+
+
+DEMAND = torch.ops.lightning_sym.demand.default
+OPAQUE = (DEMAND, torch.ops.lightning_sym.leaf.default)  # operations without numbers
+
+
+@dataclass(frozen=True)
+class Template:
+    """The arguments and keywords of a call, without what stands for its tensors.
+
+    Attributes:
+        leaves: All that they hold, None in the place of tensors.
+        given: Which of these are tensors.
+        form: How they make arguments and keywords.
+    """
+
+    leaves: tuple[Any, ...]
+    given: tuple[bool, ...]
+    form: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[Template, list[Any]]":
+        """Return the template of a call, and what stands for its tensors: all that is of a class."""
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        given = tuple(isinstance(leaf, kind) for leaf in leaves)
+        rest = tuple(None if isinstance(leaf, kind) else leaf for leaf in leaves)
+        return cls(rest, given, form), [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+    def filled(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments and keywords, with something in the place of each tensor."""
+        left = iter(tensors)
+        leaves = [next(left) if given else leaf for leaf, given in zip(self.leaves, self.given, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.form)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A call of a module that runs as one operation.
+
+    Attributes:
+        module: The module.
+        call: What it is called with, but for its tensors.
+    """
+
+    module: nn.Module
+    call: Template
 
 
 @dataclass
@@ -52,10 +113,13 @@ class Capture:
         inputs: The placeholders of the network's inputs.
         modules: The innermost named module in which each operation ran.
         marks: The tensors that have a name.
-        leaves: The module behind each leaf operation, by key.
+        leaves: The call of a module behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
         folded: The constants whose values may have been read while it ran.
-        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place.
+        buffers: The names of the states that are no parameters.
+        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place: a
+            number, or one for each element of a vector.
+        call: The call that was captured.
     """
 
     graph: fx.Graph
@@ -63,10 +127,12 @@ class Capture:
     inputs: list[fx.Node]
     modules: dict[fx.Node, str]
     marks: list["Mark"] = field(default_factory=list)
-    leaves: dict[int, nn.Module] = field(default_factory=dict)
+    leaves: dict[int, Leaf] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     folded: frozenset[str] = frozenset()
-    charts: dict[str, float] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
+    call: Call = field(default_factory=Call)
 
 
 @dataclass(frozen=True)
@@ -306,13 +372,11 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def _as_leaves(
-    network: nn.Module, leaf_types: tuple[type[nn.Module], ...], call: Call
-) -> Iterator[dict[int, nn.Module]]:
-    """Let the modules of the given types run as one operation each; their output shapes come from a real forward.
+def _as_leaves(network: nn.Module, leaf_types: tuple[type[nn.Module], ...], call: Call) -> Iterator[dict[int, Leaf]]:
+    """Let the modules of the given types run as one operation each; what comes out is told by a real forward.
 
     Yields:
-        The modules that stand behind the operations, by key.
+        The calls that stand behind the operations, by key.
     """
     leaves = [m for m in network.modules() if isinstance(m, leaf_types)]
     if not leaves:
@@ -322,9 +386,13 @@ def _as_leaves(
     dtype = next((t.dtype for t in network.parameters() if t.is_floating_point()), None)
     call = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, call)
     weightless = any(tensor.is_meta for tensor in state_tensors(network).values())
-    shapes: dict[nn.Module, Any] = {}
+    outputs: dict[nn.Module, list[Any]] = {}
     handles = [
-        m.register_forward_hook(lambda m, _, out: shapes.__setitem__(m, pytree.tree_map(lambda t: tuple(t.shape), out)))
+        m.register_forward_hook(
+            lambda m, _, out: outputs.setdefault(m, []).append(
+                pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), out)
+            )
+        )
         for m in leaves
     ]
     try:
@@ -336,26 +404,42 @@ def _as_leaves(
     finally:
         for handle in handles:
             handle.remove()
-    keys: dict[int, nn.Module] = {}
+    calls: dict[int, Leaf] = {}
     try:
-        for module in leaves:
-            if module not in shapes:
-                continue
-            key = max(_LEAVES, default=0) + 1
-            outputs, spec = pytree.tree_flatten(shapes[module], is_leaf=lambda t: isinstance(t, tuple))
-            _LEAVES[key], keys[key] = (module, outputs), module
-
-            def forward(*args: Any, _m: nn.Module = module, _key: int = key, _spec: Any = spec, **kwargs: Any) -> Any:
-                tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-                weights = list(state_tensors(_m).values())
-                return pytree.tree_unflatten(_leaf(tensors, weights, _key), _spec)
-
-            module.__dict__["forward"] = forward
-        yield keys
+        for module in outputs:
+            module.__dict__["forward"] = _leaf_forward(module, outputs[module], calls)
+        yield calls
     finally:
-        for key, module in keys.items():
-            del _LEAVES[key]
+        for module in outputs:
             module.__dict__.pop("forward", None)
+        for key in calls:
+            del _LEAVES[key]
+
+
+def _leaf_forward(module: nn.Module, outputs: list[Any], calls: dict[int, Leaf]) -> Any:
+    """Return what runs a module as one operation.
+
+    Args:
+        module: The module.
+        outputs: What comes out of each of its calls, in order: shapes and types in the place of tensors.
+        calls: Gets each call.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        template, inputs = Template.of(Tensor, args, kwargs)
+        own = outputs.pop(0) if len(outputs) > 1 else outputs[0]
+        results, spec = pytree.tree_flatten(own, is_leaf=_is_described)
+        key = max(_LEAVES, default=0) + 1
+        _LEAVES[key], calls[key] = [one for one in results if _is_described(one)], Leaf(module, template)
+        made = iter(_leaf(inputs, list(state_tensors(module).values()), key))
+        return pytree.tree_unflatten([next(made) if _is_described(one) else one for one in results], spec)
+
+    return forward
+
+
+def _is_described(leaf: Any) -> bool:
+    """Whether something is the shape and the type of a tensor."""
+    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype)
 
 
 def _run_on_meta(network: nn.Module, call: Call) -> None:
@@ -458,6 +542,8 @@ def capture(
         leaves=leaves,
         left_out=left_out,
         folded=frozenset(constants if fold else ()),
+        buffers=frozenset(name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)),
+        call=call,
     )
 
 
@@ -481,6 +567,11 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
             f"the network cannot be traced, {because}; expected operations whose order and shapes do not depend on "
             "values: rewrite that line with tensor operations, or register a rule for the module that holds it "
             f"(lightning_sym.symmetry.register_rule){experts}"
+        )
+    if "no fake impl" in text:
+        return ValueError(
+            f"the network cannot be traced, {because}; expected that every operation says what shape comes out: "
+            "see torch.library.register_fake"
         )
     return ValueError(
         f"the network does not run on the example input, {because}; expected an input as the network takes it, several "

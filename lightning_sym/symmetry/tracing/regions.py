@@ -13,22 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, TRANSPOSES, argument, moved
+from lightning_sym.symmetry.tracing.invisible import argument, moved
 from lightning_sym.symmetry.tracing.measuring import Measured, measured
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
+from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, moved_by, run_step
 
 aten = torch.ops.aten
 
-_CASTS = {"to", "_to_copy", "type_as", "float", "double", "half", "bfloat16"}
-_PASSED = _CASTS | {"dropout", "clone", "contiguous", "alias", "detach", "positive"}
-_SUMS = {
-    *("mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "amax", "max", "logsumexp"),
-    *("softmax", "_softmax", "log_softmax", "_log_softmax", "einsum", "matmul", "mm", "bmm", "linear", "mv", "dot"),
-    *("layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "cumsum", "tensordot"),
-}
-_LAST = {"mul", "div", "add", "sub", "exp", "log", "cat", "addcmul", *MOVEMENTS}
+_CASTS = operations(Trait.CAST)
+_MOVEMENTS = operations(Trait.MOVE) - operations(Trait.BY_SHAPE)
+_SUMS = operations(Trait.SUM | Trait.REDUCE | Trait.CONTRACT | Trait.SOFTMAX | Trait.NORM)
+_LAST = {"exp", "log", "cat", "addcmul"} | operations(Trait.JOIN | Trait.PRODUCT) | _MOVEMENTS
 _MOST_NODES = 48  # of a region
 _MOST_FAILURES = 4  # values that are tried in vain as the one of which a region is made
 _LOW = -1e3  # the exponential of what is so much lower than all else is zero
@@ -66,20 +63,7 @@ class _Region(NamedTuple):
     gains: list[tuple[fx.Node, int]]
     bias: fx.Node | None
     shape: tuple[int, ...]
-    moves: list["_Step"]
-
-
-class _Step(NamedTuple):
-    """An operation as it is in the graph, or was."""
-
-    node: fx.Node
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, node: fx.Node) -> "_Step":
-        return cls(node, node.target, node.args, node.kwargs)
+    moves: list[Step]
 
 
 class _Recogniser:
@@ -87,7 +71,7 @@ class _Recogniser:
         self.rewriter, self.graph = rewriter, rewriter.graph
         self.order: dict[fx.Node, float] = {node: place for place, node in enumerate(self.graph.nodes)}
         self.inserted = 0
-        self.constants: dict[fx.Node, Any] = {}
+        self.constants = Constants()
         self.known: dict[Hashable, Measured | None] = {}
 
     def run(self) -> int:
@@ -129,7 +113,7 @@ class _Recogniser:
             if new is not None:
                 return new
         for region in self._regions(node):
-            best: tuple[Measured, fx.Node, list[_Step]] | None = None
+            best: tuple[Measured, fx.Node, list[Step]] | None = None
             failures = 0
             for start, steps in self._starts(region):
                 found = self._measured(region, start, steps)
@@ -219,9 +203,9 @@ class _Recogniser:
     def _turned(self, value: fx.Node) -> tuple[fx.Node, bool]:
         """Return of what a value is the transposed, and that it is; else itself."""
         shape = _size(value.args[0] if value.args else None) or ()
-        if self.rewriter.name(value) in TRANSPOSES and len(shape) > 1:
+        if self.rewriter.name(value) in operations(Trait.PERMUTE) and len(shape) > 1:
             numbers = torch.arange(math.prod(shape)).reshape(shape)
-            if torch.equal(_moved_by(_Step.of(value), numbers), numbers.mT):
+            if torch.equal(moved_by(Step.of(value), numbers), numbers.mT):
                 return value.args[0], True  # type: ignore[return-value]
         return value, False
 
@@ -231,7 +215,7 @@ class _Recogniser:
         """Yield what a node may be the last step of: with the weights that it multiplies and adds, and without."""
         moves: list[fx.Node] = []
         whole: Any = node
-        while self.rewriter.name(whole) in MOVEMENTS and (whole is node or self._is_inner(whole, moves[0])):
+        while self.rewriter.name(whole) in _MOVEMENTS and (whole is node or self._is_inner(whole, moves[0])):
             if whole.all_input_nodes != [whole.args[0]]:
                 return
             moves.insert(0, whole)
@@ -257,7 +241,7 @@ class _Recogniser:
 
     def _product(self, node: Any, user: fx.Node, bias: fx.Node | None, whole: fx.Node, moves: list[fx.Node]) -> _Region:
         region = _Region(
-            moves[-1] if moves else whole, [], [], bias, _size(whole) or (), [_Step.of(move) for move in moves]
+            moves[-1] if moves else whole, [], [], bias, _size(whole) or (), [Step.of(move) for move in moves]
         )
         own = self.rewriter.made_of(node)
         waiting: list[tuple[Any, int]] = [(node, 1)]
@@ -283,14 +267,14 @@ class _Recogniser:
         """Whether a node is read by one other only, and may go with it."""
         return self.rewriter.only_for(node, user)
 
-    def _starts(self, region: _Region) -> Iterator[tuple[fx.Node, list[_Step]]]:
+    def _starts(self, region: _Region) -> Iterator[tuple[fx.Node, list[Step]]]:
         """Yield the values of which, alone, a region is made: each with the nodes between, in order; the next first."""
         last = region.node
         value = last.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return
         heap: list[tuple[float, fx.Node]] = []
-        steps: list[_Step] = []
+        steps: list[Step] = []
         seen: set[fx.Node] = set()
 
         def add(node: Any) -> None:
@@ -314,10 +298,10 @@ class _Recogniser:
             ):
                 yield node, steps[::-1]
             name = self.rewriter.name(node)
-            if not name or not _is_plain_operation(node) or self._has_weights(node, region):
+            if not name or not is_plain_operation(node) or self._has_weights(node, region):
                 return
             summed = summed or name in _SUMS
-            steps.append(_Step.of(node))
+            steps.append(Step.of(node))
             for given in node.all_input_nodes:
                 add(given)
 
@@ -329,7 +313,7 @@ class _Recogniser:
     # What a region does.
 
     def _measured(
-        self, region: _Region, start: fx.Node, steps: Sequence[_Step], wide: Sequence[int] | None = None
+        self, region: _Region, start: fx.Node, steps: Sequence[Step], wide: Sequence[int] | None = None
     ) -> Measured | None:
         """Return what a region does; or what multiplying by its result does, in another shape."""
 
@@ -342,11 +326,11 @@ class _Recogniser:
             try:
                 with torch.no_grad():
                     self.known[key] = measured(function, _size(start) or ())
-            except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, _UnknownError):
+            except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError):
                 self.known[key] = None  # what cannot be run on numbers alone is no norm that could be found
         return self.known[key]
 
-    def _key(self, region: _Region, start: fx.Node, steps: Sequence[_Step]) -> Hashable:
+    def _key(self, region: _Region, start: fx.Node, steps: Sequence[Step]) -> Hashable:
         """Return what two regions have in common that do the same."""
         number: dict[fx.Node, Any] = {start: -1} | {step.node: place for place, step in enumerate(steps)}
 
@@ -358,45 +342,27 @@ class _Recogniser:
         moves = [(move.target, move.args[1:], move.kwargs) for move in region.moves]
         return str((_size(start), parts, factors, region.shape, moves))
 
-    def _run(self, region: _Region, start: fx.Node, steps: Sequence[_Step], numbers: Tensor) -> Tensor:
+    def _run(self, region: _Region, start: fx.Node, steps: Sequence[Step], numbers: Tensor) -> Tensor:
         """Run a region in float64, without its gains and bias."""
         values: dict[fx.Node, Any] = {start: numbers.clone()}
 
         def get(node: fx.Node) -> Any:
-            return values[node] if node in values else self._constant(node)
+            return values[node] if node in values else self.constants(node)
 
         for step in steps:
-            values[step.node] = _run(step, get)
+            values[step.node] = run_step(step, get)
         result = torch.ones((), dtype=torch.float64)
         for factor, power in region.factors:
             part = get(factor) if isinstance(factor, fx.Node) else factor
             result = result * part if power == 1 else result / part
         result = result.expand(region.shape)
         for move in region.moves:
-            result = _moved_by(move, result)
+            result = moved_by(move, result)
         return result
-
-    def _constant(self, node: fx.Node) -> Any:
-        """Return the value of what no input and no weight changes.
-
-        Raises:
-            _UnknownError: If it has none.
-        """
-        if node not in self.constants:
-            if node.op == "get_attr":
-                value = getattr(node.graph.owning_module, str(node.target))
-                if not isinstance(value, Tensor) or value.is_meta or type(value) is not Tensor:
-                    raise _UnknownError
-                self.constants[node] = value.double() if value.is_floating_point() else value
-            elif _is_plain_operation(node):
-                self.constants[node] = _run(_Step.of(node), self._constant)
-            else:
-                raise _UnknownError
-        return self.constants[node]
 
     # What is put in its place.
 
-    def _is_plain(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[_Step]) -> bool:
+    def _is_plain(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[Step]) -> bool:
         """Whether a region is one operation already, so that there is nothing to do."""
         if found.masked:
             return self._masked(region, start, steps, put=False) is None
@@ -406,10 +372,10 @@ class _Recogniser:
         told = {"layer": ("layer_norm",), "rms": ("rms_norm",)}.get(found.kind, (found.kind, f"_{found.kind}"))
         told = ("group_norm",) if found.split is not None and found.kind == "layer" else told
         known = [name for name in names if name in told or name == "instance_norm"]
-        others = [name for name in names if name not in known and name not in _PASSED | MOVEMENTS]
+        others = [name for name in names if name not in known and name not in _CASTS | _MOVEMENTS]
         return len(known) == 1 and not others
 
-    def _put(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[_Step]) -> fx.Node | None:
+    def _put(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[Step]) -> fx.Node | None:
         insert, shape = self._insert, _size(start) or ()
         gains, bias = list(region.gains), region.bias
         if found.kind in ("softmax", "log_softmax"):
@@ -454,7 +420,7 @@ class _Recogniser:
     def _scaled(self, node: fx.Node, found: Measured) -> fx.Node:
         return node if found.factor == 1 else self._insert(aten.mul.Tensor, node, found.factor)
 
-    def _masked(self, region: _Region, start: fx.Node, steps: Sequence[_Step], *, put: bool) -> fx.Node | None:
+    def _masked(self, region: _Region, start: fx.Node, steps: Sequence[Step], *, put: bool) -> fx.Node | None:
         """Return what goes into the softmax of a region that leaves something out: what is left out is very low.
 
         Args:
@@ -471,14 +437,14 @@ class _Recogniser:
         for step in steps:
             others = [node for node in step.node.all_input_nodes if self.rewriter.made_of(node) == "constants"]
             if self.rewriter.name(step.node) == "mul" and len(others) == 1:
-                value = self._constant(others[0]).double().broadcast_to(shown.shape)
+                value = self.constants(others[0]).double().broadcast_to(shown.shape)
                 if torch.equal(value, shown.double()):
                     if not put:
                         return others[0]
                     low = self._insert(aten.log.default, self._insert(aten.to.dtype, others[0], _dtype(start)))
                     return self._insert(aten.add.Tensor, start, low)
             elif [node for node in step.node.all_input_nodes if node not in others] == [start]:
-                value = _run(step, lambda node: numbers if node is start else self._constant(node))
+                value = run_step(step, lambda node: numbers if node is start else self.constants(node))
                 hides = isinstance(value, Tensor) and torch.equal(value < _LOW, ~shown)
                 if hides and torch.equal(value, numbers.where(shown, value)):
                     return step.node
@@ -490,7 +456,7 @@ class _Recogniser:
         """Return the parameter of one axis whose elements, in order, stand along an axis of what comes out."""
         way: list[fx.Node] = []
         vector = weights
-        while isinstance(vector, fx.Node) and self.rewriter.name(vector) in MOVEMENTS:
+        while isinstance(vector, fx.Node) and self.rewriter.name(vector) in _MOVEMENTS:
             way.append(vector)
             vector = vector.args[0]  # type: ignore[assignment]
         if axis is None or vector not in self.rewriter.capture.states or _size(vector) != (shape[axis],):
@@ -501,15 +467,11 @@ class _Recogniser:
         if region.moves and isinstance(places, Tensor):
             places = places.expand(region.shape)
         for move in region.moves:
-            places = _moved_by(move, places)
+            places = moved_by(move, places)
         if not isinstance(places, Tensor):
             return None
         expected = torch.arange(shape[axis]).reshape(-1, *[1] * (len(shape) - axis - 1))
         return vector if bool((places == expected).all()) else None
-
-
-class _UnknownError(Exception):
-    """A constant without a value."""
 
 
 class _Layout:
@@ -590,37 +552,6 @@ def _is_larger(new: Measured, old: Measured) -> bool:
     same = replace(new, kind=old.kind, eps=old.eps) == old
     close = abs(new.eps - old.eps) <= 1e-5 * max(new.eps, old.eps)
     return same and close and (new.kind == old.kind or (new.kind, old.kind) == ("layer", "rms"))
-
-
-def _run(step: _Step, get: Callable[[fx.Node], Any]) -> Any:
-    """Run an operation in float64 on the CPU."""
-
-    def replaced(item: Any) -> Any:
-        if isinstance(item, torch.dtype):
-            return torch.float64 if item.is_floating_point else item
-        return torch.device("cpu") if isinstance(item, torch.device) else item
-
-    args = pytree.tree_map(replaced, fx.map_arg(step.args, get))
-    kwargs = pytree.tree_map(replaced, fx.map_arg(step.kwargs, get))
-    value = step.node.meta.get("val")
-    made = not any(isinstance(item, Tensor) for item in pytree.tree_leaves((args, kwargs)))
-    if made and isinstance(value, Tensor) and value.is_floating_point():
-        kwargs = {**kwargs, "dtype": torch.float64}
-    function = aten.reshape.default if step.target is aten.view.default else step.target
-    return function(*args, **kwargs)
-
-
-def _moved_by(step: _Step, tensor: Tensor) -> Any:
-    """Move the elements of a tensor as an operation does."""
-    return _run(step, lambda _: tensor)
-
-
-def _is_plain_operation(node: fx.Node) -> bool:
-    """Whether an operation is one of torch's own, which leaves nothing to chance."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return node.op == "call_function" and getattr(target, "__name__", "") == "getitem"
-    return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _after(node: fx.Node) -> fx.Node:

@@ -2,18 +2,20 @@
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import Capture, operation_name
+from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name
 from lightning_sym.symmetry.tracing.invisible import memories_of, shared_memory
 from lightning_sym.symmetry.tracing.memory import written_by
+from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Returns what stands for an operation, if it is of the spelling that this rewrites; None if it is not.
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node | None]
@@ -70,6 +72,11 @@ class Rewriter:
             return ""
         return operation_name(node.target).removesuffix("_")
 
+    def plain_name(self, node: Any) -> str:
+        """Return the name of an operation, whoever sees what it writes, without the mark of writing in place."""
+        plain = isinstance(node, fx.Node) and node.op == "call_function" and not self._is_kept(node.target)
+        return operation_name(node.target).removesuffix("_") if plain else ""
+
     def _is_kept(self, target: Any) -> bool:
         schema = getattr(target, "_schema", None)
         return schema is not None and schema.name.removesuffix("_") in self.kept
@@ -93,6 +100,10 @@ class Rewriter:
         """Whether something is written into the memory of a node that others see: it stays as it is."""
         return node in self._frozen
 
+    def is_marked(self, node: fx.Node) -> bool:
+        """Whether a node is by what a value of the network is known."""
+        return node in self._marked
+
     def writes_into(self, node: fx.Node) -> bool:
         """Whether something is written into the memory of a node."""
         return not self._written.isdisjoint(memories_of(node))
@@ -113,7 +124,12 @@ class Rewriter:
             return None if held.is_meta else held.detach().to("cpu", copy=True)
         target: Any = item.target
         fixed = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
-        if not fixed or torch.Tag.nondeterministic_seeded in target.tags or "empty" in target._schema.name:
+        if (
+            not fixed
+            or self._is_kept(target)
+            or torch.Tag.nondeterministic_seeded in target.tags
+            or "empty" in target._schema.name
+        ):
             return None
         parts = {node: self.constant(node) for node in item.all_input_nodes}
         if any(part is None for part in parts.values()):
@@ -167,6 +183,13 @@ class Rewriter:
         """
         if self._is_kept(target):
             raise NoSpellingError
+        return self._put(target, args, kwargs)
+
+    def demand(self, values: Sequence[fx.Node], shape: Sequence[int]) -> fx.Node:
+        """Put a demand on values before the operation at hand; what comes out has a shape."""
+        return self._put(DEMAND, (list(values), list(shape)), {})
+
+    def _put(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.at):
             node = self.graph.create_node("call_function", target, args, kwargs)
         try:
@@ -177,6 +200,72 @@ class Rewriter:
         self._learn(node)
         if self.at in self.capture.modules:
             self.capture.modules[node] = self.capture.modules[self.at]
+        return node
+
+    def write(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Put the operations of a function of tensors before the one at hand.
+
+        Args:
+            function: Takes tensors, and returns a tensor or several.
+            args: Its arguments, tensors as nodes.
+            kwargs: Its keywords.
+
+        Returns:
+            What it returns, with nodes in the place of tensors.
+
+        Raises:
+            ValueError: If it cannot be followed, or reads a parameter that is none of its arguments.
+        """
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        form_out: list[Any] = []
+
+        def run(*tensors: Tensor) -> list[Any]:
+            left = iter(tensors)
+            own, named = pytree.tree_unflatten(
+                [next(left) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], form
+            )
+            results, spec = pytree.tree_flatten(function(*own, **named))
+            form_out.append(spec)
+            return results
+
+        with torch.no_grad(), self._mode:
+            tensors = [self._without_data(_held(node)) for node in nodes]
+            try:
+                written = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(*tensors)
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise ValueError(
+                    f"a function in the rule at hand cannot be followed ({type(error).__name__}: {reason[:200]}); "
+                    "expected operations of torch on its arguments, whose order does not depend on values"
+                ) from error
+        made: dict[fx.Node, Any] = {}
+        for node in written.graph.nodes:
+            if node.op == "placeholder":
+                made[node] = nodes[len(made)]
+            elif node.op == "get_attr":
+                made[node] = self.hold(getattr(written, str(node.target)))
+            elif node.op == "output":
+                break
+            elif node.target is not torch._C._set_grad_enabled:
+                made[node] = self._put(node.target, *fx.map_arg((node.args, node.kwargs), made.__getitem__))
+        results = fx.map_arg(node.args[0], made.__getitem__)
+        return pytree.tree_unflatten(list(results), form_out[-1])
+
+    def hold(self, tensor: Tensor) -> fx.Node:
+        """Return a node that holds a constant, before the one at hand."""
+        if isinstance(tensor, (nn.Parameter, FakeTensor)):
+            raise ValueError(
+                "a function in the rule at hand reads a parameter that is none of its arguments; expected "
+                "trace.parameter(module, name) among them"
+            )
+        owner: Any = self.graph.owning_module
+        number = sum(name.startswith("_rule_constant") for name, _ in owner.named_buffers())
+        owner.register_buffer(f"_rule_constant{number}", tensor)
+        with self.graph.inserting_before(self.at):
+            node = self.graph.get_attr(f"_rule_constant{number}")
+        node.meta["val"] = self._without_data(tensor)
+        self._learn(node)
         return node
 
     def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -217,9 +306,35 @@ class Rewriter:
                 self.capture.marks[at] = replace(mark, node=new)
                 self._marked.add(new)
         self._marked.discard(old)
-        self._erase(old)
+        self.erase(old)
         if memories_of(new) == there:
             for user in users:
+                self._renew(user)
+
+    def fill(self, base: fx.Node, new: fx.Node, written: Sequence[fx.Node]) -> None:
+        """Let a node stand for memory that was filled, for all that reads it later.
+
+        Args:
+            base: The memory.
+            new: Made by `insert`, behind all that was written.
+            written: What wrote into it, and through which views; goes with it.
+        """
+        self._written -= memories_of(base)
+        before = memories_of(base)
+        for user in list(base.users):
+            if user not in written:
+                user.replace_input_with(base, new)
+        for at, mark in enumerate(self.capture.marks):
+            if mark.node is base:
+                self.capture.marks[at] = replace(mark, node=new)
+        for node in [*reversed(written), base]:
+            for at, mark in enumerate(self.capture.marks):
+                if mark.after is node:
+                    self.capture.marks[at] = replace(mark, after=new)
+            self.capture.modules.pop(node, None)
+            self.graph.erase_node(node)
+        for user in new.users:
+            if memories_of(user) & before:
                 self._renew(user)
 
     def _renew(self, node: fx.Node) -> None:
@@ -239,7 +354,7 @@ class Rewriter:
         fresh = not new.users and new not in self._marked
         return fresh or not (memories_of(old) ^ memories_of(new)) & self._written
 
-    def _erase(self, node: fx.Node) -> None:
+    def erase(self, node: fx.Node) -> None:
         """Take out a node that nobody reads, and what only it read."""
         before = node.all_input_nodes
         self.capture.marks[:] = [mark for mark in self.capture.marks if mark.node is not node]
@@ -252,7 +367,7 @@ class Rewriter:
         self.graph.erase_node(node)
         for given in before:
             if not given._erased and self._is_dead(given):
-                self._erase(given)
+                self.erase(given)
 
     def _is_dead(self, node: fx.Node) -> bool:
         """Whether nobody can tell that a node is there."""
@@ -266,6 +381,7 @@ class Rewriter:
     def _is_pure(node: fx.Node) -> bool:
         """Whether a node does nothing but make its result."""
         operation = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        operation = operation and node.target is not DEMAND
         return node.op == "get_attr" or (node.op == "call_function" and operation and not written_by(node))
 
     def erase_unread(self) -> None:
@@ -283,11 +399,12 @@ class Rewriter:
             lonely |= {given for given in node.all_input_nodes if node in lonely}
         for node in reversed(list(self.graph.nodes)):
             if node not in lonely and not node._erased and self._is_dead(node):
-                self._erase(node)
+                self.erase(node)
 
     def share(self) -> None:
         """Let one operation stand for all that do the same with the same tensors."""
         known: dict[Any, fx.Node] = {}
+        self._share_constants()
         for node in list(self.graph.nodes):
             target = node.target
             if not self.name(node) or not isinstance(node.meta.get("val"), Tensor) or self.writes_into(node):
@@ -300,6 +417,21 @@ class Rewriter:
             first = known.setdefault((target, form, *((type(leaf), leaf) for leaf in leaves)), node)
             if first is not node:
                 self.replace(node, first)
+
+    def _share_constants(self) -> None:
+        """Let one constant stand for all that hold the same numbers, unless something is written anywhere."""
+        if any(written_by(node) for node in self.graph.nodes):
+            return
+        known: dict[Any, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            held = getattr(node.graph.owning_module, str(node.target)) if node.op == "get_attr" else None
+            if type(held) is not Tensor or held.is_meta or held.layout != torch.strided or held.numel() > _MOST:
+                continue
+            key = held.dtype, held.device, tuple(held.shape), tuple(held.reshape(-1).tolist())
+            first = known.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                self.erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
         """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.
@@ -322,7 +454,7 @@ class Rewriter:
                 put_in = self._put_in(before, node)
                 for one in reversed(put_in):
                     if one is not new and not one.users and not one._erased:
-                        self._erase(one)
+                        self.erase(one)
                 if new is not None:
                     # What was put in may itself be of another spelling.
                     following = next((one for one in put_in if not one._erased), following)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
@@ -75,3 +76,39 @@ def exponents(forms: sparse.csr_matrix, columns: Ints, table: Ints) -> Ints | No
     ).all()
     whole = np.rint(found).astype(np.int64)
     return whole if alike and np.array_equal(whole, found) else None
+
+
+def own_exponents(forms: sparse.csr_matrix, columns: Ints) -> Floats | None:
+    """Return with which exponent a generator of its own acts on each of several units, at each of their places.
+
+    Args:
+        forms: Generators by position.
+        columns: At which positions the units stand. Shape (units, columns), two units at least.
+
+    Returns:
+        Shape (columns,); None if units have no generator of their own, or several, or other generators act on some of
+        the units only.
+    """
+    units, width = columns.shape
+    if not width:
+        return np.zeros(0)
+    start = forms.indptr[columns]
+    if (forms.indptr[columns + 1] == start + 1).all():  # nothing else acts
+        exponents = forms.data[start]
+        return exponents[0] if (exponents * exponents[:, :1] == exponents[0] * exponents[0, 0]).all() else None
+    rows = forms[columns.ravel()]
+    place = np.repeat(np.arange(units * width), np.diff(rows.indptr))
+    unit, column = np.divmod(place, width)
+    kinds, generator = np.unique(rows.indices, return_inverse=True)
+    table = np.zeros((len(kinds), units), bool)
+    table[generator, unit] = True
+    own = table.sum(1) == 1
+    common = ~own[generator]
+    alike = np.unique(np.stack([column[common], generator[common], rows.data[common]]), axis=1, return_counts=True)[1]
+    if (alike != units).any() or own.sum() != units or (table[own].sum(0) != 1).any():
+        return None
+    if (np.bincount(place[~common], minlength=units * width) != 1).any():
+        return None
+    exponents = np.zeros((units, width))
+    exponents[unit[~common], column[~common]] = rows.data[~common]
+    return exponents[0] if (exponents * exponents[:, :1] == exponents[0] * exponents[0, 0]).all() else None

@@ -538,7 +538,9 @@ class Contractions(Algebra):
         shape, count = source.shape[1:], len(source)
         blocks = places(shape).reshape(-1, 1), places(source.shape).reshape(count, -1).T
         evaluate = ByTotal(total, source.ndim)
-        return self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total, unseen=unseen)
+        return self.system.derive(
+            key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total, unseen=unseen
+        )
 
     def _read_across(
         self, result: Value, value: Value, weights: Value, by: Sum, axes: frozenset[int], family: Any, *, told: bool

@@ -10,7 +10,7 @@ from torch import fx
 
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.affine.values import Value
-from lightning_sym.symmetry.tracing.affine.weights import name_of
+from lightning_sym.symmetry.tracing.operations import name_of
 from lightning_sym.symmetry.tracing.tilts import Normed
 
 Pair = tuple[str | None, str]

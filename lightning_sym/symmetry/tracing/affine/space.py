@@ -303,6 +303,11 @@ class Translations:
             entries[part.places] = np.repeat(columns[part.columns], part.size)
         return entries, steps
 
+    @property
+    def shown(self) -> dict[str, Shown]:
+        """What elements do to named values inside the network."""
+        return {} if self.parts is None else self.parts.shown
+
     def named(self, kind: str) -> set[str]:
         """Return the first tensors of all entries of a kind."""
         return {own.name for own in self.kinds if own.kind == kind}

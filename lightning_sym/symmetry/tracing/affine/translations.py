@@ -59,6 +59,26 @@ def find_translations(
         keep: Weights whose rows keep their mean.
         outputs: Whether a softmax reads the outputs along their last axis, which does not see what they have in common.
     """
+    try:
+        return _found(captures, tensors, constants, fixed, keep, outputs=outputs)
+    except Exception as error:  # an operation in a form that the interpreter does not expect
+        found = Translations()
+        found.notes.append(
+            f"what may be added to weights was not searched, as the affine interpreter stopped ({type(error).__name__}: "
+            f"{error})"
+        )
+        return found
+
+
+def _found(
+    captures: Sequence[Capture],
+    tensors: Mapping[str, Tensor],
+    constants: Collection[str],
+    fixed: Collection[str],
+    keep: Collection[str],
+    *,
+    outputs: bool,
+) -> Translations:
     known = set(constants) | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
     system = System(tensors, tensors.keys() - known - set(fixed), known)
     system.names = states_of(captures)
@@ -183,7 +203,6 @@ class _Compiler:
             begin,
             sum(self._in_common(*pair) for pair in self._pairs()),
             [],
-            list(system.notes),
         )
         parts.kinds = [*self._kinds(parts), *(
             Kind(WRITERS, own.name, np.arange(begin)[own.places]) for own in writers

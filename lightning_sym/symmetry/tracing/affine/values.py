@@ -20,6 +20,9 @@ Shape = tuple[int, ...]
 DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
+_MOST = 2**23  # unknowns: larger networks would take minutes
+
+
 class Atom(NamedTuple):
     """Numbers that depend on the weights alone.
 
@@ -214,6 +217,8 @@ class Unknowns:
     def fresh(self, shape: Sequence[int], kind: int) -> Tensor:
         """Return new unknowns."""
         size = math.prod(shape)
+        if self.count + size > _MOST:
+            raise RuntimeError(f"more than {_MOST} unknowns")
         self.blocks.append((self.count, kind))
         numbers = torch.arange(self.count, self.count + size).reshape(tuple(shape))
         self.count += size

@@ -15,13 +15,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.affine.values import Atom, Coefficient, Total
-from lightning_sym.symmetry.tracing.capture import operation_name
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
-CASTS = {"to", "_to_copy", "float", "double", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh"}
-CASTS |= {"lift_fresh_copy", "dropout", "feature_dropout", "alpha_dropout", "positive", "feature_alpha_dropout"}
-
-# What makes constants of a tensor's shape.
-OF_SHAPE = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty"}
 _SMALL = 2**16  # tensors of so many numbers are kept: gains and biases, which are asked for again and again
 
 
@@ -31,11 +26,6 @@ def zero_in(what: str) -> ValueError:
         f"{what} holds a zero, by which a shift would be divided; expected gains that are not zero, or an element "
         "without shifts: sample(shifts=False)"
     )
-
-
-def name_of(node: fx.Node) -> str:
-    """Return the name of a node's operation, without the mark of writing in place."""
-    return operation_name(node.target).removesuffix("_") if node.op == "call_function" else node.op
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +172,7 @@ class Weights:
         if not made.operation:
             return self.tensor(made.name)
         positional, keywords = made.arguments
-        if made.name in CASTS and isinstance(positional[0], Made):
+        if made.name in operations(Trait.CAST) and isinstance(positional[0], Made):
             value, wanted = self.node(positional[0]), made.dtype
             assert wanted is not None
             both = value.is_floating_point() and wanted.is_floating_point
@@ -191,7 +181,7 @@ class Weights:
         def given(own: Any) -> Any:
             if not isinstance(own, Made):
                 return own
-            return torch.empty(own.shape) if made.name in OF_SHAPE else self.node(own)
+            return torch.empty(own.shape) if made.name in operations(Trait.LIKE) else self.node(own)
 
         positional, keywords = pytree.tree_map(given, made.arguments)
         if "device" in keywords:

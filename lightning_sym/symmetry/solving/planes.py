@@ -27,6 +27,10 @@ class Places(NamedTuple):
     raw: Ints | NDArray[np.int32]
     key: Hashes
 
+    def within(self, rows: slice) -> "Places":
+        """Return what is known of some of the positions."""
+        return Places(self.raw[rows], self.key[rows])
+
 
 class PlaneFinder:
     """Finds out which units are planes, and which of their positions are the first and second coordinates.

@@ -1,0 +1,105 @@
+"""Blocks of units that change places as wholes, such as attention heads."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_sym.symmetry.solving.nesting import Nesting, roles
+from lightning_sym.symmetry.solving.replicas import Folded
+from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, mix
+
+
+class Blocks(NamedTuple):
+    """Systems of blocks.
+
+    Attributes:
+        members: For each system, the units of each block. Each of shape (blocks, members).
+        parents: For each system, the parents of each block, numbered behind the units. Each of shape (blocks, parents).
+        number_of: For each root its number as a unit or parent, or -1.
+    """
+
+    members: tuple[Ints, ...]
+    parents: tuple[Ints, ...]
+    number_of: Ints
+
+    def without(self, units: Ints) -> "Blocks":
+        """Leave out the systems whose blocks begin with one of some units."""
+        kept = [not np.isin(table[:, 0], units).any() for table in self.members]
+        members, parents = (tuple(itertools.compress(part, kept)) for part in (self.members, self.parents))
+        return Blocks(members, parents, self.number_of)
+
+
+def find_blocks(
+    nesting: Nesting, colour: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, folded: Folded | None
+) -> Blocks:
+    """Find blocks that may change places as wholes; number their parents behind the units, and tell both by root.
+
+    What slots are made of is numbered first, right behind the units.
+
+    Args:
+        nesting: Parents and members.
+        colour: For each root, where it stands.
+        fixed: For each root, whether it stays where it is.
+        unit_of: For each root its unit, or -1.
+        folded: Copies that have become positions of units.
+    """
+    number_of = unit_of.copy()
+    if not nesting.pairs.size:
+        return Blocks((), (), number_of)
+    slot_of = np.full(len(unit_of), -1)
+    found, carried = [], []
+    if folded is not None and folded.atoms:
+        new = folded.all_atoms[unit_of[folded.all_atoms] < 0]
+        number_of[new] = unit_of.max() + 1 + np.arange(len(new))
+        for index, atoms in enumerate(folded.atoms):
+            slot_of[atoms] = index
+        found = [number_of[np.stack([folded.atoms[slot] for slot in system])] for system in folded.systems]
+        carried = [np.zeros((len(system), 0), np.int64) for system in folded.systems]
+    for members in _alike(nesting, colour, fixed, slot_of, folded):
+        table = np.where(slot_of[members] >= 0, number_of[members], unit_of[members])
+        units = (table >= 0).all(0)
+        if units.any():
+            found.append(table[:, units])
+            others = members[:, (table < 0).all(0)]
+            carried.append(number_of.max() + 1 + np.arange(others.size).reshape(others.shape))
+            number_of[others] = carried[-1]
+    return Blocks(tuple(found), tuple(carried), number_of)
+
+
+def _alike(
+    nesting: Nesting, colour: Hashes, fixed: NDArray[np.bool_], slot_of: Ints, folded: Folded | None
+) -> list[Ints]:
+    """Return the roots of blocks that are alike, each of shape (blocks, members).
+
+    Args:
+        nesting: Parents and members.
+        colour: For each root, where it stands.
+        fixed: For each root, whether it stays where it is.
+        slot_of: For each root the slot that it is a part of, or -1.
+        folded: Copies that have become positions of units.
+    """
+    role, (parent, member) = roles(nesting, colour)
+    # Parents that share members form one block, together with all their members.
+    component = components(len(colour), [(parent, member)])
+    blocks: dict[int, list[int]] = {}
+    for index in np.unique(np.r_[parent, member]):
+        blocks.setdefault(int(component[index]), []).append(int(index))
+    parents = set(parent.tolist())
+    found: dict[int, list[Ints]] = {}
+    for together in blocks.values():
+        array: Ints = np.array(together)
+        own = [index for index in together if index in parents and slot_of[index] < 0]
+        if fixed[array].any() or len({int(colour[index]) for index in own}) < len(own):
+            continue
+        slots = np.unique(slot_of[array[slot_of[array] >= 0]])
+        parts = [folded.atoms[slot] for slot in slots] if folded is not None else []
+        array = array[slot_of[array] < 0]
+        array = array[np.lexsort((array, role[array]))]
+        with np.errstate(over="ignore"):
+            key = int(mix(role[array]).sum())
+            for rank, part in enumerate(parts):
+                key ^= int(mix(mix(role[part]) + np.uint64(rank)).sum())
+        found.setdefault(key, []).append(np.concatenate([array, *parts]))
+    return [np.stack(group) for group in found.values() if len(group) > 1]

@@ -1,0 +1,203 @@
+"""From all that operations demand to the group that meets it: who may change places, what may be scaled or mixed."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
+from lightning_sym.symmetry.solving.nesting import find_nesting
+from lightning_sym.symmetry.solving.refinement import Orbits, colours, columns_of, refine, sorted_groups
+from lightning_sym.symmetry.solving.replicas import Folded, copies_of, fold_replicas, sheets_at
+from lightning_sym.symmetry.solving.scales import Table, scales_at, solve_scales, tabulate
+from lightning_sym.symmetry.solving.streams import find_dense, find_met, find_rotations
+from lightning_sym.symmetry.solving.units import Positions, merge_units
+from lightning_sym.symmetry.tracing.copies import Copies
+from lightning_sym.symmetry.tracing.labels import Labels
+from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, flat
+from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
+
+# Bias, weight, the weight's axis, and how much: see Structure.absorbed.
+Absorbed = tuple[str, str, int, float]
+
+
+class Group(NamedTuple):
+    """A network's group without shifts and tilts.
+
+    Attributes:
+        structure: The group on parameters and buffers.
+        values: The same group on the values inside the network that have a name.
+        notes: What limits it.
+    """
+
+    structure: Structure
+    values: Structure
+    notes: list[str]
+
+
+class _Solved(NamedTuple):
+    """The parts of the solution, of which structures are made.
+
+    Attributes:
+        positions: Where units are seen.
+        colour: For each root, where it stands.
+        folded: Copies that have become positions of units.
+        orbits: Units, and which of them may change places.
+        blocks: Systems of blocks.
+        scales: Generators of scales.
+        signs: Generators of signs.
+        copies: For each orbit, the copies of its units.
+        end: How many positions are those of parameters, grouped weights included.
+    """
+
+    positions: Positions
+    colour: Hashes
+    folded: Folded | None
+    orbits: Orbits
+    blocks: Blocks
+    scales: Table
+    signs: Table
+    copies: tuple[Copies | None, ...]
+    end: int
+
+
+def find_group(labels: Labels) -> Group:
+    """Solve all that the operations of a network demand.
+
+    Args:
+        labels: What they demand. Equations and pairs are let go of once they are solved.
+    """
+    walk, constraints = labels.walk, labels.walk.constraints
+    by_variable = solve_scales(constraints)
+    for equations in (constraints.magnitude_equations, constraints.sign_equations):
+        equations.clear()  # of large networks they fill as much memory as anything that follows
+    positions = merge_units(constraints, walk.axis_labels, walk.grouped)
+    for pairs in (constraints.merges, constraints.contracted, constraints.turned):
+        pairs.clear()
+    forms = scales_at(positions, by_variable)
+    del by_variable
+    colour = colours(positions, forms)
+    nesting = find_nesting(constraints, positions, colour)
+    positions, nesting, folded = fold_replicas(constraints.copies, positions, nesting, colour)
+    if folded is not None:
+        colour = colours(positions, forms)
+    orbits = refine(positions, forms, colour, nesting)
+    blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
+    dense = find_dense(constraints, positions, orbits, forms)
+    end = positions.own + sum(label.size for label in walk.grouped.values())
+    scales, signs = (tabulate(orbits.columns, own, end) for own in forms)
+    del forms
+    copies = copies_of(orbits, blocks.number_of, folded, positions, (scales, signs))
+    irregular = [own.slots for own in copies if own is not None and not (own.scales.complete and own.signs.complete)]
+    if irregular:  # nothing says how their scales go with them
+        blocks = blocks.without(flat(irregular))
+    solved = _Solved(positions, colour, folded, orbits, blocks, scales, signs, copies, end)
+    structure = _on_parameters(solved, walk.kinds, dense, walk.absorbed)
+    values = _on_values(solved, structure)
+    rotations, why_not = find_rotations(
+        structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
+    )
+    structure, values = (replace(each, rotations=tuple(rotations)) for each in (structure, values))
+    left_out = [
+        f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"
+    ] * bool(scales.left_out or signs.left_out)
+    return Group(replace(structure, charts=labels.charts), values, [*constraints.notes, *left_out, *why_not])
+
+
+def _on_parameters(
+    solved: _Solved, kinds: Mapping[str, tuple[str, float]], dense: tuple[Ints, ...], absorbed: Sequence[Absorbed]
+) -> Structure:
+    """Return the group on parameters and buffers.
+
+    Args:
+        solved: The parts of the solution.
+        kinds: By buffer, see :class:`Slot`.
+        dense: See :class:`Structure`.
+        absorbed: Likewise.
+    """
+    positions, orbits, unit_of, folded = solved.positions, solved.orbits, solved.orbits.unit_of, solved.folded
+    slots = [
+        _slot(positions, index, unit_of, int(positions.offset[index]), kinds) for index in range(positions.parameters)
+    ]
+    for name, label in positions.grouped.items():
+        # Positions of a label over two axes: within a row, units stand in the order of their columns.
+        first, shape = slots[-1].rows.stop, label.atom.shape
+        slots.append(Slot(name, (0, 1), first, shape, unit_of[positions.root[label.atom]], *VALUE))
+    units = len(orbits.roots)
+    if folded is not None:
+        units = max(units, solved.blocks.number_of[folded.all_atoms].max(initial=-1) + 1)
+    known = positions.of_planes.within(slice(positions.own))
+    return Structure(
+        slots=tuple(slots),
+        units=units,
+        orbits=tuple(orbits.units),
+        movable=tuple(orbits.movable),
+        columns=tuple(orbits.columns),
+        cells=tuple(orbits.cells),
+        blocks=solved.blocks.members,
+        magnitudes=solved.scales.forms[: solved.end],
+        signs=solved.signs.forms[: solved.end],
+        scale_table=solved.scales.of_units,
+        sign_table=solved.signs.of_units,
+        dense=dense,
+        absorbed=tuple(absorbed),
+        copies=solved.copies,
+        planes=positions.finder.of_parameters(orbits.columns, known, (solved.scales.forms, solved.signs.forms)),
+    )
+
+
+def _on_values(solved: _Solved, structure: Structure) -> Structure:
+    """Return the group on the values inside the network that have a name.
+
+    Args:
+        solved: The parts of the solution.
+        structure: The group on parameters and buffers.
+    """
+    positions, blocks, at = solved.positions, solved.blocks, solved.positions.of_values
+    orbits = list(solved.orbits.units)
+    if solved.folded is not None:  # what slots are made of is seen inside the network only
+        atoms = solved.folded.all_atoms
+        inside = atoms[blocks.number_of[atoms] >= len(solved.orbits.roots)]
+        orbits += [blocks.number_of[inside[group]] for group in sorted_groups(solved.colour[inside])]
+    orbits += [part for numbers in blocks.parents for part in numbers.T]
+    columns = columns_of(orbits, blocks.number_of[positions.atom[at]], positions, at)
+    firsts = itertools.accumulate((positions.places[index].label.size for index in positions.named), initial=0)
+    known = positions.of_planes.within(slice(positions.own, None))
+    return replace(
+        structure,
+        slots=tuple(
+            _slot(positions, index, blocks.number_of, first)
+            for index, first in zip(positions.named, firsts, strict=False)
+        ),
+        units=structure.units + sum(numbers.size for numbers in blocks.parents),
+        orbits=tuple(orbits),
+        movable=(*structure.movable, *[True] * (len(orbits) - len(structure.movable))),
+        columns=tuple(columns),
+        magnitudes=solved.scales.forms[solved.end :],
+        signs=solved.signs.forms[solved.end :],
+        copies=tuple(
+            None if own is None else replace(own, columns=sheets_at(positions, at[matrix[0]], own.count))
+            for own, matrix in zip(solved.copies, columns, strict=False)
+        ),
+        parents=blocks.parents,
+        planes=positions.finder.of_values(structure.planes, columns, known) if structure.planes else (),
+    )
+
+
+def _slot(
+    positions: Positions, index: int, units: Ints, first: int, kinds: Mapping[str, tuple[str, float]] | None = None
+) -> Slot:
+    """Return the slot of a place.
+
+    Args:
+        positions: Where units are seen.
+        index: The number of the place.
+        units: For each root its number as a unit, or -1.
+        first: Where the slot's positions start.
+        kinds: By buffer, see :class:`Slot`.
+    """
+    place, rows = positions.places[index], slice(*positions.offset[index : index + 2])
+    kind = (kinds or {}).get(place.tensor or "", VALUE)
+    of_stack = index < positions.parameters and len(place.label.axes) > 1
+    unit = units[positions.atom[rows]].reshape(place.label.atom.shape)
+    return Slot(place.tensor or "", place.label.axes, first, place.label.atom.shape, unit, *kind, of_stack)

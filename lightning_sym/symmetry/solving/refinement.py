@@ -1,0 +1,154 @@
+"""Colour refinement: roots that stand at the same places make an orbit, those of them with the same parents a cell."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import sparse
+
+from lightning_sym.symmetry.solving.nesting import Nesting
+from lightning_sym.symmetry.solving.scales import Forms
+from lightning_sym.symmetry.solving.units import Positions, place_key
+from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, marked, mix, sum_by
+
+
+class Orbits(NamedTuple):
+    """Units that may change places with one another, or, where nothing may, that were made together.
+
+    Attributes:
+        roots: For each unit, its root.
+        unit_of: For each root, its unit, or -1.
+        units: For each orbit, its units.
+        cells: For each orbit, for each unit the number of its cell: units of one cell change places freely.
+        movable: For each orbit, whether its units may change places at all.
+        columns: For each orbit, at which position each unit stands. Each of shape (units, columns).
+    """
+
+    roots: Ints
+    unit_of: Ints
+    units: list[Ints]
+    cells: list[Ints]
+    movable: list[bool]
+    columns: list[Ints]
+
+
+def colours(positions: Positions, forms: Forms) -> Hashes:
+    """Identify for each root the places where it stands; that it is fixed counts only for naming.
+
+    Args:
+        positions: Where units are seen.
+        forms: Scales and signs by position.
+    """
+    where, tag, own = positions.where, positions.tag, positions.own
+    magnitudes, signs = forms.counts(own)
+
+    def keys(part: slice) -> Hashes:
+        key = place_key(where[part], tag[part])
+        acting = slice(part.start, max(min(part.stop, own), part.start))  # how many scales act there
+        key[: acting.stop - acting.start] ^= mix(magnitudes[acting] * 64 + signs[acting])
+        return mix(key)
+
+    return mix(sum_by(positions.atom, keys, len(positions.root)) ^ positions.fixed.astype(np.uint64))
+
+
+def refine(positions: Positions, forms: Forms, colour: Hashes, nesting: Nesting) -> Orbits:
+    """Tell roots apart by where they stand and by their parents; those in a parameter that may move or scale are units.
+
+    Args:
+        positions: Where units are seen.
+        forms: Scales and signs by position.
+        colour: For each root, where it stands.
+        nesting: Parents and members of blocks.
+    """
+    number, own, standing = len(positions.root), positions.own, positions.standing
+    magnitudes, signs = forms.counts(own)
+    carries = marked(number, standing[(magnitudes > 0) | (signs > 0)])
+    roots = np.flatnonzero(marked(number, standing) & (~positions.fixed | carries))
+    unit_of = np.full(number, -1)
+    unit_of[roots] = np.arange(len(roots))
+    cell_key = cell_keys(colour, nesting.pairs, nesting.pairs[0])
+    units = [np.asarray(group) for group in sorted_groups(colour[roots])]
+    columns = columns_of(units, unit_of[standing], positions, slice(own))
+    movable = [not positions.fixed[roots[group[0]]] for group in units]
+    cells = [
+        np.unique(cell_key[roots[group]], return_inverse=True)[1] if moves else np.arange(len(group))
+        for group, moves in zip(units, movable, strict=True)
+    ]
+    return _together(Orbits(roots, unit_of, units, cells, movable, columns), positions, forms)
+
+
+def cell_keys(colour: Hashes, pairs: Ints, parents: Ints) -> Hashes:
+    """Identify for each root its cell: where it stands, and who its parents are.
+
+    Args:
+        colour: For each root, where it stands.
+        pairs: Parents and members. Shape (2, pairs).
+        parents: The roots that are parents: these (heads) move with their members only, each is a cell of its own.
+    """
+    parent, member = pairs
+    key = mix(colour ^ sum_by(member, mix(parent.astype(np.uint64)), len(colour)))
+    key[parents] = mix(parents)
+    return key
+
+
+def sorted_groups(keys: Ints | Hashes) -> list[Ints]:
+    """Return the positions of equal keys, as one array per key, in the order of their first appearance."""
+    if not len(keys):
+        return []
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    groups = np.split(order, starts[1:])
+    return sorted(groups, key=lambda group: int(group[0]))
+
+
+def columns_of(units: Sequence[Ints], unit: Ints, positions: Positions, at: slice | Ints) -> list[Ints]:
+    """Return for each orbit at which positions each unit stands, in one order for all its units.
+
+    Args:
+        units: The units of each orbit.
+        unit: For each of some positions, the unit that stands there.
+        positions: Where units are seen.
+        at: Which positions these are.
+
+    Returns:
+        Numbers among these positions, each of shape (units, columns).
+    """
+    order = np.lexsort((positions.copy[at], positions.tag[at], positions.where[at], unit))
+    ordered, columns = unit[order], []
+    for own in units:
+        starts, ends = (np.searchsorted(ordered, own, side=side) for side in ("left", "right"))
+        matrix = order[starts[:, None] + np.arange((ends - starts).min())]
+        columns.append(matrix[:, np.argsort(matrix[0])])  # tags are in no order
+    return columns
+
+
+def _together(orbits: Orbits, positions: Positions, forms: Forms) -> Orbits:
+    """Join orbits of which nothing changes places inside a cell, if they stand at the same places with the same scales.
+
+    The coordinates of a head, which a rotation by the position tells apart, are one axis group and not many.
+    """
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for index, (own, moves, matrix) in enumerate(zip(orbits.cells, orbits.movable, orbits.columns, strict=True)):
+        first = matrix[0]
+        key: tuple[Any, ...] = (index,)
+        if len(np.unique(own)) == len(own):
+            patterns = (_pattern(acting[first]) for acting in forms)
+            key = (moves, positions.where[first].tobytes(), positions.copy[first].tobytes(), *patterns)
+        kinds.setdefault(key, []).append(index)
+    joined = orbits._replace(units=[], cells=[], movable=[], columns=[])
+    for members in kinds.values():
+        units = np.concatenate([orbits.units[index] for index in members])
+        order = np.argsort(units, kind="stable")
+        joined.units.append(units[order])
+        joined.cells.append(orbits.cells[members[0]] if len(members) == 1 else np.arange(len(units)))
+        joined.movable.append(orbits.movable[members[0]])
+        joined.columns.append(np.concatenate([orbits.columns[index] for index in members])[order])
+    return joined
+
+
+def _pattern(forms: sparse.csr_matrix) -> tuple[bytes, ...]:
+    """Identify rows of exponents up to the names of the generators."""
+    names = {generator: number for number, generator in enumerate(dict.fromkeys(forms.indices.tolist()))}
+    renamed = np.array([names[generator] for generator in forms.indices.tolist()], np.int64)
+    return forms.indptr.tobytes(), renamed.tobytes(), forms.data.tobytes()

@@ -1,0 +1,240 @@
+"""Replicas: copies of units become positions of these, and blocks of copies may change places.
+
+See docs/theory/intertwiners.md, 2.6.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_sym.symmetry.solving.nesting import Nesting, roles
+from lightning_sym.symmetry.solving.refinement import Orbits
+from lightning_sym.symmetry.solving.scales import Table
+from lightning_sym.symmetry.solving.units import Positions, place_key
+from lightning_sym.symmetry.tracing.copies import Copies, Sheets, sheets
+from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, marked, mix
+
+Bools = NDArray[np.bool_]
+# Copies, of which atoms they are copies, and their numbers.
+Copied = tuple[Ints, Ints, Ints]
+
+
+@dataclass
+class Folded:
+    """Copies that have become positions of the units of which they are copies.
+
+    Attributes:
+        origin: For each root, the one of whose positions its own are; itself, unless it is a copy.
+        mark: For each root, what tells its positions from others of that unit; 0 unless it is a copy.
+        copy: For each root, which of the unit's copies it is, if they belong to slots; otherwise -1.
+        slots_of: By unit, the slots of its copies in the order of their numbers.
+        atoms: For each slot, its parents and its members that are no copies, in an order that slots which may change
+            places have in common, parents first.
+        systems: Slots that may change places with one another.
+    """
+
+    origin: Ints
+    mark: Ints
+    copy: Ints
+    slots_of: dict[int, Ints] = field(default_factory=dict)
+    atoms: list[Ints] = field(default_factory=list)
+    systems: list[Ints] = field(default_factory=list)
+
+    @cached_property
+    def all_atoms(self) -> Ints:
+        """The atoms of all slots, slot by slot."""
+        return np.concatenate([np.zeros(0, np.int64), *self.atoms])
+
+    @cached_property
+    def heads(self) -> Ints:
+        """For each slot the atom that stands for it."""
+        return np.array([atoms[0] for atoms in self.atoms], np.int64)
+
+
+class Replicas(NamedTuple):
+    """What is left when copies have become positions of the units of which they are copies.
+
+    Attributes:
+        positions: Where units are seen.
+        nesting: Parents and members of blocks.
+        folded: The copies; None if there are none.
+    """
+
+    positions: Positions
+    nesting: Nesting
+    folded: Folded | None
+
+
+def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colour: Hashes) -> Replicas:
+    """Let copies become positions of the units of which they are copies.
+
+    Args:
+        copies: All of them.
+        positions: Where units are seen, copies as units of their own.
+        nesting: Parents and members of blocks, likewise.
+        colour: For each root, where it stands.
+    """
+    if not copies:
+        return Replicas(positions, nesting, None)
+    folded, fixed = _fold(copies, positions, nesting, colour)
+    origin, atom, tag = folded.origin, positions.atom, positions.tag.copy()
+    held_at = np.flatnonzero((folded.mark > 0)[atom])
+    tag[held_at] = (place_key(folded.mark[atom[held_at]], tag[held_at]) >> np.uint64(1)).astype(np.int64)
+    copy, of_planes = folded.copy.astype(np.int32)[atom], positions.of_planes
+    if positions.finder.any:
+        asked = positions.asked
+        copied = place_key(folded.mark[atom[asked]], copy[asked].astype(np.int64))
+        of_planes = of_planes._replace(key=mix(of_planes.key ^ copied))
+    atom, root = origin.astype(np.int32)[atom], origin[positions.root]
+    positions = replace(positions, atom=atom, tag=tag, copy=copy, root=root, fixed=fixed, of_planes=of_planes)
+    return Replicas(positions, Nesting(np.unique(origin[nesting.pairs], axis=1), origin[nesting.shared]), folded)
+
+
+def _fold(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colour: Hashes) -> tuple[Folded, Bools]:
+    """Decide for each copy whether it belongs to a slot.
+
+    Copies that do not (they are in no block, or not as regularly as a repeated value of heads is) keep their number:
+    they move with their unit only.
+
+    Returns:
+        The copies; and for each root whether it stays, with those that are copied irregularly.
+    """
+    root, fixed, number = positions.root, positions.fixed.copy(), len(positions.root)
+    role, pairs = roles(nesting, colour)
+    apart = positions.marked(*(label.atom for label in positions.grouped.values()))
+    folded = Folded(np.arange(number), np.zeros(number, np.int64), np.full(number, -1))
+    copy, original, count = (np.concatenate([part.ravel() for part in parts]) for parts in zip(*copies, strict=True))
+    copy, original = root[copy], root[original]
+    _, first = np.unique(np.stack([copy, original]), axis=1, return_index=True)
+    first = first[copy[first] != original[first]]
+    copy, original, count = copy[first], original[first], count[first]
+    again = np.bincount(copy, minlength=number)[copy] > 1
+    fixed[copy[again]] = fixed[original[again]] = True
+    copy, original, count = copy[~again], original[~again], count[~again]
+    named = _named(copy, original, pairs, apart, number)
+    numbers = np.zeros(number, np.int64)
+    folded.origin[copy] = original
+    numbers[copy] = count + 1
+    _find_slots(folded, copy, original, named, pairs, role, fixed)
+    # What is left is told apart by its number, and by that of what it is a copy of.
+    left = copy[folded.copy[copy] < 0]
+    while left.size:
+        with np.errstate(over="ignore"):
+            folded.mark[left] = (mix(folded.mark[left] * 3 + numbers[left]) >> np.uint64(1)).astype(np.int64)
+        numbers[left] = numbers[folded.origin[left]]
+        left = left[numbers[left] > 0]
+    while not np.array_equal(folded.origin, folded.origin[folded.origin]):
+        folded.origin = folded.origin[folded.origin]
+    fixed[folded.origin[copy[fixed[copy]]]] = True
+    return folded, fixed
+
+
+def _named(copy: Ints, original: Ints, pairs: Ints, apart: Bools, number: int) -> Bools:
+    """Return which roots are copies in no block, copies of copies, or blocks of which there are copies."""
+    member, parent, chained = (np.zeros(number, bool) for _ in range(3))
+    parent[pairs[0]] = member[pairs[1]] = True
+    chained[original] = True
+    named = np.zeros(number, bool)
+    named[copy] = ~member[copy] | parent[copy] | chained[copy] | apart[copy]
+    return named
+
+
+def _split(values: Ints, kind: Ints) -> list[Ints]:
+    """Split values by their kinds."""
+    order = np.argsort(kind, kind="stable")
+    return np.split(values[order], np.flatnonzero(np.diff(kind[order])) + 1)
+
+
+def _find_slots(
+    folded: Folded, copy: Ints, original: Ints, named: Bools, pairs: Ints, role: Hashes, fixed: Bools
+) -> None:
+    """Find the slots of all copies that are not named, group by group: of queries that share keys, say."""
+    if not copy.size:
+        return
+    number, nested = len(role), (pairs[0], pairs[1])
+    slot_of, outer = components(number, [nested]), components(number, [nested, (copy, original)])
+    is_copy = marked(number, copy)
+    parents, involved = np.unique(pairs[0]), np.unique(pairs)
+    atoms_of: dict[int, Ints] = {
+        int(slot_of[atoms[0]]): atoms for atoms in _split(involved, slot_of[involved]) if atoms.size
+    }
+    for group in _split(np.arange(len(copy)), outer[copy]):
+        own, of = copy[group], original[group]
+        slots, units = np.unique(slot_of[own]), np.unique(of)
+        regular = len(own) == len(slots) * len(units) == len(np.unique(np.stack([slot_of[own], of]), axis=1).T)
+        if named[own].any() or not regular or np.isin(slot_of[units], slots).any():
+            continue
+        with np.errstate(over="ignore"):
+            kinds = [mix(role[atoms_of[slot]]).sum() for slot in slots.tolist()]
+            tied = [
+                mix(role[own[slot_of[own] == slot]] ^ mix(of[slot_of[own] == slot])).sum() for slot in slots.tolist()
+            ]
+        places = sorted(range(len(slots)), key=lambda i: (int(kinds[i]), int(atoms_of[int(slots[i])][0])))
+        first = len(folded.atoms)
+        systems: dict[tuple[int, int], list[int]] = {}
+        for rank, place in enumerate(places):
+            atoms = atoms_of[int(slots[place])]
+            rest = atoms[~is_copy[atoms]]
+            rest = rest[np.lexsort((rest, role[rest], ~np.isin(rest, parents)))]
+            folded.atoms.append(rest)
+            mine = own[slot_of[own] == slots[place]]
+            folded.copy[mine] = rank
+            folded.mark[mine] = (mix(role[mine]) >> np.uint64(1)).astype(np.int64)
+            if not fixed[atoms].any():
+                systems.setdefault((int(kinds[place]), int(tied[place])), []).append(first + rank)
+        folded.slots_of.update(dict.fromkeys(units.tolist(), first + np.arange(len(slots))))
+        folded.systems += [np.array(system) for system in systems.values() if len(system) > 1]
+
+
+def copies_of(
+    orbits: Orbits, number_of: Ints, folded: Folded | None, positions: Positions, generators: Sequence[Table]
+) -> tuple[Copies | None, ...]:
+    """Return the copies of each orbit's units; nothing if there are none at all.
+
+    Args:
+        orbits: The units.
+        number_of: For each root, its number as a unit or parent.
+        folded: Copies that have become positions of units.
+        positions: Where units are seen.
+        generators: Of scales and of signs.
+    """
+    slots_of = [_slots_of(orbits.roots[group], number_of, folded) for group in orbits.units]
+    if not any(slots is not None for slots in slots_of):
+        return ()
+    result: list[Copies | None] = []
+    for index, (slots, matrix) in enumerate(zip(slots_of, orbits.columns, strict=True)):
+        if slots is None:
+            result.append(None)
+            continue
+        columns = sheets_at(positions, matrix[0], slots.shape[1])
+        scales, signs = (_sheets_of(own, index, matrix, columns) for own in generators)
+        result.append(Copies(slots, columns, scales, signs))
+    return tuple(result)
+
+
+def sheets_at(positions: Positions, at: Ints, copies: int) -> Sheets:
+    """Return which columns belong to copies, given where they are for one unit."""
+    return sheets(place_key(positions.where[at], positions.tag[at]), positions.copy[at].astype(np.int64), copies)
+
+
+def _slots_of(roots: Ints, number_of: Ints, folded: Folded | None) -> Ints | None:
+    """Return for each unit the slots of its copies, or nothing if it has none."""
+    if folded is None or int(roots[0]) not in folded.slots_of:
+        return None
+    return number_of[folded.heads[np.stack([folded.slots_of[int(root)] for root in roots])]]
+
+
+def _sheets_of(generators: Table, orbit: int, columns: Ints, positions: Sheets) -> Sheets:
+    """Return which of an orbit's generators belong to copies, given which of its columns do."""
+    forms, table, at = generators.forms, generators.of_units[orbit], generators.found_at[orbit]
+    copy = positions.copy[at].copy()
+    for index in np.flatnonzero(copy >= 0):  # what acts on all copies alike belongs to the unit
+        partners = positions.partner[at[index]]
+        places = columns[0, partners[partners >= 0]]
+        if all(int(table[0, index]) in forms[place].indices for place in places):
+            copy[index] = -1
+    return sheets(positions.partner[at].max(1), copy, positions.partner.shape[1])

@@ -1,0 +1,167 @@
+"""Scales and signs: which stay free, how they act at every position, and which of them belong to each unit."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import sparse
+
+from lightning_sym.symmetry.solving.units import Positions
+from lightning_sym.symmetry.tracing.constraints import Constraints
+from lightning_sym.symmetry.tracing.equations import solve
+from lightning_sym.symmetry.tracing.numbering import Ints, flat
+
+
+class Forms(NamedTuple):
+    """Free scales and signs, as exponents of generators: of shape (variables or positions, generators).
+
+    Attributes:
+        magnitudes: The exponents of scales.
+        signs: Those of signs, modulo 2.
+    """
+
+    magnitudes: sparse.csr_matrix
+    signs: sparse.csr_matrix
+
+    def counts(self, rows: int) -> tuple[Ints, Ints]:
+        """Return how many scales, and how many signs, act at each of the first rows."""
+        magnitudes, signs = (np.diff(forms.indptr[: rows + 1]).astype(np.int64) for forms in self)
+        return magnitudes, signs
+
+
+class Table(NamedTuple):
+    """The generators of scales, or of signs, unit by unit.
+
+    Attributes:
+        forms: Exponents by position, of those generators that belong to a unit.
+        of_units: For each orbit its units' generators, in one order for all units. Each of shape (units, generators).
+        found_at: For each orbit, at which of its columns each of the generators was found.
+        left_out: How many generators belong to no unit.
+    """
+
+    forms: sparse.csr_matrix
+    of_units: tuple[Ints, ...]
+    found_at: tuple[Ints, ...]
+    left_out: int
+
+
+def solve_scales(constraints: Constraints) -> Forms:
+    """Solve the equations between scales, and between signs.
+
+    Returns:
+        The solutions by variable.
+    """
+    scales, signs = constraints.fixed_magnitudes, constraints.fixed_signs
+    return Forms(
+        solve(constraints.scales, constraints.magnitude_equations, flat(scales)),
+        solve(constraints.scales, constraints.sign_equations, flat(signs), modulo_two=True),
+    )
+
+
+def scales_at(positions: Positions, forms: Forms) -> Forms:
+    """Return how scales and signs act at positions: of parameters, of grouped weights, and of named values.
+
+    Args:
+        positions: Where units are seen.
+        forms: Solutions by variable.
+    """
+    labels = [place.label for place in positions.places]
+    labels = [
+        *labels[: positions.parameters],
+        *positions.grouped.values(),
+        *(labels[index] for index in positions.named),
+    ]
+    variable = flat([label.scale for label in labels])
+    return Forms(
+        _acting(forms.magnitudes[variable].tocsr(), positions),
+        _acting(forms.signs[variable].tocsr(), positions, modulo_two=True),
+    )
+
+
+def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool = False) -> sparse.csr_matrix:
+    """Drop generators that act on one parameter only, and there undo on one axis what they do on another of size 1."""
+    places, offset = positions.places[: positions.parameters], positions.offset
+    by_tensor: dict[str | None, list[int]] = {}
+    for index, place in enumerate(places):
+        by_tensor.setdefault(place.tensor, []).append(index)
+    columns, idle = forms.tocsc(), []
+    for name, slots in by_tensor.items():
+        sizes = [places[index].label.size for index in slots]
+        if len(slots) < 2 or 1 not in sizes or name in positions.grouped:
+            continue
+        rows = [range(offset[index], offset[index + 1]) for index in slots]
+        for generator in np.unique(forms[[own[0] for own, size in zip(rows, sizes, strict=True) if size == 1]].indices):
+            begin, end = columns.indptr[generator : generator + 2]
+            exponent = dict(zip(columns.indices[begin:end].tolist(), columns.data[begin:end].tolist(), strict=True))
+            held = [{exponent.get(row, 0.0) for row in own} for own in rows]
+            inside = sum(row in own for row in exponent for own in rows) == len(exponent)
+            total = sum(next(iter(numbers)) for numbers in held)
+            total = total % 2 if modulo_two else total
+            if inside and all(len(numbers) == 1 for numbers in held) and total == 0:
+                idle.append(generator)
+    return forms[:, np.setdiff1d(np.arange(forms.shape[1]), idle)] if idle else forms
+
+
+def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int) -> Table:
+    """Find which generators belong to each unit.
+
+    A generator belongs to a unit if, at some place of the unit, it is the only one that is not known from other places.
+    Those that only ever act together are left out, since nothing says how permutations carry them along.
+
+    Args:
+        columns: For each orbit (units, columns): the positions at which each unit stands.
+        forms: All generators by position.
+        rows: How many of the first positions are those of parameters: generators that touch none are dropped.
+    """
+    forms, left_out = _used(forms, rows), 0
+    while True:
+        tables, found = zip(*(_table(matrix, forms) for matrix in columns), strict=True) if columns else ((), ())
+        known = np.zeros(forms.shape[1], bool)
+        for table in tables:
+            known[table] = True
+        if known.all():
+            return Table(forms, tables, found, left_out)
+        left_out += int((~known).sum())
+        forms = forms[:, np.flatnonzero(known)].tocsr()
+        forms.sort_indices()
+
+
+def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
+    """Drop generators that touch no parameter: none of the first rows."""
+    forms = forms.tocsr()
+    used = np.unique(forms.indices[: forms.indptr[rows]])
+    result = forms[:, used].tocsr()
+    result.sort_indices()
+    return result
+
+
+def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
+    count = np.diff(forms.indptr)[matrix]
+    chosen: list[Ints] = []
+    found: list[int] = []
+    seen: set[int] = set()
+    later = []
+    for at, (number, column) in enumerate(zip(count.T, matrix.T, strict=True)):
+        if (number == 1).all():
+            generators = forms.indices[forms.indptr[column]].astype(np.int64)
+            if int(generators[0]) not in seen:
+                seen.add(int(generators[0]))
+                chosen.append(generators)
+                found.append(at)
+        elif number.size and number.min() > 1:
+            later.append((at, column))
+    grew = bool(later)
+    while grew:
+        grew = False
+        for at, column in later:
+            acting = forms[column]
+            unit = np.repeat(np.arange(len(matrix)), np.diff(acting.indptr))
+            new = np.ones(len(unit), bool)
+            for held in chosen:
+                new &= acting.indices != held[unit]
+            if np.array_equal(unit[new], np.arange(len(matrix))):  # one more for each unit
+                chosen.append(acting.indices[new].astype(np.int64))
+                found.append(at)
+                grew = True
+    table = np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64)
+    return table, np.array(found, np.int64)

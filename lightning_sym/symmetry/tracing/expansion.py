@@ -1,0 +1,404 @@
+"""Users' rules: what they say of an operation is written as operations in its place.
+
+A rule speaks of values, not of what acts on them. So it is called once before the normal form is made, with an
+`Expansion` in the place of the `Trace`: sums, products, norms and moves become operations of torch, and all that looks
+at the graph later follows them as it follows any others. What no operation of torch says (a function of which only the
+group is known) becomes a `demand`. See docs/theory/tracing.md, 6.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from lightning_sym.symmetry.tracing import written_out  # noqa: F401 (it registers rules)
+from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
+from lightning_sym.symmetry.tracing.memory import written_by
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
+from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
+from lightning_sym.symmetry.tracing.rules import (
+    by_place,
+    check_arguments,
+    checked_results,
+    is_own,
+    own_operations,
+    rule_for,
+    run_module_rule,
+)
+from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.walk import Walk
+
+aten = torch.ops.aten
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD | Trait.CAT) | {"getitem", "clone", "contiguous"}
+
+
+class NotWrittenError(Exception):
+    """A rule looks at what acts on values, so that it is followed where these are known."""
+
+
+@dataclass(frozen=True, eq=False)
+class Written(Value):
+    """A value of which a rule knows the shape, and no more.
+
+    Attributes:
+        node: The node that makes it.
+        rewriter: Knows the graph.
+    """
+
+    node: Any = None
+    rewriter: Any = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "concrete":
+            return self._constant()
+        if name in _INSIDE:
+            raise NotWrittenError(f"looks at the {name} of a value")
+        return super().__getattribute__(name)
+
+    def __repr__(self) -> str:
+        return f"Value(shape={self.shape}, made by {self.node})"
+
+    def _constant(self) -> Tensor | None:
+        """Return its numbers, if it is made of constants."""
+        constant: Tensor | None = self.rewriter.constant(self.node)
+        if constant is None and (self.rewriter.made_of(self.node) != "inputs" or self.rewriter.writes_into(self.node)):
+            raise NotWrittenError("asks for the numbers of a value")
+        return constant
+
+
+_INSIDE = {field.name for field in fields(Value)} - {"shape", "concrete"} | {"with_labels", "on"}
+
+
+def expand(capture: Capture) -> Capture:
+    """Write what users' rules say in the place of the operations and modules to which they belong, in place.
+
+    Args:
+        capture: The network, as captured.
+
+    Returns:
+        The capture.
+    """
+    own = own_operations()
+    if not any(is_own(node.target, own) for node in capture.graph.nodes):
+        return capture
+    rewriter = Rewriter(capture, own)
+    rewriter.erase_unread()
+    node = next(iter(capture.graph.nodes))
+    while node.op != "root":
+        before, following = node.prev, node.next
+        if is_own(node.target, own) and _Replacement(rewriter, node).run():
+            following = before.next  # what was written may use such operations, too
+        node = following
+    return capture
+
+
+class Expansion:
+    """Writes what a rule says as operations; stands for a `Trace`, of which it has all that needs no look at labels.
+
+    Args:
+        rewriter: Of the captured network.
+        node: The operation at hand.
+    """
+
+    def __init__(self, rewriter: Rewriter, node: fx.Node) -> None:
+        self.rewriter, self.node, self.capture = rewriter, node, rewriter.capture
+        self._leaf = rewriter.capture.leaves[node.args[2]] if node.target is OPAQUE[1] else None  # type: ignore[index]
+        self._demands: list[fx.Node] = []  # sums and products, which demand something even if nobody reads them
+        self._nothing: list[fx.Node] = []  # values on which nothing acts
+        self._target: Any = node.target
+        self._copied_to: Any = None
+        self._parameters: dict[str, fx.Node] = {}
+        if self._leaf is not None:
+            self._parameters = by_place(self._leaf.module, node.args[1])  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {*dir(Walk({})), *Walk.__annotations__}:
+            raise NotWrittenError(f"uses trace.{name}")
+        methods = ", ".join(name for name in vars(Expansion) if not name.startswith("_"))
+        raise AttributeError(f"a trace has no {name!r}, which the rule for {self.operation} uses; it has {methods}")
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation or module at hand."""
+        return operation_name(self.node.target) if self._leaf is None else type(self._leaf.module).__name__
+
+    def output_shape(self, index: int | None = None) -> tuple[int, ...]:
+        """Return the shape of the result of the operation at hand (of one of its results)."""
+        value = self.node.meta["val"]
+        return tuple((value if index is None else value[index]).shape)
+
+    def note(self, text: str) -> None:
+        """Tell the user something about the operation at hand."""
+        self._demand("note", (), text)
+
+    def parameter(self, module: nn.Module, name: str) -> Value:
+        """Return a parameter or buffer of the module at hand, in a rule for a module class."""
+        if name not in self._parameters:
+            raise KeyError(
+                f"{type(module).__name__} has no parameter or buffer {name!r}; it has {', '.join(self._parameters)}"
+            )
+        return self._value(self._parameters[name])
+
+    def fix(self, value: Value, reason: str | None = None) -> Value:
+        """Nothing may act on this value."""
+        return self._demand("fix", value.shape, value, reason)
+
+    def elementwise(self, value: Value, **allowed: Any) -> Value:
+        """Apply one function, of which only the group is known, to every element."""
+        return self._demand("elementwise", value.shape, value, **allowed)
+
+    def permutations_only(self, value: Value) -> Value:
+        """Units may move, but neither be scaled nor change sign."""
+        return self.elementwise(value)
+
+    def linear_along(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
+        """Apply a linear map of which only the axes are known."""
+        return self._demand("linear_along", shape, value, list(axes), list(shape))
+
+    def move(self, value: Value, function: Callable[[Tensor], Any], *, filled_by_zero: bool = True) -> Any:
+        """Move elements about."""
+        if filled_by_zero:
+            before = self.node.prev
+            with contextlib.suppress(ValueError):
+                moved = self.compute(function, value)
+                if all(map(self._moves, _between(before, self.node))):
+                    return moved
+        probe = function(torch.zeros(value.shape, dtype=torch.int64))
+        if isinstance(probe, Tensor):
+            return self._demand("move", probe.shape, value, function, filled_by_zero=filled_by_zero)
+        return [
+            self._demand("move", part.shape, value, lambda t, at=at: function(t)[at], filled_by_zero=filled_by_zero)
+            for at, part in enumerate(probe)
+        ]
+
+    def join(self, one: Value, two: Value, *, product: bool, divide: bool = False, gain: str | None = None) -> Value:
+        """Combine two values element by element; a gain is found without being named."""
+        target = (aten.div.Tensor if divide else aten.mul.Tensor) if product else aten.add.Tensor
+        try:
+            joined = self.rewriter.insert(target, self._node(one), self._node(two))
+        except NoSpellingError:
+            shape = np.broadcast_shapes(one.shape, two.shape)
+            return self._demand("join", shape, one, two, product=product, divide=divide)
+        self._demands.append(joined)
+        return self._value(joined)
+
+    def contract(
+        self,
+        one: Value,
+        one_axes: Sequence[int | None],
+        two: Value,
+        two_axes: Sequence[int | None],
+        shape: Sequence[int],
+    ) -> Value:
+        """Multiply two values and sum over one axis of each."""
+        axes = one_axes, two_axes
+        plain = all(list(goes).count(None) == 1 for goes in axes)
+        if plain and {*one_axes, *two_axes} == {None, *range(len(shape))}:
+            terms = ["".join("z" if axis is None else _LETTERS[axis] for axis in goes) for goes in axes]
+            equation = f"{','.join(terms)}->{_LETTERS[: len(shape)]}"
+            with contextlib.suppress(NoSpellingError):
+                result = self.rewriter.insert(aten.einsum.default, equation, [self._node(one), self._node(two)])
+                if self.rewriter.shape(result) == tuple(shape):
+                    self._demands.append(result)
+                    return self._value(result)
+        return self._demand("contract", shape, one, list(one_axes), two, list(two_axes), list(shape))
+
+    def normalise(self, value: Value, axes: Sequence[int], *, mean: bool, eps: float = 0.0) -> Value:
+        """Divide by the root mean square over some axes, from which the mean is taken off before if `mean`."""
+
+        def norm(x: Tensor) -> Tensor:
+            centred = x - x.mean(list(axes), keepdim=True) if mean else x
+            return centred * (centred.square().mean(list(axes), keepdim=True) + eps).rsqrt()
+
+        result: Value = self.compute(norm, value)
+        return result
+
+    def softmax(self, value: Value, axis: int) -> Value:
+        """Apply a softmax along an axis."""
+        result: Value = self.compute(torch.softmax, value, axis)
+        return result
+
+    def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute a function of torch, whose operations are followed; of the module at hand it may read parameters."""
+        own = state_tensors(self._leaf.module) if self._leaf is not None else {}
+        known = {id(tensor): self._parameters[name] for name, tensor in own.items()}
+        args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: known.get(id(tensor), tensor), (args, kwargs))
+        places = list(self._parameters)
+
+        def with_parameters(tensors: Sequence[Tensor], *own: Any, **named: Any) -> Any:
+            with _holding(self._leaf.module if self._leaf else None, dict(zip(places, tensors, strict=True))):
+                return function(*own, **named)
+
+        result = self.rewriter.write(with_parameters, [self._parameters[name] for name in places], *args, **kwargs)
+        return pytree.tree_map_only(fx.Node, self._value, result)
+
+    # What is written.
+
+    def _moves(self, node: fx.Node) -> bool:
+        """Whether a node only moves elements, or is a constant."""
+        return name_of(node) in _MOVES or self.rewriter.made_of(node) == "constants"
+
+    def _value(self, node: fx.Node) -> Written:
+        return Written(self.rewriter.shape(node), node=node, rewriter=self.rewriter)
+
+    def _node(self, value: Value) -> fx.Node:
+        if isinstance(value, Written):
+            node: fx.Node = value.node
+            return node
+        if value.labels or value.concrete is not None:
+            raise NotWrittenError("makes a value of its own")
+        made: Written = self._demand("", value.shape)
+        node = made.node
+        return node
+
+    def _demand(self, method: str, shape: Sequence[int], *args: Any, **kwargs: Any) -> Written:
+        """Write a call of a method of the trace; without a method nothing acts on what comes out."""
+        args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
+        template, inputs = Template.of(fx.Node, args, kwargs)
+        given = inputs or ([] if method else [node for node in self.node.all_input_nodes if _is_tensor(node)])
+        node = self.rewriter.demand(given, shape)
+        node.meta["demand"], node.meta["rule_of"] = (method, template), self.operation
+        if not method:
+            self._nothing.append(node)
+        return self._value(node)
+
+
+class _Replacement(Expansion):
+    """Runs the rule of an operation, and puts what it wrote in the place of the operation."""
+
+    def run(self) -> bool:
+        """Replace the operation; where its rule looks at labels it stays, with a note.
+
+        Returns:
+            Whether it was replaced.
+
+        Raises:
+            ValueError: If its rule uses the operation itself.
+        """
+        node, before, within = self.node, self.node.prev, self.node.meta.get("within", frozenset())
+        if node.target in within:
+            raise ValueError(
+                f"the rule for {self.operation} computes it by {self.operation}; expected other operations of torch"
+            )
+        self.rewriter.at = node
+        try:
+            results = self._results()
+        except NotWrittenError as reason:
+            for own in reversed(_between(before, node)):
+                self.rewriter.erase(own)
+            node.target, node.meta["rule_of"] = self._target, self.operation
+            self.note(f"its rule {reason}, so that shifts, norms and rotations are not followed through it")
+            return False
+        for own in _between(before, node):
+            if is_own(own.target, self.rewriter.kept):
+                own.meta["within"] = within | {node.target}
+        self._keep_demands(before, results)
+        if isinstance(node.meta["val"], Tensor):
+            self._put(node, results[0])
+            return True
+        for user in list(node.users):
+            at: Any = user.args[1]
+            self._put(user, results[at])
+        if not node._erased:  # nobody read its results
+            self.rewriter.erase(node)
+        return True
+
+    def _results(self) -> list[fx.Node]:
+        """Run the rule; return what comes out."""
+        node, leaf = self.node, self._leaf
+        self._write_apart()
+        if written_by(node):
+            raise NotWrittenError("belongs to an operation that writes into its arguments")
+        if leaf is not None:
+            inputs = [self._value(given) for given in node.args[0]]  # type: ignore[union-attr,arg-type]
+            result, owner = run_module_rule(self, leaf, inputs), leaf.module
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
+            check_arguments(rule_for(node.target), self.operation, node.target, (self, *args), kwargs)
+            result, owner = rule_for(node.target)(self, *args, **kwargs), node.target
+        results = [part for part in checked_results(result, owner) if part is not None]
+        wanted = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, Tensor)]
+        if len(results) != len(wanted):
+            raise TypeError(f"the rule for {self.operation} returned {len(results)} values; expected {len(wanted)}")
+        for value, real in zip(results, wanted, strict=True):
+            if tuple(value.shape) != tuple(real.shape):
+                raise NotWrittenError(f"returns the shape {tuple(value.shape)}, where {tuple(real.shape)} comes out")
+        return [self._node(value) for value in results]
+
+    def _write_apart(self) -> None:
+        """Let an operation that writes into its argument leave it alone; where others see that, a copy writes."""
+        node, target = self.node, self.node.target
+        if written_by(node) != list(node.args[:1]):
+            return
+        other: Any = out_of_place(target)  # type: ignore[arg-type]
+        one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+        if other is not target and not other._schema.is_mutable and (one.shape, one.dtype) == (two.shape, two.dtype):
+            self._copied_to = node.args[0] if self.rewriter.is_frozen(node) else None
+            node.target = other
+
+    def _argument(self, node: fx.Node) -> Any:
+        return self._value(node) if _is_tensor(node) else node.meta.get("val")
+
+    def _keep_demands(self, before: fx.Node, results: Sequence[fx.Node]) -> None:
+        """Keep what a rule demands of values that are read no more, and fix what it does not mention."""
+        written = [node for node in _between(before, self.node) if node not in self._nothing]
+        read = {given for node in written for given in node.all_input_nodes} | set(results)
+        for node in self._demands:
+            if not node.users and node not in results:
+                self._demand("read", (), self._value(node))
+        names = {node: name for name, node in reversed(self._parameters.items())}
+        for node in dict.fromkeys(self.node.all_input_nodes):
+            if node not in read and _is_tensor(node):
+                what = f"the parameter {names[node]}" if node in names else "one of its arguments"
+                self.fix(self._value(node), f"its rule says nothing of {what}")
+
+    def _put(self, old: fx.Node, new: fx.Node) -> None:
+        """Put a result in the place of what came out, of the same type and in memory of its own."""
+        kind = old.meta["val"].dtype
+        if self._copied_to is not None:
+            self.rewriter.replace(old, self.rewriter.insert(aten.copy_.default, self._copied_to, new))
+            return
+        if new.target is DEMAND and not new.users:
+            new.meta["val"] = old.meta["val"]
+        elif new.meta["val"].dtype != kind:
+            new = self.rewriter.insert(aten.to.dtype, new, kind)
+        if self.rewriter.writes_into(old) or self.rewriter.writes_into(new):
+            new = self.rewriter.insert(aten.clone.default, new)
+        self.rewriter.replace(old, new)
+
+
+def _between(before: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """Return what stands between two nodes."""
+    found = []
+    while (before := before.next) is not node:
+        found.append(before)
+    return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor) or node.op == "get_attr"
+
+
+@contextlib.contextmanager
+def _holding(module: nn.Module | None, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Let a module hold other tensors for a while, by the names of their places."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    for place, tensor in tensors.items() if module is not None else ():
+        owner, _, name = place.rpartition(".")
+        own: Any = module.get_submodule(owner)  # type: ignore[union-attr]
+        held = own._parameters if name in own._parameters else own._buffers
+        kept.append((held, name, held[name]))
+        held[name] = tensor
+    try:
+        yield
+    finally:
+        for held, name, tensor in kept:
+            held[name] = tensor

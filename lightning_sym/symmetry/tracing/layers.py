@@ -1,0 +1,420 @@
+"""Finds out whether a function of a value and a weight, linear in both, is a linear layer or a convolution.
+
+The function is known by what it does: run on numbers that tell which elements they are, it shows which elements of the
+value and the weight meet in each element of the result.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Bilinear = Callable[[Tensor, Tensor], Tensor]
+Insert = Callable[..., Any]
+_CLOSE = 1e-9  # relative difference of what computes the same
+
+
+class Part(NamedTuple):
+    """A factor of an axis, of which each step goes along an axis of another tensor.
+
+    Attributes:
+        size: Its size.
+        axis: The other axis.
+        step: How far a step goes there.
+    """
+
+    size: int
+    axis: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a window moves along an axis of a value.
+
+    Attributes:
+        axis: The axis.
+        width: The number of places that it sees.
+        stride: How far it moves at once.
+        dilation: The distance of two places.
+        start: The place that it sees first; below 0 where the value is padded.
+        count: The number of times.
+        flipped: Whether the weight runs against the axis.
+    """
+
+    axis: int
+    width: int
+    stride: int
+    dilation: int
+    start: int
+    count: int
+    flipped: bool
+
+    def padding(self, size: int) -> tuple[int, int]:
+        """Return how many places are missing in front and behind; below 0 where some are never seen."""
+        last = self.start + self.stride * (self.count - 1) + self.dilation * (self.width - 1)
+        behind = last + 1 - size
+        return -self.start, 0 if -self.stride < behind < 0 and self.start <= 0 else behind
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer or convolution between permutations of axes.
+
+    Attributes:
+        shapes: Those of the value, the weight and the result.
+        batch: The axes of the value of which each place is alone.
+        channels: The axes of the value over which sums go, in the order of the weight.
+        windows: The windows.
+        split: The shape of the weight with its axes in parts.
+        order: These parts in the order of a layer's weight: what comes out, channels, windows.
+        outputs: How many of them come out.
+        result: The parts of the result's axes, in the order in which the layer makes them: axis and place within it.
+        sizes: The sizes of these parts.
+        factor: What the layer is multiplied by.
+    """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    batch: tuple[int, ...]
+    channels: tuple[int, ...]
+    windows: tuple[Window, ...]
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    outputs: int
+    result: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    factor: float
+
+    def adds(self, added: Tensor, bias: Tensor) -> bool:
+        """Whether what is added to the result is a bias: one number for each unit that comes out.
+
+        Args:
+            added: What is added, in the shape of the result.
+            bias: The numbers. Shape (units,).
+        """
+        value, weight = (torch.zeros(shape, dtype=torch.float64) for shape in self.shapes[:2])
+        fits = self.factor == 1 and len(bias) == math.prod(self.split[axis] for axis in self.order[: self.outputs])
+        return fits and torch.equal(self.put(run, value, weight, bias), added)
+
+    def put(self, insert: Insert, value: Any, weight: Any, bias: Any = None) -> Any:
+        """Insert its operations.
+
+        Args:
+            insert: Puts an operation somewhere, or runs it; takes an ATen operation and its arguments.
+            value: The value.
+            weight: The weight.
+            bias: Added for each unit that comes out.
+
+        Returns:
+            The result.
+        """
+        shape, own, shown = self.shapes
+        padding = []
+        for window in self.windows:
+            before, behind = window.padding(shape[window.axis])
+            start, end = max(-before, 0), shape[window.axis] - max(-behind, 0)
+            if (start, end) != (0, shape[window.axis]):
+                value = insert(aten.slice.Tensor, value, window.axis, start, end)
+            before, behind = max(before, 0), max(behind, 0)
+            if before != behind:
+                axis = window.axis - len(shape)
+                pads = [0, 0] * (-1 - axis) + [before, behind]
+                value = insert(aten.constant_pad_nd.default, value, pads, 0)
+            padding.append(before if before == behind else 0)
+            shape = (
+                *shape[: window.axis],
+                end - start + (before + behind) * (before != behind),
+                *shape[window.axis + 1 :],
+            )
+        axes = [*self.batch, *self.channels, *(window.axis for window in self.windows)]
+        kept = [*axes, *(axis for axis in range(len(shape)) if axis not in axes)]
+        value = _permuted(insert, value, kept)
+        batch = [shape[axis] for axis in self.batch]
+        count = math.prod(shape[axis] for axis in self.channels)
+        spread = [shape[window.axis] for window in self.windows]
+        wide = [math.prod(batch), count, *spread] if self.windows else [*batch, count]
+        value = _reshaped(insert, value, [shape[axis] for axis in kept], wide)
+        weight = _reshaped(insert, weight, own, self.split)
+        weight = _permuted(insert, weight, self.order)
+        parts = [self.split[axis] for axis in self.order]
+        outputs = math.prod(parts[: self.outputs])
+        kernel = [outputs, count, *(window.width for window in self.windows)]
+        weight = _reshaped(insert, weight, parts, kernel)
+        if flips := [at + 2 for at, window in enumerate(self.windows) if window.flipped]:
+            weight = insert(aten.flip.default, weight, flips)
+        if self.windows:
+            convolution = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[len(self.windows) - 1]
+            moves = [[window.stride for window in self.windows], padding, [window.dilation for window in self.windows]]
+            value = insert(convolution, value, weight, bias, *moves)
+            made = [wide[0], outputs, *(window.count for window in self.windows)]
+        else:
+            value = insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
+            made = [*batch, outputs]
+        value = _reshaped(insert, value, made, self.sizes)
+        ordered = sorted(range(len(self.result)), key=lambda at: self.result[at])
+        value = _permuted(insert, value, ordered)
+        value = _reshaped(insert, value, [self.sizes[at] for at in ordered], shown)
+        return value if self.factor == 1 else insert(aten.mul.Tensor, value, self.factor)
+
+
+def _permuted(insert: Insert, value: Any, order: Sequence[int]) -> Any:
+    return value if list(order) == list(range(len(order))) else insert(aten.permute.default, value, list(order))
+
+
+def _reshaped(insert: Insert, value: Any, shape: Sequence[int], wanted: Sequence[int]) -> Any:
+    return value if list(shape) == list(wanted) else insert(aten.reshape.default, value, list(wanted))
+
+
+def run(target: Any, *args: Any) -> Any:
+    """Run an operation at once, in the place of inserting it."""
+    return target(*args)
+
+
+def find_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer | None:
+    """Find the linear layer or convolution that a function of a value and a weight is.
+
+    Args:
+        function: Linear in both.
+        shapes: The shapes of the value, the weight and the result.
+
+    Returns:
+        The layer; None if it is none, or a grouped one.
+    """
+    found = _Search(function, shapes).layer()
+    if found is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    value, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes[:2])
+    wanted = function(value, weight)
+    error = float((found.put(run, value, weight) - wanted).abs().max())
+    return found if error <= _CLOSE * float(wanted.abs().max()) else None
+
+
+class Meeting(NamedTuple):
+    """What one element of the result of a bilinear function is made of.
+
+    Attributes:
+        one: A place of the second argument, in the middle of those that take part.
+        summed: The axes of the second argument over which the sum goes.
+        met: By place of the second argument, the number of the element of the first one that it meets, from 1 on.
+        factor: By which all products are multiplied.
+    """
+
+    one: tuple[int, ...]
+    summed: set[int]
+    met: Tensor
+    factor: float
+
+
+def find_meeting(
+    function: Bilinear, first: tuple[int, ...], second: tuple[int, ...], place: tuple[int, ...]
+) -> Meeting | None:
+    """Find which elements meet in one element of the result; None if that is no sum over whole axes.
+
+    Args:
+        function: Bilinear.
+        first: The shape of its first argument.
+        second: The shape of its second one.
+        place: The element of the result.
+    """
+    with torch.enable_grad():
+        weight = torch.zeros(second, dtype=torch.float64, requires_grad=True)
+        ones, found = (
+            torch.autograd.grad(function(value, weight)[place], weight)[0]
+            for value in (torch.ones(first, dtype=torch.float64), numbers(first))
+        )
+    seen = ones.nonzero()
+    if not len(seen):
+        return None
+    factor = float(ones[tuple(seen[0])])
+    met = found / factor
+    uneven = bool((ones[ones != 0] / factor - 1).abs().max() > _CLOSE)
+    if uneven or bool((met - met.round()).abs().max() > 1e-6):
+        return None
+    places = [column.unique() for column in seen.T]
+    if math.prod(len(own) for own in places) != len(seen):
+        return None
+    summed = {axis for axis, size in enumerate(second) if 1 < size == len(places[axis])}
+    if any(len(own) > 1 for axis, own in enumerate(places) if axis not in summed):
+        return None
+    return Meeting(tuple(int(own[len(own) // 2]) for own in places), summed, met.round().long(), factor)
+
+
+class _Search:
+    """Looks at which elements meet. All indices of elements are rows of a table, shape (elements, axes)."""
+
+    def __init__(self, function: Bilinear, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.function = function
+        self.value, self.weight, self.shown = shapes
+        self.centre = tuple(size // 2 for size in self.shown)
+
+    def layer(self) -> Layer | None:
+        """Return the layer, as far as its axes tell."""
+        met = find_meeting(self.function, self.value, self.weight, self.centre)
+        if met is None:
+            return None
+        one, self.of_weight, met_at, self.factor = met
+        kernel: list[list[Part]] = []
+        for axis, size in enumerate(self.weight):
+            line = met_at[tuple(slice(None) if axis == at else place for at, place in enumerate(one))]
+            parts = _parts(indices(line - 1, self.value)) if axis in self.of_weight else [Part(size, -1, 0)]
+            if parts is None:
+                return None
+            kernel.append(parts)
+        first = tuple(int(place) for place in indices(met_at[one][None] - 1, self.value)[0])
+        results = self._result_parts(one, first)
+        return None if results is None else self._assembled(one, first, kernel, results)
+
+    def _result_parts(self, one: tuple[int, ...], first: tuple[int, ...]) -> list[tuple[bool, list[Part]]] | None:
+        """Return for each axis of the result whether it runs along the weight, and along which axes."""
+        with torch.no_grad():
+            of_value = self.function(numbers(self.value), _single(self.weight, one)) / self.factor
+            of_weight = self.function(_single(self.value, first), numbers(self.weight)) / self.factor
+        results: list[tuple[bool, list[Part]]] = []
+        for axis, size in enumerate(self.shown):
+            line = tuple(slice(None) if axis == at else place for at, place in enumerate(self.centre))
+            seen = of_value[line].round().long()
+            valid = (seen != 0).nonzero().ravel()
+            if size == 1:
+                parts: list[Part] | None = []
+                along = False
+            elif along := len(valid) == 1:
+                own = of_weight[line].round().long()
+                parts = _parts(indices(own - 1, self.weight)) if bool((own != 0).all()) else None
+            elif len(valid) == size:
+                parts = _parts(indices(seen - 1, self.value))
+            else:  # beyond the ends is padding
+                inner = indices(seen[valid] - 1, self.value)
+                parts = _parts(inner) if bool((valid.diff() == 1).all()) else None
+                parts = [parts[0]._replace(size=size)] if parts is not None and len(parts) == 1 else None
+            if parts is None:
+                return None
+            results.append((along, parts))
+        return results
+
+    def _assembled(
+        self,
+        one: tuple[int, ...],
+        first: tuple[int, ...],
+        kernel: list[list[Part]],
+        results: list[tuple[bool, list[Part]]],
+    ) -> Layer | None:
+        split: list[int] = []
+        out: list[int] = []
+        summed: dict[int, list[tuple[int, Part, int]]] = {}  # by axis of the value: part of the weight, and its place
+        for axis, parts in enumerate(kernel):
+            places = _split(one[axis], parts)
+            for part, place in zip(parts, places, strict=True):
+                if part.axis < 0:
+                    out.append(len(split))
+                else:
+                    summed.setdefault(part.axis, []).append((len(split), part, place))
+                split.append(part.size)
+        moved: dict[int, list[tuple[int, int, Part, int]]] = {}  # axis and part of the result
+        units: dict[int, list[tuple[int, int, Part]]] = {}
+        for axis, (along, parts) in enumerate(results):
+            for at, (part, place) in enumerate(zip(parts, _split(self.centre[axis], parts), strict=True)):
+                if along:
+                    units.setdefault(part.axis, []).append((axis, at, part))
+                else:
+                    moved.setdefault(part.axis, []).append((axis, at, part, place))
+        if any(len(own) > 1 for own in (*summed.values(), *moved.values())):
+            return None
+        batch, batches, found = [], [], []
+        whole = sorted((own[0][0], axis) for axis, own in summed.items() if axis not in moved)
+        channels = whole[:1]
+        for axis, size in enumerate(self.value):
+            if axis in moved:
+                row, at, part, place = moved[axis][0]
+                number, own, where = summed[axis][0] if axis in summed else (-1, Part(1, axis, 1), 0)
+                where = where if own.step > 0 else own.size - 1 - where
+                start = first[axis] - part.step * place - abs(own.step) * where
+                if number < 0 and (part.step, start, part.size) == (1, 0, size):
+                    batch.append(axis)
+                    batches.append((row, at, part.size))
+                    continue
+                if part.step < 1:
+                    return None
+                window = Window(axis, own.size, part.step, abs(own.step), start, part.size, own.step < 0)
+                found.append((number, window, [(row, at, part.size)]))
+            elif axis in summed:
+                number, own, _ = summed[axis][0]
+                if (own.size, own.step) != (size, 1):
+                    return None  # of a slice, or the other way round
+                if (number, axis) in whole[1:]:  # a window that sees everything
+                    found.append((number, Window(axis, size, 1, 1, 0, 1, False), []))
+            elif size > 1:
+                return None
+        outs = []
+        for axis in range(len(self.weight)):
+            own_units = sorted(units.get(axis, []), key=lambda unit: -unit[2].step)
+            expected = self.weight[axis]
+            for row, at, unit in own_units:
+                expected //= unit.size
+                if unit.step != expected:
+                    return None
+                outs.append((row, at, unit.size))
+            if axis not in self.of_weight and expected != 1:
+                return None
+        found.sort(key=lambda each: each[0])  # in the order of the weight, which then stays as it is
+        windows = tuple(window for _, window, _ in found)
+        kernels = [number for number, _, _ in found if number >= 0]
+        seen = [part for _, _, parts in found for part in parts]
+        cut = any(sum(part.size > 1 for part in parts) > 1 for parts in kernel)
+        if len(windows) > 3 or cut or sum(split[at] > 1 for at in out) > 1:  # axes of a parameter stay what they are
+            return None
+        made = [*batches, *outs, *seen]
+        return Layer(
+            (self.value, self.weight, self.shown), tuple(batch), tuple(axis for _, axis in sorted(channels)),
+            windows, tuple(split), (*out, *(number for number, _ in sorted(channels)), *kernels), len(out),
+            tuple((row, at) for row, at, _ in made), tuple(size for _, _, size in made), self.factor,
+        )  # fmt: skip
+
+
+def numbers(shape: Sequence[int]) -> Tensor:
+    """Return the numbers of all elements, from 1 on."""
+    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).reshape(shape)
+
+
+def _single(shape: Sequence[int], place: tuple[int, ...]) -> Tensor:
+    tensor = torch.zeros(shape, dtype=torch.float64)
+    tensor[place] = 1
+    return tensor
+
+
+def indices(numbers: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the places of elements, by their number in row-major order."""
+    return torch.stack(torch.unravel_index(numbers, shape), -1) if shape else torch.zeros(len(numbers), 0).long()
+
+
+def _parts(places: Tensor) -> list[Part] | None:
+    """Return an axis as a product of parts, each of which runs along one axis, in row-major order; None if it is none.
+
+    Args:
+        places: At which place each of its positions is. Shape (positions, axes).
+    """
+    if len(places) == 1:
+        return []
+    steps = places.diff(dim=0)
+    moving = steps[0].nonzero().ravel()
+    size = 1 + int((steps == steps[0]).all(1).long().cumprod(0).sum())
+    if len(moving) != 1 or len(places) % size:
+        return None
+    own = Part(size, int(moving[0]), int(steps[0, moving[0]]))
+    outer = places[::size]
+    inner = torch.arange(size)[:, None] * steps[0]
+    rest = _parts(outer) if torch.equal(places, (outer[:, None] + inner).flatten(0, 1)) else None
+    return None if rest is None else [*rest, own]
+
+
+def _split(place: int, parts: Sequence[Part]) -> list[int]:
+    """Return a place on an axis as places on its parts."""
+    result = []
+    for part in reversed(parts):
+        place, own = divmod(place, part.size)
+        result.append(own)
+    return result[::-1]

@@ -1,0 +1,329 @@
+"""Finds linear layers and convolutions, however they are written, and puts one operation in the place of each.
+
+A part of the graph that makes a value of one other value and one weight is run on numbers, which tells what it is; see
+docs/theory/tracing.md, 3.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.contractions import reshaped
+from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
+from lightning_sym.symmetry.tracing.layers import Layer, find_layer
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.pairings import find_pairing
+from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
+from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, run_step
+
+aten = torch.ops.aten
+
+_PRODUCTS = (operations(Trait.CONTRACT) - {"embedding", "bilinear"}) | {"mul"}
+_WINDOWS = {"unfold", "im2col"}
+_CUTS = {"slice", "narrow", "select", "constant_pad_nd", "pad"}
+_COMPLEX = {"complex", "real", "imag", "view_as_complex", "view_as_real", "_conj"}
+_POOLS = operations(Trait.POOL)
+_ADDED = {"add", "cat", "stack"} | _POOLS
+_TOGETHER = {"cat", "view_as_real", "einsum", "matmul", "linear"} | operations(Trait.JOIN)
+_MOVED = _WINDOWS | _CUTS | operations(Trait.MOVE)
+_LINEAR = {"neg", "div", "sum", "mean", "getitem"} | _MOVED | _PRODUCTS | _POOLS | _COMPLEX
+_LINEAR |= operations(Trait.CAST | Trait.JOIN | Trait.CAT)
+# What cannot be run on numbers alone.
+_NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError)
+_ROUNDING = 1e-12
+_MOST_NODES = 400  # of a region
+_MOST_FAILURES = 6  # regions that begin at one value and are tried in vain
+_MOST_ELEMENTS = 2**24  # of a tensor on which a region is run
+
+
+def respell_layers(rewriter: Rewriter) -> int:
+    """Put one operation in the place of each linear layer or convolution that is written out.
+
+    Args:
+        rewriter: Of the captured network, whose graph is changed.
+
+    Returns:
+        The number of changes.
+    """
+    return _Respeller(rewriter).run()
+
+
+@dataclass
+class _Region:
+    """What makes a value of others.
+
+    Attributes:
+        end: The value.
+        starts: The values of which it is made.
+        steps: The operations between that inputs go through, the last one first.
+        weights: The parameters of which it is made.
+        of_weights: The operations on these.
+    """
+
+    end: fx.Node
+    starts: list[fx.Node] = field(default_factory=list)
+    steps: list[fx.Node] = field(default_factory=list)
+    weights: dict[fx.Node, None] = field(default_factory=dict)
+    of_weights: dict[fx.Node, None] = field(default_factory=dict)
+
+
+class _Respeller:
+    def __init__(self, rewriter: Rewriter) -> None:
+        self.rewriter, self.graph = rewriter, rewriter.graph
+        self.constants = Constants()
+        self.failures: dict[fx.Node, int] = {}
+        self._number()
+
+    def _number(self) -> None:
+        self.order = {node: place for place, node in enumerate(self.graph.nodes)}
+
+    def run(self) -> int:
+        """Go through the graph from its end, so that the largest regions are found first."""
+        changes, node = 0, next(iter(reversed(self.graph.nodes)))
+        while node.op != "root":
+            before, self.rewriter.at = node.prev, node
+            if node.users and (first := self._rewritten(node)) is not None:
+                changes += 1
+                before = first.prev
+                self._number()
+            node = before
+        return changes
+
+    def _rewritten(self, node: fx.Node) -> fx.Node | None:
+        """Replace the region that ends in a node, if there is one; return the first operation in its place."""
+        if self.rewriter.name(node) not in _LINEAR or not _is_real(node):
+            return None
+        most = 0
+        best: tuple[fx.Node, Layer, fx.Node, fx.Node | None] | None = None
+        for region in self._regions(node):
+            start = region.starts[0]
+            if not region.weights:
+                find = self._paired
+                if len(region.starts) > 1:
+                    find = self._contracted
+                elif self._is_sum(region):
+                    find = self._summed
+                if (first := find(region)) is not None:
+                    return first
+                continue
+            if best is not None and self.rewriter.name(best[0]) not in _MOVED:
+                break
+            if not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
+                continue
+            cuts = sum(self.rewriter.name(step) in _CUTS | _WINDOWS for step in region.steps)
+            if best is not None and cuts == most:
+                continue
+            if (found := self._layer(region)) is not None:
+                best, most = (start, *found), cuts
+            elif best is None:
+                self.failures[start] = self.failures.get(start, 0) + 1
+        if best is None:
+            return None
+        start, layer, weight, bias = best
+        return self._put(node, lambda: layer.put(self.rewriter.insert, start, weight, bias))
+
+    def _put(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node | None:
+        """Put what is made in the place of a node; return the first operation of it, None if it cannot be put there."""
+        before = node.prev
+        try:
+            new = make()
+            if new.meta["val"].dtype == node.meta["val"].dtype and before.next is not node:
+                first = before.next
+                self.rewriter.replace(node, new)
+                return first
+        except NoSpellingError:
+            pass
+        while node.prev is not before:
+            self.graph.erase_node(node.prev)
+        return None
+
+    def _regions(self, end: fx.Node) -> Iterator[_Region]:
+        """Yield what makes a value of one other value and weights, the smallest region first."""
+        region = _Region(end)
+        heap: list[tuple[int, fx.Node]] = []
+        seen: set[fx.Node] = set()
+
+        def add(node: fx.Node) -> bool:
+            made = self.rewriter.made_of(node)
+            if made == "inputs" and node not in seen:
+                seen.add(node)
+                heapq.heappush(heap, (-self.order[node], node))
+            return made != "weights" or self._add_weights(region, node)
+
+        add(end)
+        while heap and len(region.steps) < _MOST_NODES:
+            open_ones = [one for _, one in heap]
+            _, node = heapq.heappop(heap)
+            if region.steps and len(open_ones) <= 2 - bool(region.weights) and all(map(_is_real, open_ones)):
+                region.starts = open_ones
+                yield region
+            name = self.rewriter.name(node)
+            inner = node is end or (set(node.users) <= seen and not self.rewriter.is_marked(node))
+            if name not in _LINEAR or not inner or not is_plain_operation(node):
+                return
+            region.steps.append(node)
+            moved = True
+            for given in node.all_input_nodes:
+                moved = add(given) and moved
+            if not moved:
+                return
+
+    def _add_weights(self, region: _Region, node: fx.Node) -> bool:
+        """Follow weights to the parameters of which they are parts; whether they are only moved."""
+        left = [node]
+        while left:
+            node = left.pop()
+            if node in self.rewriter.capture.states:
+                region.weights[node] = None
+            elif self.rewriter.made_of(node) == "weights" and node not in region.of_weights:
+                if self.rewriter.name(node) not in _LINEAR or not is_plain_operation(node):
+                    return False
+                region.of_weights[node] = None
+                left += node.all_input_nodes
+        return True
+
+    def _is_written_out(self, region: _Region) -> bool:
+        """Whether a region is something else than one layer between movements that stay anyway."""
+        names = [self.rewriter.name(step) for step in region.steps]
+        products = [
+            at
+            for at, (name, step) in enumerate(zip(names, region.steps, strict=True))
+            if name in _PRODUCTS
+            and {self.rewriter.made_of(given) for given in step.all_input_nodes} >= {"inputs", "weights"}
+        ]
+        if not products or sum(len(self.rewriter.shape(weight)) > 1 for weight in region.weights) != 1:
+            return False
+        convolved = [at for at in products if names[at] in operations(Trait.CONVOLVE)]
+        cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
+        packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
+        return len(products) > 1 or cut or packed or not _WINDOWS.isdisjoint(names)
+
+    def _layer(self, region: _Region) -> tuple[Layer, fx.Node, fx.Node | None] | None:
+        """Return the layer that a region is, its weight and its bias; None if it is none."""
+        (weight,) = (one for one in region.weights if len(self.rewriter.shape(one)) > 1)
+        biases = [one for one in region.weights if one is not weight]
+        start, shapes = region.starts[0], [self.rewriter.shape(one) for one in (*region.starts, weight, region.end)]
+        if len(biases) > 1 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
+            return None
+        made = self._function(region)
+        rest = {bias: torch.zeros(self.rewriter.shape(bias), dtype=torch.float64) for bias in biases}
+        try:
+            layer = find_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
+            if layer is None or not biases:
+                return None if layer is None else (layer, weight, None)
+            numbers = torch.arange(1, len(rest[biases[0]]) + 1, dtype=torch.float64)
+            ones = torch.ones(shapes[1], dtype=torch.float64)
+            added = made({start: torch.zeros(shapes[0], dtype=torch.float64), weight: ones, biases[0]: numbers})
+        except _NOT_ON_NUMBERS:
+            return None
+        return (layer, weight, biases[0]) if layer.adds(added, numbers) else None
+
+    def _function(self, region: _Region) -> Callable[[dict[fx.Node, Tensor]], Tensor]:
+        """Return what computes a region's end from the numbers of its starts and weights."""
+        steps = [Step.of(step) for step in sorted([*region.steps, *region.of_weights], key=self.order.__getitem__)]
+
+        def made(numbers: dict[fx.Node, Tensor]) -> Tensor:
+            values: dict[fx.Node, Any] = dict(numbers)
+
+            def get(node: fx.Node) -> Any:
+                return values[node] if node in values else self.constants(node)
+
+            for step in steps:
+                values[step.node] = run_step(step, get)
+            result: Tensor = values[region.end]
+            return result
+
+        return made
+
+    def _is_sum(self, region: _Region) -> bool:
+        """Whether something is left of a value that is smaller, after parts of it were added."""
+        names = [self.rewriter.name(step) for step in region.steps]
+        moved = bool(names[:-1]) and names[-1] in operations(Trait.MOVE) and "mean" in names
+        smaller = math.prod(self.rewriter.shape(region.end)) < math.prod(self.rewriter.shape(region.starts[0]))
+        return smaller and (moved or not _ADDED.isdisjoint(names))
+
+    def _summed(self, region: _Region) -> fx.Node | None:
+        """Put a mean in the place of a region that sums over whole axes."""
+        (start,), shape = region.starts, self.rewriter.shape(region.end)
+        made, own = self._function(region), self.rewriter.shape(start)
+        if math.prod(own) > _MOST_ELEMENTS:
+            return None
+        try:
+            found = find_sum(lambda x: made({start: x}), own, shape)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+        factor = found.factor * math.prod(own[axis] for axis in found.axes)
+
+        def put() -> fx.Node:
+            mean = reshaped(self.rewriter, self.rewriter.insert(aten.mean.dim, start, found.axes), shape)
+            return mean if abs(factor - 1) < _ROUNDING else self.rewriter.insert(aten.mul.Tensor, mean, factor)
+
+        return self._put(region.end, put)
+
+    def _contracted(self, region: _Region) -> fx.Node | None:
+        """Put a sum of products in the place of a region that adds products of parts of two values."""
+        one, two = region.starts
+        products = [step for step in region.steps if self.rewriter.name(step) in _PRODUCTS]
+        shapes = [self.rewriter.shape(node) for node in (one, two, region.end)]
+        of_values = [
+            step
+            for step in products
+            if [self.rewriter.made_of(given) for given in step.all_input_nodes] == ["inputs"] * 2
+        ]
+        if len(of_values) < 2 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
+            return None
+        made = self._function(region)
+        try:
+            found = find_contraction(lambda x, y: made({one: x, two: y}), *shapes)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+
+        def put() -> fx.Node:
+            total = self.rewriter.insert(aten.einsum.default, found.equation, [one, two])
+            total = reshaped(self.rewriter, total, shapes[2])
+            return total if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, total, found.factor)
+
+        return self._put(region.end, put)
+
+    def _paired(self, region: _Region) -> fx.Node | None:
+        """Put products with constants in the place of a region that pairs coordinates, as rotary positions do."""
+        (start,), shape = region.starts, self.rewriter.shape(region.end)
+        names = {self.rewriter.name(step) for step in region.steps}
+        if shape != self.rewriter.shape(start) or math.prod(shape) > _MOST_ELEMENTS or names.isdisjoint(_PRODUCTS):
+            return None
+        if names.isdisjoint(_TOGETHER):
+            return None
+        made = self._function(region)
+        try:
+            with torch.no_grad():
+                found = find_pairing(lambda x: made({start: x}), shape)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+
+        def put() -> fx.Node:
+            insert, held = self.rewriter.insert, self.rewriter.hold
+            kind = region.end.meta["val"].dtype
+            other = insert(aten.index_select.default, start, found.axis, held(found.partner))
+            products = (
+                insert(aten.mul.Tensor, value, held(factor.to(kind)))
+                for value, factor in ((start, found.own), (other, found.other))
+            )
+            return insert(aten.add.Tensor, *products)
+
+        return self._put(region.end, put)
+
+
+def _is_real(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()

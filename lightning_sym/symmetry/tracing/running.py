@@ -1,0 +1,85 @@
+"""Runs parts of a captured network on numbers, in float64."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+
+class Step(NamedTuple):
+    """An operation as it is in the graph, or was."""
+
+    node: fx.Node
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> "Step":
+        """Return a node's operation."""
+        return cls(node, node.target, node.args, node.kwargs)
+
+
+class UnknownError(Exception):
+    """A constant without a value."""
+
+
+class Constants:
+    """The values of what no input and no weight changes, in float64 where they are floating-point numbers."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, Any] = {}
+
+    def __call__(self, node: fx.Node) -> Any:
+        """Return the value of what no input and no weight changes.
+
+        Raises:
+            UnknownError: If it has none.
+        """
+        if node not in self._known:
+            if node.op == "get_attr":
+                value = getattr(node.graph.owning_module, str(node.target))
+                if not isinstance(value, Tensor) or value.is_meta or type(value) is not Tensor:
+                    raise UnknownError
+                kind = torch.complex128 if value.is_complex() else torch.float64 if value.is_floating_point() else None
+                self._known[node] = value.to(kind or value.dtype)
+            elif is_plain_operation(node):
+                self._known[node] = run_step(Step.of(node), self)
+            else:
+                raise UnknownError
+        return self._known[node]
+
+
+def run_step(step: Step, get: Callable[[fx.Node], Any]) -> Any:
+    """Run an operation in float64 on the CPU."""
+
+    def replaced(item: Any) -> Any:
+        if isinstance(item, torch.dtype):
+            return torch.float64 if item.is_floating_point else torch.complex128 if item.is_complex else item
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    args = pytree.tree_map(replaced, fx.map_arg(step.args, get))
+    kwargs = pytree.tree_map(replaced, fx.map_arg(step.kwargs, get))
+    value = step.node.meta.get("val")
+    made = not any(isinstance(item, Tensor) for item in pytree.tree_leaves((args, kwargs)))
+    if made and isinstance(value, Tensor) and value.is_floating_point():
+        kwargs = {**kwargs, "dtype": torch.float64}
+    function = aten.reshape.default if step.target is aten.view.default else step.target
+    return function(*args, **kwargs)
+
+
+def moved_by(step: Step, tensor: Tensor) -> Any:
+    """Move the elements of a tensor as an operation does."""
+    return run_step(step, lambda _: tensor)
+
+
+def is_plain_operation(node: fx.Node) -> bool:
+    """Whether an operation is one of torch's own, which leaves nothing to chance."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.op == "call_function" and getattr(target, "__name__", "") == "getitem"
+    return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags

@@ -1,0 +1,287 @@
+"""One spelling for sums and products in pieces: factors that terms have in common, biases that are added later."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from lightning_sym.symmetry.tracing.contractions import reshaped, shown, stored
+from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+
+aten = torch.ops.aten
+_MOST = 16  # terms of a sum
+
+
+class Term(NamedTuple):
+    """A term of a sum, the operation that adds it or takes it off, and which of the two."""
+
+    node: fx.Node
+    reader: fx.Node
+    added: bool
+
+
+def terms_of(r: Rewriter, node: fx.Node) -> list[Term]:
+    """Return the terms of a sum of sums and differences of one type; none if it is no such."""
+    found: list[Term] = []
+    waiting = [Term(node, node, True)]
+    while waiting and len(found) <= _MOST:
+        own, reader, added = waiting.pop()
+        if not isinstance(own, fx.Node):
+            return []
+        inner = own is node or r.only_for(own, reader)
+        alike = own.meta["val"].dtype == node.meta["val"].dtype and not own.kwargs
+        if inner and alike and r.name(own) in ("add", "sub"):
+            one, two = own.args[:2]
+            waiting += [Term(one, own, added), Term(two, own, added == (r.name(own) == "add"))]  # type: ignore[arg-type]
+        else:
+            found.append(Term(own, reader, added))
+    return [] if waiting or node.kwargs else found
+
+
+def gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a sum with a vector of weights that belongs to another of its terms: as a bias, or behind its gain."""
+    terms = terms_of(r, node)
+    made = [r.made_of(term.node) for term in terms]
+    if "weights" not in made or "inputs" not in made:
+        return None
+    for at, weights in enumerate(terms):
+        if made[at] != "weights":
+            continue
+        for place, value in enumerate(terms):
+            if made[place] != "inputs" or r.shape(value.node) != r.shape(node) or not value.added:
+                continue
+            total = _behind_gain(r, value, weights)
+            if total is None and weights.added:
+                total = _with_bias(r, value, weights.node)
+            if total is not None:
+                return summed(r, total, [term for own, term in enumerate(terms) if own not in (at, place)])
+    return None
+
+
+def summed(r: Rewriter, value: fx.Node, terms: Sequence[Term]) -> fx.Node:
+    """Return a value to which terms are added, the last one first."""
+    for term in terms[::-1]:
+        value = r.insert(aten.add.Tensor if term.added else aten.sub.Tensor, value, term.node)
+    return value
+
+
+def _behind_gain(r: Rewriter, value: Term, term: Term) -> fx.Node | None:
+    """Return g (x + b), given g x and g b; or g (x - b)."""
+    if r.name(value.node) != "mul" or not r.only_for(value.node, value.reader):
+        return None
+    weights = moved = term.node
+    while r.name(moved) in operations(Trait.MOVE) and moved.all_input_nodes == [moved.args[0]]:
+        moved = moved.args[0]  # type: ignore[assignment]
+    if r.name(moved) != "mul":
+        return None
+    for gain, own in _factors(value.node):
+        for other, bias in _factors(moved):
+            if r.made_of(gain) != "weights" or shown(r, gain)[0] is not shown(r, other)[0]:
+                continue
+            # Along one axis both are the same vector; then the bias is one on the gain's axis, too.
+            sizes = r.shape(bias)
+            if moved is not weights or gain is not other:
+                if not len(r.shape(other)) == 1 == len(sizes) or r.shape(other) != sizes:
+                    continue
+                if gain.meta["val"].numel() != sizes[0] or weights.meta["val"].numel() != sizes[0]:
+                    continue
+                sizes = r.shape(gain)
+            return r.insert(aten.mul.Tensor, with_parts(r, own, bias, sizes, added=term.added), gain)
+    return None
+
+
+def with_parts(r: Rewriter, value: fx.Node, weights: fx.Node, shape: Sequence[int], *, added: bool = True) -> fx.Node:
+    """Return a value to which weights are added in a shape; if these are a sum, one term after the other.
+
+    Args:
+        r: The rewriter.
+        value: The value.
+        weights: Made of weights alone.
+        shape: The shape in which they are added.
+        added: Whether they are added, and not taken off.
+    """
+    name, parts = r.name(weights), weights.args[:2]
+    if name in ("add", "sub") and not weights.kwargs and all(r.shape(part) == r.shape(weights) for part in parts):
+        value = with_parts(r, value, parts[0], shape, added=added)  # type: ignore[arg-type]
+        return with_parts(r, value, parts[1], shape, added=added == (name == "add"))  # type: ignore[arg-type]
+    return r.insert(aten.add.Tensor if added else aten.sub.Tensor, value, reshaped(r, weights, shape))
+
+
+def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    one, two = node.args[:2]
+    if isinstance(one, fx.Node) and isinstance(two, fx.Node):
+        yield one, two
+        yield two, one
+
+
+def _with_bias(r: Rewriter, layer: Term, bias: fx.Node) -> fx.Node | None:
+    """Return a linear layer or convolution without a bias with a vector of weights as its bias."""
+    node, name = layer.node, r.name(layer.node)
+    if name != "linear" and not name.startswith("conv"):
+        return None
+    if not r.only_for(node, layer.reader) or argument(node, 2, "bias") is not None:
+        return None
+    count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
+    sizes, whole = r.shape(bias), r.shape(node)
+    at = len(sizes) - 1 - count
+    if at < 0 or sizes[at] != whole[-1 - count]:
+        return None
+    steps = bias.meta["val"].stride()
+    if any(size > 1 and step for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)) if axis != at):
+        return None
+    vector = stored(r, bias, [at])
+    if vector not in r.capture.states:
+        return None
+    rest = {key: value for key, value in node.kwargs.items() if key != "bias"}
+    assert not isinstance(node.target, str)
+    return r.insert(node.target, *node.args[:2], vector, *node.args[3:], **rest)
+
+
+def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a layer whose weight is multiplied by a vector: the vector multiplies what comes out, or goes in."""
+    weight, name = node.args[1], r.name(node)
+    if r.name(weight) != "mul" or not r.only_for(weight, node) or "transpose" in name or argument(node, 6, "", 1) != 1:
+        return None
+    assert isinstance(weight, fx.Node)
+    assert not isinstance(node.target, str)
+    for matrix, gain in _factors(weight):
+        own, sizes = r.shape(matrix), r.shape(gain)
+        if shown(r, matrix)[0] not in r.capture.states or own != r.shape(weight) or r.made_of(gain) != "weights":
+            continue
+        sizes = (1,) * (len(own) - len(sizes)) + sizes
+        axis = next((axis for axis in (0, 1) if max(sizes) == sizes[axis] == own[axis] > 1), None)
+        if axis is None or gain.meta["val"].numel() != own[axis]:
+            continue
+        vector = reshaped(r, gain, [own[axis]])
+        wide = reshaped(r, vector, [own[axis], *[1] * (len(own) - 2)])
+        rest, bias = {key: value for key, value in node.kwargs.items() if key != "bias"}, argument(node, 2, "bias")
+        if axis == 1:
+            value = r.insert(aten.mul.Tensor, node.args[0], wide)
+            return r.insert(node.target, value, matrix, bias, *node.args[3:], **rest)
+        result = r.insert(node.target, node.args[0], matrix, None, *node.args[3:], **rest)
+        result = r.insert(aten.mul.Tensor, result, wide)
+        if bias is None:
+            return result
+        return with_parts(r, result, bias, [own[0], *[1] * (len(own) - 2)])
+    return None
+
+
+# Softmaxes.
+
+
+def normalised(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a product with an exponential or a softmax over its sum: a softmax to which logarithms are added."""
+    value, total = node.args[:2]
+    if r.name(total) != "sum" or not isinstance(value, fx.Node) or not isinstance(total, fx.Node):
+        return None
+    axes, rank = argument(total, 1, "dim"), len(r.shape(value))
+    axes = [axes] if isinstance(axes, int) else axes
+    if not axes or len(axes) != 1 or not argument(total, 2, "keepdim", False):
+        return None
+    axis = axes[0] % len(r.shape(total))
+    if r.name(value) == "matmul" and total.args[0] is value.args[0] and axis == rank - 1:  # of the sum of products
+        weights = r.insert(aten.div.Tensor, total.args[0], total)
+        return r.insert(aten.matmul.default, weights, value.args[1])
+    factors = _all_factors(r, value) if total.args[0] is value else []
+    whole = [part for part in factors if r.shape(part) == r.shape(value) and _is_exponential(r, part, axis)]
+    if len(factors) < 2 or not whole:
+        return None
+    logits = whole[0].args[0]
+    for part in factors:
+        if part is whole[0]:
+            continue
+        if (added := _logarithm(r, part, logits)) is None:
+            return None
+        logits = r.insert(aten.add.Tensor, logits, added)
+    return r.insert(aten.softmax.int, logits, axis)
+
+
+def _all_factors(r: Rewriter, node: fx.Node) -> list[Any]:
+    """Return the factors of a product of products; what is zero where a mask is, is one with the mask."""
+    factors: list[Any] = []
+    waiting: list[Any] = [node]
+    while waiting and len(factors) < _MOST:
+        part = waiting.pop()
+        name = r.name(part)
+        if name == "mul":
+            waiting += part.args[:2]
+        elif name == "where" and 0 in (r.number(part.args[1]), r.number(part.args[2])):
+            mask, one, two = part.args
+            shown = r.number(two) == 0
+            factors.append(mask if shown else r.insert(aten.logical_not.default, mask))
+            waiting.append(one if shown else two)
+        elif name == "masked_fill" and r.number(part.args[2]) == 0:
+            factors.append(r.insert(aten.logical_not.default, part.args[1]))
+            waiting.append(part.args[0])
+        else:
+            factors.append(part)
+    return [] if waiting else factors
+
+
+def _is_exponential(r: Rewriter, node: Any, axis: int) -> bool:
+    name = r.name(node)
+    over = name in ("softmax", "_softmax") and argument(node, 1, "dim") % len(r.shape(node)) == axis
+    return (over or name == "exp") and r.made_of(node) == "inputs"
+
+
+def _logarithm(r: Rewriter, node: Any, like: fx.Node) -> fx.Node | None:
+    """Return the logarithm of a factor that is never negative; None if it is not known that it is not."""
+    if not isinstance(node, fx.Node):
+        return None
+    if r.name(node) == "exp":
+        return node.args[0]  # type: ignore[return-value]
+    kind, source = like.meta["val"].dtype, node
+    while r.name(source) in operations(Trait.CAST) and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+    while r.name(source) in operations(Trait.MOVE) and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+    if source.meta["val"].dtype != torch.bool and r.name(source) not in operations(Trait.NEVER_NEGATIVE):
+        number = r.constant(node)
+        if number is None or bool((number < 0).any()):
+            return None
+    if node.meta["val"].dtype != kind:
+        node = r.insert(aten.to.dtype, node, kind)
+    return r.insert(aten.log.default, node)
+
+
+def unseen(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a softmax of what all its terms have in common with what else they are made of: the largest taken off."""
+    value: Any = node.args[0]
+    axis = argument(node, 1, "dim") % len(r.shape(value)) - len(r.shape(value))
+    kept = _without_common(r, value, axis)
+    assert not isinstance(node.target, str)
+    return None if kept is None else r.insert(node.target, kept, *node.args[1:], **node.kwargs)
+
+
+def _without_common(r: Rewriter, value: fx.Node, axis: int) -> fx.Node | None:
+    """Return a sum without a term that is the same along an axis, counted from the end; None if it has none."""
+    if r.name(value) not in ("add", "sub"):
+        return None
+    pairs = [value.args[:2], value.args[1::-1]] if r.name(value) == "add" else [value.args[:2]]
+    for kept, common in pairs:
+        if not isinstance(kept, fx.Node) or r.shape(kept) != r.shape(value):
+            continue
+        sizes = r.shape(common)
+        alike = len(sizes) < -axis or sizes[axis] == 1
+        # Otherwise nobody would read a weight any more.
+        if alike and (not isinstance(common, fx.Node) or _states(r, common) <= _states(r, kept)):
+            return kept
+        if (rest := _without_common(r, kept, axis)) is not None:
+            assert not isinstance(value.target, str)
+            turned = kept is not value.args[0]
+            return r.insert(value.target, *((common, rest) if turned else (rest, common)), **value.kwargs)
+    return None
+
+
+def _states(r: Rewriter, node: fx.Node) -> set[fx.Node]:
+    """Return the weights of which a node is made."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for given in waiting.pop().all_input_nodes:
+            if given not in seen:
+                seen.add(given)
+                waiting.append(given)
+    return {one for one in seen if one in r.capture.states}

@@ -1,0 +1,56 @@
+"""On which axes of a value units live: where linear layers, convolutions and tables put them."""
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
+from lightning_sym.symmetry.tracing.invisible import moved
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+
+_MOST = 256  # operations that are looked at
+
+
+def unit_axes(r: Rewriter, node: fx.Node) -> set[int]:
+    """Return the axes of a value along which units of the layers before it live; positions are on the others.
+
+    It is a guess that decides between spellings of one function: nothing is wrong if it is.
+    """
+    return _UnitAxes(r).of(node)
+
+
+class _UnitAxes:
+    def __init__(self, r: Rewriter) -> None:
+        self.r, self.known = r, dict[fx.Node, set[int]]()
+
+    def of(self, node: Any) -> set[int]:
+        if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
+            return set()
+        if node not in self.known:
+            if len(self.known) == _MOST:
+                return set()
+            self.known[node] = set()
+            self.known[node] = self._of(node)
+        return self.known[node]
+
+    def _of(self, node: fx.Node) -> set[int]:
+        name, rank = self.r.name(node), len(self.r.shape(node))
+        if name in ("linear", "embedding"):
+            return {rank - 1}
+        if name.startswith("conv"):
+            return {1}
+        if name == "matmul":
+            first, second = ({axis - len(self.r.shape(part)) for axis in self.of(part)} for part in node.args[:2])
+            kept = {axis for axis in first | second if axis < -2} | ({-2} & first) | ({-1} & second)
+            return {axis + rank for axis in kept}
+        if name in operations(Trait.MOVE) and node.all_input_nodes == [node.args[0]]:
+            own = self.of(node.args[0])
+            after = moved(node, coordinates(self.r.shape(node.args[0]), sorted(own))) if own else None
+            return set(varying_axes(after)) if isinstance(after, Tensor) else set()
+        found: set[int] = set()
+        for part in node.all_input_nodes:
+            sizes = self.r.shape(part) if isinstance(part.meta.get("val"), Tensor) else ()
+            wide = {axis - len(sizes) + rank for axis in self.of(part) if sizes[axis] > 1}
+            found |= {axis for axis in wide if axis >= 0 and self.r.shape(node)[axis] > 1}
+        return found
