@@ -21,7 +21,6 @@ from lightning_sym.symmetry.tracing.affine.space import (
     Readers,
     Translations,
     Writers,
-    names_of_parts,
     scales,
 )
 from lightning_sym.symmetry.tracing.structure import Structure
@@ -91,7 +90,7 @@ def carried(
     there = space.generic if not seed else space.at(space.generic_tensors(seed))
     tensors: Mapping[str, Tensor] = _Moved(back, there.tensors, moving)
     action.learn_gains(tensors)
-    plain = not names_of_parts(space).intersection(moving)
+    plain = space.factors.isdisjoint(moving)
     return _Carrier(space, there if plain else space.at(tensors), there, action).carried(element)
 
 

@@ -304,6 +304,14 @@ class Translations:
         return entries, steps
 
     @property
+    def factors(self) -> set[str]:
+        """The tensors of whose powers elements are multiples, those that only steps need left out."""
+        if self.parts is None:
+            return set()
+        found = set(self.parts.forms.names) | {fold.gain for fold in self.folds}
+        return found.union(*(names_of(self, rows.coefficient) for rows in self.parts.readers))
+
+    @property
     def shown(self) -> dict[str, Shown]:
         """What elements do to named values inside the network."""
         return {} if self.parts is None else self.parts.shown
@@ -568,10 +576,3 @@ class Located:
         data = patterns.data[:, None] * self.multiples[columns]
         shape = (math.prod(part.whole), self.space.size)
         return sparse.csr_matrix((data.ravel(), (rows.ravel(), columns.ravel())), shape)
-
-
-def names_of_parts(space: Translations) -> set[str]:
-    """Return the names of all tensors that tell what elements add at once, without steps."""
-    assert space.parts is not None
-    found = set(space.parts.forms.names) | {fold.gain for fold in space.folds}
-    return found.union(*(names_of(space, rows.coefficient) for rows in space.parts.readers))

@@ -62,11 +62,8 @@ def find_translations(
     try:
         return _found(captures, tensors, constants, fixed, keep, outputs=outputs)
     except Exception as error:  # an operation in a form that the interpreter does not expect
-        found = Translations()
-        found.notes.append(
-            f"what may be added to weights was not searched, as the affine interpreter stopped ({type(error).__name__}: "
-            f"{error})"
-        )
+        found, why = Translations(), f"{type(error).__name__}: {error}"
+        found.notes.append(f"what may be added to weights was not searched, as the affine interpreter stopped ({why})")
         return found
 
 
