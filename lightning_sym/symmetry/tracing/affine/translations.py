@@ -285,9 +285,9 @@ class _Compiler:
 
     def _kind(self, rows: Sequence[Readers], free: Sequence[str], steps: Sequence[Step], most: int) -> str:
         """Return what entries are called that are added in the same places, to each tensor so often at most."""
-        if rows:
-            tables = all(not own.coefficient.items and not own.segments.any() for own in rows)
-            return OPPOSED if tables and (free or len(rows) > 1) else READERS
+        if any(own.coefficient.items or own.segments.any() for own in rows):
+            return READERS
+        free = [*(own.name for own in rows), *free]  # of a table to all rows of which the same is added
         learned = [isinstance(self.system.tensors[name], torch.nn.Parameter) for name in free]
         if not all(learned):
             return NORM if learned[0] and most == 1 and not steps else OPPOSED
