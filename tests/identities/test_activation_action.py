@@ -99,7 +99,7 @@ def check_every_value(
         for name, tap in symmetry.taps.items():
             if tap.squared:  # no matrix acts there, if units are rotated
                 continue
-            if tap.shown.unknown:
+            if len(tap.shown.unknown):
                 assert_refused(symmetry.on_activations, element, tap, network, says="multiple of ones")
                 continue
             if halves_planes(symmetry, tap):

@@ -28,11 +28,10 @@ EXACT = 1e-11
 ZERO = 1e-11
 EVERY = "every spelling"
 SHORT: dict[str, Collection[str]] = {
-    "group norm": EVERY,
-    "rotary, halves": {"written"},
+    "group norm": {"image"},
     "norm per head": EVERY,
+    "positions": {"lookup"},
     "attention, learned biases": {"embedding"},
-    "pixel unshuffle": {"unfold"},
     "bottleneck with a batch norm": EVERY,
     "one flat parameter": EVERY,
 }

@@ -234,7 +234,7 @@ class Solution:
         for numbers, terms in unknowns.equations:
             if len(terms) == 2 and not terms[1][1] and terms[1][0] == -1:
                 pairs.append(numbers)
-            if any(items for _, items in terms):
+            if any(atom.kind != "length" for _, items in terms for atom, *_ in items):
                 priority[numbers[:, 0]] = np.where(self.kinds[numbers[:, 0]] == SUMS, 6, priority[numbers[:, 0]])
         one, two = np.concatenate(pairs).T
         graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (unknowns.count, unknowns.count))

@@ -215,9 +215,11 @@ class _Compiler:
         drifts = [torch.zeros(0, dtype=torch.int64)]
         if not isinstance(value, Value):
             return None, drifts[0]
-        unknowns = self.system.unknowns
-        drifts += [own.numbers.reshape(-1) for own in value.drifts.values() if unknowns.living(own.numbers) is not None]
-        return unknowns.living(value.translation), torch.cat(drifts)
+        drifts += [own.numbers.reshape(-1) for own in value.drifts.values()]
+        every, translation = torch.cat(drifts), value.translation
+        living = torch.from_numpy(np.diff(self.solution.solved.forms.indptr) > 0)
+        still = translation is None or not bool(living[translation].any())
+        return None if still else translation, every[living[every]]
 
     def _step(self, own: Derived) -> Step:
         columns = self.column[own.numbers.numpy().ravel()]
