@@ -267,6 +267,44 @@ def pivot_rows(space: Translations) -> tuple[Ints, NDArray[np.bool_]]:
     return at, single & same
 
 
+def elements_alone(
+    space: Translations, tensors: Mapping[str, Tensor], names: Collection[str]
+) -> dict[str, tuple[Floats, Floats]]:
+    """Return the shifts that add to one tensor only, entry by entry, and that no weight hands on.
+
+    Args:
+        space: All shifts.
+        tensors: A network's parameters and buffers, by name.
+        names: The tensors.
+
+    Returns:
+        By tensor, if all of its entries move: such elements in columns, shape (size, elements), and what each adds,
+        shape (entries, elements).
+    """
+    if not space:
+        return {}
+    assert space.parts is not None
+    parts, located = space.parts, space.at(tensors)
+    forms = (located.matrix[:, np.arange(space.entries)] @ sparse.diags(located.multiples[: space.entries])).tocsr()
+    places = [own.at.ravel() for own in (*parts.free, *parts.readers)] + [own.source.ravel() for own in parts.steps]
+    every = np.unique(np.concatenate(places))
+    _, label = sparse.csgraph.connected_components((abs(forms[every]).T @ abs(forms[every])).tocsr(), False)
+    found = {}
+    for part in parts.free:
+        if part.name not in names or not forms[part.at.ravel()].nnz:
+            continue
+        near = np.flatnonzero(np.isin(label, label[np.unique(forms[part.at.ravel()].indices)]))
+        others = forms[np.setdiff1d(every, part.at.ravel())][:, near]
+        values, vectors = np.linalg.eigh((others.T @ others).toarray())
+        kernel = vectors[:, values <= _NOTHING * max(float(values.max(initial=0.0)), 1.0)]
+        added = forms[np.broadcast_to(part.at, parts.shapes[part.name]).ravel()][:, near] @ kernel
+        if kernel.shape[1] and (np.abs(added).max(1) > _NOTHING).all():
+            elements = np.zeros((space.size, kernel.shape[1]))
+            elements[near] = kernel
+            found[part.name] = (elements, added)
+    return found
+
+
 def nearest(
     space: Translations,
     tensors: Mapping[str, Tensor],

@@ -113,8 +113,8 @@ class Forms:
         shape = (self.size, self.size + self.constant.shape[1])
         return sparse.csc_matrix((np.concatenate(data), (rows, columns)), shape=shape)
 
-    def at(self, weights: Weights) -> "FormsAt":
-        """Return the forms at some weights."""
+    def at(self, weights: Weights | None) -> "FormsAt":
+        """Return the forms at some weights; without any, what depends on them is left out."""
         return FormsAt(self, weights)
 
 
@@ -129,10 +129,10 @@ class FormsAt:
         ValueError: If some of them cannot be made there.
     """
 
-    def __init__(self, forms: Forms, weights: Weights) -> None:
+    def __init__(self, forms: Forms, weights: Weights | None) -> None:
         self.forms = forms
         self._solve: Any = None
-        if forms.size:
+        if forms.size and weights is not None:
             matrix = forms.matrix(weights)
             self._given = matrix[:, forms.size :].tocsr()
             try:

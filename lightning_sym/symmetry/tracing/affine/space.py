@@ -357,7 +357,8 @@ class Located:
     @cached_property
     def forms(self) -> FormsAt:
         """What free unknowns make of all others."""
-        return self.parts.forms.at(self.weights)
+        whole = self.parts.forms.names <= self.tensors.keys()
+        return self.parts.forms.at(self.weights if whole else None)
 
     @cached_property
     def matrix(self) -> sparse.csr_matrix:
@@ -369,6 +370,9 @@ class Located:
         """Of what each entry of an element is a multiple. Shape (size,)."""
         found = np.ones(self.space.size)
         for gain, entries, places, power in self.space.folds:
+            if gain not in self.tensors:
+                found[entries] = 0
+                continue
             numbers = self.weights.tensor(gain).reshape(-1).numpy()[places]
             if power < 0 and not numbers.all():
                 raise zero_in(gain)
@@ -465,7 +469,8 @@ class Located:
             if part.name in self.tensors and known[part.at].any():
                 found.setdefault(part.name, []).append(Summand(torch.from_numpy(known[part.at])))
         for rows in self.parts.readers:
-            if rows.name in self.tensors and known[rows.at].any():
+            there = rows.name in self.tensors and names_of(self.space, rows.coefficient) <= self.tensors.keys()
+            if there and known[rows.at].any():
                 found.setdefault(rows.name, []).append(self._of_rows(rows, known))
         for writers in self.parts.writers:
             if writers.name in self.tensors and bool(element[writers.places].any()):
