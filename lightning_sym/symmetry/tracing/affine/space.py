@@ -297,6 +297,14 @@ class Translations:
         assert self.parts is not None
         parts, forms = self.parts, self.generic.matrix
         columns, steps = reached(parts.steps, forms, at.ravel())
+        # What a bias does not take off of what weights make stands where changes of these weights' outputs do.
+        sources = [
+            step.source.ravel()
+            for step in parts.steps
+            if step.unseen is not None and columns[forms[step.unseen.ravel()].indices].any()
+        ]
+        if sources:
+            columns, steps = reached(parts.steps, forms, np.concatenate([at.ravel(), *sources]))
         entries = np.zeros(self.size, bool)
         entries[: self.entries] = columns[: self.entries]
         for part in parts.writers:
