@@ -49,8 +49,7 @@ from lightning_sym.symmetry.translations import size_of
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5
-# Whether shifts that only the affine interpreter finds are used. Not yet: with tables that are cut to the input's
-# length and outputs of other sizes than the rest, it allows too much.
+# Whether shifts that only the affine interpreter finds are used.
 _FURTHER = True
 # A network is traced so often at most: further lengths are added while the group is too large for one.
 _MOST_TRACES = 4
