@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.products import Products, listed
-from lightning_sym.symmetry.tracing.affine.system import name_of
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
 from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import name_of
 
 _VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
 

@@ -13,9 +13,9 @@ from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.reading import Constants
-from lightning_sym.symmetry.tracing.affine.system import name_of
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Value
 from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import name_of, places_of
 
 _LETTERS = string.ascii_letters
 
@@ -209,7 +209,7 @@ class Products(Contractions):
     def _convolution(self, node: fx.Node) -> Any:
         x, w = self._value(node.args[0]), self._value(node.args[1])
         name = name_of(node)
-        count = int(name[-2])
+        count = places_of(name)
         if x is None or w is None or not x.varies or x.rank != count + 2 or w.varies:
             return None
         transposed = "transpose" in name
