@@ -29,20 +29,12 @@ ZERO = 1e-11
 EVERY = "every spelling"
 SHORT: dict[str, Collection[str]] = {
     "group norm": EVERY,
-    "rotary, halves": {"complex", "written", "matrices"},
-    "rotary, pairs": {"complex", "matrices", "narrow"},
-    "embedding and positions": {"gather"},
-    "pooling": {"stack"},
+    "rotary, halves": {"written"},
     "norm per head": EVERY,
     "attention, learned biases": {"embedding"},
     "pixel unshuffle": {"unfold"},
-    "mean of neighbours": EVERY,
     "bottleneck with a batch norm": EVERY,
-    "weighted mean": {"steps"},
-    "masked mean": EVERY,
     "one flat parameter": EVERY,
-    "bag of embeddings": {"counts"},
-    "bilinear": {"outer"},
 }
 
 

@@ -143,11 +143,9 @@ def _told_apart(
         result = np.zeros(len(tag), bool)
         for part in parts(offset):
             key = mix(place_key(where[part], tag[part]) ^ atom[part].astype(np.uint64))
-            ordered = np.sort(key)
-            repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-            if len(repeated):
-                at = np.searchsorted(repeated, key)
-                result[part] = repeated[np.minimum(at, len(repeated) - 1)] == key
+            order = np.argsort(key)
+            same = np.flatnonzero(key[order[1:]] == key[order[:-1]])
+            result[part][order[same]] = result[part][order[same + 1]] = True
         return result
 
     again = twice(tag)

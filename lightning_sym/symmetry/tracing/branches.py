@@ -7,19 +7,21 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import VIEWS, numbers_of, reshaped, source_of
-from lightning_sym.symmetry.tracing.invisible import PASSES, argument, memories_of
+from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
 _MOST = 64  # operations of a branch
 _LARGE = 2**22  # elements of a value that are numbered
-_ELEMENTWISE = {
-    *("add", "sub", "mul", "div", "neg", "exp", "log", "sqrt", "rsqrt", "square", "pow", "reciprocal", "abs", "where"),
-    *("relu", "gelu", "silu", "tanh", "sigmoid", "softplus", "leaky_relu", "elu", "masked_fill", "mT"),
-    *PASSES,
-}
+_ELEMENTWISE = {"neg", "where", "masked_fill", "mT"} | operations(
+    Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST
+)
 _PRODUCTS = {"matmul", "scaled_dot_product_attention"}
 _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
+# How many axes follow the value among the arguments.
+_AXES = {"transpose": 2, "flatten": 2, "select": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
+_AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
 # Without one of these, the parts of a value may as well stay where they are.
 _TOGETHER = {"softmax", "log_softmax", "layer_norm", "rms_norm", "linear", *_PRODUCTS, *_SUMS}
 
@@ -179,10 +181,7 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
     if not value.along or any(arg.along for arg in args[1:] if name not in ("layer_norm", "rms_norm")):
         return None
     before = len(r.shape(value.node)) - 1
-    if name in ("softmax", "log_softmax", "unsqueeze", "squeeze", "transpose", "select", "flatten", "unflatten") or (
-        name in _SUMS
-    ):
-        count = {"transpose": 2, "flatten": 2, "select": 1, "softmax": 1, "log_softmax": 1}.get(name, 1)
+    if (count := _AXES.get(name)) is not None:
         if len(rest) < count:
             return None
         wide = before + (name == "unsqueeze")

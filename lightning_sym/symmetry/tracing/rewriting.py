@@ -72,6 +72,11 @@ class Rewriter:
             return ""
         return operation_name(node.target).removesuffix("_")
 
+    def plain_name(self, node: Any) -> str:
+        """Return the name of an operation, whoever sees what it writes, without the mark of writing in place."""
+        plain = isinstance(node, fx.Node) and node.op == "call_function" and not self._is_kept(node.target)
+        return operation_name(node.target).removesuffix("_") if plain else ""
+
     def _is_kept(self, target: Any) -> bool:
         schema = getattr(target, "_schema", None)
         return schema is not None and schema.name.removesuffix("_") in self.kept
@@ -239,7 +244,7 @@ class Rewriter:
             if node.op == "placeholder":
                 made[node] = nodes[len(made)]
             elif node.op == "get_attr":
-                made[node] = self._constant_node(getattr(written, str(node.target)))
+                made[node] = self.hold(getattr(written, str(node.target)))
             elif node.op == "output":
                 break
             elif node.target is not torch._C._set_grad_enabled:
@@ -247,7 +252,7 @@ class Rewriter:
         results = fx.map_arg(node.args[0], made.__getitem__)
         return pytree.tree_unflatten(list(results), form_out[-1])
 
-    def _constant_node(self, tensor: Tensor) -> fx.Node:
+    def hold(self, tensor: Tensor) -> fx.Node:
         """Return a node that holds a constant, before the one at hand."""
         if isinstance(tensor, (nn.Parameter, FakeTensor)):
             raise ValueError(
@@ -304,6 +309,32 @@ class Rewriter:
         self.erase(old)
         if memories_of(new) == there:
             for user in users:
+                self._renew(user)
+
+    def fill(self, base: fx.Node, new: fx.Node, written: Sequence[fx.Node]) -> None:
+        """Let a node stand for memory that was filled, for all that reads it later.
+
+        Args:
+            base: The memory.
+            new: Made by `insert`, behind all that was written.
+            written: What wrote into it, and through which views; goes with it.
+        """
+        self._written -= memories_of(base)
+        before = memories_of(base)
+        for user in list(base.users):
+            if user not in written:
+                user.replace_input_with(base, new)
+        for at, mark in enumerate(self.capture.marks):
+            if mark.node is base:
+                self.capture.marks[at] = replace(mark, node=new)
+        for node in [*reversed(written), base]:
+            for at, mark in enumerate(self.capture.marks):
+                if mark.after is node:
+                    self.capture.marks[at] = replace(mark, after=new)
+            self.capture.modules.pop(node, None)
+            self.graph.erase_node(node)
+        for user in new.users:
+            if memories_of(user) & before:
                 self._renew(user)
 
     def _renew(self, node: fx.Node) -> None:
