@@ -101,7 +101,9 @@ def find_group(labels: Labels) -> Group:
     solved = _Solved(positions, colour, folded, orbits, blocks, scales, signs, copies, end)
     structure = _on_parameters(solved, walk.kinds, dense, walk.absorbed)
     values = _on_values(solved, structure)
-    rotations, why_not = find_rotations(structure, find_met(constraints, positions, orbits.roots), walk.gains)
+    rotations, why_not = find_rotations(
+        structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
+    )
     structure, values = (replace(each, rotations=tuple(rotations)) for each in (structure, values))
     left_out = [
         f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"

@@ -12,17 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
 # Operations that show the memory of their first argument in another shape.
-VIEWS = {
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "squeeze", "unsqueeze", "permute"),
-    *("transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims", "slice", "select", "narrow", "expand"),
-    *("expand_as", "contiguous", "alias", "detach", "to"),
-}
-_LISTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"}
+VIEWS = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND) | {"contiguous", "alias", "detach", "to"}
 _MOST = 2**22  # elements of a tensor that are numbered
 
 
@@ -264,9 +260,21 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         rewritten = _with_constant(r, node, first, second)
     elif made == {"weights", "inputs"}:
         rewritten = _with_weights(r, first, second)
+    elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
+        rewritten = _as_row(r, first, second)
     if rewritten is None and r.name(node) != "matmul":
         return r.insert(aten.matmul.default, first, second)
     return rewritten
+
+
+def _as_row(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Rewrite the product of matrices and a column as that of a row and matrices."""
+    if r.shape(first)[-2] == 1:
+        return None
+    turned = list(range(len(r.shape(first))))
+    turned[-2:] = turned[:-3:-1]
+    row, matrices = permuted(r, second, turned), permuted(r, first, turned)
+    return permuted(r, r.insert(aten.matmul.default, row, matrices), turned)
 
 
 def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
@@ -394,6 +402,33 @@ def bilinear(r: Rewriter, node: fx.Node) -> fx.Node | None:
     first, second, weight, bias = (argument(node, at, name) for at, name in enumerate(("a", "b", "c", "bias")))
     lead = string.ascii_lowercase[: len(r.shape(first)) - 1]
     result = r.insert(aten.einsum.default, f"{lead}X,ZXY,{lead}Y->{lead}Z", [first, weight, second])
+    return result if bias is None else r.insert(aten.add.Tensor, result, bias)
+
+
+def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a linear layer of the products of all elements of one value with all of another one."""
+    (flat, weight), bias = node.args[:2], argument(node, 2, "bias")
+    product = flat.args[0] if r.name(flat) in VIEWS and isinstance(flat, fx.Node) else None
+    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not isinstance(weight, fx.Node):
+        return None
+    lead, whole = r.shape(flat)[:-1], r.shape(product)
+    sizes = whole[len(lead) :]
+    letters = string.ascii_lowercase[: len(whole)]
+    if whole[: len(lead)] != lead or len(sizes) < 2 or set(r.shape(weight)[1:]) != {math.prod(sizes)}:
+        return None
+    shape = (r.shape(weight)[0], *sizes)
+    matrices = [one for one in shown(r, weight) if r.shape(one) == shape and one.meta["val"].is_contiguous()]
+    terms: list[tuple[fx.Node, str]] = []
+    for part in product.args[:2]:
+        if not isinstance(part, fx.Node) or r.made_of(part) != "inputs" or len(r.shape(part)) != len(whole):
+            return None
+        gone = [letter for letter, size in zip(letters, r.shape(part), strict=True) if size == 1]
+        terms.append(without(r, part, letters, [letter for letter in gone if letter in letters[len(lead) :]]))
+    (first, one), (second, two) = terms
+    if not matrices or not weight.meta["val"].is_contiguous() or set(one) & set(two) != set(letters[: len(lead)]):
+        return None
+    equation = f"{one},Z{letters[len(lead) :]},{two}->{letters[: len(lead)]}Z"
+    result = r.insert(aten.einsum.default, equation, [first, matrices[0], second])
     return result if bias is None else r.insert(aten.add.Tensor, result, bias)
 
 
@@ -526,12 +561,22 @@ def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def numbers_of(tensor: Tensor) -> Tensor:
     """Return which element of its memory each element of a tensor is."""
     numbers = torch.full((), tensor.storage_offset())
     for size, step in zip(tensor.shape, tensor.stride(), strict=True):
         numbers = numbers[..., None] + torch.arange(size) * step
     return numbers
+
+
+def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
+    """Return the value of which another one is a part in its memory, perhaps taken out of a list of parts."""
+    source, *_ = shown(r, part)
+    while (whole := _taken_apart(r, source)) is not None:
+        source, *_ = shown(r, whole)
+    held = source.meta.get("val")
+    whole_too = isinstance(held, Tensor) and memories_of(source) == memories_of(part)
+    return source if whole_too and not r.is_frozen(source) else None
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
@@ -541,14 +586,11 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
         return None
     if any(r.is_frozen(part) for part in parts) or sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
-    source, *_ = shown(r, parts[0])
-    while (whole := _taken_apart(r, source)) is not None:
-        source, *_ = shown(r, whole)
-    held = source.meta.get("val")
-    if not isinstance(held, Tensor) or memories_of(source) != memories[0] or r.is_frozen(source):
+    if (source := source_of(r, parts[0])) is None:
         return None
-    numbers = torch.cat([_numbers(part.meta["val"]) for part in parts], axis)
-    own = _numbers(held)
+    held: Tensor = source.meta["val"]
+    numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
+    own = numbers_of(held)
     if held.dtype != parts[0].meta["val"].dtype:
         return None
     if own.shape == numbers.shape:
@@ -564,7 +606,7 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
 
 def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Return the value of which a node is one of the parts in a list."""
-    if r.name(node) != "getitem" or r.name(node.args[0]) not in _LISTS:
+    if r.name(node) != "getitem" or r.name(node.args[0]) not in operations(Trait.PARTS):
         return None
     source = node.args[0].args[0]  # type: ignore[union-attr]
     return source if isinstance(source, fx.Node) else None

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
+from lightning_sym.symmetry.tracing import written_out  # noqa: F401 (it registers rules)
+from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.memory import written_by
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import (
     by_place,
     check_arguments,
     checked_results,
     is_own,
+    out_of_place,
     own_operations,
     rule_for,
     run_module_rule,
@@ -35,18 +37,7 @@ from lightning_sym.symmetry.tracing.walk import Walk
 aten = torch.ops.aten
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_MOVES = {
-    *MOVEMENTS,
-    "pad",
-    "constant_pad_nd",
-    "cat",
-    "index",
-    "index_select",
-    "gather",
-    "getitem",
-    "clone",
-    "contiguous",
-}
+_MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD | Trait.CAT) | {"getitem", "clone", "contiguous"}
 
 
 class NotWrittenError(Exception):
@@ -234,7 +225,10 @@ class Expansion:
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute a function of torch, whose operations are followed; of the module at hand it may read parameters."""
+        own = state_tensors(self._leaf.module) if self._leaf is not None else {}
+        known = {id(tensor): self._parameters[name] for name, tensor in own.items()}
         args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: known.get(id(tensor), tensor), (args, kwargs))
         places = list(self._parameters)
 
         def with_parameters(tensors: Sequence[Tensor], *own: Any, **named: Any) -> Any:
@@ -248,7 +242,7 @@ class Expansion:
 
     def _moves(self, node: fx.Node) -> bool:
         """Whether a node only moves elements, or is a constant."""
-        return operation_name(node.target).removesuffix("_") in _MOVES or self.rewriter.made_of(node) == "constants"
+        return name_of(node) in _MOVES or self.rewriter.made_of(node) == "constants"
 
     def _value(self, node: fx.Node) -> Written:
         return Written(self.rewriter.shape(node), node=node, rewriter=self.rewriter)
@@ -317,6 +311,7 @@ class _Replacement(Expansion):
     def _results(self) -> list[fx.Node]:
         """Run the rule; return what comes out."""
         node, leaf = self.node, self._leaf
+        self._write_nothing()
         if written_by(node):
             raise NotWrittenError("belongs to an operation that writes into its arguments")
         if leaf is not None:
@@ -334,6 +329,16 @@ class _Replacement(Expansion):
             if tuple(value.shape) != tuple(real.shape):
                 raise NotWrittenError(f"returns the shape {tuple(value.shape)}, where {tuple(real.shape)} comes out")
         return [self._node(value) for value in results]
+
+    def _write_nothing(self) -> None:
+        """Let the operation leave its arguments alone, where nobody else sees what it writes."""
+        node, target = self.node, self.node.target
+        if written_by(node) != list(node.args[:1]) or self.rewriter.is_frozen(node):
+            return
+        other: Any = out_of_place(target)  # type: ignore[arg-type]
+        one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+        if other is not target and not other._schema.is_mutable and (one.shape, one.dtype) == (two.shape, two.dtype):
+            node.target = other
 
     def _argument(self, node: fx.Node) -> Any:
         return self._value(node) if _is_tensor(node) else node.meta.get("val")

@@ -22,7 +22,7 @@ class Labels(NamedTuple):
     """
 
     walk: Walk
-    charts: dict[str, float]
+    charts: dict[str, float | tuple[float, ...]]
     kept: set[str]
     stacked: set[str]
 

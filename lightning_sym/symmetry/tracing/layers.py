@@ -194,6 +194,56 @@ def find_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer | None:
     return found if error <= _CLOSE * float(wanted.abs().max()) else None
 
 
+class Meeting(NamedTuple):
+    """What one element of the result of a bilinear function is made of.
+
+    Attributes:
+        one: A place of the second argument, in the middle of those that take part.
+        summed: The axes of the second argument over which the sum goes.
+        met: By place of the second argument, the number of the element of the first one that it meets, from 1 on.
+        factor: By which all products are multiplied.
+    """
+
+    one: tuple[int, ...]
+    summed: set[int]
+    met: Tensor
+    factor: float
+
+
+def find_meeting(
+    function: Bilinear, first: tuple[int, ...], second: tuple[int, ...], place: tuple[int, ...]
+) -> Meeting | None:
+    """Find which elements meet in one element of the result; None if that is no sum over whole axes.
+
+    Args:
+        function: Bilinear.
+        first: The shape of its first argument.
+        second: The shape of its second one.
+        place: The element of the result.
+    """
+    with torch.enable_grad():
+        weight = torch.zeros(second, dtype=torch.float64, requires_grad=True)
+        ones, found = (
+            torch.autograd.grad(function(value, weight)[place], weight)[0]
+            for value in (torch.ones(first, dtype=torch.float64), numbers(first))
+        )
+    seen = ones.nonzero()
+    if not len(seen):
+        return None
+    factor = float(ones[tuple(seen[0])])
+    met = found / factor
+    uneven = bool((ones[ones != 0] / factor - 1).abs().max() > _CLOSE)
+    if uneven or bool((met - met.round()).abs().max() > 1e-6):
+        return None
+    places = [column.unique() for column in seen.T]
+    if math.prod(len(own) for own in places) != len(seen):
+        return None
+    summed = {axis for axis, size in enumerate(second) if 1 < size == len(places[axis])}
+    if any(len(own) > 1 for axis, own in enumerate(places) if axis not in summed):
+        return None
+    return Meeting(tuple(int(own[len(own) // 2]) for own in places), summed, met.round().long(), factor)
+
+
 class _Search:
     """Looks at which elements meet. All indices of elements are rows of a table, shape (elements, axes)."""
 
@@ -204,52 +254,26 @@ class _Search:
 
     def layer(self) -> Layer | None:
         """Return the layer, as far as its axes tell."""
-        met = self._met_at_centre()
+        met = find_meeting(self.function, self.value, self.weight, self.centre)
         if met is None:
             return None
-        one, self.of_weight, met_at = met
+        one, self.of_weight, met_at, self.factor = met
         kernel: list[list[Part]] = []
         for axis, size in enumerate(self.weight):
             line = met_at[tuple(slice(None) if axis == at else place for at, place in enumerate(one))]
-            parts = _parts(_indices(line - 1, self.value)) if axis in self.of_weight else [Part(size, -1, 0)]
+            parts = _parts(indices(line - 1, self.value)) if axis in self.of_weight else [Part(size, -1, 0)]
             if parts is None:
                 return None
             kernel.append(parts)
-        first = tuple(int(place) for place in _indices(met_at[one][None] - 1, self.value)[0])
+        first = tuple(int(place) for place in indices(met_at[one][None] - 1, self.value)[0])
         results = self._result_parts(one, first)
         return None if results is None else self._assembled(one, first, kernel, results)
-
-    def _met_at_centre(self) -> tuple[tuple[int, ...], set[int], Tensor] | None:
-        """Return a place of the weight, the axes over which sums go, and which element each one meets."""
-        with torch.enable_grad():
-            weight = torch.zeros(self.weight, dtype=torch.float64, requires_grad=True)
-            ones, numbers = (
-                torch.autograd.grad(self.function(value, weight)[self.centre], weight)[0]
-                for value in (torch.ones(self.value, dtype=torch.float64), _numbers(self.value))
-            )
-        seen = ones.nonzero()
-        if not len(seen):
-            return None
-        self.factor = float(ones[tuple(seen[0])])
-        met = numbers / self.factor
-        if bool((ones[ones != 0] / self.factor - 1).abs().max() > _CLOSE) or bool(
-            (met - met.round()).abs().max() > 1e-6
-        ):
-            return None
-        places = [column.unique() for column in seen.T]
-        if math.prod(len(place) for place in places) != len(seen):
-            return None
-        summed = {axis for axis, size in enumerate(self.weight) if 1 < size == len(places[axis])}
-        if any(len(place) > 1 for axis, place in enumerate(places) if axis not in summed):
-            return None
-        one = tuple(int(place[len(place) // 2]) for place in places)
-        return one, summed, met.round().long()
 
     def _result_parts(self, one: tuple[int, ...], first: tuple[int, ...]) -> list[tuple[bool, list[Part]]] | None:
         """Return for each axis of the result whether it runs along the weight, and along which axes."""
         with torch.no_grad():
-            of_value = self.function(_numbers(self.value), _single(self.weight, one)) / self.factor
-            of_weight = self.function(_single(self.value, first), _numbers(self.weight)) / self.factor
+            of_value = self.function(numbers(self.value), _single(self.weight, one)) / self.factor
+            of_weight = self.function(_single(self.value, first), numbers(self.weight)) / self.factor
         results: list[tuple[bool, list[Part]]] = []
         for axis, size in enumerate(self.shown):
             line = tuple(slice(None) if axis == at else place for at, place in enumerate(self.centre))
@@ -260,11 +284,11 @@ class _Search:
                 along = False
             elif along := len(valid) == 1:
                 own = of_weight[line].round().long()
-                parts = _parts(_indices(own - 1, self.weight)) if bool((own != 0).all()) else None
+                parts = _parts(indices(own - 1, self.weight)) if bool((own != 0).all()) else None
             elif len(valid) == size:
-                parts = _parts(_indices(seen - 1, self.value))
+                parts = _parts(indices(seen - 1, self.value))
             else:  # beyond the ends is padding
-                inner = _indices(seen[valid] - 1, self.value)
+                inner = indices(seen[valid] - 1, self.value)
                 parts = _parts(inner) if bool((valid.diff() == 1).all()) else None
                 parts = [parts[0]._replace(size=size)] if parts is not None and len(parts) == 1 else None
             if parts is None:
@@ -351,7 +375,8 @@ class _Search:
         )  # fmt: skip
 
 
-def _numbers(shape: Sequence[int]) -> Tensor:
+def numbers(shape: Sequence[int]) -> Tensor:
+    """Return the numbers of all elements, from 1 on."""
     return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).reshape(shape)
 
 
@@ -361,7 +386,7 @@ def _single(shape: Sequence[int], place: tuple[int, ...]) -> Tensor:
     return tensor
 
 
-def _indices(numbers: Tensor, shape: Sequence[int]) -> Tensor:
+def indices(numbers: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the places of elements, by their number in row-major order."""
     return torch.stack(torch.unravel_index(numbers, shape), -1) if shape else torch.zeros(len(numbers), 0).long()
 

@@ -6,25 +6,36 @@ docs/theory/tracing.md, 3.
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
+from lightning_sym.symmetry.tracing.contractions import reshaped
+from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
 from lightning_sym.symmetry.tracing.layers import Layer, find_layer
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.pairings import find_pairing
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, run_step
 
-_CONVOLUTIONS = {f"conv{kind}{count}d" for kind in ("", "_transpose") for count in (1, 2, 3)}
-_PRODUCTS = {"linear", "matmul", "mm", "bmm", "mv", "einsum", "mul", *_CONVOLUTIONS}
+aten = torch.ops.aten
+
+_PRODUCTS = (operations(Trait.CONTRACT) - {"embedding", "bilinear"}) | {"mul"}
 _WINDOWS = {"unfold", "im2col"}
 _CUTS = {"slice", "narrow", "select", "constant_pad_nd", "pad"}
-_MOVED = MOVEMENTS | _WINDOWS | _CUTS
-_LINEAR = _PRODUCTS | _MOVED | {"add", "sub", "neg", "sum", "cat", "stack", "getitem"}
-_LINEAR |= {"to", "_to_copy", "clone", "contiguous", "dropout"}
+_COMPLEX = {"complex", "real", "imag", "view_as_complex", "view_as_real", "_conj"}
+_POOLS = operations(Trait.POOL)
+_ADDED = {"add", "cat", "stack"} | _POOLS
+_TOGETHER = {"add", "sub", "cat", "view_as_real", "einsum", "matmul", "linear"}
+_MOVED = _WINDOWS | _CUTS | operations(Trait.MOVE)
+_LINEAR = {"neg", "div", "sum", "mean", "getitem"} | _MOVED | _PRODUCTS | _POOLS | _COMPLEX
+_LINEAR |= operations(Trait.CAST | Trait.JOIN | Trait.CAT)
+# What cannot be run on numbers alone.
+_NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError)
+_ROUNDING = 1e-12
 _MOST_NODES = 400  # of a region
 _MOST_FAILURES = 6  # regions that begin at one value and are tried in vain
 _MOST_ELEMENTS = 2**24  # of a tensor on which a region is run
@@ -91,6 +102,15 @@ class _Respeller:
         best: tuple[fx.Node, Layer, fx.Node, fx.Node | None] | None = None
         for region in self._regions(node):
             start = region.starts[0]
+            if not region.weights:
+                find = self._paired
+                if len(region.starts) > 1:
+                    find = self._contracted
+                elif self._is_sum(region):
+                    find = self._summed
+                if (first := find(region)) is not None:
+                    return first
+                continue
             if best is not None and self.rewriter.name(best[0]) not in _MOVED:
                 break
             if not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
@@ -105,9 +125,13 @@ class _Respeller:
         if best is None:
             return None
         start, layer, weight, bias = best
+        return self._put(node, lambda: layer.put(self.rewriter.insert, start, weight, bias))
+
+    def _put(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node | None:
+        """Put what is made in the place of a node; return the first operation of it, None if it cannot be put there."""
         before = node.prev
         try:
-            new = layer.put(self.rewriter.insert, start, weight, bias)
+            new = make()
             if new.meta["val"].dtype == node.meta["val"].dtype and before.next is not node:
                 first = before.next
                 self.rewriter.replace(node, new)
@@ -133,11 +157,11 @@ class _Respeller:
 
         add(end)
         while heap and len(region.steps) < _MOST_NODES:
+            open_ones = [one for _, one in heap]
             _, node = heapq.heappop(heap)
-            if not heap and region.steps:
-                region.starts = [node]
-                if region.weights and _is_real(node):
-                    yield region
+            if region.steps and len(open_ones) <= 2 - bool(region.weights) and all(map(_is_real, open_ones)):
+                region.starts = open_ones
+                yield region
             name = self.rewriter.name(node)
             inner = node is end or (set(node.users) <= seen and not self.rewriter.is_marked(node))
             if name not in _LINEAR or not inner or not is_plain_operation(node):
@@ -174,7 +198,7 @@ class _Respeller:
         ]
         if not products or sum(len(self.rewriter.shape(weight)) > 1 for weight in region.weights) != 1:
             return False
-        convolved = [at for at in products if names[at] in _CONVOLUTIONS]
+        convolved = [at for at in products if names[at] in operations(Trait.CONVOLVE)]
         cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
         packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
         return len(products) > 1 or cut or packed or not _WINDOWS.isdisjoint(names)
@@ -186,20 +210,7 @@ class _Respeller:
         start, shapes = region.starts[0], [self.rewriter.shape(one) for one in (*region.starts, weight, region.end)]
         if len(biases) > 1 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
             return None
-        steps = sorted([*region.steps, *region.of_weights], key=self.order.__getitem__)
-        ran = [Step.of(step) for step in steps]
-
-        def made(numbers: dict[fx.Node, Tensor]) -> Tensor:
-            values: dict[fx.Node, Any] = dict(numbers)
-
-            def get(node: fx.Node) -> Any:
-                return values[node] if node in values else self.constants(node)
-
-            for step in ran:
-                values[step.node] = run_step(step, get)
-            result: Tensor = values[region.end]
-            return result
-
+        made = self._function(region)
         rest = {bias: torch.zeros(self.rewriter.shape(bias), dtype=torch.float64) for bias in biases}
         try:
             layer = find_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
@@ -208,9 +219,109 @@ class _Respeller:
             numbers = torch.arange(1, len(rest[biases[0]]) + 1, dtype=torch.float64)
             ones = torch.ones(shapes[1], dtype=torch.float64)
             added = made({start: torch.zeros(shapes[0], dtype=torch.float64), weight: ones, biases[0]: numbers})
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError):
-            return None  # what cannot be run on numbers alone
+        except _NOT_ON_NUMBERS:
+            return None
         return (layer, weight, biases[0]) if layer.adds(added, numbers) else None
+
+    def _function(self, region: _Region) -> Callable[[dict[fx.Node, Tensor]], Tensor]:
+        """Return what computes a region's end from the numbers of its starts and weights."""
+        steps = [Step.of(step) for step in sorted([*region.steps, *region.of_weights], key=self.order.__getitem__)]
+
+        def made(numbers: dict[fx.Node, Tensor]) -> Tensor:
+            values: dict[fx.Node, Any] = dict(numbers)
+
+            def get(node: fx.Node) -> Any:
+                return values[node] if node in values else self.constants(node)
+
+            for step in steps:
+                values[step.node] = run_step(step, get)
+            result: Tensor = values[region.end]
+            return result
+
+        return made
+
+    def _is_sum(self, region: _Region) -> bool:
+        """Whether something is left of a value that is smaller, after parts of it were added."""
+        names = [self.rewriter.name(step) for step in region.steps]
+        moved = bool(names[:-1]) and names[-1] in operations(Trait.MOVE) and "mean" in names
+        smaller = math.prod(self.rewriter.shape(region.end)) < math.prod(self.rewriter.shape(region.starts[0]))
+        return smaller and (moved or not _ADDED.isdisjoint(names))
+
+    def _summed(self, region: _Region) -> fx.Node | None:
+        """Put a mean in the place of a region that sums over whole axes."""
+        (start,), shape = region.starts, self.rewriter.shape(region.end)
+        made, own = self._function(region), self.rewriter.shape(start)
+        if math.prod(own) > _MOST_ELEMENTS:
+            return None
+        try:
+            found = find_sum(lambda x: made({start: x}), own, shape)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+        factor = found.factor * math.prod(own[axis] for axis in found.axes)
+
+        def put() -> fx.Node:
+            mean = reshaped(self.rewriter, self.rewriter.insert(aten.mean.dim, start, found.axes), shape)
+            return mean if abs(factor - 1) < _ROUNDING else self.rewriter.insert(aten.mul.Tensor, mean, factor)
+
+        return self._put(region.end, put)
+
+    def _contracted(self, region: _Region) -> fx.Node | None:
+        """Put a sum of products in the place of a region that adds products of parts of two values."""
+        one, two = region.starts
+        products = [step for step in region.steps if self.rewriter.name(step) in _PRODUCTS]
+        shapes = [self.rewriter.shape(node) for node in (one, two, region.end)]
+        of_values = [
+            step
+            for step in products
+            if [self.rewriter.made_of(given) for given in step.all_input_nodes] == ["inputs"] * 2
+        ]
+        if len(of_values) < 2 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
+            return None
+        made = self._function(region)
+        try:
+            found = find_contraction(lambda x, y: made({one: x, two: y}), *shapes)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+
+        def put() -> fx.Node:
+            total = self.rewriter.insert(aten.einsum.default, found.equation, [one, two])
+            total = reshaped(self.rewriter, total, shapes[2])
+            return total if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, total, found.factor)
+
+        return self._put(region.end, put)
+
+    def _paired(self, region: _Region) -> fx.Node | None:
+        """Put products with constants in the place of a region that pairs coordinates, as rotary positions do."""
+        (start,), shape = region.starts, self.rewriter.shape(region.end)
+        names = {self.rewriter.name(step) for step in region.steps}
+        if shape != self.rewriter.shape(start) or math.prod(shape) > _MOST_ELEMENTS or names.isdisjoint(_PRODUCTS):
+            return None
+        if names.isdisjoint(_TOGETHER):
+            return None
+        made = self._function(region)
+        try:
+            with torch.no_grad():
+                found = find_pairing(lambda x: made({start: x}), shape)
+        except _NOT_ON_NUMBERS:
+            return None
+        if found is None:
+            return None
+
+        def put() -> fx.Node:
+            insert, held = self.rewriter.insert, self.rewriter.hold
+            kind = region.end.meta["val"].dtype
+            other = insert(aten.index_select.default, start, found.axis, held(found.partner))
+            products = (
+                insert(aten.mul.Tensor, value, held(factor.to(kind)))
+                for value, factor in ((start, found.own), (other, found.other))
+            )
+            return insert(aten.add.Tensor, *products)
+
+        return self._put(region.end, put)
 
 
 def _is_real(node: fx.Node) -> bool:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
+from lightning_sym.symmetry.tracing.branches import together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
@@ -24,6 +26,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     matmul,
     multi_dot,
     narrow_convolution,
+    outer_product,
     permuted,
     reshaped,
     shown,
@@ -31,12 +34,12 @@ from lightning_sym.symmetry.tracing.contractions import (
     summed_product,
     tensordot,
 )
-from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, reduced
+from lightning_sym.symmetry.tracing.invisible import argument, reduced
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
+from lightning_sym.symmetry.tracing.operations import Trait, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
-from lightning_sym.symmetry.tracing.rules import out_of_place
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
 
 aten = torch.ops.aten
@@ -141,7 +144,7 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum or product of what was stacked for it, and the sum of a product."""
     stack, added = _stacked(r, node), r.name(node) == "sum"
     if stack is None:
-        return summed_product(r, node) if added else None
+        return (_hidden_in_sum(r, node) or summed_product(r, node)) if added else None
     values: Any = stack.args[0]
     total: fx.Node = values[0]
     for value in values[1:]:
@@ -153,6 +156,25 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if has and not wanted:
         return r.insert(aten.squeeze.dim, total, axis)
     return r.insert(aten.unsqueeze.default, total, axis) if wanted and not has else total
+
+
+def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of a value that is zero where a mask of fewer axes says so: a product with the mask."""
+    value = node.args[0]
+    if r.name(value) not in ("masked_fill", "where") or not r.only_for(value, node) or node.kwargs:
+        return None
+    assert isinstance(value, fx.Node)
+    shown, mask, number = value.args[:3]
+    if r.name(value) == "where":
+        mask, shown = shown, mask
+    if r.number(number) != 0 or not isinstance(mask, fx.Node) or not isinstance(shown, fx.Node) or not is_data(r, mask):
+        return None
+    if r.shape(mask) == r.shape(value) or r.shape(shown) != r.shape(value):
+        return None
+    mask = r.insert(aten.logical_not.default, mask) if r.name(value) == "masked_fill" else mask
+    product = r.insert(aten.mul.Tensor, shown, r.insert(aten.to.dtype, mask, shown.meta["val"].dtype))
+    assert not isinstance(node.target, str)
+    return r.insert(node.target, product, *node.args[1:])
 
 
 def _with_product(target: Any) -> Rewrite:
@@ -283,10 +305,12 @@ def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite products with 1, with the negative of weights, and sums times one over their number of terms."""
+    """Rewrite products with 1, the negative of weights, a reciprocal, and sums times one over their number of terms."""
     if (same := _neutral(r, node) or _broadcast(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
+        if r.name(two) == "reciprocal" and isinstance(one, fx.Node) and r.only_for(two, node):
+            return r.insert(aten.div.Tensor, one, two.args[0])  # type: ignore[union-attr]
         if r.name(one) == "neg" and r.made_of(one) == "weights" and r.made_of(two) in ("inputs", "weights"):
             return r.insert(aten.neg.default, r.insert(aten.mul.Tensor, two, one.args[0]))  # type: ignore[union-attr]
     return None
@@ -295,7 +319,7 @@ def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _quotient(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if node.kwargs.get("rounding_mode") is not None:
         return None
-    return _neutral(r, node) or _mean(r, node) or normalised(r, node)
+    return _neutral(r, node) or _mean(r, node) or normalised(r, node) or average(r, node)
 
 
 def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -316,10 +340,10 @@ def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _pool(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite pooling of everything into one place."""
-    count = int(next(letter for letter in r.name(node) if letter in "123"))
+    count = places_of(r.name(node))
     if set(r.shape(node)[-count:]) != {1}:
         return None
-    if not r.name(node).startswith("adaptive"):
+    if "adaptive" not in r.name(node):
         size, padding = argument(node, 1, "kernel_size"), argument(node, 3, "padding", 0)
         given = [size] * count if isinstance(size, int) else list(size) * (count // len(size))
         if tuple(given) != r.shape(node.args[0])[-count:] or any(
@@ -329,13 +353,12 @@ def _pool(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, r.insert(aten.mean.dim, node.args[0], list(range(-count, 0))), r.shape(node))
 
 
-_PERMUTATIONS = {"permute", "transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims"}
-
-
 def _mean_of_moved(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the mean over axes of a permuted value."""
     moved, axes = node.args[0], argument(node, 1, "dim")
-    if r.name(moved) not in _PERMUTATIONS or not r.only_for(moved, node) or not axes or argument(node, 2, "keepdim"):
+    if r.name(moved) not in operations(Trait.PERMUTE) or not r.only_for(moved, node):
+        return None
+    if not axes or argument(node, 2, "keepdim"):
         return None
     assert isinstance(moved, fx.Node)
     rank = len(r.shape(moved))
@@ -400,16 +423,48 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the product of rows of which one entry is 1 and a matrix of weights."""
+    """Rewrite the product of rows of which one entry is 1, or of sums of them, and a matrix of weights."""
     value, weight = node.args[:2]
-    while r.name(value) in ("to", "_to_copy", "float", "double", "type_as"):
+    sums: list[fx.Node] = []
+    while r.name(value) in operations(Trait.CAST) | {"sum", "mean"}:
+        sums += [value] if r.name(value) in ("sum", "mean") else []  # type: ignore[list-item]
         value = value.args[0]  # type: ignore[union-attr]
     if argument(node, 2, "bias") is not None or r.name(value) != "one_hot" or not isinstance(value, fx.Node):
         return None
     place = value.args[0]
     if not isinstance(place, fx.Node) or r.made_of(weight) != "weights" or not _of_integers(r, place):
         return None
-    return r.insert(aten.embedding.default, permuted(r, weight, [1, 0]), place)  # type: ignore[arg-type]
+    rows = r.insert(aten.embedding.default, permuted(r, weight, [1, 0]), place)  # type: ignore[arg-type]
+    for total in reversed(sums):
+        rank = len(r.shape(total.args[0]))
+        axes = sorted(reduced(total, rank))
+        if rank - 1 in axes:
+            return None
+        operation = aten.sum.dim_IntList if r.name(total) == "sum" else aten.mean.dim
+        rows = r.insert(operation, rows, axes, argument(total, 2, "keepdim", False))
+    return rows
+
+
+def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite rows of a matrix of weights that are gathered by integers that go in: an embedding."""
+    if (repeated := _repeated_at(r, node)) is not None:
+        return repeated
+    table, axis, place = node.args[:3]
+    if r.made_of(table) != "weights" or not isinstance(place, fx.Node) or not _of_integers(r, place):
+        return None
+    assert isinstance(table, fx.Node)
+    assert isinstance(axis, int)
+    steps, of_places, axis = table.meta["val"].stride(), place.meta["val"].stride(), axis % len(r.shape(table))
+    wide = [at for at, size in enumerate(r.shape(table)) if at != axis and size > 1 and steps[at]]
+    if len(wide) != 1 or of_places[wide[0]] or r.shape(place)[wide[0]] != r.shape(table)[wide[0]]:
+        return None
+    matrix = stored(r, table, [axis, wide[0]])
+    if matrix is None:
+        return None
+    rows = r.insert(aten.embedding.default, matrix, r.insert(aten.select.int, place, wide[0], 0))
+    order = list(range(len(r.shape(place)) - 1))
+    order.insert(wide[0], len(order))
+    return permuted(r, rows, order)
 
 
 # Biases.
@@ -454,8 +509,8 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     is_plain = name.startswith("conv") and "transpose" not in name
     if is_plain and (narrow := narrow_convolution(r, node)) is not None:
         return narrow
-    if name == "linear" and (embedded := _one_hot(r, node)) is not None:
-        return embedded
+    if name == "linear" and (rewritten := _one_hot(r, node) or outer_product(r, node)) is not None:
+        return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
         assert not isinstance(node.target, str)
@@ -501,7 +556,7 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     whole = joined(r, parts, axis)
     if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
         return whole
-    return joined_layers(r, node)
+    return joined_layers(r, node) or together(r, node)
 
 
 def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
@@ -609,13 +664,11 @@ def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
         if len(node.users) != 1:
             return False
         (user,) = node.users
-        if r.name(user) in SOFTMAX:
+        if r.name(user) in operations(Trait.SOFTMAX):
             return "log" not in r.name(user) or low < _LOWEST
-        if (
-            r.name(user) not in PASSES | {"add", "masked_fill", "where"}
-            or r.shape(user) != r.shape(node)
-            or r.name(user) == "neg"
-        ):
+        if r.name(user) not in operations(Trait.CAST) | {"add", "masked_fill", "where"}:
+            return False
+        if r.shape(user) != r.shape(node):
             return False
         node = user
     return False
@@ -626,23 +679,22 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), addmm),
     **dict.fromkeys(("tensordot", "inner"), tensordot),
     **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), multi_dot),
-    "linear": _layer,
-    **{f"conv{kind}{count}d": _layer for kind in ("", "_transpose") for count in (1, 2, 3)},
+    **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     "einsum": einsum,
     "bilinear": bilinear,
     "cosine_similarity": _cosine,
     "instance_norm": _saved_statistics,
     **dict.fromkeys(("sum", "prod"), _total),
-    **dict.fromkeys(SOFTMAX, unseen),
+    **dict.fromkeys(operations(Trait.SOFTMAX), unseen),
     "add": _sum,
     "sub": _difference,
     "mean": _mean_of_moved,
     "mul": _product,
     "div": _quotient,
-    **{f"{kind}avg_pool{count}d": _pool for kind in ("", "adaptive_") for count in (1, 2, 3)},
-    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _made_like),
+    **dict.fromkeys(operations(Trait.POOL), _pool),
+    **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
-    "gather": _repeated_at,
+    "gather": _gathered,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
     "addcmul": _with_product(aten.mul.Tensor),

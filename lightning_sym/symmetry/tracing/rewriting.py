@@ -239,7 +239,7 @@ class Rewriter:
             if node.op == "placeholder":
                 made[node] = nodes[len(made)]
             elif node.op == "get_attr":
-                made[node] = self._constant_node(getattr(written, str(node.target)))
+                made[node] = self.hold(getattr(written, str(node.target)))
             elif node.op == "output":
                 break
             elif node.target is not torch._C._set_grad_enabled:
@@ -247,7 +247,7 @@ class Rewriter:
         results = fx.map_arg(node.args[0], made.__getitem__)
         return pytree.tree_unflatten(list(results), form_out[-1])
 
-    def _constant_node(self, tensor: Tensor) -> fx.Node:
+    def hold(self, tensor: Tensor) -> fx.Node:
         """Return a node that holds a constant, before the one at hand."""
         if isinstance(tensor, (nn.Parameter, FakeTensor)):
             raise ValueError(
@@ -393,14 +393,14 @@ class Rewriter:
             return
         known: dict[Any, fx.Node] = {}
         for node in list(self.graph.nodes):
-            held = _held(node) if node.op == "get_attr" else None
+            held = getattr(node.graph.owning_module, str(node.target)) if node.op == "get_attr" else None
             if type(held) is not Tensor or held.is_meta or held.layout != torch.strided or held.numel() > _MOST:
                 continue
             key = held.dtype, held.device, tuple(held.shape), tuple(held.reshape(-1).tolist())
             first = known.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)
-                self._erase(node)
+                self.erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
         """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.

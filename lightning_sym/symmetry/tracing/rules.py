@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
 from lightning_sym.symmetry.tracing.capture import DEMAND, Leaf, first_names, operation_name, state_tensors
+from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, values_in
 
+CHOSEN = "units are chosen by their values"
 RuleT = TypeVar("RuleT", bound=Callable[..., Any])
 _RULES: dict[str, Rule] = {}
 _MODULE_RULES: dict[type[nn.Module], Rule] = {}
 
 
-def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
+def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
     """Say which symmetries an operation or a module of yours allows.
 
     The rule is called with a `Trace` and the operation's arguments, tensors replaced by `Value`s; its methods
@@ -33,32 +35,36 @@ def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
     so a rule that allows too much is an error, not a wrong answer.
 
     Args:
-        operations: Operations (`torch.ops.aten.cosh`, `torch.ops.mylib.myop`), their names ("aten::cosh"), or
-            subclasses of `nn.Module`. The in-place variant follows the same rule.
+        subjects: Operations (`torch.ops.aten.cosh`, `torch.ops.mylib.myop`), their names ("aten::cosh"), or
+            subclasses of `nn.Module`; or a `Trait`, for all operations that have it and no rule of their own. The
+            in-place variant follows the same rule.
 
     Raises:
         TypeError: If something else is given.
     """
     names = []
-    for operation in operations:
-        is_module = isinstance(operation, type) and issubclass(operation, nn.Module)
-        if is_module or (isinstance(operation, str) and "::" in operation):
-            names.append(operation)
-        elif isinstance(operation, torch.library.CustomOpDef):
-            names.append(operation._qualname)
-        elif isinstance(operation, torch._ops.OpOverloadPacket):
-            names.append(operation._qualified_op_name)
-        elif isinstance(operation, torch._ops.OpOverload):
-            names.append(operation._schema.name)
+    for subject in subjects:
+        is_module = isinstance(subject, type) and issubclass(subject, nn.Module)
+        if is_module or isinstance(subject, Trait) or (isinstance(subject, str) and "::" in subject):
+            names.append(subject)
+        elif isinstance(subject, torch.library.CustomOpDef):
+            names.append(subject._qualname)
+        elif isinstance(subject, torch._ops.OpOverloadPacket):
+            names.append(subject._qualified_op_name)
+        elif isinstance(subject, torch._ops.OpOverload):
+            names.append(subject._schema.name)
         else:
             raise TypeError(
                 f"a rule belongs to an operation (torch.ops.aten.cosh), its name ('aten::cosh') or a subclass of "
-                f"nn.Module, not to {operation!r}"
+                f"nn.Module, not to {subject!r}"
             )
 
     def register(rule: RuleT) -> RuleT:
         for name in names:
-            if isinstance(name, str):
+            if isinstance(name, Trait):
+                for own in operations(name):
+                    _RULES.setdefault(f"aten::{own}", rule)
+            elif isinstance(name, str):
                 _RULES[name.removesuffix("_")] = rule
             else:
                 _MODULE_RULES[name] = rule
@@ -70,7 +76,8 @@ def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
 def own_operations() -> frozenset[str]:
     """Return the operations that stay as they are: those for which users wrote rules, and what such rules demand."""
     ours = __name__.rpartition(".")[0]
-    own = (name for name, rule in _RULES.items() if not getattr(rule, "__module__", "").startswith(ours))
+    where = ((name, getattr(rule, "__module__", "")) for name, rule in _RULES.items())
+    own = (name for name, module in where if not module.startswith(ours) or module == f"{ours}.written_out")
     return frozenset((DEMAND._schema.name, *own))
 
 
@@ -94,18 +101,9 @@ def rule_for(target: Any) -> Rule:
     if name in _RULES:
         return _RULES[name]
     target = out_of_place(target)
-    if torch.Tag.pointwise in target.tags:
+    if is_pointwise(target):
         return functools.partial(pointwise, target)
     return functools.partial(_untagged, target) if name.startswith("aten::") else unknown
-
-
-def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """Return the variant of an operation that leaves its input alone: only that one is tagged."""
-    namespace, _, name = target._schema.name.partition("::")
-    if not name.endswith("_") or name.startswith("__"):
-        return target
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, None) or target
 
 
 def results_of(trace: Trace) -> Any:
@@ -118,7 +116,14 @@ def unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
     """An operation without a rule: nothing may act on what goes in."""
     for value in values_in((args, kwargs)):
         trace.fix(value, "no rule for this operation")
+        fix_choice(trace, value)
     return results_of(trace)
+
+
+def fix_choice(trace: Trace, value: Value) -> None:
+    """Fix the units that integers name, if they do."""
+    if value.chooses is not None:
+        trace.fix(value.with_labels(value.chooses), CHOSEN)
 
 
 def _untagged(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
@@ -152,12 +157,9 @@ def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
     )
 
 
-_PASS_OFFSETS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "dropout", "feature_dropout", "contiguous")
-
-
 def passes_offset(target: Any) -> bool:
     """Whether an operation leaves a constant that was added to its input as it is."""
-    return operation_name(target) in _PASS_OFFSETS
+    return operation_name(target) in operations(Trait.REGROUP | Trait.CAST)
 
 
 def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> bool:
@@ -241,7 +243,7 @@ def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
         names = [
             list(inspect.signature(each).parameters)[skipped:] for each, skipped in ((rule, 2), (module.forward, 0))
         ]
-        as_called = names[0][: len(args)] == names[1][: len(args)] and not all(leaf.call.given)
+        as_called = names[0][: len(args)] == names[1][: len(args)]
     collects = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
     if as_called and not (collects and one_by_one):
         return rule(trace, module, *args, **kwargs)

@@ -106,7 +106,10 @@ class Value:
             if len(targets) == len(label.axes):
                 order = sorted(range(len(targets)), key=targets.__getitem__)
                 labels.append(label.moved(tuple(sorted(targets)), functools.partial(np.transpose, axes=order)))
-        return Value(tuple(sizes), tuple(labels))
+        if self.concrete is None or None in axes:
+            return Value(tuple(sizes), tuple(labels))
+        order = sorted(range(self.ndim), key=lambda axis: axes[axis] or 0)
+        return Value(tuple(sizes), concrete=self.concrete.permute(order).reshape(sizes), by_size=self.by_size)
 
 
 Rule = Callable[..., Any]
@@ -159,6 +162,10 @@ def _is_mask(tensor: Tensor) -> bool:
         return False
     held = tensor[tensor != 0]
     return 0 < held.numel() < tensor.numel() and bool((held == held[0]).all() and held[0].isfinite())
+
+
+class OnlyUnlabelledError(TypeError):
+    """A rule computes a function, but is followed where what acts on values is known."""
 
 
 class Trace:
@@ -293,8 +300,8 @@ class Trace:
         """
         raise self._only_unlabelled("softmax")
 
-    def _only_unlabelled(self, method: str) -> TypeError:
-        return TypeError(
+    def _only_unlabelled(self, method: str) -> "OnlyUnlabelledError":
+        return OnlyUnlabelledError(
             f"the rule for {self.operation} calls trace.{method} and looks at labels or constraints, too; expected a "
             "rule that does one of the two, as what acts on values is not known yet where functions are followed"
         )
@@ -723,7 +730,10 @@ class Trace:
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
                 joined, parents = (self.onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
-                self.constraints.block(parents.atom, joined.atom)
+                spread = product and gain is not None and self.tensors[gain].numel() == narrow.size
+                if spread and gain is not None:
+                    self.gains[gain] += 1
+                self.constraints.block(parents.atom, joined.atom, gains=spread)
                 joined = self._told_apart(joined, narrow, two if wide is label else one, len(shape))
                 label, partner = (joined, parents) if wide is label else (parents, joined)
             else:
