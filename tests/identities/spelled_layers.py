@@ -130,6 +130,9 @@ BATCH_NORM: dict[str, Callable[..., Tensor]] = {
     "channels first": lambda h, m, v, g, b: (
         (((h.mT - m[:, None]) * (v + 1e-5)[:, None] ** -0.5) * g[:, None] + b[:, None]).mT
     ),
+    "mean last": lambda h, m, v, g, b: h * (g / (v + 1e-5).sqrt()) - m * (g / (v + 1e-5).sqrt()) + b,
+    "negative": lambda h, m, v, g, b: b - (m - h) * g * (v + 1e-5) ** -0.5,
+    "instance_norm": lambda h, m, v, g, b: F.instance_norm(h.mT, m, v, g, b, use_input_stats=False).mT,
     "depthwise": lambda h, m, v, g, b: F.conv1d(((h - m) / (v + 1e-5).sqrt()).mT, g[:, None, None], b, groups=6).mT,
 }
 

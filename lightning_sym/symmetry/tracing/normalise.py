@@ -587,7 +587,8 @@ def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int)
 
 def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite places of an axis that come several times each, by constants: keys that several queries share."""
-    value, axis, place = node.args[0], node.args[1], node.args[2 if r.name(node) != "index" else 1]
+    value, place = node.args[0], node.args[2 if r.name(node) != "index" else 1]
+    axis: Any = node.args[1]
     if r.name(node) == "gather":
         place = _of_one_axis(r, place, axis, r.shape(value))
     elif r.name(node) == "index":
