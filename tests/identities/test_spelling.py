@@ -29,10 +29,8 @@ ZERO = 1e-11
 EVERY = "every spelling"
 SHORT: dict[str, Collection[str]] = {
     "group norm": EVERY,
-    "rotary, halves": {"written"},
     "norm per head": EVERY,
     "attention, learned biases": {"embedding"},
-    "pixel unshuffle": {"unfold"},
     "bottleneck with a batch norm": EVERY,
     "one flat parameter": EVERY,
 }
