@@ -34,8 +34,7 @@ from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tilt_search import find_tilts
 from lightning_sym.symmetry.translations import size_of
 
-# Whether shifts that only the affine interpreter finds are used. Not yet: with tables that are cut to the input's
-# length and outputs of other sizes than the rest, it allows too much.
+# Whether shifts that only the affine interpreter finds are used.
 _FURTHER = True
 
 

@@ -128,7 +128,7 @@ def test_nothing_is_added_that_an_input_of_another_size_sees(name: str) -> None:
             assert float(one.abs().max()) <= 1e-9 * float(other.abs().max())
 
 
-# Networks with shifts that only the interpreter finds. They are not in the groups of today, see `trace._FURTHER`.
+# Networks with shifts that only the interpreter finds.
 FURTHER_SHIFTS = [
     ("linear", "bias as a column"),
     ("group norm", "group_norm"),
