@@ -28,42 +28,12 @@ EXACT = 1e-11
 ZERO = 1e-11
 EVERY = "every spelling"
 SHORT: dict[str, Collection[str]] = {
-    "linear": {"bias as a column"},
-    "linear around a layer norm": {"bias as a column"},
     "group norm": EVERY,
-    "convolution": {
-        "unfold",
-        "windows",
-        "tensordot",
-        "shifted",
-        "conv3d",
-        "transposed",
-        "padded",
-        "chunks",
-        "sum over inputs",
-    },
     "attention, causal": {"head by head"},
-    "rotary, halves": {"complex", "written", "matrices"},
-    "rotary, pairs": {"complex", "matrices", "narrow"},
-    "embedding and positions": {"gather"},
-    "pooling": {"image", "stack", "mean of chunks"},
-    "conditioned norm": EVERY,
     "norm per head": EVERY,
-    "positions": {"slice"},
-    "pool of CLIP": EVERY,
-    "attention, learned biases": EVERY,
-    "embedding into an LSTM": EVERY,
-    "embedding into a GRU": EVERY,
-    "pixel shuffle": EVERY,
-    "pixel unshuffle": {"unfold"},
-    "mean of neighbours": EVERY,
+    "attention, learned biases": {"embedding"},
     "bottleneck with a batch norm": EVERY,
-    "weighted mean": {"bmm", "steps"},
-    "masked mean": EVERY,
     "one flat parameter": EVERY,
-    "bag of embeddings": {"counts"},
-    "bilinear": {"outer"},
-    "three linear layers": EVERY,
 }
 
 
