@@ -360,6 +360,7 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda w, v: torch.einsum("bt,btd->bd", w, v),
     "matmul": lambda w, v: (w[:, None] @ v)[:, 0],
     "bmm": lambda w, v: torch.bmm(v.mT, w[..., None])[..., 0],
+    "halves": lambda w, v: (w[:, :1, None] * v[:, :1]).sum(1) + torch.einsum("bt,btd->bd", w[:, 1:], v[:, 1:]),
     "steps": lambda w, v: sum(w[:, t, None] * v[:, t] for t in range(3)),
 }
 
@@ -372,6 +373,8 @@ MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum over count": lambda m, h: (m[..., None] * h).sum(1) / m.sum(1, keepdim=True),
     "weights": lambda m, h: (ratio(m)[..., None] * h).sum(1),
     "einsum": lambda m, h: torch.einsum("bt,btd->bd", m, h) / m.sum(1)[:, None],
+    "where": lambda m, h: torch.where(m[..., None] > 0, h, 0.0).sum(1) / m.sum(1)[:, None],
+    "columns": lambda m, h: (h.mT @ m[..., None])[..., 0] * m.sum(1, keepdim=True).reciprocal(),
     "masked_fill": lambda m, h: h.masked_fill(m[..., None] == 0, 0.0).sum(1) / m.sum(1)[:, None],
 }
 
@@ -428,6 +431,7 @@ BAGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "embedding": lambda i, e: F.embedding(i, e).mean(1),
     "sum": lambda i, e: F.embedding_bag(i, e, mode="sum") / 3,
     "counts": lambda i, e: F.one_hot(i, 9).sum(1).to(e) @ e / 3,
+    "mean of indicators": lambda i, e: F.one_hot(i, 9).to(e).mean(1) @ e,
     "steps": lambda i, e: (e[i[:, 0]] + e[i[:, 1]] + e[i[:, 2]]) / 3,
 }
 
@@ -436,6 +440,7 @@ BILINEAR: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "bilinear": F.bilinear,
     "einsum": lambda x, y, w, b: torch.einsum("bti,oij,btj->bto", x, w, y) + b,
     "matmul": lambda x, y, w, b: ((x[..., None, None, :] @ w)[..., 0, :] @ y[..., None])[..., 0] + b,
+    "outer by einsum": lambda x, y, w, b: torch.einsum("bti,btj->btij", x, y).flatten(-2) @ w.flatten(1).T + b,
     "outer": lambda x, y, w, b: (x[..., :, None] * y[..., None, :]).flatten(-2) @ w.flatten(1).T + b,
 }
 

@@ -323,6 +323,7 @@ POOLED: dict[str, Spelled] = {
     "matmul": pooled(lambda h: (torch.full((1, 3), 1 / 3, dtype=h.dtype) @ h)[:, 0]),
     "stack": pooled(lambda h: sum(h.unbind(1)) / 3),
     "products": pooled(lambda h: (h * torch.full((3, 1), 1 / 3, dtype=h.dtype)).sum(1)),
+    "loop": pooled(lambda h: (h[:, 0] + (h[:, 1] + h[:, 2])) * (1 / 3)),
     "mean of chunks": pooled(lambda h: torch.stack([part.mean(1) for part in h.split(1, 1)]).mean(0)),
 }
 
