@@ -123,7 +123,7 @@ def _cancels(exponents: Sequence[NDArray[np.float64]], labels: Sequence[Label], 
     seen = np.sum([part[tuple(np.where(np.array(part.shape) > 1, lines, 0).T)] for part in parts], 0)
     if (seen % 2 if modulo_two else seen).any():
         return False
-    total = sum(parts)
+    total = np.asarray(sum(parts))
     return not (total % 2 if modulo_two else total).any()
 
 
