@@ -28,7 +28,8 @@ from lightning_sym.symmetry.tangents import OrbitTangents, orbit_tangents
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.rules import register_rule
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.vocabulary import Trace
 from lightning_sym.symmetry.tracing.weightless import without_weights
 
 __all__ = [

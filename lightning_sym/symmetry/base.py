@@ -39,7 +39,7 @@ from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, plac
 from lightning_sym.symmetry.tracing.norms import Norm
 from lightning_sym.symmetry.tracing.shifts import Shown
 from lightning_sym.symmetry.tracing.structure import Structure
-from lightning_sym.symmetry.tracing.vocabulary import Value
+from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 from lightning_sym.symmetry.translations import carried, product, size_of
 from lightning_sym.symmetry.translations import inverse as undo

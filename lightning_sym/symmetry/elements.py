@@ -14,7 +14,7 @@ from lightning_sym.symmetry.tracing.capture import Mark
 from lightning_sym.symmetry.tracing.rotations import Rotation
 from lightning_sym.symmetry.tracing.shifts import Shown
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.tracing.vocabulary import Value
+from lightning_sym.symmetry.tracing.values import Value
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,12 +34,14 @@ class Further(NamedTuple):
         dimension: The dimension of all translations; None if it was not counted.
         left: The names of tensors of which some translations are not expressed as shifts.
         why_not: Why the dimension was not counted.
+        blind: Which users' rules do not say what may be added to values.
     """
 
     options: list[list[tuple[Shift, int | None]]]
     dimension: int | None
     left: list[str]
     why_not: str = ""
+    blind: tuple[str, ...] = ()
 
     def notes(self, used: int) -> list[str]:
         """Say what shifts of a network do not use.
@@ -51,10 +53,12 @@ class Further(NamedTuple):
             return [f"whether more may be added to weights than shifts say was not searched, as {self.why_not}"]
         count = self.dimension - used
         if count <= 0:
-            return []
+            return [*self.blind]
         names = listed(joined(self.left)) or "tensors whose shifts depend on one another"
         return [
-            f"{count} more dimensions of what may be added to weights are not used, as no shift expresses them: {names}"
+            *self.blind,
+            f"{count} more dimensions of what may be added to weights are not used, as no shift expresses them: "
+            f"{names}",
         ]
 
 
@@ -95,15 +99,16 @@ def find_further(
         found = find_translations(captures, tensors, constants)
     except Exception as error:  # an operation that the interpreter does not know, in a form that it does not expect
         return Further([], None, [], f"the affine interpreter stopped ({type(error).__name__}: {error})")
-    dimension = found.dimension
+    dimension, blind = found.dimension, tuple(found.system.blind)
     if dimension <= size_of(shifts):
-        return Further([], dimension, [])
+        return Further([], dimension, [], blind=blind)
     written = as_shifts(found)
     left = list(dict.fromkeys(name for names in written.left for name in names))
     weights = sum(tensor.numel() for name, tensor in tensors.items() if name in found.system.movable)
     if weights * found.size > _MOST_ENTRIES:
-        return Further([], dimension, list(dict.fromkeys([*left, *(own.names[0] for own in written.shifts)])))
-    return Further(_Choice(found, shifts, written.shifts).options(), dimension, left)
+        left = list(dict.fromkeys([*left, *(own.names[0] for own in written.shifts)]))
+        return Further([], dimension, left, blind=blind)
+    return Further(_Choice(found, shifts, written.shifts).options(), dimension, left, blind=blind)
 
 
 class _Choice:

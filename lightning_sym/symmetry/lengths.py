@@ -1,6 +1,7 @@
 """Inputs of other lengths than an example's: what is special about its shape shall not be taken for a symmetry."""
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -151,3 +152,44 @@ def grown(axes: Axes, take: Callable[[Axes], Result | None]) -> Result | None:
         if (taken := take(together)) is not None:
             found, result = together, taken
     return result
+
+
+def lengthened(examples: Sequence[Call], number: int, trace: Callable[[Call], Result]) -> Result | None:
+    """Trace an example with axes of length 1 lengthened, as many as the network takes: at one position nothing turns.
+
+    Args:
+        examples: All examples.
+        number: The number of the one that is traced.
+        trace: Traces a network on a call.
+
+    Returns:
+        None if it has no such axes, or if another example is longer there.
+    """
+    call = examples[number]
+    axes = axes_of(call, 1)
+    alike = [axes_of(other, 1) for other in examples if form_of(other) == form_of(call)]
+    axes = axes.intersection(*alike)
+    # A length that no axis of the example has tells what is as long as the input from what is as long as that.
+    size = next(size for size in itertools.count(3) if not axes_of(call, size))
+
+    def take(own: Axes) -> Result | None:
+        samples = samples_of(call) & own  # two of them say as much as three, in less time
+        return tried(trace, resized(resized(call, samples, 2), own - samples, size))
+
+    return grown(axes, take) if axes else None
+
+
+def tried(trace: Callable[[Call], Result], call: Call) -> Result | None:
+    """Trace a network on a call that it may refuse in any way."""
+    try:
+        return trace(call)
+    except Exception:
+        return None
+
+
+def tested(call: Call, known: Sequence[Call]) -> Iterator[Call]:
+    """Yield an example as it is, if it was traced at another length only, and with the samples of its self-test."""
+    if all(call is not other for other in known):
+        yield call
+    if samples := samples_of(call):
+        yield from (resized(call, samples, size) for size in (1, 2, 3))

@@ -443,6 +443,8 @@ def _perturbed_outputs(
     """
     if not amount:
         return _all_outputs(network, batches)
+    if math.isinf(amount):  # noise as large as the network's own weights: what elements made of these may be larger
+        network.load_state_dict(own)
     usual: int | None = None  # how many finite numbers the network puts out with its own weights
     for less in (amount, *(least for least in (0.3, 0.03, 0.003, 0.0) if least < amount)):
         if less:
@@ -520,6 +522,7 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
         generator: Where the noise comes from.
     """
     variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
+    gains = _divisors(symmetry.structure)
     constants, weights = constant_names(network), dict(network.named_parameters())
     for name, tensor in state_tensors(network).items():
         if name in constants or not tensor.is_floating_point():
@@ -530,6 +533,8 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
         # Drawing millions of numbers would take longer than everything else: large tensors get a few thousand.
         drawn = torch.randn(min(tensor.numel(), 65521), dtype=tensor.dtype, generator=generator)
         drawn = drawn.to(tensor.device)
+        if math.isinf(amount) and name in gains:  # what is divided by a number near 0 is known less well
+            drawn = drawn.sign() * (drawn.abs() / 2).exp()
         size = float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(tensor.numel(), 1)) or 0.1
         with torch.no_grad():
             for part, noise in _tiles(tensor, drawn):
@@ -541,6 +546,14 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
                     part.copy_(noise * (min(max(size, _USUAL[0]), _USUAL[1]) if finite else 0.1))
                 else:
                     part.add_(noise, alpha=amount * size)
+
+
+def _divisors(structure: Structure) -> set[str | None]:
+    """Return the names of gains by which elements may divide: matrices and shifts act between them."""
+    names: set[str | None] = {name for rotation in structure.rotations for name, _ in rotation.gains}
+    names |= {tilt.gain for tilt in structure.tilts}
+    names |= {name for shift in structure.shifts for part in shift.added for name in part.needed}
+    return names | {shift.norm[0] for shift in structure.shifts if shift.norm}
 
 
 def _tiles(tensor: Tensor, drawn: Tensor) -> list[tuple[Tensor, Tensor]]:

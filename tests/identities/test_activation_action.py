@@ -282,4 +282,4 @@ def test_what_cannot_be_told_is_said() -> None:
     assert_refused(lambda: symmetry.on_activations(element, "0").element, says="sample(shifts=False)")
     assert symmetry.on_activations(symmetry.sample(shifts=False), "0").element.size == 8
     mixed = trace_symmetry(MIXER(), torch.randn(2, 4, 5))
-    assert_refused(lambda: mixed.on_activations(mixed.sample(), "act").element, says="use apply")
+    assert_refused(lambda: mixed.on_activations(mixed.sample(shifts=False), "act").element, says="use apply")

@@ -33,7 +33,6 @@ EVERY = "every spelling"
 MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SHORT: dict[str, Collection[str]] = {
     "group norm": EVERY,
-    "attention, causal": {"head by head"},
     "norm per head": EVERY,
     "attention, learned biases": {"embedding"},
     "bottleneck with a batch norm": EVERY,

@@ -27,7 +27,7 @@ MOST_DRAWS = 16
 
 # Shifts besides those in front of batch norms, which the cases state.
 SHIFTS = {
-    **dict.fromkeys(["tables: weights_of_rows_plus_a_mask", "tables: softmax_of_weights_of_steps"], 1),
+    **dict.fromkeys(["tables: weights_of_rows_masked_with_minus_infinity", "tables: softmax_of_weights_of_steps"], 1),
     **dict.fromkeys(
         [
             "tables: half_of_a_weight_and_all_of_it",
@@ -51,10 +51,6 @@ SHIFTS = {
     ),
     **dict.fromkeys(
         [
-            "tables: relative_table",
-            "tables: relative_table_by_a_buffer_of_indices",
-            "tables: relative_table_of_two_heads",
-            "tables: relative_keys",
             "tables: mask_of_zeros_and_ones",
             "tables: mask_of_truth_values",
             "tables: relative_scores_gathered_behind_the_product",
@@ -65,6 +61,7 @@ SHIFTS = {
             "constants: rotary_tables_in_a_submodule",
             "writes: scores_masked_with_the_least_number",
             "copies: keys_repeated_by_expanding",
+            "copies: keys_repeated_by_an_index",
             "copies: keys_repeated_by_interleaving",
             "copies: queries_grouped_on_an_axis",
             "copies: keys_grouped_by_torch",
@@ -73,8 +70,23 @@ SHIFTS = {
         ],
         4,
     ),
-    **dict.fromkeys(["tables: relative_embedding", "tables: mask_of_minus_infinity"], 5),
-    **dict.fromkeys(["tables: tokens_and_positions", "constants: sinusoids_on_an_embedding"], 6),
+    **dict.fromkeys(
+        [
+            "tables: relative_embedding",
+            "tables: relative_table",
+            "tables: relative_table_by_a_buffer_of_indices",
+            "tables: mask_of_minus_infinity",
+        ],
+        5,
+    ),
+    **dict.fromkeys(
+        [
+            "tables: relative_table_of_two_heads",
+            "tables: tokens_and_positions",
+            "constants: sinusoids_on_an_embedding",
+        ],
+        6,
+    ),
     **dict.fromkeys(
         [
             "tables: parameter_cut_to_length",
@@ -98,6 +110,9 @@ SHIFTS = {
             "tables: class_row_by_itself",
             "tables: image_table_cut_to_size",
             "tables: rows_and_columns",
+            "tables: cropped_by_negative_padding",
+            "tables: relative_keys",
+            "tables: relative_logits_cut_to_length",
             "tables: second_half_for_long_inputs",
             "tables: recurrence_of_any_length",
             "constants: sinusoids_that_are_saved",
@@ -108,6 +123,7 @@ SHIFTS = {
         ],
         8,
     ),
+    "tables: weights_of_rows_plus_a_mask": 9,
     **dict.fromkeys(["shared: convolution_with_and_without_its_norm"], 10),
     **dict.fromkeys(["tables: table_behind_a_perceptron"], 12),
     **dict.fromkeys(["tables: table_behind_a_linear_layer", "shared: layer_norm_of_two_layers"], 14),

@@ -214,6 +214,38 @@ def test_members_and_their_units_change_places(name: str) -> None:
         )
 
 
+# What is done to the integers that name experts, and the order of the group that is left to their places.
+MOVED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "roll": (lambda i, x: i.roll(1, -1), 6),
+    "flip": (lambda i, x: i.flip(-1), 6),
+    "moveaxis": (lambda i, x: i.moveaxis(0, 1).clone().moveaxis(1, 0), 6),
+    "unfold": (lambda i, x: i.unfold(1, 1, 1).squeeze(-1), 6),
+    "fixed places": (lambda i, x: i.gather(1, torch.tensor([[1, 0]]).expand(len(i), 2)), 6),
+    "places by the input": (lambda i, x: i.gather(1, (x[:, :2] > 0).long()), 6),
+    "index by the input": (lambda i, x: i[torch.arange(len(i))[:, None], (x[:, :2] > 0).long()], 6),
+    "take by the input": (lambda i, x: i.take((x[:, :2] > 0).long()), 1),
+    "to double and back": (lambda i, x: i.double().long(), 6),
+    "to half and back": (lambda i, x: i.half().int(), 6),
+    "to truth values": (lambda i, x: i.bool().long(), 1),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_integers_that_name_members_may_be_moved_and_cast(name: str) -> None:
+    change, order = MOVED[name]
+
+    def program(s: Any, x: Tensor) -> Tensor:
+        weight, index = (x @ s.r.T).softmax(-1).topk(2, -1)
+        return (s.w[change(index, x)] * weight[..., None]).sum(1)
+
+    network = randomise(Program(program, {"r": parameter(E, D), "w": parameter(E, OUT)})).double()
+    x = torch.randn(7, D, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x)
+    assert round(10**symmetry.log10_permutations) == order
+    moved, x = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), network), torch.randn(9, D).double()
+    assert difference(moved(x).detach(), network(x).detach()) < EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two_largest", "two_layers_in_each_expert", "heads_on_an_axis"])
 def test_planted_elements_are_found_again(name: str) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import one_in
+from helpers import Program, one_in
 from test_spelling import ALL, LISTED, jacobian
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, jvp
+from translation_cases import CASES
 
 from lightning_sym.symmetry import trace as trace_module
 from lightning_sym.symmetry import trace_symmetry
@@ -97,6 +98,34 @@ def test_translations_and_the_linear_part_are_the_null_space(name: str) -> None:
     linear = trace_symmetry(network, inputs, shifts=False, check=False).dimension
     assert found.dimension + linear == function.nullity
     assert rank(moving_parameters(found, charts, network)) == found.dimension
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_added_that_an_input_of_another_size_sees(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(3)
+    network = Program(case.function, case.parts).double()
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randint(case.tokens, shape) if case.tokens else torch.randn(shape, dtype=torch.float64)
+
+    found, _ = translations(network, (drawn(*case.example),))
+    assert found.dimension == case.dimension
+    tensors: dict[str, Any] = {n: t.detach() for n, t in state_tensors(network).items() if t.is_floating_point()}
+    element = torch.randn(1, found.size, dtype=torch.float64)
+    changes = {n: own[0] for n, own in found.changes(element, tensors).items()}
+    zero = {n: torch.zeros_like(t) for n, t in tensors.items()}
+    anything = {n: torch.randn_like(t) * changes[n].abs().max() for n, t in tensors.items() if n in changes}
+    for shape in (case.example, *case.others):
+        inputs = drawn(*shape)
+
+        def outputs(weights: dict[str, Any], inputs: Tensor = inputs) -> tuple[Tensor, ...]:
+            made = functional_call(network, weights, (inputs,))
+            return made if isinstance(made, tuple) else (made,)
+
+        own, others = (jvp(outputs, (tensors,), (zero | moved,))[1] for moved in (changes, anything))
+        for one, other in zip(own, others, strict=True):
+            assert float(one.abs().max()) <= 1e-9 * float(other.abs().max())
 
 
 # Networks with shifts that only the interpreter finds. They are not in the groups of today, see `trace._FURTHER`.

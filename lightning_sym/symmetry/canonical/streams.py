@@ -73,12 +73,13 @@ def gain_signs(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> Floats:
     for index in rotatable(structure, tensors):
         rotation = structure.rotations[index]
         place = structure.place_in_orbit[rotation.units]
-        columns, table = structure.columns[rotation.orbit][place], structure.sign_table[rotation.orbit][place]
-        acting = exponents(structure.signs, columns, table)
+        table = structure.sign_table[rotation.orbit][place]
+        # Gains that several units share stand where none of these does.
+        held = {name: structure.slots_of[name][0].offset + at for name, at in rotation.gains}
+        acting = exponents(structure.signs, np.stack(list(held.values()), 1), table) if held else None
         if acting is None:
             continue
-        slots = structure.slots_at(columns[0])
-        by_gain = {structure.slots[slot].tensor: acting[at] % 2 for at, slot in enumerate(slots)}
+        by_gain = {name: own % 2 for name, own in zip(held, acting, strict=True)}
         for name, at in rotation.gains:
             alone = by_gain[name] > sum(by_gain[other] for other, _ in rotation.gains if other != name)
             for own in np.flatnonzero(alone & ~rotation.plain_sign)[:1]:

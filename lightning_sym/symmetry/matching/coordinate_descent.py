@@ -260,7 +260,13 @@ class Descent:
         self._kept_signs = dict(signs)
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        return self.symmetry.acted(element, {name: tensors[name] for name in names}, shifts=False)
+        # Rotations act between gains, which may belong to other groups (heads share them).
+        gains = {name for own in self.symmetry.structure.rotations for name, _ in own.gains if element.rotation}
+        wanted = dict.fromkeys(names)
+        moved = self.symmetry.acted(
+            element, {name: tensors[name] for name in {**wanted, **dict.fromkeys(gains)}}, shifts=False
+        )
+        return {name: moved[name] for name in wanted}
 
     # Gains.
 

@@ -1,5 +1,6 @@
 """Which units are members of which: of heads, say, or of rows of heads."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +17,17 @@ class Nesting(NamedTuple):
     Attributes:
         pairs: Parents and members. Shape (2, pairs).
         shared: Parents that stay where they are while blocks change places.
+        gains: The pairs whose parents are gains, and nothing else, that several members share. Shape (2, pairs).
     """
 
     pairs: Ints
     shared: Ints
+    gains: Ints = np.zeros((2, 0), np.int64)
+
+    @property
+    def others(self) -> Ints:
+        """The pairs whose parents are no such gains. Shape (2, pairs)."""
+        return self.pairs[:, ~np.isin(self.pairs[0], self.gains[0])]
 
 
 def find_nesting(constraints: Constraints, positions: Positions, colour: Hashes) -> Nesting:
@@ -30,11 +38,19 @@ def find_nesting(constraints: Constraints, positions: Positions, colour: Hashes)
         positions: Where units are seen.
         colour: For each root, where it stands.
     """
-    if not constraints.blocks:
+    if not constraints.blocks and not constraints.shared_gains:
         return Nesting(np.zeros((2, 0), np.int64), np.zeros(0, np.int64))
-    parent, member = (positions.root[flat([pair[side] for pair in constraints.blocks])] for side in (0, 1))
-    pairs = np.unique(np.stack([parent, member]), axis=1)
-    return Nesting(pairs, _shared(pairs, colour, marked(len(colour), positions.standing)))
+    pairs = _pairs([*constraints.blocks, *constraints.shared_gains], positions)
+    others, gains = (_pairs(own, positions) for own in (constraints.blocks, constraints.shared_gains))
+    gains = gains[:, ~np.isin(gains[0], others[0])]
+    return Nesting(pairs, _shared(pairs, colour, marked(len(colour), positions.standing)), gains)
+
+
+def _pairs(blocks: Sequence[tuple[Ints, Ints]], positions: Positions) -> Ints:
+    """Return the roots of parents and members, each pair once. Shape (2, pairs)."""
+    parent, member = (positions.root[flat([pair[side] for pair in blocks])] for side in (0, 1))
+    pairs: Ints = np.unique(np.stack([parent, member]), axis=1)
+    return pairs
 
 
 def _shared(pairs: Ints, colour: Hashes, standing: NDArray[np.bool_]) -> Ints:

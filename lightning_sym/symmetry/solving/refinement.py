@@ -66,10 +66,7 @@ def refine(positions: Positions, forms: Forms, colour: Hashes, nesting: Nesting)
     roots = np.flatnonzero(marked(number, standing) & (~positions.fixed | carries))
     unit_of = np.full(number, -1)
     unit_of[roots] = np.arange(len(roots))
-    parent, member = nesting.pairs
-    cell_key = mix(colour ^ sum_by(member, mix(parent.astype(np.uint64)), number))
-    # A parent (a head) moves with its members only: it is a cell of its own.
-    cell_key[parent] = mix(parent)
+    cell_key = cell_keys(colour, nesting.pairs, nesting.pairs[0])
     units = [np.asarray(group) for group in sorted_groups(colour[roots])]
     columns = columns_of(units, unit_of[standing], positions, slice(own))
     movable = [not positions.fixed[roots[group[0]]] for group in units]
@@ -78,6 +75,20 @@ def refine(positions: Positions, forms: Forms, colour: Hashes, nesting: Nesting)
         for group, moves in zip(units, movable, strict=True)
     ]
     return _together(Orbits(roots, unit_of, units, cells, movable, columns), positions, forms)
+
+
+def cell_keys(colour: Hashes, pairs: Ints, parents: Ints) -> Hashes:
+    """Identify for each root its cell: where it stands, and who its parents are.
+
+    Args:
+        colour: For each root, where it stands.
+        pairs: Parents and members. Shape (2, pairs).
+        parents: The roots that are parents: these (heads) move with their members only, each is a cell of its own.
+    """
+    parent, member = pairs
+    key = mix(colour ^ sum_by(member, mix(parent.astype(np.uint64)), len(colour)))
+    key[parents] = mix(parents)
+    return key
 
 
 def sorted_groups(keys: Ints | Hashes) -> list[Ints]:

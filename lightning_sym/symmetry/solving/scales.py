@@ -175,21 +175,18 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
                 found.append(at)
         elif number.size and number.min() > 1:
             later.append((at, column))
-    held = [{int(column[unit]) for column in chosen} for unit in range(len(matrix))] if later else []
     grew = bool(later)
     while grew:
         grew = False
         for at, column in later:
-            rest = [
-                set(forms.indices[forms.indptr[place] : forms.indptr[place + 1]].tolist()) - own
-                for place, own in zip(column.tolist(), held, strict=True)
-            ]
-            if all(len(own) == 1 for own in rest):
-                generators = np.array([own.pop() for own in rest], np.int64)
-                chosen.append(generators)
+            acting = forms[column]
+            unit = np.repeat(np.arange(len(matrix)), np.diff(acting.indptr))
+            new = np.ones(len(unit), bool)
+            for held in chosen:
+                new &= acting.indices != held[unit]
+            if np.array_equal(unit[new], np.arange(len(matrix))):  # one more for each unit
+                chosen.append(acting.indices[new].astype(np.int64))
                 found.append(at)
-                for own, generator in zip(held, generators.tolist(), strict=True):
-                    own.add(generator)
                 grew = True
     table = np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64)
     return table, np.array(found, np.int64)

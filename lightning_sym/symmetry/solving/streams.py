@@ -10,41 +10,57 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sym.symmetry.solving.refinement import Orbits
+from lightning_sym.symmetry.solving.nesting import Nesting
+from lightning_sym.symmetry.solving.refinement import Orbits, cell_keys
 from lightning_sym.symmetry.solving.scales import Forms
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints
+from lightning_sym.symmetry.tracing.numbering import Hashes
 from lightning_sym.symmetry.tracing.rotations import Bools, Ints, Rotation, exponents, own_exponents
 from lightning_sym.symmetry.tracing.structure import Structure
 
 
 class Met(NamedTuple):
-    """What operations met the units, each of shape (units,), bool.
+    """What operations met the units.
 
     Attributes:
-        normed: Whether they see a unit's norm together with others', at least.
-        centred: Whether they see a unit's mean with others.
-        restricted: Whether one of them passes no mixture of units but permutations, scales and signs.
+        normed: Whether they see a unit's norm together with others', at least. Shape (units,), bool.
+        centred: Whether they see a unit's mean with others. Likewise.
+        restricted: Whether one of them passes no mixture of units but permutations, scales and signs. Likewise.
+        cells: For each orbit, its cells as they were if gains that several units share told none of these apart.
+        spread: Such gains, and units that they multiply. Shape (2, pairs).
     """
 
     normed: NDArray[np.bool_]
     centred: NDArray[np.bool_]
     restricted: NDArray[np.bool_]
+    cells: list[Ints]
+    spread: Ints
 
 
-def find_met(constraints: Constraints, positions: Positions, roots: Ints) -> Met:
+def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, colour: Hashes, nesting: Nesting) -> Met:
     """Find out what operations met units.
 
     Args:
         constraints: All demands.
         positions: Where units are seen.
-        roots: For each unit, its root.
+        orbits: The units.
+        colour: For each root, where it stands.
+        nesting: Parents and members of blocks.
     """
+    roots = orbits.roots
     restricted = [*constraints.restricted, *(label.atom for label in positions.grouped.values())]
     normed, centred, held = (
         positions.marked(*atoms)[roots] for atoms in (constraints.normed, constraints.centred, restricted)
     )
-    return Met(normed, centred, held)
+    cells = orbits.cells
+    if nesting.gains.size:
+        key = cell_keys(colour, nesting.others, nesting.pairs[0])
+        cells = [
+            np.unique(key[roots[units]], return_inverse=True)[1] if moves else own
+            for units, own, moves in zip(orbits.units, cells, orbits.movable, strict=True)
+        ]
+    return Met(normed, centred, held, cells, orbits.unit_of[nesting.gains])
 
 
 def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> tuple[Ints, ...]:
@@ -83,18 +99,22 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
     """
     found: list[Rotation] = []
     notes: list[str] = []
-    for orbit, (units, cells) in enumerate(zip(structure.orbits, structure.cells, strict=True)):
+    for orbit, (units, cells) in enumerate(zip(structure.orbits, met.cells, strict=True)):
         free = structure.movable[orbit] and structure.cell_of[units[0]] < 0 and not met.restricted[units].any()
         fixes_ones = bool(met.centred[units].any())
         if not (free and met.normed[units].all() and np.bincount(cells).min() > 1 + fixes_ones):
             continue
-        slots = structure.slots_at(structure.columns[orbit][0])
+        shared = _shared_gains(structure, units, cells, met.spread, gains)
+        if shared is None:
+            continue
+        all_columns = np.concatenate([structure.columns[orbit], shared], 1)
+        slots = structure.slots_at(all_columns[0])
         behind = np.array([structure.slots[slot].tensor in gains for slot in slots], bool)
-        conjugation = _conjugation(structure, orbit, behind)
+        conjugation = _conjugation(structure, orbit, cells, all_columns, behind)
         first = structure.slots[slots[0]].tensor
         if conjugation is None:
             # A gain that no scale reaches is one of those that hold the others.
-            none = np.diff(structure.magnitudes.indptr)[structure.columns[orbit][0]] == 0
+            none = np.diff(structure.magnitudes.indptr)[all_columns[0]] == 0
             stuck = slots[behind & none] if (behind & none).any() else slots[behind]
             names = list(dict.fromkeys(structure.slots[slot].tensor for slot in stuck))
             shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
@@ -106,25 +126,68 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
         powers, plain_sign = conjugation
         for number in range(int(cells.max()) + 1):
             place = np.flatnonzero(cells == number)
-            columns = structure.columns[orbit][place][:, behind]
+            columns = all_columns[place][:, behind]
             at = [(structure.slots[slot], column) for slot, column in zip(slots[behind], columns.T, strict=True)]
             held = tuple((slot.tensor, column - slot.offset) for slot, column in at)
             found.append(Rotation(units[place], orbit, fixes_ones, held, powers, plain_sign))
     return found, notes
 
 
-def _conjugation(structure: Structure, orbit: int, behind: Bools) -> tuple[Ints, Bools] | None:
+def _shared_gains(structure: Structure, units: Ints, cells: Ints, spread: Ints, gains: Collection[str]) -> Ints | None:
+    """Return where the gains stand that units share with those of other cells (heads).
+
+    Args:
+        structure: The group.
+        units: The units.
+        cells: Of which cell each of them is.
+        spread: Such gains, and units that they multiply. Shape (2, pairs).
+        gains: Parameters that are only used to multiply units.
+
+    Returns:
+        Positions of all slots, one column for each parameter. Shape (units, parameters). None if some of what the units
+        share is no such gain, or not all of them have it.
+    """
+    own = spread[:, np.isin(spread[1], units)]
+    columns, seen = [], np.zeros(own.shape[1], bool)
+    for slot in structure.slots:
+        held = np.isin(own[0], slot.unit) if slot.tensor in gains and len(slot.axes) == 1 else np.zeros(0, bool)
+        if not held.any():
+            continue
+        at = np.full(structure.units, -1)
+        at[slot.unit[slot.unit >= 0]] = slot.offset + np.flatnonzero(slot.unit >= 0)
+        pairs = own[:, held][:, np.argsort(own[1, held], kind="stable")]
+        if not np.array_equal(pairs[1], np.sort(units)):
+            return None
+        seen |= held
+        column = at[pairs[0]][np.argsort(np.argsort(units))]
+        _, first = np.unique(cells, return_index=True)
+        if (column != column[first[cells]]).any():  # else it is one factor for a whole cell
+            columns.append(column)
+    if not seen.all():
+        return None
+    return np.stack(columns, 1) if columns else np.zeros((len(units), 0), np.int64)
+
+
+def _conjugation(
+    structure: Structure, orbit: int, cells: Ints, columns: Ints, behind: Bools
+) -> tuple[Ints, Bools] | None:
     """Return powers of the gains by generators, and which signs act in front of all gains; None if gains are not free.
 
     They are if the orbit's scales can bring them all to 1, whatever they are. An orthogonal matrix can then act on the
     units with gains of 1, and the scales are undone.
+
+    Args:
+        structure: The group.
+        orbit: The number of the orbit.
+        cells: Of which cell each of its units is.
+        columns: Where the units stand, and the gains that they share. Shape (units, columns).
+        behind: Which of the columns are those of gains.
     """
-    columns = structure.columns[orbit]
     kinds = ((structure.magnitudes, structure.scale_table[orbit]), (structure.signs, structure.sign_table[orbit]))
     scales, signs = (exponents(forms, columns, table) for forms, table in kinds)
     if scales is None or signs is None:
         return None
-    one_by_one, own_signs = (_not_common(structure.cells[orbit], table) for _, table in kinds)
+    one_by_one, own_signs = (_not_common(cells, table) for _, table in kinds)
     at_gains = scales[behind][:, one_by_one]
     if at_gains.shape[0] != at_gains.shape[1] or (at_gains.size and abs(round(np.linalg.det(at_gains))) != 1):
         return None

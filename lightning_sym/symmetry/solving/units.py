@@ -95,6 +95,10 @@ def merge_units(
     if finder.any:
         same_place ^= mix(finder.family[raw[asked]])
     tag, unknown = _told_apart(raw, root, where, tag, offset, merges)
+    unnamed = Sighting(Label((), *np.zeros((3, 0), np.int64)))  # of the others the positions are all that counts
+    places = [
+        place if index < parameters or place.tensor is not None else unnamed for index, place in enumerate(places)
+    ]
     return Positions(
         places=places,
         parameters=parameters,
@@ -143,11 +147,9 @@ def _told_apart(
         result = np.zeros(len(tag), bool)
         for part in parts(offset):
             key = mix(place_key(where[part], tag[part]) ^ atom[part].astype(np.uint64))
-            ordered = np.sort(key)
-            repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-            if len(repeated):
-                at = np.searchsorted(repeated, key)
-                result[part] = repeated[np.minimum(at, len(repeated) - 1)] == key
+            order = np.argsort(key)
+            same = np.flatnonzero(key[order[1:]] == key[order[:-1]])
+            result[part][order[same]] = result[part][order[same + 1]] = True
         return result
 
     again = twice(tag)

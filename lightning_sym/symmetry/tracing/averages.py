@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped, stored
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, argument
+from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, run_step
 
 aten = torch.ops.aten
-_CASTS = {"to", "_to_copy", "float", "double", "type_as", "clone", "contiguous"}
-_OF_DATA = MOVEMENTS | _CASTS | {"eq", "ne", "gt", "lt", "ge", "le", "logical_not", "bitwise_not", "mul", "exp", "sub"}
+_MOVES, _CASTS = operations(Trait.MOVE), operations(Trait.CAST)
+_OF_DATA = _MOVES | _CASTS | operations(Trait.ORDER) | {"eq", "ne", "logical_not", "bitwise_not", "mul", "exp", "sub"}
 _MOST = 2**24  # elements of a table of indicators
 _CLOSE = 1e-9
 
@@ -41,7 +42,7 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not _is_sum(r, count) or not is_data(r, count):
         return None
     way: list[fx.Node] = []
-    while r.name(total) in MOVEMENTS and isinstance(total, fx.Node):
+    while r.name(total) in _MOVES and isinstance(total, fx.Node):
         way.append(total)
         total = total.args[0]
     if (found := _scattered_mean(r, node, total, count)) is not None:
@@ -73,7 +74,7 @@ def _shares(r: Rewriter, weights: fx.Node, axis: int) -> fx.Node:
 
 
 def _is_sum(r: Rewriter, node: fx.Node) -> bool:
-    while r.name(node) in MOVEMENTS | _CASTS:
+    while r.name(node) in _MOVES | _CASTS:
         node = node.args[0]  # type: ignore[assignment]
     return r.name(node) == "sum" or _scattered(r, node) is not None
 
@@ -201,9 +202,9 @@ def _scattered(r: Rewriter, node: Any) -> _Scattered | None:
 def _indicated(r: Rewriter, node: Any) -> fx.Node | None:
     """Return the index whose indicators a matrix holds, with an index for each column."""
     turned = False
-    while r.name(node) in _CASTS | MOVEMENTS:
+    while r.name(node) in _CASTS | _MOVES:
         shape = r.shape(node.args[0])
-        if r.name(node) in MOVEMENTS:
+        if r.name(node) in _MOVES:
             if len(shape) != 2 or r.shape(node) != shape[::-1]:
                 return None
             turned = not turned
@@ -214,7 +215,7 @@ def _indicated(r: Rewriter, node: Any) -> fx.Node | None:
 
 def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> fx.Node | None:
     """Return sums by an index over the number of their terms as a product of shares and values."""
-    while r.name(count) in MOVEMENTS | _CASTS:
+    while r.name(count) in _MOVES | _CASTS:
         count = count.args[0]  # type: ignore[assignment]
     summed, counted = _scattered(r, total), _scattered(r, count)
     if summed is None or counted is None or summed.values is None or counted.values is not None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, PASSES, argument
+from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Step, run_step
 
@@ -100,7 +101,7 @@ def _is_affine(r: Rewriter, node: fx.Node) -> bool:
 
 
 def _moves(r: Rewriter, node: fx.Node) -> bool:
-    if r.name(node) not in MOVEMENTS | (PASSES - {"neg"}) or node.all_input_nodes != [node.args[0]]:
+    if r.name(node) not in operations(Trait.MOVE | Trait.CAST) or node.all_input_nodes != [node.args[0]]:
         return False
     one, two = node.meta.get("val"), node.args[0].meta.get("val")  # type: ignore[union-attr]
     alike = isinstance(one, Tensor) and isinstance(two, Tensor)

@@ -119,6 +119,7 @@ class Capture:
         buffers: The names of the states that are no parameters.
         charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place: a
             number, or one for each element of a vector.
+        call: The call that was captured.
     """
 
     graph: fx.Graph
@@ -131,6 +132,7 @@ class Capture:
     folded: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
     charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
+    call: Call = field(default_factory=Call)
 
 
 @dataclass(frozen=True)
@@ -541,6 +543,7 @@ def capture(
         left_out=left_out,
         folded=frozenset(constants if fold else ()),
         buffers=frozenset(name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)),
+        call=call,
     )
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, PASSES, argument, moved
+from lightning_sym.symmetry.tracing.invisible import argument, moved
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.sums import summed, terms_of
 
@@ -85,7 +86,7 @@ def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
         return None
     if name == "neg":
         return _Read(user, part, -factor, number)
-    if name in PASSES:
+    if name in operations(Trait.CAST):
         return _Read(user, user if (factor, number) == (1.0, 0.0) else part, factor, number)
     if name not in ("add", "sub", "rsub", "mul") or value.dtype != old.dtype or argument(user, 2, "alpha", 1) != 1:
         return None
@@ -161,7 +162,7 @@ class _Behind:
         return True
 
     def _moves(self, user: fx.Node, value: fx.Node) -> bool:
-        return self.r.name(user) in MOVEMENTS and user.all_input_nodes == [value] and user.args[0] is value
+        return self.r.name(user) in operations(Trait.MOVE) and user.all_input_nodes == [value] and user.args[0] is value
 
     def _read(self, user: fx.Node, value: fx.Node, places: Tensor) -> bool:
         number = self._added(user, value)

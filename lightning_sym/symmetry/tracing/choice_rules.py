@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.constraints import Label
-from lightning_sym.symmetry.tracing.rules import pointwise, register_rule, results_of, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
+from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations
+from lightning_sym.symmetry.tracing.rules import CHOSEN, fix_choice, pointwise, register_rule, results_of, unknown
+from lightning_sym.symmetry.tracing.values import Value, values_in
+from lightning_sym.symmetry.tracing.vocabulary import Trace
 
-CHOSEN = "units are chosen by their values"
 TAKEN = "elements are taken that depend on the input"
 
 
@@ -39,7 +39,7 @@ def _placed(labels: Sequence[Label], axis: int, shape: tuple[int, ...], rank: in
     return Value(shape, tuple(label.on(axes) for label, axes in zip(labels, places, strict=True)))
 
 
-@register_rule("aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min")
+@register_rule(Trait.CHOOSE)
 def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     """Which values are the largest, and where they are: values do not see the order of units, places move with it."""
     name, meta = trace.operation, trace.node.meta["val"]
@@ -71,48 +71,31 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     return [_placed(outside, axis, trace.output_shape(0), value.ndim), index(trace.output_shape(1))]
 
 
-# What makes several values equal: then their order says which is chosen, and it moves with the units.
-_EQUALISE = (
-    *("masked_fill", "where", "scatter", "one_hot", "eq", "ne", "gt", "lt", "ge", "le", "round", "floor", "ceil"),
-    *("relu", "relu6", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardsigmoid", "threshold"),
-)
-
-
 def _may_be_equal(node: Any) -> bool:
-    """Whether values may be equal by more than chance, from the elementwise operations that made them."""
+    """Whether values may be equal by more than chance, from the elementwise operations that made them.
+
+    Then their order says which is chosen, and it moves with the units.
+    """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
-    name = operation_name(node.target).removesuffix("_")
-    if name in _EQUALISE:
+    name = name_of(node)
+    if name in operations(Trait.EQUALISE):
         return True
-    elementwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    passes = elementwise or name in _MOVE_CHOICES or name in ("softmax", "_softmax")
-    return passes and any(_may_be_equal(part) for part in node.all_input_nodes)
+    moves = name in _MOVE_CHOICES or name in operations(Trait.SOFTMAX | Trait.PICK)
+    read = node.all_input_nodes[:1] if moves else node.all_input_nodes if is_pointwise(node.target) else []
+    return any(_may_be_equal(part) for part in read)
 
 
 def tells_unknown_choice(trace: Trace, node: fx.Node, values: Sequence[Value]) -> None:
     """Fix the units that integers name where an operation takes these that says nothing of it."""
-    if operation_name(node.target).removesuffix("_") not in _TAKE_CHOICES:
+    if name_of(node) not in _TAKE_CHOICES:
         for value in values:
             fix_choice(trace, value)
 
 
-def fix_choice(trace: Trace, value: Value) -> None:
-    """Fix the units that integers name, if they do."""
-    if value.chooses is not None:
-        trace.fix(value.with_labels(value.chooses), CHOSEN)
-
-
 # Operations that know of choices: those that move them, and the rules of this file.
-_MOVE_CHOICES = {
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
-    *("slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "expand", "expand_as", "repeat"),
-    *("repeat_interleave", "to", "_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "getitem"),
-    *("movedim", "mT", "numpy_T", "view_as", "reshape_as", "broadcast_to", "tile"),
-}
-_TAKE_CHOICES = _MOVE_CHOICES | {
-    *("index", "index_select", "gather", "embedding", "one_hot", "scatter", "scatter_add", "eq", "ne"),
-}
+_MOVE_CHOICES = operations(Trait.MOVE | Trait.CAST) | {"getitem"}
+_TAKE_CHOICES = operations(Trait.PICK) | _MOVE_CHOICES | {"embedding", "one_hot", "scatter", "scatter_add", "eq", "ne"}
 
 
 def taken_at(trace: Trace, value: Value, axis: int, index: Value) -> Value:
@@ -157,7 +140,7 @@ def picked(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs = torch.utils._pytree.tree_map(anywhere, (args, kwargs))
     moved = trace.move(value, lambda t: target(t, *args, **kwargs))
-    return Value(shape, moved.labels)
+    return Value(shape, moved.labels, chooses=value.chooses)
 
 
 @register_rule("aten::one_hot")

@@ -105,6 +105,7 @@ class Constraints:
     centred: list[Ints] = field(default_factory=list)
     gained: list[Ints] = field(default_factory=list)
     blocks: list[tuple[Ints, Ints]] = field(default_factory=list)
+    shared_gains: list[tuple[Ints, Ints]] = field(default_factory=list)
     copies: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
     occurrences: list[Sighting] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
@@ -291,6 +292,12 @@ class Constraints:
         self.fix_scales(label.scale)
         self.restrict(label)
 
-    def block(self, parents: Ints, members: Ints) -> None:
-        """Demand that units which share a parent number stay together (`parents` and `members` of equal shape)."""
-        self.blocks.append((parents.ravel(), members.ravel()))
+    def block(self, parents: Ints, members: Ints, *, gains: bool = False) -> None:
+        """Demand that units which share a parent number stay together.
+
+        Args:
+            parents: The parents.
+            members: The units, of equal shape.
+            gains: Whether the parents are gains, each of which multiplies several units (heads share them).
+        """
+        (self.shared_gains if gains else self.blocks).append((parents.ravel(), members.ravel()))

@@ -12,17 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
 # Operations that show the memory of their first argument in another shape.
-VIEWS = {
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "squeeze", "unsqueeze", "permute"),
-    *("transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims", "slice", "select", "narrow", "expand"),
-    *("expand_as", "contiguous", "alias", "detach", "to"),
-}
-_LISTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"}
+VIEWS = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND) | {"contiguous", "alias", "detach", "to"}
 _MOST = 2**22  # elements of a tensor that are numbered
 
 
@@ -573,6 +569,16 @@ def numbers_of(tensor: Tensor) -> Tensor:
     return numbers
 
 
+def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
+    """Return the value of which another one is a part in its memory, perhaps taken out of a list of parts."""
+    source, *_ = shown(r, part)
+    while (whole := _taken_apart(r, source)) is not None:
+        source, *_ = shown(r, whole)
+    held = source.meta.get("val")
+    whole_too = isinstance(held, Tensor) and memories_of(source) == memories_of(part)
+    return source if whole_too and not r.is_frozen(source) else None
+
+
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     """Return the value that some parts of its are when they are put together again as they were, if they are that."""
     memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
@@ -580,12 +586,9 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
         return None
     if any(r.is_frozen(part) for part in parts) or sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
-    source, *_ = shown(r, parts[0])
-    while (whole := _taken_apart(r, source)) is not None:
-        source, *_ = shown(r, whole)
-    held = source.meta.get("val")
-    if not isinstance(held, Tensor) or memories_of(source) != memories[0] or r.is_frozen(source):
+    if (source := source_of(r, parts[0])) is None:
         return None
+    held: Tensor = source.meta["val"]
     numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
     own = numbers_of(held)
     if held.dtype != parts[0].meta["val"].dtype:
@@ -603,7 +606,7 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
 
 def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Return the value of which a node is one of the parts in a list."""
-    if r.name(node) != "getitem" or r.name(node.args[0]) not in _LISTS:
+    if r.name(node) != "getitem" or r.name(node.args[0]) not in operations(Trait.PARTS):
         return None
     source = node.args[0].args[0]  # type: ignore[union-attr]
     return source if isinstance(source, fx.Node) else None

@@ -12,23 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.choice_rules import picked
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.memory import choose
-from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, filled, numbered, values_in
+from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
+from lightning_sym.symmetry.tracing.rules import fix_choice, pointwise, register_rule, unknown
+from lightning_sym.symmetry.tracing.values import Value, filled, numbered, values_in
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
 # Elementwise operations.
-
-
-@register_rule(
-    "aten::relu", "aten::relu6", "aten::leaky_relu", "aten::gelu", "aten::silu", "aten::elu", "aten::hardtanh"
-)
-def _activation(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
-    assert isinstance(trace.node.target, torch._ops.OpOverload)
-    return pointwise(out_of_place(trace.node.target), trace, value, *args, **kwargs)
 
 
 @register_rule("aten::prelu", "aten::_prelu_kernel")
@@ -46,10 +39,15 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
     return trace.elementwise(value, positive_scales=True)
 
 
-@register_rule("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::contiguous", "aten::clone")
-@register_rule("aten::alias", "aten::detach", "aten::positive", "aten::neg")
-@register_rule("aten::lift_fresh", "aten::lift_fresh_copy", "aten::float", "aten::double")
+@register_rule(Trait.CAST, "aten::neg")
 def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
+    """Casting rounds: to whole numbers or truth values so coarsely that no scale passes."""
+    before, after = trace.node.all_input_nodes[0].meta.get("val"), trace.node.meta["val"]
+    if value.chooses is not None and not _holds(after.dtype, value.chooses.size):
+        fix_choice(trace, value)
+        value = replace(value, chooses=None)
+    if isinstance(before, Tensor) and before.is_floating_point() and not after.is_floating_point():
+        return replace(trace.permutations_only(value), chooses=value.chooses)
     passed = Value(
         value.shape,
         value.labels,
@@ -61,14 +59,11 @@ def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
     return trace.pass_on(value, passed)
 
 
-@register_rule("aten::to", "aten::_to_copy", "aten::type_as")
-def _cast(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    """Casting rounds: to whole numbers or truth values so coarsely that no scale passes."""
-    source = trace.node.args[0]
-    assert isinstance(source, torch.fx.Node)
-    if source.meta["val"].is_floating_point() and not trace.node.meta["val"].is_floating_point():
-        return trace.permutations_only(value)
-    return _pass(trace, value)
+def _holds(kind: torch.dtype, count: int) -> bool:
+    """Return whether a type tells the whole numbers below a count apart."""
+    if kind.is_floating_point:
+        return count <= 2 / torch.finfo(kind).eps
+    return count <= (2 if kind == torch.bool else torch.iinfo(kind).max)
 
 
 @register_rule("aten::sqrt", "aten::rsqrt", "aten::reciprocal", "aten::pow")
@@ -109,14 +104,11 @@ def _binary(product: bool, divide: bool = False) -> Rule:
 
 # Norms of units: sums of squares, and deviations.
 
-_CASTS = ("to", "_to_copy", "type_as", "float", "double")
-_SUMS = ("mean", "sum")
-
 
 def _is_square(node: torch.fx.Node) -> bool:
     """Whether a node holds squares, cast to another type perhaps."""
-    name = operation_name(node.target)
-    if name in _CASTS:
+    name = name_of(node)
+    if name in operations(Trait.CAST):
         return _is_square(node.all_input_nodes[0])
     if name == "pow":
         return bool(node.args[1] == 2)
@@ -127,10 +119,10 @@ def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
     """Return the axes over which all that reads a node sums, and reads it in no other way."""
     common = set(range(rank))
     for user in node.users:
-        name = operation_name(user.target)
-        if name in _CASTS and user.args[0] is node:
+        name = name_of(user)
+        if name in operations(Trait.CAST) and user.args[0] is node:
             common &= _summed_axes(user, rank)
-        elif name in _SUMS:
+        elif name in operations(Trait.SUM):
             axes = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
             common &= _gone(axes, rank)
         else:
@@ -215,8 +207,7 @@ def _of_parts(trace: Trace, label: Label, gone: set[int]) -> Label:
     return whole
 
 
-for _name in ("aten::add", "aten::sub", "aten::rsub"):
-    register_rule(_name)(_binary(product=False))
+register_rule("aten::add", "aten::sub", "aten::rsub")(_binary(product=False))
 register_rule("aten::mul")(_binary(product=True))
 register_rule("aten::div")(_binary(product=True, divide=True))
 
@@ -283,7 +274,7 @@ def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
     return trace.join(value, trace.permutations_only(mask), product=True)
 
 
-@register_rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::softmin")
+@register_rule(Trait.SOFTMAX)
 def _softmax(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) -> Value:
     axis %= value.ndim
     for label in value.labels:
@@ -326,7 +317,7 @@ def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
     return trace.join(value, trace.permutations_only(condition), product=True)
 
 
-@register_rule("aten::gt", "aten::lt", "aten::ge", "aten::le", "aten::greater", "aten::less")
+@register_rule(Trait.ORDER)
 def _compare(trace: Trace, one: Value, two: Any) -> Value:
     """Comparing with 0 does not see positive scales; comparing anything else does."""
     if isinstance(two, Value):
@@ -362,49 +353,24 @@ def _glu(trace: Trace, value: Value, axis: int = -1) -> Value:
 
 # Data movement: labels follow the coordinates.
 
-_MOVEMENTS = (
-    *("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
-    *("permute", "transpose", "t", "numpy_T", "mT", "adjoint", "movedim", "swapaxes", "swapdims"),
-    *("slice", "select", "narrow", "index", "index_select", "gather", "take", "diagonal", "unfold", "im2col"),
-    *("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"),
-    *("hsplit", "vsplit", "dsplit", "expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"),
-    *("roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
-    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
-)
-_BY_SHAPE = ("expand_as", "view_as", "reshape_as")
 
-
+@register_rule(Trait.MOVE, Trait.PICK, Trait.SPREAD)
 def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
-    target: Any = trace.node.target
-    if isinstance(value, (list, tuple)):
+    types = any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values()))  # bytes of numbers of another type
+    if types or isinstance(value, (list, tuple)):
         return unknown(trace, value, *args, **kwargs)
 
     def unwrap(item: Any) -> Any:
         return item.concrete if isinstance(item, Value) else item
 
-    if trace.operation in _BY_SHAPE:  # of another tensor only the shape counts
+    if trace.operation in operations(Trait.BY_SHAPE):
         args, kwargs = (), {}
     if any(v.concrete is None for v in values_in((args, kwargs))):
         return picked(trace, value, *args, **kwargs)
     if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
-    if trace.operation in _BY_SHAPE:
-        method, shape = ("expand" if trace.operation == "expand_as" else "reshape"), trace.output_shape()
-
-        def move(t: Tensor) -> Any:
-            return getattr(t, method)(shape)
-    elif trace.operation in ("view", "_unsafe_view"):
-        if not isinstance(args[0], (list, tuple)):
-            return unknown(trace, value, *args)
-
-        def move(t: Tensor) -> Any:
-            return t.reshape(args[0])
-    else:
-
-        def move(t: Tensor) -> Any:
-            return target(t, *args, **kwargs)
-
+    move = moving(trace.node, args, kwargs)
     back = _as_it_was(trace, value, move)
     if back is not None:
         return back
@@ -437,9 +403,6 @@ def _is_cut_to_length(trace: Trace, value: Value) -> bool:
     if not isinstance(meta, Tensor) or meta.ndim != value.ndim:
         return False
     return any(new < old and new in trace.lengths for new, old in zip(meta.shape, value.shape, strict=True))
-
-
-register_rule(*(f"aten::{name}" for name in _MOVEMENTS))(_movement)
 
 
 @register_rule("aten::pad", "aten::constant_pad_nd")
@@ -507,32 +470,21 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     return trace.disjoint(Value(shape, tuple(result)))
 
 
-@register_rule("aten::upsample_bilinear2d", "aten::upsample_linear1d", "aten::upsample_trilinear3d")
-@register_rule("aten::upsample_bicubic2d", "aten::_upsample_bilinear2d_aa", "aten::_upsample_bicubic2d_aa")
-@register_rule("aten::avg_pool1d", "aten::avg_pool2d", "aten::avg_pool3d")
-@register_rule("aten::adaptive_avg_pool1d", "aten::adaptive_avg_pool2d", "aten::adaptive_avg_pool3d")
-@register_rule("aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool3d")
+@register_rule(Trait.POOL, Trait.RESIZE)
 def _spatial_mean(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    return trace.linear_along(value, range(-_spatial(trace), 0), trace.output_shape())
+    return trace.linear_along(value, range(-places_of(trace.operation), 0), trace.output_shape())
 
 
-def _spatial(trace: Trace) -> int:
-    """Return how many axes an operation called ...1d, ...2d, ...3d acts on."""
-    return next(count for count in (1, 2, 3) if f"{count}d" in trace.operation)
-
-
-@register_rule("aten::max_pool1d", "aten::max_pool2d", "aten::max_pool3d")
-@register_rule("aten::max_pool1d_with_indices", "aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices")
-@register_rule("aten::adaptive_max_pool1d", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool3d")
+@register_rule(Trait.MAX_POOL)
 def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
-    count = _spatial(trace)
+    count = places_of(trace.operation)
     single = isinstance(trace.node.meta["val"], Tensor)
     value = trace.tied(value, range(-count, 0))
     value = trace.elementwise(Value(trace.output_shape(None if single else 0), value.labels), positive_scales=True)
     return value if single else [value, _unscaled(trace, value)]
 
 
-@register_rule("aten::mean", "aten::sum")
+@register_rule(Trait.SUM)
 def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
     return summed_over(trace, value, axes)
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
+from lightning_sym.symmetry.tracing import written_out  # noqa: F401 (it registers rules)
+from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.memory import written_by
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import (
     by_place,
@@ -29,24 +30,13 @@ from lightning_sym.symmetry.tracing.rules import (
     rule_for,
     run_module_rule,
 )
-from lightning_sym.symmetry.tracing.vocabulary import Value
+from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.walk import Walk
 
 aten = torch.ops.aten
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_MOVES = {
-    *MOVEMENTS,
-    "pad",
-    "constant_pad_nd",
-    "cat",
-    "index",
-    "index_select",
-    "gather",
-    "getitem",
-    "clone",
-    "contiguous",
-}
+_MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD | Trait.CAT) | {"getitem", "clone", "contiguous"}
 
 
 class NotWrittenError(Exception):
@@ -95,14 +85,15 @@ def expand(capture: Capture) -> Capture:
     Returns:
         The capture.
     """
-    if not any(is_own(node.target) for node in capture.graph.nodes):
+    own = own_operations()
+    if not any(is_own(node.target, own) for node in capture.graph.nodes):
         return capture
-    rewriter = Rewriter(capture, own_operations())
+    rewriter = Rewriter(capture, own)
     rewriter.erase_unread()
     node = next(iter(capture.graph.nodes))
     while node.op != "root":
         before, following = node.prev, node.next
-        if is_own(node.target) and _Replacement(rewriter, node).run():
+        if is_own(node.target, own) and _Replacement(rewriter, node).run():
             following = before.next  # what was written may use such operations, too
         node = following
     return capture
@@ -121,6 +112,8 @@ class Expansion:
         self._leaf = rewriter.capture.leaves[node.args[2]] if node.target is OPAQUE[1] else None  # type: ignore[index]
         self._demands: list[fx.Node] = []  # sums and products, which demand something even if nobody reads them
         self._nothing: list[fx.Node] = []  # values on which nothing acts
+        self._target: Any = node.target
+        self._copied_to: Any = None
         self._parameters: dict[str, fx.Node] = {}
         if self._leaf is not None:
             self._parameters = by_place(self._leaf.module, node.args[1])  # type: ignore[arg-type]
@@ -234,7 +227,10 @@ class Expansion:
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute a function of torch, whose operations are followed; of the module at hand it may read parameters."""
+        own = state_tensors(self._leaf.module) if self._leaf is not None else {}
+        known = {id(tensor): self._parameters[name] for name, tensor in own.items()}
         args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: known.get(id(tensor), tensor), (args, kwargs))
         places = list(self._parameters)
 
         def with_parameters(tensors: Sequence[Tensor], *own: Any, **named: Any) -> Any:
@@ -248,7 +244,7 @@ class Expansion:
 
     def _moves(self, node: fx.Node) -> bool:
         """Whether a node only moves elements, or is a constant."""
-        return operation_name(node.target).removesuffix("_") in _MOVES or self.rewriter.made_of(node) == "constants"
+        return name_of(node) in _MOVES or self.rewriter.made_of(node) == "constants"
 
     def _value(self, node: fx.Node) -> Written:
         return Written(self.rewriter.shape(node), node=node, rewriter=self.rewriter)
@@ -298,10 +294,11 @@ class _Replacement(Expansion):
         except NotWrittenError as reason:
             for own in reversed(_between(before, node)):
                 self.rewriter.erase(own)
+            node.target, node.meta["rule_of"] = self._target, self.operation
             self.note(f"its rule {reason}, so that shifts, norms and rotations are not followed through it")
             return False
         for own in _between(before, node):
-            if is_own(own.target):
+            if is_own(own.target, self.rewriter.kept):
                 own.meta["within"] = within | {node.target}
         self._keep_demands(before, results)
         if isinstance(node.meta["val"], Tensor):
@@ -317,6 +314,7 @@ class _Replacement(Expansion):
     def _results(self) -> list[fx.Node]:
         """Run the rule; return what comes out."""
         node, leaf = self.node, self._leaf
+        self._write_apart()
         if written_by(node):
             raise NotWrittenError("belongs to an operation that writes into its arguments")
         if leaf is not None:
@@ -334,6 +332,17 @@ class _Replacement(Expansion):
             if tuple(value.shape) != tuple(real.shape):
                 raise NotWrittenError(f"returns the shape {tuple(value.shape)}, where {tuple(real.shape)} comes out")
         return [self._node(value) for value in results]
+
+    def _write_apart(self) -> None:
+        """Let an operation that writes into its argument leave it alone; where others see that, a copy writes."""
+        node, target = self.node, self.node.target
+        if written_by(node) != list(node.args[:1]):
+            return
+        other: Any = out_of_place(target)  # type: ignore[arg-type]
+        one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+        if other is not target and not other._schema.is_mutable and (one.shape, one.dtype) == (two.shape, two.dtype):
+            self._copied_to = node.args[0] if self.rewriter.is_frozen(node) else None
+            node.target = other
 
     def _argument(self, node: fx.Node) -> Any:
         return self._value(node) if _is_tensor(node) else node.meta.get("val")
@@ -354,6 +363,9 @@ class _Replacement(Expansion):
     def _put(self, old: fx.Node, new: fx.Node) -> None:
         """Put a result in the place of what came out, of the same type and in memory of its own."""
         kind = old.meta["val"].dtype
+        if self._copied_to is not None:
+            self.rewriter.replace(old, self.rewriter.insert(aten.copy_.default, self._copied_to, new))
+            return
         if new.target is DEMAND and not new.users:
             new.meta["val"] = old.meta["val"]
         elif new.meta["val"].dtype != kind:

@@ -7,7 +7,7 @@ from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import charts_of
 from lightning_sym.symmetry.tracing.stacks import unstack
 from lightning_sym.symmetry.tracing.tensors import Tensors
-from lightning_sym.symmetry.tracing.vocabulary import Value
+from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.walk import Walk
 
 
@@ -22,7 +22,7 @@ class Labels(NamedTuple):
     """
 
     walk: Walk
-    charts: dict[str, float]
+    charts: dict[str, float | tuple[float, ...]]
     kept: set[str]
     stacked: set[str]
 

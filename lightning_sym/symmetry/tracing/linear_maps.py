@@ -15,25 +15,24 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS
 from lightning_sym.symmetry.tracing.layers import Layer, find_layer
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.pairings import find_pairing
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, run_step
 
 aten = torch.ops.aten
 
-_CONVOLUTIONS = {f"conv{kind}{count}d" for kind in ("", "_transpose") for count in (1, 2, 3)}
-_PRODUCTS = {"linear", "matmul", "mm", "bmm", "mv", "einsum", "mul", *_CONVOLUTIONS}
+_PRODUCTS = (operations(Trait.CONTRACT) - {"embedding", "bilinear"}) | {"mul"}
 _WINDOWS = {"unfold", "im2col"}
 _CUTS = {"slice", "narrow", "select", "constant_pad_nd", "pad"}
 _COMPLEX = {"complex", "real", "imag", "view_as_complex", "view_as_real", "_conj"}
-_POOLS = {f"{kind}avg_pool{count}d" for kind in ("", "adaptive_") for count in (1, 2, 3)}
+_POOLS = operations(Trait.POOL)
 _ADDED = {"add", "cat", "stack"} | _POOLS
-_TOGETHER = {"add", "sub", "cat", "view_as_real", "einsum", "matmul", "linear"}
-_MOVED = MOVEMENTS | _WINDOWS | _CUTS
-_LINEAR = _PRODUCTS | _MOVED | {"add", "sub", "neg", "div", "sum", "mean", "cat", "stack", "getitem"} | _POOLS
-_LINEAR |= {"to", "_to_copy", "clone", "contiguous", "dropout"} | _COMPLEX
+_TOGETHER = {"cat", "view_as_real", "einsum", "matmul", "linear"} | operations(Trait.JOIN)
+_MOVED = _WINDOWS | _CUTS | operations(Trait.MOVE)
+_LINEAR = {"neg", "div", "sum", "mean", "getitem"} | _MOVED | _PRODUCTS | _POOLS | _COMPLEX
+_LINEAR |= operations(Trait.CAST | Trait.JOIN | Trait.CAT)
 # What cannot be run on numbers alone.
 _NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError)
 _ROUNDING = 1e-12
@@ -199,7 +198,7 @@ class _Respeller:
         ]
         if not products or sum(len(self.rewriter.shape(weight)) > 1 for weight in region.weights) != 1:
             return False
-        convolved = [at for at in products if names[at] in _CONVOLUTIONS]
+        convolved = [at for at in products if names[at] in operations(Trait.CONVOLVE)]
         cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
         packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
         return len(products) > 1 or cut or packed or not _WINDOWS.isdisjoint(names)
@@ -244,7 +243,7 @@ class _Respeller:
     def _is_sum(self, region: _Region) -> bool:
         """Whether something is left of a value that is smaller, after parts of it were added."""
         names = [self.rewriter.name(step) for step in region.steps]
-        moved = bool(names[:-1]) and names[-1] in MOVEMENTS and "mean" in names
+        moved = bool(names[:-1]) and names[-1] in operations(Trait.MOVE) and "mean" in names
         smaller = math.prod(self.rewriter.shape(region.end)) < math.prod(self.rewriter.shape(region.starts[0]))
         return smaller and (moved or not _ADDED.isdisjoint(names))
 

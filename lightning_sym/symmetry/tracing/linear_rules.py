@@ -10,8 +10,10 @@ from torch import Tensor
 from lightning_sym.symmetry.tracing.choice_rules import taken_at
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.elementwise_rules import summed_over
+from lightning_sym.symmetry.tracing.operations import Trait, places_of
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value
+from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.vocabulary import Trace
 
 # Linear maps.
 
@@ -71,33 +73,31 @@ def _summed_twice(trace: Trace, terms: Sequence[str], output: str, values: Seque
     return summed_over(trace, product, range(len(output), len(whole)), squares=False)
 
 
-def _convolution(count: int, transposed: bool) -> Rule:
-    def rule(
-        trace: Trace,
-        value: Value,
-        weight: Value,
-        bias: Value | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        *args: Any,
-    ) -> Value:
-        # conv: dilation, groups; transposed: output_padding, groups, dilation
-        groups = args[1] if len(args) > 1 else 1
-        shape = trace.output_shape()
-        channel = value.ndim - count - 1
-        value = trace.tied(value, range(-count, 0))
-        weight = trace.free_of(weight, range(2, weight.ndim), "")
-        if groups == 1:
-            into: list[int | None] = [None] * weight.ndim
-            into[1 if transposed else 0] = channel
-            kept: list[int | None] = [axis if axis != channel else None for axis in range(value.ndim)]
-            # The kernel's axes carry no labels any more, and go nowhere.
-            result = trace.contract(value, kept, weight, into, shape)
-        else:
-            result = _grouped(trace, value, weight, groups, channel, transposed, shape)
-        return _biased(trace, result, bias, channel)
-
-    return rule
+@register_rule(Trait.CONVOLVE)
+def _convolution(
+    trace: Trace,
+    value: Value,
+    weight: Value,
+    bias: Value | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    *args: Any,
+) -> Value:
+    # conv: dilation, groups; transposed: output_padding, groups, dilation
+    groups = args[1] if len(args) > 1 else 1
+    shape, count, transposed = trace.output_shape(), places_of(trace.operation), "transpose" in trace.operation
+    channel = value.ndim - count - 1
+    value = trace.tied(value, range(-count, 0))
+    weight = trace.free_of(weight, range(2, weight.ndim), "")
+    if groups == 1:
+        into: list[int | None] = [None] * weight.ndim
+        into[1 if transposed else 0] = channel
+        kept: list[int | None] = [axis if axis != channel else None for axis in range(value.ndim)]
+        # The kernel's axes carry no labels any more, and go nowhere.
+        result = trace.contract(value, kept, weight, into, shape)
+    else:
+        result = _grouped(trace, value, weight, groups, channel, transposed, shape)
+    return _biased(trace, result, bias, channel)
 
 
 def _way_from_parameter(trace: Trace) -> list[torch.fx.Node]:
@@ -163,11 +163,6 @@ def _grouped(
         constraints.restrict(label)
         constraints.restrict(out)
     return Value(shape, (*rest, out.on((channel,))))
-
-
-for _count in (1, 2, 3):
-    register_rule(f"aten::conv{_count}d")(_convolution(_count, transposed=False))
-    register_rule(f"aten::conv_transpose{_count}d")(_convolution(_count, transposed=True))
 
 
 @register_rule("aten::embedding")

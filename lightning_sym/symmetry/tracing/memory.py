@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.constraints import Label
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.vocabulary import Trace
 
 Place = tuple[fx.Node, int | None]  # a tensor of the graph: a node, or one of the list that it returns
 
@@ -118,14 +119,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [target for target in flat if isinstance(target, fx.Node)]
 
 
-_REPLACING: tuple[str, ...] = ("copy", "fill", "zero", "index_put", "index_copy", "index_fill", "scatter")
-_REPLACING += ("slice_scatter", "select_scatter", "diagonal_scatter")
-
-
 def replaces(node: fx.Node) -> bool:
     """Return whether an operation puts values in the place of its first argument's, without reading these."""
-    name = operation_name(node.target).removesuffix("_")
-    return name in _REPLACING and True not in (*node.args[3:4], node.kwargs.get("accumulate"))
+    return name_of(node) in operations(Trait.REPLACE) and True not in (*node.args[3:4], node.kwargs.get("accumulate"))
 
 
 def overwrite(trace: Trace, base: Value, where: Tensor, new: Value) -> Value:

@@ -25,7 +25,7 @@ _ROUNDING = 1e-12  # relative difference of two numbers of a table that count as
 
 
 class Labelled(Protocol):
-    """A value of the graph, see :class:`lightning_sym.symmetry.tracing.vocabulary.Value`."""
+    """A value of the graph, see :class:`lightning_sym.symmetry.tracing.values.Value`."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
+from lightning_sym.symmetry.tracing.branches import together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
@@ -34,12 +35,12 @@ from lightning_sym.symmetry.tracing.contractions import (
     tensordot,
 )
 from lightning_sym.symmetry.tracing.filling import join_parts
-from lightning_sym.symmetry.tracing.invisible import PASSES, SOFTMAX, argument, reduced
+from lightning_sym.symmetry.tracing.invisible import argument, reduced
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
+from lightning_sym.symmetry.tracing.operations import Trait, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
-from lightning_sym.symmetry.tracing.rules import out_of_place
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
 
 aten = torch.ops.aten
@@ -341,10 +342,10 @@ def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _pool(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite pooling of everything into one place."""
-    count = int(next(letter for letter in r.name(node) if letter in "123"))
+    count = places_of(r.name(node))
     if set(r.shape(node)[-count:]) != {1}:
         return None
-    if not r.name(node).startswith("adaptive"):
+    if "adaptive" not in r.name(node):
         size, padding = argument(node, 1, "kernel_size"), argument(node, 3, "padding", 0)
         given = [size] * count if isinstance(size, int) else list(size) * (count // len(size))
         if tuple(given) != r.shape(node.args[0])[-count:] or any(
@@ -354,13 +355,12 @@ def _pool(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, r.insert(aten.mean.dim, node.args[0], list(range(-count, 0))), r.shape(node))
 
 
-_PERMUTATIONS = {"permute", "transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims"}
-
-
 def _mean_of_moved(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the mean over axes of a permuted value."""
     moved, axes = node.args[0], argument(node, 1, "dim")
-    if r.name(moved) not in _PERMUTATIONS or not r.only_for(moved, node) or not axes or argument(node, 2, "keepdim"):
+    if r.name(moved) not in operations(Trait.PERMUTE) or not r.only_for(moved, node):
+        return None
+    if not axes or argument(node, 2, "keepdim"):
         return None
     assert isinstance(moved, fx.Node)
     rank = len(r.shape(moved))
@@ -428,7 +428,7 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the product of rows of which one entry is 1, or of sums of them, and a matrix of weights."""
     value, weight = node.args[:2]
     sums: list[fx.Node] = []
-    while r.name(value) in ("to", "_to_copy", "float", "double", "type_as", "sum", "mean"):
+    while r.name(value) in operations(Trait.CAST) | {"sum", "mean"}:
         sums += [value] if r.name(value) in ("sum", "mean") else []  # type: ignore[list-item]
         value = value.args[0]  # type: ignore[union-attr]
     if argument(node, 2, "bias") is not None or r.name(value) != "one_hot" or not isinstance(value, fx.Node):
@@ -572,7 +572,7 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     whole = joined(r, parts, axis)
     if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
         return whole
-    return joined_layers(r, node)
+    return joined_layers(r, node) or together(r, node)
 
 
 def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
@@ -680,13 +680,11 @@ def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
         if len(node.users) != 1:
             return False
         (user,) = node.users
-        if r.name(user) in SOFTMAX:
+        if r.name(user) in operations(Trait.SOFTMAX):
             return "log" not in r.name(user) or low < _LOWEST
-        if (
-            r.name(user) not in PASSES | {"add", "masked_fill", "where"}
-            or r.shape(user) != r.shape(node)
-            or r.name(user) == "neg"
-        ):
+        if r.name(user) not in operations(Trait.CAST) | {"add", "masked_fill", "where"}:
+            return False
+        if r.shape(user) != r.shape(node):
             return False
         node = user
     return False
@@ -697,21 +695,20 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), addmm),
     **dict.fromkeys(("tensordot", "inner"), tensordot),
     **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), multi_dot),
-    "linear": _layer,
-    **{f"conv{kind}{count}d": _layer for kind in ("", "_transpose") for count in (1, 2, 3)},
+    **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     "einsum": einsum,
     "bilinear": bilinear,
     "cosine_similarity": _cosine,
     "instance_norm": _saved_statistics,
     **dict.fromkeys(("sum", "prod"), _total),
-    **dict.fromkeys(SOFTMAX, unseen),
+    **dict.fromkeys(operations(Trait.SOFTMAX), unseen),
     "add": _sum,
     "sub": _difference,
     "mean": _mean_of_moved,
     "mul": _product,
     "div": _quotient,
-    **{f"{kind}avg_pool{count}d": _pool for kind in ("", "adaptive_") for count in (1, 2, 3)},
-    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _made_like),
+    **dict.fromkeys(operations(Trait.POOL), _pool),
+    **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
     "im2col": _windows,

@@ -10,11 +10,13 @@ from typing import Any
 from torch import fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, PASSES, argument, name_of, reduced, shape_of
+from lightning_sym.symmetry.tracing.invisible import argument, reduced, shape_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 _SUMS = {"add", "sub"}
-_POOLING = {f"{kind}avg_pool{count}d" for kind in ("", "adaptive_") for count in (1, 2, 3)}
-_HANDED_ON = PASSES | MOVEMENTS | _POOLING | {"getitem"}
+_PASSED = operations(Trait.CAST) | {"neg"}
+_MOVED = _PASSED | operations(Trait.MOVE)
+_HANDED_ON = _MOVED | operations(Trait.POOL) | {"getitem"}
 _PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3), "instance_norm": (1, 2)}
 _BATCH_NORMS = {"batch_norm", "cudnn_batch_norm"}
 
@@ -115,14 +117,14 @@ class _Finder:
             elif name == "add" and len(others) == 1:
                 bias = self._state(others[0]) if _is_vector(others[0]) else None
                 break
-            elif name not in PASSES | MOVEMENTS and (name not in ("mul", "div") or user.args[0] is not node):
+            elif name not in _MOVED and (name not in ("mul", "div") or user.args[0] is not node):
                 break
             node, users = user, list(user.users)
         return gain, bias, plain
 
     def _state(self, node: Any) -> str | None:
         """Return the parameter whose elements, at most moved, a node is."""
-        while isinstance(node, fx.Node) and name_of(node) in PASSES | MOVEMENTS:
+        while isinstance(node, fx.Node) and name_of(node) in _MOVED:
             node = node.args[0]
         name = self.capture.states.get(node) if isinstance(node, fx.Node) else None
         return name if name in self.parameters else None
@@ -190,7 +192,7 @@ def _over_last(node: fx.Node) -> bool:
 
 def _passed(node: Any) -> Any:
     """Return what was cast or handed on."""
-    while isinstance(node, fx.Node) and name_of(node) in PASSES:
+    while isinstance(node, fx.Node) and name_of(node) in _PASSED:
         node = node.args[0]
     return node
 

@@ -14,21 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, TRANSPOSES, argument, moved
+from lightning_sym.symmetry.tracing.invisible import argument, moved
 from lightning_sym.symmetry.tracing.measuring import Measured, measured
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, moved_by, run_step
 
 aten = torch.ops.aten
 
-_CASTS = {"to", "_to_copy", "type_as", "float", "double", "half", "bfloat16"}
-_PASSED = _CASTS | {"dropout", "clone", "contiguous", "alias", "detach", "positive"}
-_SUMS = {
-    *("mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "amax", "max", "logsumexp"),
-    *("softmax", "_softmax", "log_softmax", "_log_softmax", "einsum", "matmul", "mm", "bmm", "linear", "mv", "dot"),
-    *("layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "cumsum", "tensordot"),
-}
-_LAST = {"mul", "div", "add", "sub", "exp", "log", "cat", "addcmul", *MOVEMENTS}
+_CASTS = operations(Trait.CAST)
+_MOVEMENTS = operations(Trait.MOVE) - operations(Trait.BY_SHAPE)
+_SUMS = operations(Trait.SUM | Trait.REDUCE | Trait.CONTRACT | Trait.SOFTMAX | Trait.NORM)
+_LAST = {"exp", "log", "cat", "addcmul"} | operations(Trait.JOIN | Trait.PRODUCT) | _MOVEMENTS
 _MOST_NODES = 48  # of a region
 _MOST_FAILURES = 4  # values that are tried in vain as the one of which a region is made
 _LOW = -1e3  # the exponential of what is so much lower than all else is zero
@@ -206,7 +203,7 @@ class _Recogniser:
     def _turned(self, value: fx.Node) -> tuple[fx.Node, bool]:
         """Return of what a value is the transposed, and that it is; else itself."""
         shape = _size(value.args[0] if value.args else None) or ()
-        if self.rewriter.name(value) in TRANSPOSES and len(shape) > 1:
+        if self.rewriter.name(value) in operations(Trait.PERMUTE) and len(shape) > 1:
             numbers = torch.arange(math.prod(shape)).reshape(shape)
             if torch.equal(moved_by(Step.of(value), numbers), numbers.mT):
                 return value.args[0], True  # type: ignore[return-value]
@@ -218,7 +215,7 @@ class _Recogniser:
         """Yield what a node may be the last step of: with the weights that it multiplies and adds, and without."""
         moves: list[fx.Node] = []
         whole: Any = node
-        while self.rewriter.name(whole) in MOVEMENTS and (whole is node or self._is_inner(whole, moves[0])):
+        while self.rewriter.name(whole) in _MOVEMENTS and (whole is node or self._is_inner(whole, moves[0])):
             if whole.all_input_nodes != [whole.args[0]]:
                 return
             moves.insert(0, whole)
@@ -375,7 +372,7 @@ class _Recogniser:
         told = {"layer": ("layer_norm",), "rms": ("rms_norm",)}.get(found.kind, (found.kind, f"_{found.kind}"))
         told = ("group_norm",) if found.split is not None and found.kind == "layer" else told
         known = [name for name in names if name in told or name == "instance_norm"]
-        others = [name for name in names if name not in known and name not in _PASSED | MOVEMENTS]
+        others = [name for name in names if name not in known and name not in _CASTS | _MOVEMENTS]
         return len(known) == 1 and not others
 
     def _put(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[Step]) -> fx.Node | None:
@@ -459,7 +456,7 @@ class _Recogniser:
         """Return the parameter of one axis whose elements, in order, stand along an axis of what comes out."""
         way: list[fx.Node] = []
         vector = weights
-        while isinstance(vector, fx.Node) and self.rewriter.name(vector) in MOVEMENTS:
+        while isinstance(vector, fx.Node) and self.rewriter.name(vector) in _MOVEMENTS:
             way.append(vector)
             vector = vector.args[0]  # type: ignore[assignment]
         if axis is None or vector not in self.rewriter.capture.states or _size(vector) != (shape[axis],):

@@ -424,14 +424,14 @@ class Rewriter:
             return
         known: dict[Any, fx.Node] = {}
         for node in list(self.graph.nodes):
-            held = _held(node) if node.op == "get_attr" else None
+            held = getattr(node.graph.owning_module, str(node.target)) if node.op == "get_attr" else None
             if type(held) is not Tensor or held.is_meta or held.layout != torch.strided or held.numel() > _MOST:
                 continue
             key = held.dtype, held.device, tuple(held.shape), tuple(held.reshape(-1).tolist())
             first = known.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)
-                self._erase(node)
+                self.erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
         """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.

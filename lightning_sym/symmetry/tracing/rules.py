@@ -6,7 +6,7 @@ See docs/theory/intertwiners.md, 2.2.
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,50 +15,68 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
-from lightning_sym.symmetry.tracing.capture import DEMAND, Leaf, first_names, operation_name, state_tensors
-from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, values_in
+from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Leaf, first_names, operation_name, state_tensors
+from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
+from lightning_sym.symmetry.tracing.values import Value, values_in
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
+CHOSEN = "units are chosen by their values"
 RuleT = TypeVar("RuleT", bound=Callable[..., Any])
 _RULES: dict[str, Rule] = {}
 _MODULE_RULES: dict[type[nn.Module], Rule] = {}
 
 
-def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
-    """Say which symmetries an operation or a module of yours allows.
+def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
+    """Say what an operation or a module of yours does, so that its symmetries are found.
 
-    The rule is called with a `Trace` and the operation's arguments, tensors replaced by `Value`s; its methods
-    (`elementwise`, `permutations_only`, `linear_along`, `move`, `join`, `contract`, `fix`) write down what the
-    operation demands and return what comes out. For a module class it is called as `rule(trace, module, *inputs)`; the
-    module's parameters are `trace.parameter(module, "weight")`. Every traced network is tested with random elements,
-    so a rule that allows too much is an error, not a wrong answer.
+    The rule is called with a `Trace` and the operation's arguments, tensors replaced by `Value`s. It calls methods of
+    the trace (`compute`, `normalise`, `softmax`, `join`, `contract`, `move`, `elementwise`, `permutations_only`,
+    `linear_along`, `fix`) and returns what comes out. For a module class it is called as
+    `rule(trace, module, *inputs)`, and parameters are `trace.parameter(module, "weight")`. What it says is written into
+    the network's graph as operations of torch, so that labels, shifts, norms and rotations follow it. What it says
+    nothing of is fixed, with a note. Every traced network is tested with random elements, so a rule that allows too
+    much is an error, not a wrong answer.
 
     Args:
-        operations: Operations (`torch.ops.aten.cosh`, `torch.ops.mylib.myop`), their names ("aten::cosh"), or
-            subclasses of `nn.Module`. The in-place variant follows the same rule.
+        subjects: Operations (`torch.ops.mylib.myop`, or what `torch.library.custom_op` returns), their names
+            ("aten::cosh"), or subclasses of `nn.Module`; or a `Trait`, for all operations that have it and no rule of
+            their own. The in-place variant follows the same rule.
 
     Raises:
         TypeError: If something else is given.
+
+    Example:
+        >>> class Norm(nn.LayerNorm):
+        ...     "A layer norm."
+        >>> @register_rule(Norm)
+        ... def norm(trace, module, x):
+        ...     x = trace.normalise(x, axes=[-1], mean=True, eps=module.eps)
+        ...     x = trace.join(x, trace.parameter(module, "weight"), product=True)
+        ...     return trace.join(x, trace.parameter(module, "bias"), product=False)
     """
     names = []
-    for operation in operations:
-        is_module = isinstance(operation, type) and issubclass(operation, nn.Module)
-        if is_module or (isinstance(operation, str) and "::" in operation):
-            names.append(operation)
-        elif isinstance(operation, torch.library.CustomOpDef):
-            names.append(operation._qualname)
-        elif isinstance(operation, torch._ops.OpOverloadPacket):
-            names.append(operation._qualified_op_name)
-        elif isinstance(operation, torch._ops.OpOverload):
-            names.append(operation._schema.name)
+    for subject in subjects:
+        is_module = isinstance(subject, type) and issubclass(subject, nn.Module)
+        if is_module or isinstance(subject, Trait) or (isinstance(subject, str) and "::" in subject):
+            names.append(subject)
+        elif isinstance(subject, torch.library.CustomOpDef):
+            names.append(subject._qualname)
+        elif isinstance(subject, torch._ops.OpOverloadPacket):
+            names.append(subject._qualified_op_name)
+        elif isinstance(subject, torch._ops.OpOverload):
+            names.append(subject._schema.name)
         else:
             raise TypeError(
                 f"a rule belongs to an operation (torch.ops.aten.cosh), its name ('aten::cosh') or a subclass of "
-                f"nn.Module, not to {operation!r}"
+                f"nn.Module, not to {subject!r}"
             )
 
     def register(rule: RuleT) -> RuleT:
         for name in names:
-            if isinstance(name, str):
+            if isinstance(name, Trait):
+                for own in operations(name):
+                    _RULES.setdefault(f"aten::{own}", rule)
+            elif isinstance(name, str):
                 _RULES[name.removesuffix("_")] = rule
             else:
                 _MODULE_RULES[name] = rule
@@ -70,15 +88,22 @@ def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
 def own_operations() -> frozenset[str]:
     """Return the operations that stay as they are: those for which users wrote rules, and what such rules demand."""
     ours = __name__.rpartition(".")[0]
-    own = (name for name, rule in _RULES.items() if not getattr(rule, "__module__", "").startswith(ours))
+    where = ((name, getattr(rule, "__module__", "")) for name, rule in _RULES.items())
+    own = (name for name, module in where if not module.startswith(ours) or module == f"{ours}.written_out")
     return frozenset((DEMAND._schema.name, *own))
 
 
-def is_own(target: Any) -> bool:
-    """Whether users wrote a rule for an operation of the graph, or for the module that it is."""
+def is_own(target: Any, own: Collection[str]) -> bool:
+    """Whether an operation of the graph is a module for which users wrote a rule, or one of some operations.
+
+    Args:
+        target: The operation.
+        own: Those for which users wrote rules, as :func:`own_operations` returns.
+    """
+    if target in OPAQUE:
+        return target is not DEMAND
     schema = getattr(target, "_schema", None)
-    name = schema.name.removesuffix("_") if schema is not None else ""
-    return target is torch.ops.lightning_sym.leaf.default or name in own_operations() - {DEMAND._schema.name}
+    return schema is not None and schema.name.removesuffix("_") in own
 
 
 def leaf_types() -> tuple[type[nn.Module], ...]:
@@ -94,18 +119,9 @@ def rule_for(target: Any) -> Rule:
     if name in _RULES:
         return _RULES[name]
     target = out_of_place(target)
-    if torch.Tag.pointwise in target.tags:
+    if is_pointwise(target):
         return functools.partial(pointwise, target)
     return functools.partial(_untagged, target) if name.startswith("aten::") else unknown
-
-
-def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """Return the variant of an operation that leaves its input alone: only that one is tagged."""
-    namespace, _, name = target._schema.name.partition("::")
-    if not name.endswith("_") or name.startswith("__"):
-        return target
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, None) or target
 
 
 def results_of(trace: Trace) -> Any:
@@ -118,7 +134,14 @@ def unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
     """An operation without a rule: nothing may act on what goes in."""
     for value in values_in((args, kwargs)):
         trace.fix(value, "no rule for this operation")
+        fix_choice(trace, value)
     return results_of(trace)
+
+
+def fix_choice(trace: Trace, value: Value) -> None:
+    """Fix the units that integers name, if they do."""
+    if value.chooses is not None:
+        trace.fix(value.with_labels(value.chooses), CHOSEN)
 
 
 def _untagged(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
@@ -152,12 +175,9 @@ def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
     )
 
 
-_PASS_OFFSETS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "dropout", "feature_dropout", "contiguous")
-
-
 def passes_offset(target: Any) -> bool:
     """Whether an operation leaves a constant that was added to its input as it is."""
-    return operation_name(target) in _PASS_OFFSETS
+    return operation_name(target) in operations(Trait.REGROUP | Trait.CAST)
 
 
 def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> bool:
@@ -241,7 +261,7 @@ def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
         names = [
             list(inspect.signature(each).parameters)[skipped:] for each, skipped in ((rule, 2), (module.forward, 0))
         ]
-        as_called = names[0][: len(args)] == names[1][: len(args)] and not all(leaf.call.given)
+        as_called = names[0][: len(args)] == names[1][: len(args)]
     collects = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
     if as_called and not (collects and one_by_one):
         return rule(trace, module, *args, **kwargs)

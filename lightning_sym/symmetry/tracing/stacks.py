@@ -16,44 +16,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.capture import Capture, operation_name
+from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label, Sighting
 from lightning_sym.symmetry.tracing.coordinates import core
 from lightning_sym.symmetry.tracing.numbering import components
-from lightning_sym.symmetry.tracing.rules import out_of_place
+from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
 from lightning_sym.symmetry.tracing.shifts import Shift, Shown
-from lightning_sym.symmetry.tracing.vocabulary import Members, Value, values_in
+from lightning_sym.symmetry.tracing.values import Members, Value, values_in
 
 Bools = NDArray[np.bool_]
 
 _PRODUCTS = ("einsum", "matmul")
 _INDICES = ("index", "index_select")
-_PASSES = ("to", "_to_copy", "type_as", "float", "double", "clone", "alias", "detach", "contiguous", "dropout")
-_MOVES = (
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
-    *("numpy_T", "mT", "movedim", "slice", "select", "narrow", "expand", "chunk", "split", "split_with_sizes"),
-    *("unbind", "tensor_split", "unsafe_chunk", "unsafe_split", "repeat_interleave", "repeat", "swapaxes"),
-)
-_BY_SHAPE = {"expand_as": "expand", "view_as": "reshape", "reshape_as": "reshape"}
-_SUMS = ("sum", "mean")
-_SOFTMAX = ("softmax", "_softmax", "log_softmax", "_log_softmax")
 _NORMS = ("layer_norm", "rms_norm")
 _MIXED = object()  # values of different members meet
 _LEFT = object()  # what comes out is made of several members
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    if operation_name(node.target) in _PASSES:
-        return True
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in out_of_place(target).tags
+    return is_pointwise(node.target) or name_of(node) in operations(Trait.CAST)
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield what reads a tensor other than by moving it, and what that reads."""
     for user in node.users:
-        name = operation_name(user.target)
-        if name in ("getitem", *_MOVES, *_BY_SHAPE, *_PASSES) and user.args[0] is node:
+        name = name_of(user)
+        if name in operations(Trait.MOVE | Trait.CAST) | {"getitem"} and user.args[0] is node:
             yield from _readers(user)
         else:
             yield user, node
@@ -70,7 +58,7 @@ def stacked(capture: Capture, tensors: dict[str, Tensor]) -> dict[str, int]:
         if len(shape) < 2 or shape[0] < 2 or not tensors[name].is_floating_point():
             continue
         readers = list(_readers(node))
-        names = [operation_name(user.target) for user, _ in readers]
+        names = [name_of(user) for user, _ in readers]
         allowed = (*_INDICES, *(_PRODUCTS if len(shape) > 2 else ()))
         if readers and all(
             own in allowed or _is_pointwise(user) for own, (user, _) in zip(names, readers, strict=True)
@@ -162,7 +150,7 @@ class Stacks:
         """
         values = values_in((args, kwargs))
         inside = [value for value in values if value.members is not None]
-        if inside and operation_name(node.target) != "getitem":
+        if inside and name_of(node) != "getitem":
             known = self._follow(node, args, kwargs, inside)
             if known is _MIXED:
                 for value in inside:
@@ -212,13 +200,13 @@ class Stacks:
 
     def _follow(self, node: fx.Node, args: Any, kwargs: Any, inside: list[Value]) -> Any:
         """Return of which members the elements of a result are (or of each result), or that they are mixed."""
-        name = operation_name(node.target).removesuffix("_")
+        name = name_of(node)
         if len({value.members.size for value in inside if value.members}) > 1:
             return _MIXED
         meta: Any = node.meta.get("val")
         if name in _INDICES and len(inside) == 2:
             return _picked(name, args, tuple(meta.shape))
-        if name in (*_MOVES, *_BY_SHAPE) and len(inside) == 1 and args[0] is inside[0]:
+        if name in operations(Trait.MOVE) and len(inside) == 1 and args[0] is inside[0]:
             return _moved(node, name, args, kwargs)
         if name in (*_PRODUCTS, "linear"):
             return _contracted(name, args, tuple(meta.shape))
@@ -230,9 +218,9 @@ class Stacks:
         if len(inside) != 1 or args[0] is not inside[0] or not isinstance(meta, Tensor):
             return _MIXED
         number = inside[0].members.number if inside[0].members else torch.zeros(0)
-        if name in _SUMS:
+        if name in operations(Trait.SUM):
             return _summed(number, args, kwargs, tuple(meta.shape))
-        if name in _SOFTMAX:
+        if name in operations(Trait.SOFTMAX):
             return _MIXED if _varies(number, args[1]) else number
         if name in _NORMS:
             axes = range(number.ndim - len(args[1]), number.ndim)
@@ -247,15 +235,10 @@ def _widest(numbers: Sequence[Tensor]) -> Tensor:
 
 def _moved(node: fx.Node, name: str, args: Any, kwargs: Any) -> Any:
     value, rest = args[0], args[1:]
-    if name in _BY_SHAPE:
-        return getattr(value.members.number, _BY_SHAPE[name])(node.meta["val"].shape)
-    if any(other.concrete is None for other in values_in((rest, kwargs))):
+    if name not in operations(Trait.BY_SHAPE) and any(v.concrete is None for v in values_in((rest, kwargs))):
         return _MIXED
     rest, kwargs = torch.utils._pytree.tree_map(lambda v: v.concrete if isinstance(v, Value) else v, (rest, kwargs))
-    if name in ("view", "_unsafe_view"):
-        return value.members.number.reshape(node.meta["val"].shape)
-    target: Any = node.target
-    return target(value.members.number, *rest, **kwargs)
+    return moving(node, rest, kwargs)(value.members.number)
 
 
 def _picked(name: str, args: Any, shape: tuple[int, ...]) -> Any:
@@ -418,9 +401,8 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
         own = templates[atoms[templates] > member]
         pending[units.of(own, member)] = constraints._pending[own]
     constraints._pending = pending
-    for name in ("merges", "contracted", "turned", "planes"):
+    for name in ("merges", "contracted", "turned", "planes", "blocks", "shared_gains"):
         setattr(constraints, name, _pairs(units, getattr(constraints, name)))
-    constraints.blocks = _pairs(units, constraints.blocks)
     constraints.copies = [
         (part[0], part[1], part[2])
         for copies in constraints.copies

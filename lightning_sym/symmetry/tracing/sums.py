@@ -7,7 +7,8 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped, shown, stored
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, argument
+from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
@@ -72,7 +73,7 @@ def _behind_gain(r: Rewriter, value: Term, term: Term) -> fx.Node | None:
     if r.name(value.node) != "mul" or not r.only_for(value.node, value.reader):
         return None
     weights = moved = term.node
-    while r.name(moved) in MOVEMENTS and moved.all_input_nodes == [moved.args[0]]:
+    while r.name(moved) in operations(Trait.MOVE) and moved.all_input_nodes == [moved.args[0]]:
         moved = moved.args[0]  # type: ignore[assignment]
     if r.name(moved) != "mul":
         return None
@@ -171,9 +172,6 @@ def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
 # Softmaxes.
 
 
-_NEVER_NEGATIVE = {"exp", "exp2", "softmax", "_softmax", "sigmoid", "square", "abs", "relu", "softplus"}
-
-
 def normalised(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a product with an exponential or a softmax over its sum: a softmax to which logarithms are added."""
     value, total = node.args[:2]
@@ -236,11 +234,11 @@ def _logarithm(r: Rewriter, node: Any, like: fx.Node) -> fx.Node | None:
     if r.name(node) == "exp":
         return node.args[0]  # type: ignore[return-value]
     kind, source = like.meta["val"].dtype, node
-    while r.name(source) in ("to", "_to_copy", "type_as", "float", "double") and isinstance(source.args[0], fx.Node):
+    while r.name(source) in operations(Trait.CAST) and isinstance(source.args[0], fx.Node):
         source = source.args[0]
-    while r.name(source) in MOVEMENTS and isinstance(source.args[0], fx.Node):
+    while r.name(source) in operations(Trait.MOVE) and isinstance(source.args[0], fx.Node):
         source = source.args[0]
-    if source.meta["val"].dtype != torch.bool and r.name(source) not in _NEVER_NEGATIVE:
+    if source.meta["val"].dtype != torch.bool and r.name(source) not in operations(Trait.NEVER_NEGATIVE):
         number = r.constant(node)
         if number is None or bool((number < 0).any()):
             return None

@@ -1,10 +1,11 @@
 """The parameters and buffers of a network that is traced."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.tracing.capture import constant_names, state_tensors
+from lightning_sym.symmetry.tracing.capture import Capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
 
 
@@ -30,3 +31,25 @@ class Tensors(NamedTuple):
         parameters = [name for name, _ in network.named_parameters() if name in states]
         states |= constant_values(network) if weightless else {}
         return cls(states, parameters, constant_names(network), weightless)
+
+    def unused(self, captures: Sequence[Capture]) -> list[str]:
+        """Say which parameters no operation reads."""
+        read = _read(captures)
+        unused = [name for name in self.parameters if name not in read]
+        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
+        return [note] if unused else []
+
+    def constants(self, captures: Sequence[Capture]) -> dict[str, Tensor]:
+        """Return the tensors whose values count: those read as they are, and those that may have been looked at."""
+        read, valued = _read(captures), {name for captured in captures for name in captured.folded}
+        return {
+            name: tensor
+            for name, tensor in self.states.items()
+            if name in valued or (name in read and (name in self.unsaved or not tensor.is_floating_point()))
+        }
+
+
+def _read(captures: Sequence[Capture]) -> set[str]:
+    """Return the names of the tensors that an operation reads."""
+    return {name for captured in captures for node, name in captured.states.items() if node.users}

@@ -14,7 +14,7 @@ from torch import fx
 from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label
 from lightning_sym.symmetry.tracing.mixtures import Labelled, Mixture, Planes, added, find_planes, joined
-from lightning_sym.symmetry.tracing.vocabulary import Value, values_in
+from lightning_sym.symmetry.tracing.values import Value, values_in
 
 _CLOSING = ("add", "sub", "cat", "view_as_real")
 

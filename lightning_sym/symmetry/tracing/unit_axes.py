@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
-from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, moved
+from lightning_sym.symmetry.tracing.invisible import moved
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 _MOST = 256  # operations that are looked at
@@ -43,7 +44,7 @@ class _UnitAxes:
             first, second = ({axis - len(self.r.shape(part)) for axis in self.of(part)} for part in node.args[:2])
             kept = {axis for axis in first | second if axis < -2} | ({-2} & first) | ({-1} & second)
             return {axis + rank for axis in kept}
-        if name in MOVEMENTS and node.all_input_nodes == [node.args[0]]:
+        if name in operations(Trait.MOVE) and node.all_input_nodes == [node.args[0]]:
             own = self.of(node.args[0])
             after = moved(node, coordinates(self.r.shape(node.args[0]), sorted(own))) if own else None
             return set(varying_axes(after)) if isinstance(after, Tensor) else set()

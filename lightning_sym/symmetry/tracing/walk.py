@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
-from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark, operation_name
-from lightning_sym.symmetry.tracing.choice_rules import fix_choice, tells_unknown_choice
+from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark
+from lightning_sym.symmetry.tracing.choice_rules import tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
-from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
 from lightning_sym.symmetry.tracing.turns import Turns, mixed
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
-
-_MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
+from lightning_sym.symmetry.tracing.values import Value, values_in
+from lightning_sym.symmetry.tracing.vocabulary import OnlyUnlabelledError, Trace
 
 
 def _uniform(value: Value) -> bool:
@@ -139,7 +139,12 @@ class Walk(Trace):
         since = self.stacks.before((arguments, keywords))
         mixture = mixed(node, arguments, keywords)
         with self.turns.mixing(mixture):
-            result = rule(self, *arguments, **keywords)
+            try:
+                result = rule(self, *arguments, **keywords)
+            except OnlyUnlabelledError as error:
+                if not written_by(node):
+                    raise TypeError(str(error)) from None
+                result = unknown(self, *arguments, **keywords)
         result = self.stacks.after(node, arguments, keywords, result, since)
         result = self.turns.follow(node, mixture, result)
         if self.affine and isinstance(result, Value) and passes_offset(node.target):
@@ -206,9 +211,9 @@ class Walk(Trace):
         """Run operations on constants for real: their results may say which elements another operation takes."""
         if node.target in OPAQUE:
             return None
-        values = values_in((arguments, keywords))
+        values, name = values_in((arguments, keywords)), name_of(node)
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
-            if not str(node.target).startswith(_MAKE_ANOTHER):
+            if name not in operations(Trait.LIKE):
                 return None
             # Of the tensor whose size and type are taken nothing else is needed.
             arguments = [
@@ -229,7 +234,6 @@ class Walk(Trace):
         result = function(*arguments, **keywords)
         if "empty" in str(node.target):
             result = torch.zeros_like(result)  # what was there before nobody may read
-        name = operation_name(node.target).removesuffix("_")
         by_size = name not in OF_NO_SIZE or any(value.by_size for value in values)
 
         def wrapped(tensor: Tensor) -> Value:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.tracing.choice_rules import TAKEN, fix_choice, marked
+from lightning_sym.symmetry.tracing.choice_rules import TAKEN, marked
 from lightning_sym.symmetry.tracing.memory import overwrite
-from lightning_sym.symmetry.tracing.rules import register_rule, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, filled
+from lightning_sym.symmetry.tracing.rules import fix_choice, register_rule, unknown
+from lightning_sym.symmetry.tracing.values import Value, filled
+from lightning_sym.symmetry.tracing.vocabulary import Trace
 
 
 def _elements(value: Value) -> Tensor:

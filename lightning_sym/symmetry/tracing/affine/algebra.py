@@ -269,8 +269,8 @@ class Algebra:
         )  # fmt: skip
 
     def _factor(self, factor: float) -> Coefficient:
-        """Return a number as a coefficient: it may be the length of an input, or 1 over that."""
-        for size in self.system.lengths:
+        """Return a number as a coefficient: behind a sum over an input it may be that one's length, or 1 over that."""
+        for size in self.system.lengths if self.system.counted else ():
             for power in (1, -1):
                 if size > 1 and factor == float(size) ** power:
                     return self.system.length(size, power)
@@ -305,17 +305,23 @@ class Algebra:
     def _product_of_weights(self, one: Value, two: Value, shape: Shape, node: Any, *, divide: bool) -> Value:
         if divide:
             self.fix(two)
-        terms = []
+        terms, drifts = [], {}
         for own, other, power in ((one, two, -1 if divide else 1), (two, one, 1)):
+            if not own.moves:
+                continue
+            by = self.system.coefficient(other).power(power).mapped(lambda t: wide(t, len(shape)))
             if (numbers := self.numbers(own)) is not None:
-                by = self.system.coefficient(other).power(power).mapped(lambda t: wide(t, len(shape)))
                 terms.append((wide(numbers, len(shape)), by))
+            for drift in self._living(own).values():
+                seconds = [other.translation, *other.more, *(second.numbers for second in other.drifts.values())]
+                self.system.products += [(drift.numbers, second) for second in seconds if second is not None]
+                if (numbers := self.unknowns.combined([(wide(drift.numbers, len(shape), 1), by)], 1)) is not None:
+                    drifts[self.system.source()] = Drift(wide(drift.function, len(shape)), numbers)
         self._both(one, two)
-        translation = self.unknowns.combined(terms) if terms else None
         for own in (one, two):
-            if own.drifts or (own.origin is not None and own.origin[0] in self.system.weights):
-                self.fix(own)
-        return Value(shape, False, node, translation, learned=one.learned or two.learned)
+            self._unread(own)
+        translation = self.unknowns.combined(terms) if terms else None
+        return Value(shape, False, node, translation, drifts, learned=one.learned or two.learned)
 
     def _times_weights(self, value: Value, weights: Value, shape: Shape, *, power: int) -> Value:
         """Return a value that depends on the input times weights, or divided by them."""

@@ -13,11 +13,12 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
-from lightning_sym.symmetry.tracing.affine.reading import CONVOLUTIONS, Constants
-from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, name_of
+from lightning_sym.symmetry.tracing.affine.reading import Constants
+from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Drift, Shape, Value, places, varying, wide
 from lightning_sym.symmetry.tracing.capture import OPAQUE
 from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 
 _VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
 _LETTERS = string.ascii_letters
@@ -100,7 +101,12 @@ class Interpreter(Contractions):
                 self.fix(value)
             return None
         given = self._given(node)
-        if node in self.unsafe or node.target in OPAQUE:
+        if node.target in OPAQUE:
+            if (result := self._moved_by_rule(node)) is None:
+                self._see_weights(given, [])
+                result = self._written(node)
+            return result
+        if node in self.unsafe:
             return self._written(node)
         if self.constants.is_constant(node):
             return self._constant(node)
@@ -108,7 +114,7 @@ class Interpreter(Contractions):
         result = self._by_rule(node, name)
         if result is None:
             result = self._unknown(node)
-        self._see_weights(given if name not in CASTS else given[:1], result)
+        self._see_weights(given if name not in operations(Trait.CAST) else given[:1], result)
         if isinstance(result, Value) and not result.varies:
             result.node = node
         return result
@@ -123,7 +129,7 @@ class Interpreter(Contractions):
     def _written(self, node: fx.Node) -> Any:
         """Return what is known of a node in whose memory something is written that other nodes may see: nothing."""
         val = node.meta["val"]
-        if name_of(node) not in OF_SHAPE:
+        if name_of(node) not in operations(Trait.LIKE):
             self._unknown(node)
         if isinstance(val, Tensor):
             return Value(tuple(val.shape), True, learned=True)
@@ -134,7 +140,7 @@ class Interpreter(Contractions):
         first = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if isinstance(val, Tensor) and not val.is_floating_point() and name not in MOVES:
             return None
-        if name in CASTS:
+        if name in operations(Trait.CAST):
             return first if isinstance(first, Value) and not (isinstance(val, Tensor) and val.is_complex()) else None
         if name in MOVES:
             return self._moved(node, name, first)
@@ -144,7 +150,7 @@ class Interpreter(Contractions):
         varies = any(value.varies for value in self._given(node))
         if not varies and name in _BLIND:
             return self._blind(node, rule)
-        if not varies and name not in _LINEAR:
+        if not varies and name not in operations(Trait.LINEAR):
             return None
         return rule(self, node)
 
@@ -182,18 +188,39 @@ class Interpreter(Contractions):
     def _unknown(self, node: fx.Node) -> Any:
         given = self._given(node)
         val, name = node.meta.get("val"), name_of(node)
-        pointwise = name in _POINTWISE or node.meta.get("demand", ("",))[0] == "elementwise"
+        where = self.capture.modules.get(node, "forward")
         for value in given:
             living = self.numbers(value) is not None or bool(self._living(value))
-            if not pointwise and living:
-                name = node.meta.get("rule_of", name)
-                where = self.capture.modules.get(node, "forward")
+            if "demand" in node.meta:
+                self._demanded(node, value, where, living=living)
+            elif living and name not in operations(Trait.POINTWISE) | {"prelu"}:
                 self.system.note(f"{name} in {where}: nothing is added to what it takes")
         if isinstance(val, (list, tuple)):
             return [
                 self.nonlinear(given, tuple(own.shape), None) if isinstance(own, Tensor) else None for own in val
             ]  # fmt: skip
         return self.nonlinear(given, tuple(val.shape) if isinstance(val, Tensor) else (), node)
+
+    def _moved_by_rule(self, node: fx.Node) -> Value | None:
+        """Return what a user's rule makes of a value by moving all its elements; None if it does something else."""
+        method, template = node.meta.get("demand", ("", None))
+        if method != "move":
+            return None
+        (value, function), _ = template.filled([self.values.get(given) for given in node.args[0]])  # type: ignore[union-attr,arg-type]
+        if value is None or bool((function(torch.ones(value.shape, dtype=torch.int64)) == 0).any()):
+            return None  # some come from nowhere
+        moved = self.move(value, Move("other", value.shape, tuple(node.meta["val"].shape), function), node)
+        return moved[0]
+
+    def _demanded(self, node: fx.Node, value: Value, where: str, *, living: bool) -> None:
+        """Note what a user's rule leaves open of a value, where another rule could say more."""
+        method, rule = node.meta["demand"][0], f"{node.meta['rule_of']} in {where}: its rule"
+        if method == "elementwise" and not value.varies:
+            self.system.blind[f"{rule} says of a function of weights only which group it has"] = None
+        elif living and method not in ("", "elementwise", "fix"):
+            self.system.blind[f"{rule} does not say what becomes of what is added, so that nothing is added here"] = (
+                None
+            )
 
     def _value(self, given: Any) -> Value | None:
         """Return the value of an argument; None for a number."""
@@ -384,7 +411,7 @@ class Interpreter(Contractions):
     def _convolution(self, node: fx.Node) -> Any:
         x, w = self._value(node.args[0]), self._value(node.args[1])
         name = name_of(node)
-        count = int(name[-2])
+        count = places_of(name)
         if x is None or w is None or not x.varies or x.rank != count + 2 or w.varies:
             return None
         transposed = "transpose" in name
@@ -670,7 +697,9 @@ class Interpreter(Contractions):
             whole = list(others)
             whole[lead + axis] = value.shape[axis]
             parts.append(torch.zeros(whole, dtype=torch.int64) if array is None else array.expand(whole))
-        return torch.cat(parts, lead + axis)
+        joined = torch.cat(parts, lead + axis)
+        first = joined.narrow(lead + axis, 0, 1)
+        return first if bool((joined == first).all()) else joined
 
     def _step(self, node: fx.Node) -> Any:
         """A step of a sequence."""
@@ -688,15 +717,8 @@ def _listed(given: Any, count: int) -> list[int]:
     return list(given) if isinstance(given, (list, tuple)) else [given] * max(count, 1)
 
 
-_POOLS = [f"{kind}_pool{count}d" for kind in ("avg", "max", "adaptive_avg") for count in (1, 2, 3)]
-_POOLS += [f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "bilinear2d", "linear1d")]
-_POINTWISE = {
-    *("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "log", "softplus", "mish", "hardswish", "hardsigmoid", "elu"),
-    *("leaky_relu", "selu", "celu", "erf", "sin", "cos", "abs", "pow", "square", "sqrt", "rsqrt", "reciprocal"),
-    *("relu6", "hardtanh", "clamp", "log_sigmoid", "logsigmoid", "tan", "atan", "sinh", "cosh", "prelu"),
-}
 _RULES: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("add", "sub", "subtract", "rsub"), Interpreter._added),
+    **dict.fromkeys(operations(Trait.JOIN), Interpreter._added),
     **dict.fromkeys(("mul", "multiply"), Interpreter._mul),
     **dict.fromkeys(("div", "true_divide", "divide"), Interpreter._div),
     "neg": Interpreter._neg,
@@ -706,24 +728,20 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "einsum": Interpreter._einsum,
     "tensordot": Interpreter._tensordot,
     "embedding": Interpreter._embedding,
-    **dict.fromkeys(CONVOLUTIONS, Interpreter._convolution),
+    **dict.fromkeys(operations(Trait.CONVOLVE), Interpreter._convolution),
     "scaled_dot_product_attention": Interpreter._attention,
     **dict.fromkeys(("layer_norm", "rms_norm"), Interpreter._layer_norm),
     "group_norm": Interpreter._group_norm,
     **dict.fromkeys(("instance_norm", "batch_norm"), Interpreter._own_norm),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), Interpreter._softmax),
-    **dict.fromkeys(("mean", "sum"), Interpreter._reduced),
+    **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
+    **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Interpreter._spread),
-    **dict.fromkeys(_POOLS, Interpreter._pooled),
+    **dict.fromkeys(operations(Trait.POOL | Trait.MAX_POOL | Trait.RESIZE | Trait.NEAREST), Interpreter._pooled),
     "masked_fill": Interpreter._filled,
     "where": Interpreter._where,
-    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), Interpreter._cat),
+    **dict.fromkeys(operations(Trait.CAT), Interpreter._cat),
     "any_step": Interpreter._step,
     "lightning_sym::any_step": Interpreter._step,
 }
 # What does not see all of weights.
-_BLIND = {"layer_norm", "group_norm", "softmax", "_softmax", "log_softmax", "_log_softmax"}
-# What is linear in weights, too.
-_LINEAR = {"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "true_divide", "divide", "neg", "mean", "sum"}
-_LINEAR |= {"cat", "concat", "concatenate", "stack", "linear", "matmul", "mm", "bmm", "einsum", "addmm", "embedding"}
-_LINEAR |= {"where", "masked_fill", "tensordot"}
+_BLIND = operations(Trait.SOFTMAX) | {"layer_norm", "group_norm"}

@@ -9,29 +9,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, thinned
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 
-REGROUPS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
-PERMUTES = {
-    "permute",
-    "transpose",
-    "t",
-    "numpy_T",
-    "mT",
-    "movedim",
-    "swapaxes",
-    "swapdims",
-    "moveaxis",
-    "adjoint",
-    "mH",
-}
-CUTS = {"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
-CUTS |= {"unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes"}
-OTHERS = {"repeat", "tile", "repeat_interleave", "roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle"}
-OTHERS |= {"channel_shuffle", "hsplit", "vsplit", "dsplit", "diagonal", "index", "index_select", "unfold", "expand_as"}
-MOVES = REGROUPS | PERMUTES | CUTS | OTHERS | {"expand", "constant_pad_nd", "pad"}
-# Where the axis of a cut stands among the arguments.
-_AXIS_AT = {"split": 2, "split_with_sizes": 2, "tensor_split": 2, "chunk": 2, "unsafe_split": 2, "unsafe_chunk": 2}
-_AXIS_AT |= {"unsafe_split_with_sizes": 2}
+MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD)
 
 
 def groups_of(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
@@ -107,7 +87,7 @@ class Move:
         return self._joined(results, array, lead, thin)
 
     def _joined(self, parts: Sequence[Tensor], array: Tensor, lead: int, thin: bool) -> Tensor:
-        result = torch.stack(list(parts)).reshape(*array.shape[:lead], *parts[0].shape)
+        result = torch.stack(list(parts)).reshape([*array.shape[:lead], *parts[0].shape])
         if self.kind == "other":
             return thinned(result, lead)
         if self.drops:
@@ -194,8 +174,10 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
     """Return what a node moves; None if it needs tensors besides that depend on the input or the weights."""
     first: Any = node.meta["val"]
     after = tuple(first[0].shape) if isinstance(first, (list, tuple)) else tuple(first.shape)
-    if name in REGROUPS:
+    if name in operations(Trait.REGROUP):
         return Move("groups", before, after, lambda t: t.reshape(after), groups_of(before, after))
+    if name in operations(Trait.EXPAND):
+        return Move("expand", before, after, lambda t: t.expand(after))
     others = pytree.tree_leaves((node.args[1:], node.kwargs))
     nodes = {other: constants(other) for other in others if isinstance(other, fx.Node)}
     if any(value is None for value in nodes.values()):
@@ -206,21 +188,19 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
     def run(tensor: Tensor) -> Any:
         return target(tensor, *rest[0], **rest[1])
 
-    if name in PERMUTES:
+    if name in operations(Trait.PERMUTE):
         lengths = [2 + axis for axis in range(len(before))]
         order = [size - 2 for size in run(torch.empty(lengths, device="meta")).shape]
         return Move("permute", before, after, run, order=order)
-    if name == "expand":
-        return Move("expand", before, after, run)
-    if name in CUTS:
-        at = _AXIS_AT.get(name, 1)
+    if name in operations(Trait.CUT):
+        at = 2 if name in operations(Trait.PARTS) - {"unbind"} else 1
         axis = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
         assert isinstance(axis, int)
         axis %= len(before)
         at = node.args[2] % before[axis] if name == "select" and isinstance(node.args[2], int) else None
         drops, alone = name in ("select", "unbind"), name in ("slice", "narrow")
         return Move("cut", before, after, run, axis=axis, drops=drops, alone=alone, at=at)
-    if name in ("constant_pad_nd", "pad"):
+    if name in operations(Trait.PAD):
         sizes: Any = node.args[1]
         if name == "pad" and len(node.args) > 2 and node.args[2] != "constant":
             return None

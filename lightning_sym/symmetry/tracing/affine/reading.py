@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
-from lightning_sym.symmetry.tracing.affine.system import CASTS, OF_SHAPE, System, Weights, name_of
-from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.affine.system import System, Weights
+from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.invisible import shared_memory
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 
 _MOST = 2**20  # entries of a parameter that are told apart
-CONVOLUTIONS = [*(f"conv{count}d" for count in (1, 2, 3)), *(f"conv_transpose{count}d" for count in (1, 2, 3))]
 
 
 class Constants:
@@ -43,9 +43,9 @@ class Constants:
             return name is not None and known and node not in self.unsafe
         if node.op == "get_attr":
             return node not in self.unsafe
-        if node.op != "call_function" or node in self.unsafe:
+        if node.op != "call_function" or node in self.unsafe or node.target in OPAQUE:
             return False
-        return name_of(node) in OF_SHAPE or all(self._constant[given] for given in node.all_input_nodes)
+        return name_of(node) in operations(Trait.LIKE) or all(self._constant[given] for given in node.all_input_nodes)
 
     def _is_sized(self, node: fx.Node) -> bool:
         """Whether a constant may be another one for an input of another size, or by chance."""
@@ -53,7 +53,7 @@ class Constants:
             return False
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return True
-        given = [] if name_of(node) in OF_SHAPE else node.all_input_nodes
+        given = [] if name_of(node) in operations(Trait.LIKE) else node.all_input_nodes
         return name_of(node) not in OF_NO_SIZE or any(self._sized[own] or self._is_part(node, own) for own in given)
 
     def _is_part(self, node: fx.Node, of: fx.Node) -> bool:
@@ -142,7 +142,7 @@ def is_contracted(node: fx.Node) -> bool:
     for user in node.users:
         if _contracts(user, node):
             return True
-        if (name_of(user) in MOVES | CASTS or name_of(user) == "getitem") and is_contracted(user):
+        if (name_of(user) in MOVES | operations(Trait.CAST) or name_of(user) == "getitem") and is_contracted(user):
             return True
     return False
 
@@ -150,13 +150,13 @@ def is_contracted(node: fx.Node) -> bool:
 def _contracts(node: fx.Node, given: fx.Node) -> bool:
     """Whether an operation is a contraction of a parameter with something else."""
     name = name_of(node)
-    if name in ("linear", *CONVOLUTIONS):
+    if name in {"linear"} | operations(Trait.CONVOLVE):
         return given is node.args[1]
     if name == "embedding":
         return given is node.args[0]
     if name in ("addmm", "baddbmm", "addmv"):
         return given in node.args[1:3]
-    return name in ("matmul", "mm", "bmm", "mv", "einsum", "tensordot", "bilinear")
+    return name in operations(Trait.CONTRACT)
 
 
 def _by_axis(system: System, name: str) -> bool:
@@ -192,10 +192,11 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
                 long = long and move.after[move.axis] < shape[move.axis]
                 yield from _readers(user, [move(part) for part in parts], constants, cut or long)
                 continue
-            if name in CASTS:
+            if name in operations(Trait.CAST):
                 yield from _readers(user, parts, constants, cut)
                 continue
-        yield _Read(parts, cut)
+        if name not in operations(Trait.LIKE):
+            yield _Read(parts, cut)
 
 
 def _is_whole(system: System, name: str, read: _Read) -> bool:

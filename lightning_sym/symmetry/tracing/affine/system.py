@@ -20,18 +20,8 @@ from lightning_sym.symmetry.tracing.affine.values import (
     Unknowns,
     Value,
 )
-from lightning_sym.symmetry.tracing.capture import Capture, operation_name
-
-CASTS = {"to", "_to_copy", "float", "double", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh"}
-CASTS |= {"lift_fresh_copy", "dropout", "feature_dropout", "alpha_dropout", "positive", "feature_alpha_dropout"}
-
-# What makes constants of a tensor's shape.
-OF_SHAPE = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty"}
-
-
-def name_of(node: fx.Node) -> str:
-    """Return the name of a node's operation, without the mark of writing in place."""
-    return operation_name(node.target).removesuffix("_") if node.op == "call_function" else node.op
+from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
 @dataclass
@@ -124,14 +114,14 @@ class Weights:
             value = getattr(owner, str(node.target))
             return value.detach().cpu().double() if value.is_floating_point() else value.detach().cpu()
         name = name_of(node)
-        if name in CASTS and isinstance(node.args[0], fx.Node):
+        if name in operations(Trait.CAST) and isinstance(node.args[0], fx.Node):
             value, wanted = self.node(node.args[0]), node.meta["val"].dtype
             return value if value.is_floating_point() and wanted.is_floating_point else _cast(value, wanted)
 
         def given(own: Any) -> Any:
             if not isinstance(own, fx.Node):
                 return own
-            return torch.empty(own.meta["val"].shape) if name in OF_SHAPE else self.node(own)
+            return torch.empty(own.meta["val"].shape) if name in operations(Trait.LIKE) else self.node(own)
 
         arguments, keywords = pytree.tree_map(given, (node.args, node.kwargs))
         if "device" in keywords:
@@ -219,6 +209,7 @@ class System:
         self.counted = False  # whether anything was multiplied by a length
         self.sources = 0
         self.notes: list[str] = []
+        self.blind: dict[str, None] = {}  # users' rules that say too little
         self._derived: dict[Any, Tensor] = {}
         self._signatures: dict[fx.Node, str] = {}
         self._interned: dict[Any, str] = {}

@@ -1,0 +1,170 @@
+"""The self-test of a symmetry that was traced: what fails it is traced as well."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.lengths import other_lengths, tested, tried
+from lightning_sym.symmetry.proof import (
+    batches_of,
+    change_by,
+    cropped,
+    double,
+    double_copy,
+    informative,
+    largest_change,
+    moving_element,
+    runs,
+    tolerance_of,
+)
+from lightning_sym.symmetry.tracing.calls import Call, tensors_of
+from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
+
+# Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
+_LARGE = 5e5
+# A network is traced so often at most: further lengths are added while the group is too large for one.
+_MOST_TRACES = 4
+
+
+def proven(
+    network: nn.Module,
+    captures: Sequence[Capture],
+    trace: Callable[[Call], Capture],
+    derive: Callable[[Sequence[Capture]], Symmetry],
+    tolerance: float | None,
+) -> Symmetry:
+    """Derive a symmetry and prove it at the lengths of the examples and at others; trace what fails, too.
+
+    Args:
+        network: The network.
+        captures: The network on each example.
+        trace: Captures it on another call.
+        derive: Makes the symmetry of captures.
+        tolerance: Of the self-test.
+
+    Raises:
+        RuntimeError: If the self-test fails at the lengths of the examples.
+    """
+    values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
+    volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
+    thrifty = volume > _LARGE
+    unproven: tuple[Call, float] | None = None
+    for count in range(_MOST_TRACES):
+        symmetry = derive(captures)
+        try:
+            exact = _prove(symmetry, network, tolerance, thrifty=thrifty)
+        except RuntimeError:
+            further = [each for call in symmetry.examples for each in tested(call, [own.call for own in captures])]
+            more = [found for call in further if (found := tried(trace, call))]
+            if count or not more:
+                raise
+        else:
+            unproven = _elsewhere(symmetry, exact, [own.call for own in captures], thrifty=thrifty)
+            if unproven is None:
+                return symmetry
+            more = [found for call in unproven[:1] if (found := tried(trace, call))]
+            if not more:
+                break
+        captures = [*captures, *more]  # the functions at these lengths count, too
+    if unproven is not None:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(list(unproven[0])))
+        note = f"of inputs as long as the examples only: on others, as {shapes}, outputs change by {unproven[1]:.1e}"
+        symmetry.notes = (note, *symmetry.notes)
+    return symmetry
+
+
+def _elsewhere(
+    symmetry: Symmetry, exact: nn.Module, calls: Sequence[Call], *, thrifty: bool
+) -> tuple[Call, float] | None:
+    """Try random elements on inputs of other lengths, as far as the network takes them.
+
+    Args:
+        symmetry: The symmetry, whose largest error is kept up to date.
+        exact: A copy of the network in float64, of any weights; these are changed.
+        calls: What was traced.
+        thrifty: Whether to try few.
+
+    Returns:
+        An input on which an element changes the outputs, and by how much; None if there is none.
+    """
+    generator = torch.Generator().manual_seed(1)
+    signs = None
+    with torch.no_grad(), evaluating(exact):
+        for example in calls:
+            for call, exactly, outputs in other_lengths(exact, example, generator, thrifty=thrifty):
+                for _ in range(1 if thrifty else 2) if informative(outputs) else ():
+                    element = moving_element(symmetry, generator, 0.5, signs)
+                    signs = element.sign
+                    try:
+                        change = change_by(
+                            symmetry, element, exact, [exactly], [outputs], symmetry.precision, generator,
+                            symmetry.tolerance,
+                        )  # fmt: skip
+                    except ValueError:  # something else comes out every time
+                        continue
+                    if not change <= symmetry.tolerance:
+                        return call, change
+                    symmetry.worst_error = max(symmetry.worst_error, change)
+    return None
+
+
+def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, thrifty: bool) -> nn.Module:
+    """Try random elements, and raise an error if one of them changes the outputs.
+
+    Returns:
+        The copy of the network on which they were tried, with random weights.
+    """
+    whole = double(symmetry.examples)
+    symmetry.elements_tried = 2
+    for examples, few, exact in _trials(network, whole) if thrifty else [(whole, False, double_copy(network))]:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad(), evaluating(exact):
+            batches = [batch for example in examples for batch in batches_of(exact, example, generator, thrifty=few)]
+            try:
+                symmetry.worst_error, symmetry.precision = largest_change(
+                    symmetry,
+                    exact,
+                    [batches[::2], batches[1::2]] if few else [batches],
+                    own=network.state_dict(),
+                    samples=2,
+                    scale=0.5,
+                    generator=generator,
+                    noise=(0.3, math.inf),
+                    tolerance=tolerance,
+                )
+            except ValueError:
+                if not few:  # one sample may be too few
+                    raise
+                continue
+        if examples is whole or symmetry.worst_error <= (tolerance or tolerance_of(symmetry.precision)):
+            symmetry._trials[:0] = [(examples, few)] if few else []
+            break  # a function may do something else with small images
+    symmetry.tolerance = tolerance if tolerance is not None else tolerance_of(symmetry.precision)
+    if not symmetry.worst_error <= symmetry.tolerance:
+        raise RuntimeError(
+            f"the self-test changed the output by {symmetry.worst_error:.1e} (relative; at most "
+            f"{symmetry.tolerance:.1g} was expected): the rule of some operation allows too much, or the network keeps "
+            "something computed from its weights from one call to the next; check your own rules, or report the network"
+        )
+    return exact
+
+
+def _trials(network: nn.Module, examples: Sequence[Call]) -> Iterator[tuple[Sequence[Call], bool, nn.Module]]:
+    """Yield on what a large network is tested until it runs: inputs, whether one sample of each is enough, and a copy.
+
+    First on parts of images, where it takes these, as the group is that of every size. The copy is in float64.
+    """
+    parts, exact = cropped(examples), double_copy(network)
+    sizes, own = ([tensor.shape for tensor in tensors_of(list(calls))] for calls in (parts, examples))
+    if sizes != own:
+        with torch.no_grad(), evaluating(exact), attributes_kept(exact):
+            takes_parts = runs(exact, parts)
+        if takes_parts:
+            yield parts, True, exact
+            exact = double_copy(network)  # its weights were changed
+    yield examples, True, exact
+    yield examples, False, double_copy(network)

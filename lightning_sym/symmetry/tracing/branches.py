@@ -1,0 +1,224 @@
+"""One spelling for loops over parts: what is done to each part of a value alike is done to all at once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.contractions import VIEWS, numbers_of, reshaped, source_of
+from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+
+aten = torch.ops.aten
+_MOST = 64  # operations of a branch
+_LARGE = 2**22  # elements of a value that are numbered
+_ELEMENTWISE = {"neg", "where", "masked_fill", "mT"} | operations(
+    Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST
+)
+_PRODUCTS = {"matmul", "scaled_dot_product_attention"}
+_SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
+# How many axes follow the value among the arguments.
+_AXES = {"transpose": 2, "flatten": 2, "select": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
+_AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
+# Without one of these, the parts of a value may as well stay where they are.
+_TOGETHER = {"softmax", "log_softmax", "layer_norm", "rms_norm", "linear", *_PRODUCTS, *_SUMS}
+
+
+class _Lifted(NamedTuple):
+    """What a value is in all branches: one value for all, or (`along`) all of them along a new first axis."""
+
+    node: Any
+    along: bool
+
+
+def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite parts that were made alike of parts of a value, and are put together: made of the whole value at once."""
+    parts: Any = node.args[0]
+    axis = argument(node, 1, "dim", 0) % len(r.shape(node))
+    if len(parts) < 2 or any(not r.only_for(part, node) for part in parts) or r.writes_into(node):
+        return None
+    branches = _Branches(r)
+    lifted = branches.lift(parts, [node] * len(parts))
+    if lifted is None or not lifted.along or not branches.mixes:
+        return None
+    order = list(range(1, len(r.shape(lifted.node))))
+    order.insert(axis, 0)
+    return reshaped(r, r.insert(aten.permute.default, lifted.node, order), r.shape(node))
+
+
+class _Branches:
+    """Branches of a network that do the same, each to its part of something.
+
+    Attributes:
+        mixes: Whether they do more to what they take than to move it, or to apply a function to each element.
+    """
+
+    def __init__(self, r: Rewriter) -> None:
+        self.r, self.mixes = r, False
+        self.known: dict[tuple[fx.Node, ...], _Lifted | None] = {}
+
+    def lift(self, nodes: Sequence[Any], readers: Sequence[fx.Node]) -> _Lifted | None:
+        """Return what stands for one value of each branch; None if they are not alike.
+
+        Args:
+            nodes: The values, one of each branch, or numbers.
+            readers: What reads them.
+        """
+        if not all(isinstance(node, fx.Node) for node in nodes):
+            return _Lifted(nodes[0], False) if all(node == nodes[0] for node in nodes) else None
+        if all(node is nodes[0] for node in nodes):
+            return _Lifted(nodes[0], False)
+        key = tuple(nodes)
+        if key not in self.known:
+            if len(self.known) == _MOST:
+                return None
+            self.known[key] = None
+            found = self._constants(nodes) or self._pieces(nodes) or self._repeated(nodes)
+            self.known[key] = found or self._operation(nodes, readers)
+        return self.known[key]
+
+    def _constants(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
+        """Return what stands for one constant of each branch, which may be the same in all."""
+        values = [self.r.constant(node) for node in nodes]
+        first = values[0]
+        if first is None or any(value is None or value.shape != first.shape for value in values):
+            return None
+        if all(torch.equal(value, first) for value in values if value is not None):
+            return _Lifted(nodes[0], False)
+        wide = [self.r.insert(aten.unsqueeze.default, node, 0) for node in nodes]
+        return _Lifted(self.r.insert(aten.cat.default, wide, 0), True)
+
+    def _pieces(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
+        """Return the value of which each branch has a part, its parts along a new first axis."""
+        values = [node.meta.get("val") for node in nodes]
+        if any(not isinstance(value, Tensor) or value.shape != values[0].shape for value in values):
+            return None
+        memories = [memories_of(node) for node in nodes]
+        if any(memory != memories[0] for memory in memories) or any(self.r.is_frozen(node) for node in nodes):
+            return None
+        source = source_of(self.r, nodes[0])
+        held = None if source is None else source.meta["val"]
+        if source is None or held is None or not 0 < held.numel() <= _LARGE or held.dtype != values[0].dtype:
+            return None
+        wanted, own = torch.stack([numbers_of(value) for value in values]), numbers_of(held)
+        for axis, size in enumerate(held.shape):
+            for cut in _cuts(axis, size, len(nodes)):
+                result: Any = source
+                moved = own
+                for target, args in cut:
+                    moved = target(moved, *args)
+                if moved.shape == wanted.shape and torch.equal(moved, wanted):
+                    for target, args in cut:
+                        result = self.r.insert(target, result, *args)
+                    return _Lifted(result, True)
+        return None
+
+    def _repeated(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
+        """Return parts of a value that several branches in a row share (keys of which each serves several queries)."""
+        own = list(dict.fromkeys(nodes))
+        times = len(nodes) // len(own)
+        if times == 1 or [node for node in own for _ in range(times)] != list(nodes):
+            return None
+        found = self.lift(own, own)
+        return (
+            None
+            if found is None
+            else _Lifted(self.r.insert(aten.repeat_interleave.self_int, found.node, times, 0), True)
+        )
+
+    def _operation(self, nodes: Sequence[fx.Node], readers: Sequence[fx.Node]) -> _Lifted | None:
+        """Return an operation on what the branches' operations take."""
+        r, first = self.r, nodes[0]
+        name = r.name(first)
+        if not name or any(node.target is not first.target for node in nodes):
+            return None
+        moves = name in VIEWS or name == "mT"  # several may read the same one
+        if not moves and any(not r.only_for(node, reader) for node, reader in zip(nodes, readers, strict=True)):
+            return None
+        if any(len(node.args) != len(first.args) or node.kwargs != first.kwargs for node in nodes):
+            return None
+        if any(isinstance(value, fx.Node) for value in first.kwargs.values()):
+            return None
+        shapes = {r.shape(node) for node in nodes}
+        args: list[_Lifted] = []
+        for given in zip(*(node.args for node in nodes), strict=True):
+            if (own := self.lift(given, nodes)) is None:
+                return None
+            args.append(own)
+        if len(shapes) > 1 or not any(arg.along for arg in args):
+            return None
+        lifted = _lifted(r, first, name, args)
+        self.mixes = self.mixes or (lifted is not None and name in _TOGETHER)
+        return None if lifted is None else _Lifted(lifted, True)
+
+
+_Cut = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def _cuts(axis: int, size: int, count: int) -> list[_Cut]:
+    """Return the ways to cut an axis into parts along a new first axis: one place each, in a row, or every so many."""
+    front: _Cut = [(aten.movedim.int, (axis, 0))]
+    found: list[_Cut] = [front] if size == count else []
+    if size % count == 0:
+        found.append([(aten.unflatten.int, (axis, [count, size // count])), *front])
+        found.append([(aten.unflatten.int, (axis, [size // count, count])), (aten.movedim.int, (axis + 1, 0))])
+    return found
+
+
+def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.Node | None:
+    """Return an operation with a new first axis, along which stand what it was in each branch; None if it has none."""
+    value, rest = args[0], [arg.node for arg in args[1:]]
+    rank = len(r.shape(node))
+    assert not isinstance(node.target, str)
+    if name in _ELEMENTWISE | _PRODUCTS:
+        # Sizes are matched from the last axis on: the new one has to be in front of all.
+        own = [_wide(r, arg, rank) if arg.along else arg.node for arg in args]
+        if name in _PRODUCTS:  # and what units share has an axis for them
+            own = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in own]
+        return r.insert(node.target, *own, **node.kwargs)
+    if not value.along or any(arg.along for arg in args[1:] if name not in ("layer_norm", "rms_norm")):
+        return None
+    before = len(r.shape(value.node)) - 1
+    if (count := _AXES.get(name)) is not None:
+        if len(rest) < count:
+            return None
+        wide = before + (name == "unsqueeze")
+        axes = [_behind(axis, wide) for axis in rest[:count]]
+        return None if None in axes else r.insert(node.target, value.node, *axes, *rest[count:], **node.kwargs)
+    if name == "permute":
+        return r.insert(node.target, value.node, [0, *(axis % before + 1 for axis in rest[0])])
+    if name in ("view", "reshape"):
+        return r.insert(aten.reshape.default, value.node, [r.shape(value.node)[0], *r.shape(node)])
+    if name == "linear":
+        return r.insert(node.target, value.node, *rest, **node.kwargs)
+    return _norm(r, node, name, args) if name in ("layer_norm", "rms_norm") else None
+
+
+def _behind(axis: Any, rank: int) -> Any:
+    """Return an axis, or several, as they are called behind a new first one."""
+    if isinstance(axis, int):
+        return axis % rank + 1
+    return [own % rank + 1 for own in axis] if isinstance(axis, (list, tuple)) and axis else None
+
+
+def _wide(r: Rewriter, arg: _Lifted, rank: int) -> fx.Node:
+    count, *sizes = r.shape(arg.node)
+    return reshaped(r, arg.node, [count, *[1] * (rank - len(sizes)), *sizes])
+
+
+def _norm(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.Node | None:
+    """Return a norm of all branches; gains and biases that are others in each come behind it."""
+    rank, over = len(r.shape(node)), args[1].node
+    at_eps = 4 if name == "layer_norm" else 3
+    weights = args[2:at_eps]
+    eps = argument(node, at_eps, "eps", 1e-5 if name == "layer_norm" else None)
+    own = [None if arg.along else arg.node for arg in weights]
+    if weights and own[0] is None:  # the bias comes behind the gain
+        own = [None] * len(own)
+    result = r.insert(node.target, args[0].node, over, *(own + [None] * (at_eps - 2 - len(own))), eps)
+    for arg, given, target in zip(weights, own, (aten.mul.Tensor, aten.add.Tensor), strict=False):
+        if arg.node is not None and given is None:
+            result = r.insert(target, result, _wide(r, arg, rank) if arg.along else arg.node)
+    return result

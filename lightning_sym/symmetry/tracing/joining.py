@@ -1,0 +1,312 @@
+"""What sums and products, element by element, demand of the units of both sides."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_sym.symmetry.tracing.constraints import Ints, Label, counted
+from lightning_sym.symmetry.tracing.coordinates import coordinates, rows_of
+from lightning_sym.symmetry.tracing.placing import Placing
+from lightning_sym.symmetry.tracing.values import Value
+
+
+def _places(label: Label, axes: Sequence[int]) -> Ints:
+    """Number the positions of a label by their places on some of its axes."""
+    shape = label.atom.shape
+    sizes = [size if axis in axes else 1 for axis, size in zip(label.axes, shape, strict=True)]
+    return np.broadcast_to(np.arange(int(np.prod(sizes))).reshape(sizes), shape)
+
+
+class Joining(Placing):
+    """Puts down what is demanded where values meet at one place."""
+
+    def gain_in(self, value: Value) -> str | None:
+        """Return the vector among the parameters whose elements, at most moved, are this value; else None."""
+        names = {root.state for root, _ in value.sources or ((value, ()),)}
+        name = names.pop() if len(names) == 1 else None
+        vector = name in self.joint or (name and max(self.tensors[name].shape, default=0) == self.tensors[name].numel())
+        if name is None or not vector:
+            return None
+        return name
+
+    def join(
+        self,
+        one: Value,
+        two: Value,
+        *,
+        product: bool,
+        divide: bool = False,
+        gain: str | None = None,
+    ) -> Value:
+        """Combine two values element by element, with broadcasting: a sum, or a product (or quotient).
+
+        In a sum both must carry the same units and the same scales; in a product the same units, and scales multiply.
+
+        Args:
+            one: Any value.
+            two: Any value, of a shape that broadcasts with the first.
+            product: Whether scales multiply.
+            divide: Whether it is a quotient.
+            gain: The parameter that is one of the factors (or divides), if it is a vector of gains.
+        """
+        shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+        given = one, two
+        one, two = self._on_one_axis(one, two, len(shape)), self._on_one_axis(two, one, len(shape))
+        if product and gain is None and (one, two) != given:  # a matrix whose elements are units now
+            gain = self.gain_in(given[1]) or (None if divide else self.gain_in(given[0]))
+        first, second = self._broadcast(one, shape), self._broadcast(two, shape)
+        added = bool(not product and first and second and self._is_number(first) != self._is_number(second))
+        if added:
+            first, second = self._beside_number(first, second), self._beside_number(second, first)
+        result: list[Label] = []
+        left = list(second)
+        for label in first:
+            partner = next(
+                (other for other in left if set(other.axes) & set(label.axes) or not (other.axes or label.axes)), None
+            )
+            if partner is None:
+                alone = self._alone(label, two, shape, product, number=added)
+                if alone is not None:
+                    result.append(alone)
+                continue
+            left.remove(partner)
+            nested = label.axes != partner.axes
+            parents = None
+            if product and not nested:
+                parents, units = self._repeated(label, partner, two, len(shape)), label
+                if parents is None and (parents := self._repeated(partner, label, one, len(shape))) is not None:
+                    label, units = parents, partner
+            if parents is not None:
+                nested, joined = True, self.constraints.resolve(units)
+                self.constraints.block(parents.atom, joined.atom)
+            elif not nested:
+                joined = self.constraints.same_units(label, partner)
+            elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
+                wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
+                joined, parents = (self.onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
+                spread = product and gain is not None and self.tensors[gain].numel() == narrow.size
+                if spread and gain is not None:
+                    self.gains[gain] += 1
+                self.constraints.block(parents.atom, joined.atom, gains=spread)
+                joined = self._told_apart(joined, narrow, two if wide is label else one, len(shape))
+                label, partner = (joined, parents) if wide is label else (parents, joined)
+            else:
+                self.fix(Value(shape, (label, partner)), "labels on axes that overlap only in part meet")
+                continue
+            scale = label.scale
+            if product:
+                if gain is not None and not nested and self.tensors[gain].numel() == joined.size:
+                    self.gains[gain] += 1
+                    self.constraints.gained.append(joined.atom.ravel())
+                elif not nested or (divide and label is parents):
+                    self.constraints.restrict(joined)  # one factor for a whole block passes all mixtures in it
+                scale = self.constraints.product((label.scale, 1.0), (partner.scale, -1.0 if divide else 1.0))
+            else:
+                self.constraints.equate([(label.scale, 1.0), (partner.scale, -1.0)])
+            result.append(joined.scaled_by(scale))
+        for label in left:
+            alone = self._alone(label, one, shape, product, number=added)
+            if alone is not None:
+                inverted = product and divide
+                result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
+        return self.disjoint(Value(shape, tuple(self._lent(result) if product else result)))
+
+    def _on_one_axis(self, value: Value, other: Value, rank: int) -> Value:
+        """Let a matrix on whose axes another value has units of one kind have units of that kind, too."""
+        own = [{axis + rank - value.ndim for axis in label.axes} for label in value.labels]
+        wide = [{axis + rank - other.ndim for axis in label.axes} for label in other.labels]
+        if any(sum(bool(axes & label) for axes in own) > 1 for label in wide):
+            return self._jointly(value, lambda tensor: tensor) or value
+        return value
+
+    def _repeated(self, label: Label, partner: Label, value: Value, rank: int) -> Label | None:
+        """Return the wholes of which a factor shows one number each for several units; None if it shows no such.
+
+        Args:
+            label: The units.
+            partner: Those of the factor, on the same axes.
+            value: The factor, broadcast to a result of `rank` axes.
+            rank: See `value`.
+        """
+        whole = self.constraints.pending(partner)  # whose tags what it meets may still say
+        of = self.constraints.copied_from(whole.atom)
+        axes = [axis - rank + value.ndim for axis in whole.axes]
+        if (of == whole.atom).all() or len(np.unique(label.atom)) < label.size or min(axes, default=-1) < 0:
+            return None
+        if (self.constraints.copied_from(label.atom) != label.atom).any():
+            return None
+        numbers = self._same(value, axes, lambda tensor: tensor)
+        pairs = np.unique(np.stack([of.ravel(), whole.tag.ravel(), numbers.ravel()]), axis=1)
+        if pairs.shape[1] > len(np.unique(of)):
+            return None
+        return Label(whole.axes, of, self.constraints.resolve(partner).tag, whole.scale)
+
+    def _told_apart(self, label: Label, parents: Label, value: Value, rank: int) -> Label:
+        """Tell units apart along axes on which their parents do not live, but are something else at each place.
+
+        Args:
+            label: The units.
+            parents: On some of their axes.
+            value: What carries the parents, broadcast to a result of `rank` axes.
+            rank: See `value`.
+        """
+        sizes = (1,) * (rank - value.ndim) + value.shape
+        index: Ints = np.indices(label.atom.shape, np.int64)
+        places = [
+            index[number] for number, axis in enumerate(label.axes) if axis not in parents.axes and sizes[axis] > 1
+        ]
+        if not places:
+            return label
+        self.constraints.restrict(label)
+        label = self.constraints.resolve(label)
+        for place in places:
+            tag = self.constraints.derive_tags(label.tag, place)
+            label = Label(label.axes, label.atom, tag, label.scale)
+        self.see(label)
+        return label
+
+    def _beside_number(self, labels: list[Label], others: list[Label]) -> list[Label]:
+        """Let a number made of units (their mean), which is added to units, have the scale that they have in common."""
+        if not self._is_number(labels):
+            return labels
+        for label in others:
+            self.constraints.keep_ones(label)
+            self.constraints.equate([(np.full(label.scale.shape, int(labels[0].scale)), 1.0), (label.scale, -1.0)])
+        return []
+
+    @staticmethod
+    def _is_number(labels: list[Label]) -> bool:
+        """Whether labels are those of a value that one unit fills."""
+        return len(labels) == 1 and not labels[0].axes
+
+    def _lent(self, labels: list[Label]) -> list[Label]:
+        """Let units that fill a whole factor (a learned gate) scale the units of the product."""
+        wide = next((index for index, label in enumerate(labels) if label.axes), None)
+        if wide is None or all(label.axes for label in labels):
+            return labels
+        for label in labels:
+            if label.axes:
+                continue
+            whole = np.full(labels[wide].scale.shape, int(label.scale))
+            scale = self.constraints.product((labels[wide].scale, 1.0), (whole, 1.0))
+            labels[wide] = labels[wide].scaled_by(scale)
+        return [label for label in labels if label.axes]
+
+    def parts(self, label: Label, axes: Sequence[int], *, mixtures: bool = False) -> Label:
+        """Demand that units which stand at one place of some axes of a label stay together (heads, groups).
+
+        Args:
+            label: The units, on further axes as well.
+            axes: Some of the label's axes.
+            mixtures: Whether mixtures of those that stay together may pass.
+
+        Returns:
+            The wholes whose parts they are, on these axes: new units with scales of their own.
+        """
+        label = self.constraints.resolve(label)
+        shape = tuple(label.atom.shape[label.axes.index(axis)] for axis in axes)
+        wholes = self.constraints.fresh(tuple(axes), shape)
+        if not mixtures:
+            self.constraints.restrict(label)
+        self.constraints.block(self.onto(wholes, label).atom, label.atom)
+        self.see(wholes)
+        return wholes
+
+    @staticmethod
+    def onto(label: Label, wide: Label) -> Label:
+        """Return a label on all axes of one that has more."""
+        shape = wide.atom.shape
+        sizes = [size if axis in label.axes else 1 for axis, size in zip(wide.axes, shape, strict=True)]
+        return label.moved(wide.axes, lambda part: np.broadcast_to(part.reshape(sizes), shape))
+
+    def _broadcast(self, value: Value, shape: tuple[int, ...]) -> list[Label]:
+        """Return the labels of a value on the axes of a larger shape."""
+        offset = len(shape) - value.ndim
+        result = []
+        keep_single = int(np.prod(value.shape)) == 1
+        for label in value.labels:
+            if value.state is not None and label.size == 1 and label.axes:
+                # A parameter's axis of size 1 says nothing of its own, unless the parameter is one number.
+                if not keep_single:
+                    self.constraints.fix(label)
+                    continue
+                keep_single = False
+            # One unit on a longer axis, as of an expanded number, fills that axis.
+            own = zip(label.axes, label.atom.shape or (1,) * len(label.axes), strict=True)
+            kept = tuple(axis + offset for axis, size in own if size == shape[axis + offset])
+            sizes = [shape[axis] for axis in kept]
+            result.append(label.moved(kept, lambda part, sizes=sizes: part.reshape(sizes)))  # type: ignore[misc]
+        return result
+
+    def _alone(
+        self, label: Label, other: Value, shape: tuple[int, ...], product: bool, *, number: bool = False
+    ) -> Label | None:
+        """A label meets a value on which nothing acts there; None is left if nothing can act on it any more.
+
+        Args:
+            label: The label.
+            other: The value.
+            shape: The result's shape.
+            product: Whether they are multiplied.
+            number: Whether the value was made of units, whose scale the label has, see `_beside_number`.
+        """
+        label = self.constraints.resolve(label)
+        if other.is_zero and not product:
+            return label
+        if other.concrete is not None:
+            constant = replace(other, shape=shape, concrete=other.concrete.expand(shape))
+            return self.beside_constant(label, constant, added=not product)
+        varies = any(self._varies(other, axis - len(shape) + other.ndim) for axis in label.axes)
+        if varies:
+            self.constraints.fix_units(label.atom.ravel())
+            self.constraints.restrict(label)
+        if not product and (varies or not number):
+            self.constraints.keep_ones(label)
+            self.constraints.fix_scales(label.scale)
+        return None if varies and not product else label
+
+    @staticmethod
+    def _varies(value: Value, axis: int) -> bool:
+        """Whether a value may change along an axis, which it does not have if that is negative."""
+        if axis < 0 or value.shape[axis] == 1:
+            return False
+        for root, path in value.sources:
+            moved = coordinates(root.shape, range(root.ndim))
+            for step in path:
+                moved = step(moved)
+            if bool((moved != moved.narrow(axis, 0, 1)).any()):
+                return True
+        return not value.sources
+
+    def beside_constant(self, label: Label, value: Value, *, added: bool = False) -> Label:
+        """A label meets a constant: units that meet the same numbers may change places.
+
+        Units whose numbers may differ for an input of another size stay.
+
+        Args:
+            label: On some axes of the constant.
+            value: A factor, a filter for each unit, or a summand; constant.
+            added: Whether it is a summand: then the units that meet anything but zeros keep their scale.
+        """
+        constant = value.concrete
+        assert constant is not None
+        varying = [axis for axis in label.axes if constant.shape[axis] > 1 and constant.stride(axis)]
+        rows = rows_of(constant, label.axes)
+        nonzero = np.broadcast_to(rows.any(1), label.size).reshape(label.atom.shape)
+        kind = np.zeros(label.atom.shape, np.int64)
+        if varying and value.by_size:  # only along the other axes it is the same for every input
+            kind = _places(label, varying)
+            nonzero = np.ones_like(nonzero)
+        elif varying:
+            kind = np.unique(rows, axis=0, return_inverse=True)[1].reshape(label.atom.shape)
+        if kind.any():
+            self.constraints.restrict(label)
+            alone = label.atom[np.bincount(kind.ravel())[kind] == 1]
+            self.constraints.fix_units(alone, counted("meets numbers that tell units apart", alone, "place"))
+            tag = self.constraints.derive_tags(label.tag, kind)
+            self.see(Label(label.axes, label.atom, tag, label.scale))
+        if added:
+            self.constraints.keep_ones(label)
+            self.constraints.fix_scales(label.scale[nonzero])
+        return label

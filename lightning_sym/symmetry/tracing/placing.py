@@ -1,0 +1,296 @@
+"""Where units are after an operation that moves elements, or that acts along an axis."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.tracing.constraints import UNSET, Ints, Label
+from lightning_sym.symmetry.tracing.coordinates import (
+    coordinates,
+    core,
+    on_axes,
+    rank_within,
+    rows_of,
+    varying_axes,
+)
+from lightning_sym.symmetry.tracing.trace_state import TraceState
+from lightning_sym.symmetry.tracing.values import Value
+
+ALONG = "acts along an axis on which units live"
+_MOST = 2**16  # elements of a matrix that are units each
+
+
+def _share_axes(labels: Sequence[Label]) -> bool:
+    """Whether some of the labels live on one axis."""
+    axes = [axis for label in labels for axis in label.axes]
+    return len(set(axes)) < len(axes)
+
+
+class Placing(TraceState):
+    """Puts down where the labels of a value go."""
+
+    def tied(self, value: Value, axes: Sequence[int], reason: str = ALONG) -> Value:
+        """Let what acts on a value act alike at all places of some axes: a channel's places become one unit.
+
+        Args:
+            value: Any value.
+            axes: The axes along which an operation acts, whatever the channel; negative ones count from the end.
+            reason: Why nothing may act on units that live on these axes alone.
+
+        Returns:
+            The value, of whose labels none is on these axes any more.
+        """
+        gone, labels = {axis % value.ndim for axis in axes}, []
+        for label in value.labels:
+            kept = [axis for axis in label.axes if axis not in gone]
+            tied: Label | None = label
+            if len(kept) < len(label.axes):
+                tied = self._at_one_place(label, kept) if kept or len(value.labels) == 1 else None
+                if tied is None:
+                    self.fix(value.with_labels(label), None if value.state else reason)
+            labels.append(tied)
+        return replace(value, labels=tuple(label for label in labels if label is not None))
+
+    def _at_one_place(self, label: Label, kept: Sequence[int]) -> Label | None:
+        """Make one unit of those that stand at one position of some axes of a label, told apart by their places.
+
+        Args:
+            label: The units, on further axes as well.
+            kept: Some of its axes.
+
+        Returns:
+            The units on these axes; None if what they are at one place does not say what they are at the others.
+        """
+        label = self.constraints.resolve(label)
+        order = [label.axes.index(axis) for axis in kept]
+        order += [at for at in range(len(label.axes)) if at not in order]
+        shape = tuple(label.atom.shape[at] for at in order[: len(kept)])
+        atom, tag, scale = (np.transpose(part, order).reshape(int(np.prod(shape)), -1) for part in label.parts)
+        _, row, like = np.unique(tag[:, 0], return_index=True, return_inverse=True)
+        held = np.unique(np.stack([atom.ravel(), np.repeat(like, atom.shape[1])]), axis=1)
+        rows = np.unique(np.stack([atom.ravel(), np.repeat(np.arange(len(atom)), atom.shape[1])]), axis=1)
+        if (tag != tag[row][like]).any() or held.shape[1] < rows.shape[1]:
+            return None
+        # The first place of each of the units tells them apart.
+        _, first = np.unique(atom.ravel(), return_index=True)
+        place = self.constraints.derive_tags(tag.ravel()[first], first % atom.shape[1])
+        self.see(Label((), atom.ravel()[first], place, scale.ravel()[first]))
+        pairs = np.unique(np.stack([np.repeat(atom[:, 0], atom.shape[1]), atom.ravel()]), axis=1)
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        if pairs.size:
+            self.constraints.merges.append((pairs[0], pairs[1]))
+        factors = np.unique(np.stack([np.repeat(scale[:, 0], scale.shape[1]), scale.ravel()]), axis=1)
+        factors = factors[:, factors[0] != factors[1]]
+        if factors.size:
+            self.constraints.equate([(factors[0], 1.0), (factors[1], -1.0)])
+        parts = (part[:, 0].reshape(shape) for part in (atom, tag, scale))
+        return self._plainest(Label(tuple(kept), *parts))
+
+    def free_of(self, value: Value, axes: Sequence[int], reason: str) -> Value:
+        """Fix the labels that live on some axes, and return the value without them."""
+        gone = {axis % value.ndim for axis in axes}
+        touched = [label for label in value.labels if gone & set(label.axes)]
+        if touched:
+            self.fix(value.with_labels(*touched), None if value.state else reason)
+        return replace(value, labels=tuple(label for label in value.labels if not gone & set(label.axes)))
+
+    def move(self, value: Value, function: Callable[[Tensor], Any], *, filled_by_zero: bool = True) -> Any:
+        """Move elements about (reshape, slice, pad, ...) without changing them.
+
+        No rule has to say what moves where: the function is run on coordinates, and the labels follow.
+
+        Args:
+            value: Any value.
+            function: What moves the elements of a tensor of the value's shape; may return several tensors.
+            filled_by_zero: Whether elements that appear from nowhere are zeros, which accept any scale.
+        """
+        if value.concrete is not None and filled_by_zero:
+            moved = function(value.concrete)
+            return torch.utils._pytree.tree_map(
+                lambda t: Value(tuple(t.shape), concrete=t, by_size=value.by_size), moved
+            )
+        moved = [function(coordinates(value.shape, label.axes if label else ())) for label in value.labels or (None,)]
+        if not isinstance(moved[0], (list, tuple)):
+            return self._relabelled(value, moved, function, filled_by_zero)
+        return [
+            self._relabelled(value, parts, lambda t, index=index: function(t)[index], filled_by_zero)  # type: ignore[misc]
+            for index, parts in enumerate(zip(*moved, strict=True))
+        ]
+
+    def _relabelled(
+        self, value: Value, moved: Sequence[Tensor], function: Callable[[Tensor], Tensor], filled_by_zero: bool
+    ) -> Value:
+        """Return where the labels of a value are after its coordinates were moved, for each label those on its axes."""
+        labels = (
+            self._moved(value, label, part, function, filled_by_zero)
+            for label, part in zip(value.labels, moved, strict=False)
+        )
+        kept = tuple(label for label in labels if label is not None)
+        if _share_axes(kept):
+            joint = self._jointly(value, function)
+            if joint is not None:
+                return joint
+        result = self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state))
+        return replace(result, state=None, chooses=value.chooses)
+
+    def _jointly(self, value: Value, function: Callable[[Tensor], Tensor]) -> Value | None:
+        """Let the elements of a matrix that nothing else reads be units each: what its two axes hold met on one axis.
+
+        Args:
+            value: A parameter, moved perhaps.
+            function: What moves it further.
+
+        Returns:
+            The value moved, with one label; None if it is none of a parameter that is read here only, as a whole.
+        """
+        root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
+        axes = tuple(axis for axis, size in enumerate(root.shape) if size > 1)
+        name = root.state
+        if name is None or name in self.joint or len(axes) != 2 or root.members is not None:
+            return None
+        if not self._is_read_here_only(name):
+            return None
+
+        def moved(tensor: Tensor) -> Tensor:
+            for step in path:
+                tensor = step(tensor)
+            return function(tensor)
+
+        count = int(np.prod(root.shape))
+        place = moved(coordinates(root.shape, axes)) if count <= _MOST else torch.zeros(1)
+        if len(np.unique(place.numpy())) < count:
+            return None
+        self.joint.add(name)
+        for label in root.labels:
+            self.constraints.fix(label)
+        label = self.constraints.fresh(axes, tuple(root.shape[axis] for axis in axes), tag=UNSET)
+        rest = tuple(own for own in root.labels if own.axes[0] not in axes)
+        self.axis_labels[name] = (*rest, label)
+        result = self._moved(replace(root, labels=(label,)), label, place, moved, True)
+        return Value(tuple(place.shape), () if result is None else (result,))
+
+    def _is_read_here_only(self, name: str) -> bool:
+        """Whether the operation at hand is the only one that reads a parameter, other than by moving it."""
+        nodes = [node for node, state in self.capture.states.items() if state == name]
+        while len(nodes) == 1 and nodes[0] is not self.node:
+            nodes = list(nodes[0].users)
+        return bool(nodes) and nodes[0] is self.node
+
+    def disjoint(self, value: Value) -> Value:
+        """Where several labels came to live on the same axes, fix all of them but the one of most units."""
+        if not _share_axes(value.labels):
+            return value
+        kept: list[Label] = []
+        gone: list[Label] = []
+        for label in sorted(value.labels, key=lambda label: -len(np.unique(label.atom))):
+            meets = any(set(label.axes) & set(other.axes) for other in kept)
+            (gone if meets else kept).append(label)
+        # The axes of a parameter may be none of units, such as those of a filter: not worth a word.
+        self.fix(value.with_labels(*gone), None if value.state is not None else "two labelled axes became one")
+        return value.with_labels(*kept)
+
+    def _moved(
+        self,
+        value: Value,
+        label: Label,
+        part: Tensor,
+        function: Callable[[Tensor], Tensor],
+        filled_by_zero: bool,
+    ) -> Label | None:
+        """Return where a label is, from where the coordinates on its axes went."""
+        if part.numel() == 0:
+            return None
+        if value.state is not None and label.size == 1 and value.ndim > 1:
+            # An axis of size 1 of a parameter: nothing can be told about where it went.
+            self.constraints.fix(label)
+            return None
+        filled = bool(core(part).min() == 0)
+        axes = varying_axes(part)
+        if not axes and filled and part.ndim == value.ndim:
+            # One unit, padded along its own axis: what was added are other units.
+            axes = [axis for axis in label.axes if part.shape[axis] > 1 and value.shape[axis] == 1]
+        position = on_axes(part, axes) - 1
+        if not axes:
+            # One unit fills the whole result; it keeps its axis where that can still be told.
+            kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
+            shape = (1,) * len(label.axes) if kept else ()
+            at = position.reshape(-1)[0]
+            return label.moved(label.axes if kept else (), lambda array: np.reshape(array.reshape(-1)[at], shape))
+        moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
+        filler = position < 0
+        met = np.bincount(position[~filler])
+        if met.max(initial=0) > 1:
+            same = self._same(value, axes, function)
+            codes = self._copies(value, label, axes, position, function)
+            _, first, again = np.unique(same, return_index=True, return_inverse=True)
+            if np.count_nonzero(met) < len(np.unique(same[~filler])):
+                code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
+                tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
+                moved = Label(moved.axes, moved.atom, tag, moved.scale)
+            number = rank_within(again.ravel()).reshape(position.shape)
+            if number[~filler].any():
+                moved = self.constraints.copied(moved, np.where(filler, 0, number))
+        if filler.any():
+            new = self.constraints.fresh((), (int(filler.sum()),))
+            for array, others in zip(moved.parts, new.parts, strict=True):
+                array[filler] = others
+            self.constraints.restrict(new)
+            if not filled_by_zero:
+                self.constraints.fix_scales(new.scale)
+        if filled and not filled_by_zero:
+            self.constraints.restrict(label)
+            self.constraints.fix_scales(label.scale)
+        return self._plainest(moved)
+
+    @staticmethod
+    def _same(value: Value, axes: list[int], function: Callable[[Tensor], Tensor]) -> Ints:
+        """Number the positions on some axes of what a value was moved to: those that always hold the same are one."""
+        root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
+        part = coordinates(root.shape, range(root.ndim))
+        for step in (*path, function):
+            part = step(part)
+        shape = tuple(part.shape[axis] for axis in axes)
+        rows = rows_of(part, tuple(axes))
+        if len(rows) == 1:
+            return np.zeros(shape, np.int64)
+        # Rows mostly are the same where their first entries are, which saves sorting all of them.
+        _, first, number = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+        if len(first) < len(rows) and not np.array_equal(rows, rows[first][number]):
+            number = np.unique(rows, axis=0, return_inverse=True)[1]
+        return number.reshape(shape)
+
+    @staticmethod
+    def _copies(
+        value: Value, label: Label, axes: list[int], position: Ints, function: Callable[[Tensor], Tensor]
+    ) -> Ints:
+        """Tell copies of a position apart by their places on the value's other axes."""
+        code = np.zeros_like(position)
+        for axis, size in enumerate(value.shape):
+            if axis in label.axes or size == 1:
+                continue
+            place = function(coordinates(value.shape, (axis,)))
+            along = set(varying_axes(place))
+            if along <= set(axes):
+                code = code * (size + 1) + on_axes(place, axes) if along else code
+            elif along & set(axes):  # each position shows some of the places (every second one)
+                _, shown = np.unique(rows_of(place, tuple(axes)), axis=0, return_inverse=True)
+                code = code * (size + 1) + shown.reshape(code.shape)
+        code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # the same for inputs of other sizes
+        # What still coincides (a tensor joined to itself) is told apart by its order.
+        rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
+        return code * (int(rank.max()) + 1) + rank.reshape(position.shape)
+
+    def _plainest(self, label: Label) -> Label:
+        """Drop axes along which the same units come again, and tags that tell nothing apart."""
+        for place in reversed(range(len(label.axes))):
+            if all((part == part.take([0], place)).all() for part in (label.atom, label.scale)):
+                axes = (*label.axes[:place], *label.axes[place + 1 :])
+                label = label.moved(axes, lambda part, place=place: part.take(0, place))  # type: ignore[misc]
+        told = np.unique(label.tag[label.tag > 0])
+        if len(told) == 1 and len(np.unique(label.atom)) == label.size:
+            label = Label(label.axes, label.atom, np.where(label.tag > 0, 0, label.tag), label.scale)
+        return label

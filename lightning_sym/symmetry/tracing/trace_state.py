@@ -1,0 +1,193 @@
+"""What a trace knows: the operation at hand, the network's tensors, and what was read of them."""
+
+from collections import Counter
+from collections.abc import Callable, Container
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, fx, nn
+
+from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, counted
+from lightning_sym.symmetry.tracing.mixtures import Mixture
+from lightning_sym.symmetry.tracing.values import Path, Value
+
+
+def _positions(value: Value) -> int:
+    """Return how many positions the labels of a value have."""
+    return sum(label.size for label in value.labels)
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Return whether a buffer holds zeros and one other number: untrained statistics and gains hold one number only."""
+    if isinstance(tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return False
+    held = tensor[tensor != 0]
+    return 0 < held.numel() < tensor.numel() and bool((held == held[0]).all() and held[0].isfinite())
+
+
+class TraceState:
+    """Holds what a walk through a network finds out, and all that is demanded.
+
+    Args:
+        states: The network's parameters and buffers.
+        constants: The names of those that no state dict holds.
+        affine: Whether to count changes of sign that add a constant.
+
+    Attributes:
+        node: The operation at hand.
+    """
+
+    def __init__(self, states: dict[str, Tensor], *, constants: Container[str] = (), affine: bool = False) -> None:
+        self.constraints = Constraints()
+        self.constraints.where = lambda: self.where
+        self.tensors = states
+        self.constants = constants
+        self.capture: Capture
+        self.node: fx.Node
+        self.axis_labels: dict[str, tuple[Label, ...]] = {}
+        self.kinds: dict[str, tuple[str, float]] = {}
+        self.grouped: dict[str, Label] = {}
+        self.joint: set[str] = set()
+        self.grouped_by: dict[str, set[fx.Node]] = {}
+        self.untold: set[fx.Node] = set()
+        self.mixed_uses: set[str] = set()
+        self.leaf: dict[str, Value] = {}
+        self.affine = affine
+        self.absorbed: list[tuple[str, str, int, float]] = []
+        self.absorbed_before: tuple[tuple[str, str, int, float], ...] = ()
+        self.walks = 0
+        self.made_of_states: dict[int, Any] = {}
+        self.lengths: set[int] = set()
+        self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
+        self.uses: Counter[str] = Counter()
+        self.gains: Counter[str] = Counter()
+        self.taps: dict[Mark, Value] = {}
+        self.seen: set[int] = set()
+
+    # What something is called, for notes and errors.
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation at hand."""
+        return self.node.meta.get("rule_of") or operation_name(self.node.target)
+
+    @property
+    def where(self) -> str:
+        """The operation at hand and the module that it is in."""
+        module = self.capture.modules.get(self.node)
+        return f"{self.operation} in {module}" if module else self.operation
+
+    def note(self, text: str) -> None:
+        """Tell the user something about the operation at hand."""
+        self.constraints.notes[f"{self.where}: {text}"] = None
+
+    # Values.
+
+    def state_value(self, name: str) -> Value:
+        """Return the value of a parameter or buffer."""
+        tensor = self.tensors[name]
+        if name in self.constants or not tensor.is_floating_point():
+            if tensor.is_meta:
+                self.constraints.notes[
+                    f"{name} is a constant without values (on meta): what it meets is fixed; build the network under "
+                    "without_weights(), which keeps buffers"
+                ] = None
+                return Value(tuple(tensor.shape))
+            return Value(tuple(tensor.shape), concrete=tensor.detach().to("cpu", copy=True))
+        if name not in self.axis_labels:
+            shape = tuple(tensor.shape)
+            self.axis_labels[name] = tuple(
+                self.constraints.fresh((axis,), (size,), tag=UNSET) for axis, size in enumerate(shape)
+            ) or (self.constraints.fresh((), (), tag=UNSET),)
+            if _is_mask(tensor):  # it is permuted with the units, and stays one
+                for label in self.axis_labels[name]:
+                    self.constraints.fix_scales(label.scale)
+        return Value(tuple(tensor.shape), self.axis_labels[name], state=name)
+
+    def parameter(self, module: nn.Module, name: str) -> Value:
+        """Return a parameter or buffer of the module at hand, in a rule for a module class.
+
+        Raises:
+            KeyError: If the module has none of that name.
+        """
+        if name not in self.leaf:
+            raise KeyError(
+                f"{type(module).__name__} has no parameter or buffer {name!r}; it has {', '.join(self.leaf)}"
+            )
+        return self.leaf[name]
+
+    def label(self, value: Value, axis: int) -> Label | None:
+        """Return the label that lives on one axis alone, or None.
+
+        The label of a single unit, which may fill a whole tensor, counts as being on every axis.
+        """
+        axis %= value.ndim
+        for label in value.labels:
+            if label.axes == (axis,):
+                return label
+        for label in value.labels:
+            if not label.axes:
+                return self.constraints.spread(label, axis, value.shape[axis])
+        return None
+
+    def output_shape(self, index: int | None = None) -> tuple[int, ...]:
+        """Return the shape of the result of the operation at hand (of one of its results)."""
+        value = self.node.meta["val"]
+        return tuple((value if index is None else value[index]).shape)
+
+    def fix(self, value: Value, reason: str | None = None) -> Value:
+        """Nothing may act on this value: its units may neither move nor be scaled.
+
+        Args:
+            value: Any value.
+            reason: Why, for the notes.
+        """
+        for label in value.labels:
+            self.constraints.fix(label)
+        if value.labels and reason:
+            self.note(counted(reason, max((label.atom for label in value.labels), key=np.size)))
+        return Value(value.shape)
+
+    def see(self, label: Label, name: str | None = None) -> None:
+        """Write down where units are seen: two units may change places only if they are seen at the same places.
+
+        Args:
+            label: The units.
+            name: Name of the value in which they are seen, if it is to be known.
+        """
+        label = self.constraints.resolve(label)
+        held = hash((label.atom.tobytes(), label.tag.tobytes()))
+        if name is None and held in self.seen:  # the same units at the same places say nothing more
+            return
+        self.seen.add(held)
+        self.constraints.occurrences.append(Sighting(label, name))
+
+    # What is read of a value that is only moved about: the rest would be read by a longer input.
+
+    def carry(self, value: Value, result: Value, step: Callable[[Tensor], Tensor] | None = None) -> Value:
+        """Say that a result holds elements of a value, moved by a step: reading it reads these alone."""
+        steps = () if step is None else (step,)
+        sources = tuple((root, (*path, *steps)) for root, path in value.sources or ((value, ()),))
+        return replace(result, sources=(*result.sources, *sources))
+
+    def pass_on(self, value: Value, result: Value, step: Callable[[Tensor], Tensor] | None = None) -> Value:
+        """Say that a result holds elements of a value and nothing else, moved by a step; as for `carry`."""
+        mixture = (value.mixture or Mixture.of(value)).moved(step) if value.labels else None
+        if mixture is not None and not mixture.opened and _positions(result) > _positions(value):
+            mixture = None  # copies of units (of keys that queries share) have coordinates of their own
+        return replace(self.carry(value, result, step), mixture=mixture)
+
+    def cut_by_size(self, value: Value) -> None:
+        """Say that a part of a value is taken that depends on the input's size: the rest counts as for weights."""
+        self.made_of_states |= {id(root): root for root, _ in value.sources or ((value, ()),)}
+
+    def read(self, value: Value) -> None:
+        """Note that all elements of a value are read."""
+        for root, path in value.sources or ((value, ()),):
+            self.uses[root.state or ""] += 1
+            if root.labels:
+                # One entry for all walks, where it is a parameter.
+                key = root.state if root.state is not None else id(root)
+                self.reads.setdefault(key, (root, []))[1].append(path)

@@ -1,0 +1,123 @@
+"""Tensors of the graph, seen from outside: their shapes, and who acts on them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.tracing.constraints import Ints, Label
+from lightning_sym.symmetry.tracing.coordinates import rank_within
+from lightning_sym.symmetry.tracing.mixtures import Mixture
+
+Path = tuple[Callable[[Tensor], Tensor], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Of which member of a stack (which expert, which head) each element of a value is.
+
+    Attributes:
+        number: Elements of one number are of one member; negative ones are of members that the input chose. Of the
+            value's shape, int64.
+        size: How many members the stack has.
+    """
+
+    number: Tensor
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor of the graph, seen from outside: its shape, and who acts on it.
+
+    Attributes:
+        shape: Its shape.
+        labels: Who acts on it: usually one label, on the channels; none where nothing does. A parameter has one per
+            axis. The labels of one value live on different axes.
+        concrete: Its value, where it is made of constants only (indices, masks).
+        state: The parameter or buffer that this is, untouched so far.
+        offset: What a unit's change of sign adds to it: sigmoid(-x) = 1 - sigmoid(x). Only a linear operation with a
+            bias can take it up (docs/theory/intertwiners.md, 1.4).
+        by_size: Whether a constant may be another one for an input of another size: it was made from positions (a
+            range, a triangle), or is a part of something that is not one number everywhere.
+        sources: The values whose elements were only moved to get here, and how they were moved, step by step.
+        squared: Whether these are squares of units that orthogonal matrices may mix, so that these do not act on them.
+        chooses: The units among which whole numbers choose: each says which of these, in order, it was.
+        members: Of which members of a stack its elements are; None if that is not known, or of several.
+        mixture: Of which value's elements this is made by constants and movements, if it is.
+    """
+
+    shape: tuple[int, ...]
+    labels: tuple[Label, ...] = ()
+    concrete: Tensor | None = None
+    state: str | None = None
+    offset: float = 0.0
+    by_size: bool = False
+    sources: "tuple[tuple[Value, Path], ...]" = ()
+    squared: bool = False
+    chooses: Label | None = None
+    members: Members | None = None
+    mixture: Mixture | None = None
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def known(self) -> Tensor | None:
+        """Its values, if nothing acts on it and they are known."""
+        return self.concrete
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether this is a constant full of zeros, for inputs of any size."""
+        return self.concrete is not None and not self.by_size and not bool(self.concrete.any())
+
+    def with_labels(self, *labels: Label) -> "Value":
+        """Return a value of the same shape with other labels."""
+        return Value(self.shape, labels)
+
+    def on(self, axes: Sequence[int | None], rank: int) -> "Value":
+        """Return what acts on it on other axes, of a tensor with `rank` axes; on those that go to None nothing acts."""
+        sizes = [1] * rank
+        for size, target in zip(self.shape, axes, strict=True):
+            if target is not None:
+                sizes[target] = size
+        labels = []
+        for label in self.labels:
+            targets = [target for axis in label.axes if (target := axes[axis]) is not None]
+            if len(targets) == len(label.axes):
+                order = sorted(range(len(targets)), key=targets.__getitem__)
+                labels.append(label.moved(tuple(sorted(targets)), functools.partial(np.transpose, axes=order)))
+        if self.concrete is None or None in axes:
+            return Value(tuple(sizes), tuple(labels))
+        order = sorted(range(self.ndim), key=lambda axis: axes[axis] or 0)
+        return Value(tuple(sizes), concrete=self.concrete.permute(order).reshape(sizes), by_size=self.by_size)
+
+
+def values_in(arguments: Any) -> list[Value]:
+    """Return the tensors among an operation's arguments."""
+    if isinstance(arguments, Value):
+        return [arguments]
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    elif not isinstance(arguments, (tuple, list)):
+        return []
+    return [value for argument in arguments for value in values_in(argument)]
+
+
+def filled(number: Any, shape: Sequence[int]) -> Value:
+    """Return a constant that is one number everywhere."""
+    # In double precision, which holds the least number of every type: masks are filled with it.
+    return Value(tuple(shape), concrete=torch.full(tuple(shape), number, dtype=torch.float64))
+
+
+def numbered(label: Label) -> Ints:
+    """Number the positions that one unit and tag hold, in order."""
+    _, inverse = np.unique(np.stack([label.atom.ravel(), label.tag.ravel()]), axis=1, return_inverse=True)
+    return rank_within(inverse.ravel()).reshape(label.atom.shape)
