@@ -270,7 +270,10 @@ class Backwards:
         summed_here = rank - 1 if place == 0 else rank - 2  # where the other factor's own axis is in the result
         if place > 1 or rank < 2 or len(shape) < 2:
             return {}
-        free = {axes: gains for axes, gains in result.items() if summed_here not in axes}
+        # What is the same along an axis is not when it was multiplied by what changes along it.
+        other = shape_of(user.args[1 - place]) or ()
+        varying = {axis + rank - len(other) for axis, size in enumerate(other[:-2]) if size > 1} | {summed_here}
+        free = {axes: gains for axes, gains in result.items() if varying.isdisjoint(axes)}
         if len(shape) == rank:
             return free
         return {frozenset({1}): gains for axes, gains in free.items() if axes == {rank - 1}} if place else {}

@@ -189,7 +189,7 @@ class Layers(Products):
                 return None
             anywhere = Value(chosen.shape, True)  # 1 where it holds, and 0 elsewhere; another time the other way round
             parts = [self.broadcast(self.multiply(own, anywhere), shape) for own in (x, y) if own is not None]
-            return self.add(*parts).with_(relation=None) if len(parts) == 2 else parts[0].with_(relation=None)
+            return (self.add(parts[0], parts[1]) if len(parts) == 2 else parts[0]).with_(relation=None)
         rank, mask = len(shape), mask.bool()
         mask = wide(mask, rank)
         varies = any(value is not None and value.varies for value in (x, y))

@@ -199,8 +199,8 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
         order = [size - 2 for size in run(torch.empty(lengths, device="meta")).shape]
         return Move("permute", before, after, run, order=order)
     if name in operations(Trait.CUT):
-        at = 2 if name in operations(Trait.PARTS) - {"unbind"} else 1
-        axis = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
+        place = 2 if name in operations(Trait.PARTS) - {"unbind"} else 1
+        axis = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
         assert isinstance(axis, int)
         axis %= len(before)
         first = node.args[2] if name in ("select", "slice", "narrow") and len(node.args) > 2 else None

@@ -212,7 +212,7 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
 
 def _is_whole(system: System, name: str, read: _Read) -> bool:
     counts = system.shape(name) if _by_axis(system, name) else [math.prod(system.shape(name))]
-    return all(len(part[part > 0].unique()) == count for part, count in zip(read.parts, counts, strict=True))
+    return all(len(torch.unique(part[part > 0])) == count for part, count in zip(read.parts, counts, strict=True))
 
 
 def _mark(system: System, name: str, reached: dict[str, list[Tensor]], read: _Read) -> None:

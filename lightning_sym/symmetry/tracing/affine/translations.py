@@ -32,10 +32,10 @@ def find_translations(
     system = System(tensors, tensors.keys() - known, known)
     system.names = states_of(captures)
     values = Weights(system, tensors)
-    constants = [Constants(system, capture, values) for capture in captures]
-    read_ahead(system, constants)
+    read = [Constants(system, capture, values) for capture in captures]
+    read_ahead(system, read)
     while True:
-        for own in constants:
+        for own in read:
             # What is counted has to fit two lengths, if there is any.
             system.lengths, system.walk, system.counted = own.lengths, 0, False
             Interpreter(system, own).run()
