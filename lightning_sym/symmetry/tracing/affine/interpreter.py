@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -214,6 +215,17 @@ class Interpreter(Layers):
                 None
             )
 
+    def _all_is_taken(self, node: fx.Node, move: Move) -> bool:
+        """Whether other cuts take the parts of a value that one leaves, as of queries, keys and values in one."""
+        source: Any = node.args[0]
+        shape = [size if axis == move.axis else 1 for axis, size in enumerate(move.before)]
+        taken = torch.zeros(move.before[move.axis], dtype=torch.bool)
+        for user in source.users:
+            own = move_of(user, name_of(user), move.before, self.constants.known) if name_of(user) in MOVES else None
+            if own is not None and own.alone and own.axis == move.axis:
+                taken[own(torch.arange(len(taken)).reshape(shape)).reshape(-1)] = True
+        return bool(taken.all())
+
     def _moved(self, node: fx.Node, name: str, first: Any) -> Any:
         if not isinstance(first, Value):
             return None
@@ -222,6 +234,8 @@ class Interpreter(Layers):
         move = move_of(node, name, first.shape, self.constants.known)
         if move is None:
             return self._looked_up(node, name, first)
+        if move.alone and self._all_is_taken(node, move):
+            move = replace(move, alone=False)
         results = self.move(first, move, node)
         return results if isinstance(node.meta["val"], (list, tuple)) else results[0]
 
@@ -231,6 +245,7 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("mul", "multiply"), Interpreter._mul),
     **dict.fromkeys(("div", "true_divide", "divide"), Interpreter._div),
     "neg": Interpreter._neg,
+    "lerp": Interpreter._lerp,
     "linear": Interpreter._linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), Interpreter._matmul),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), Interpreter._addmm),

@@ -139,6 +139,7 @@ class Layers(Products):
         result = Value(shape, True, learned=x.learned)
         if x.relation is not None and linear and x.relation.axes.isdisjoint(axes):
             result.relation = x.relation
+        self.follow_lengths(x.shape[len(x.shape) - count :], shape[len(shape) - count :])
         if (numbers := self.numbers(x)) is not None:
             result.translation = self._equal(numbers, axes)
         for drift in self._living(x).values():

@@ -107,6 +107,10 @@ class Products(Contractions):
         value = self._value(node.args[0])
         return None if value is None else self.scale(value, -1.0, node)
 
+    def _lerp(self, node: fx.Node) -> Any:
+        weight = self.constants.number(node.args[2])
+        return None if weight is None else self._sum(node, node.args[0], node.args[1], (1 - weight, weight))
+
     # Contractions.
 
     def _linear(self, node: fx.Node) -> Any:

@@ -11,7 +11,7 @@ from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System, Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.invisible import shared_memory
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 
 _MOST = 2**20  # entries of a parameter that are told apart
@@ -29,7 +29,7 @@ class Constants:
     def __init__(self, system: System, capture: Capture, values: Weights) -> None:
         self.system, self.capture, self.values = system, capture, values
         self.unsafe = shared_memory(capture.graph)
-        self.lengths = lengths_of(capture.inputs)
+        self.lengths = lengths_of(capture.inputs, _features(capture.inputs))
         self._constant: dict[fx.Node, bool] = {}
         self._sized: dict[fx.Node, bool] = {}
         for node in capture.graph.nodes:
@@ -98,6 +98,18 @@ class Constants:
         except Exception:  # without numbers, on meta
             return None
         return found if isinstance(found, Tensor) and not found.is_meta else None
+
+
+def _features(inputs: Sequence[fx.Node]) -> dict[fx.Node, set[int]]:
+    """Return the axes of inputs that a layer sums over, which have as many entries as its weight."""
+    found: dict[fx.Node, set[int]] = {}
+    for node in inputs:
+        for user in node.users:
+            if user.args and user.args[0] is node and name_of(user) == "linear":
+                found.setdefault(node, set()).add(node.meta["val"].ndim - 1)
+            elif user.args and user.args[0] is node and name_of(user) in operations(Trait.CONVOLVE):
+                found.setdefault(node, set()).add(node.meta["val"].ndim - 1 - places_of(name_of(user)))
+    return found
 
 
 class _Read(NamedTuple):
@@ -188,8 +200,7 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
         if user not in constants.unsafe and user.args and user.args[0] is node:
             move = move_of(user, name, shape, constants.known) if name in MOVES else None
             if move is not None:
-                long = move.alone and move.after[move.axis] in constants.lengths
-                long = long and move.after[move.axis] < shape[move.axis]
+                long = move.cut_to(constants.lengths)
                 yield from _readers(user, [move(part) for part in parts], constants, cut or long)
                 continue
             if name in operations(Trait.CAST):
