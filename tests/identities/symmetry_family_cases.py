@@ -738,6 +738,13 @@ def two_layers_interleaved(s, x):
     out[:, ::2], out[:, 1::2] = relu(s.a(x)), relu(s.c(x))
     return s.b(out)
 
+@writes(group([4, 4], 4, 4))
+def halves_of_a_layer_interleaved(s, x):
+    out = torch.empty(len(x), 8, dtype=x.dtype)
+    first, second = s.a(x).chunk(2, -1)
+    out[:, ::2], out[:, 1::2] = relu(first), tanh(second)
+    return s.b(out)
+
 # Units 3 and 4 of the first layer are written over.
 @writes(group([3, 5], 8), spare=[group([2], 2)], slack=True, a=of(L, 5, 5), c=of(L, 5, 5))
 def overlapping_writes(s, x):

@@ -293,3 +293,38 @@ def test_more_examples_are_a_list_of_inputs(more: Any) -> None:
     _, network, _ = traced("tables: parameter_cut_to_length")
     with pytest.raises(TypeError, match="example"):
         trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64), more_examples=more)
+
+
+class KeysBesideOneThatHeadsShare(nn.Module):
+    """Attention whose keys are joined with coordinates that all heads share, as compressed keys and turned ones.
+
+    Args:
+        way: How they are joined.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.q, self.kv = nn.Linear(5, 8, bias=False), nn.Linear(5, 8, bias=False)
+        self.r, self.o = nn.Linear(5, 2, bias=False), nn.Linear(4, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend. Shape (n, length, 5)."""
+        q = self.q(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, 4)).transpose(1, 2).split([2, 2], -1)
+        r = self.r(x)[:, None].expand(-1, 2, -1, -1)
+        if self.way == "memory":
+            key = torch.empty_like(q)
+            key[..., :2].copy_(k)
+            key[..., 2:].copy_(r)
+        else:
+            key = torch.cat([k, r] if self.way == "behind" else [r, k], -1)
+        return self.o(nn.functional.scaled_dot_product_attention(q, key, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("way", ["memory", "behind", "in front"])
+def test_keys_joined_with_one_that_heads_share_leave_the_values_their_matrices(way: str) -> None:
+    network = KeysBesideOneThatHeadsShare(way).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 6, 5, dtype=torch.float64))
+    assert sorted(len(cell) for cell in symmetry.structure.dense) == [2, 2]
+    assert symmetry.dimension == 12

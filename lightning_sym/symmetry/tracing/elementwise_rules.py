@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.tracing.choice_rules import picked
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
-from lightning_sym.symmetry.tracing.memory import choose
+from lightning_sym.symmetry.tracing.memory import choose, overwrite
 from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.rules import fix_choice, pointwise, register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value, filled, numbered, values_in
@@ -427,6 +427,10 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
         replace(v, labels=tuple(label if label.axes else spread(label, axis, v.shape[axis]) for label in v.labels))
         for v in values
     ]
+    along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
+    kinds = {label.axes for label in along if label is not None}
+    if len(kinds) > 1:
+        return _side_by_side(trace, values, axis, shape)
     others = {label.axes for value in values for label in value.labels if axis not in label.axes}
     result: list[Label] = []
     for axes in others:
@@ -445,9 +449,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
             joined = trace.constraints.same_units(joined, part)
             trace.constraints.equate([(scale, 1.0), (part.scale, -1.0)])
         result.append(joined)
-    along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
-    kinds = {label.axes for label in along if label is not None}
-    if len(kinds) == 1:
+    if kinds:
         (axes,) = kinds
         place = axes.index(axis)
         whole: list[Label] = []
@@ -463,11 +465,16 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
             tag = trace.constraints.derive_tags(joined.tag, numbered(joined))
             joined = Label(axes, joined.atom, tag, joined.scale)
         result.append(joined)
-    elif kinds:
-        for value, label in zip(values, along, strict=True):
-            if label is not None:
-                trace.fix(value.with_labels(label), "joined tensors carry labels on different axes")
     return trace.disjoint(Value(shape, tuple(result)))
+
+
+def _side_by_side(trace: Trace, values: Sequence[Value], axis: int, shape: tuple[int, ...]) -> Value:
+    """Join values whose units live on different axes, as all heads share some keys: each is written where it goes."""
+    places = torch.arange(math.prod(shape)).reshape(shape).split([value.shape[axis] for value in values], axis)
+    result = filled(0.0, shape)
+    for value, where in zip(values, places, strict=True):
+        result = overwrite(trace, result, where, value)
+    return result
 
 
 @register_rule(Trait.POOL, Trait.RESIZE)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.contractions import VIEWS, numbers_of
+from lightning_sym.symmetry.tracing.contractions import VIEWS, layout, numbers_of
 from lightning_sym.symmetry.tracing.invisible import memories_of
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 
 aten = torch.ops.aten
@@ -121,7 +122,24 @@ def _joined(r: Rewriter, held: Tensor, axis: int, parts: list[_Part]) -> fx.Node
         {len(part.places) for part in parts},
         {step for part in parts for step in part.places.diff().tolist()},
     )
-    if len(sizes) == 1 and steps == {len(parts)} and [int(part.places[0]) for part in parts] == list(range(len(parts))):
+    in_turn = (
+        len(sizes) == 1 and steps == {len(parts)} and order[:: len(parts[0].places)].tolist() == [*range(len(parts))]
+    )
+    # Only what is made of the same values (turned coordinates) is stacked: units of two kinds would become one.
+    if in_turn and set.intersection(*(_made_from(r, part.source) for part in parts)):
         stacked = r.insert(aten.stack.default, values, axis + 1)  # every other one
         return r.insert(aten.reshape.default, stacked, list(held.shape))
     return r.insert(aten.index_select.default, joined, axis, r.hold(order.argsort()))
+
+
+def _made_from(r: Rewriter, node: fx.Node) -> set[tuple[Any, ...]]:
+    """Return where what goes in lies of which sums and products, element by element, make a value."""
+    found, left, seen = set(), [node], {node}
+    while left:
+        own = left.pop()
+        if r.name(own) in operations(Trait.JOIN) | operations(Trait.PRODUCT) | operations(Trait.CAST) | {"neg"}:
+            left += [given for given in own.all_input_nodes if given not in seen]
+            seen.update(own.all_input_nodes)
+        elif r.made_of(own) == "inputs":
+            found.add((frozenset(memories_of(own)), layout(own.meta["val"])))
+    return found
