@@ -29,14 +29,7 @@ from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tilt_search import find_tilts
-<<<<<<< HEAD
 from lightning_sym.symmetry.translations import folded
-=======
-from lightning_sym.symmetry.translations import size_of
-
-# Whether shifts that only the affine interpreter finds are used.
-_FURTHER = True
->>>>>>> bb2a306cb3a013dd43b0c16fd80be5ada24f8da9
 
 
 def trace_symmetry(

@@ -32,11 +32,7 @@ ZERO = 1e-11
 EVERY = "every spelling"
 MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SHORT: dict[str, Collection[str]] = {
-<<<<<<< HEAD
     "group norm": {"image"},
-=======
-    "group norm": EVERY,
->>>>>>> bb2a306cb3a013dd43b0c16fd80be5ada24f8da9
     "norm per head": EVERY,
     "positions": {"lookup"},
     "attention, learned biases": {"embedding"},

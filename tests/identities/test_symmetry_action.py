@@ -531,15 +531,7 @@ SHIFTS = {
     **{"encoder_layer_norm_first": 73, "cross_attention": 40, "attention_other_widths": 38},
     **{"addcmul": 8, "decoder_layer_norm_first": 98},
     **dict.fromkeys(["vision_transformer"], 178),
-<<<<<<< HEAD
-    **dict.fromkeys(["swin_transformer"], 254),
-    # Found by the affine interpreter alone.
-    **dict.fromkeys(["vector_in_front", "linear_conv", "upsample_linear"], 4),
-    **{"softmax_over_units": 8, "inverted_residual": 8, "convnext": 49, "cross_attention": 40, "swin_transformer": 277},
-    **{"attention_other_widths": 38, "encoder_layer_norm_first": 73, "decoder_layer_norm_first": 98},
-=======
     **dict.fromkeys(["swin_transformer"], 277),
->>>>>>> bb2a306cb3a013dd43b0c16fd80be5ada24f8da9
 }
 
 

@@ -143,37 +143,3 @@ def test_nothing_is_added_that_an_input_of_another_size_sees(name: str) -> None:
         own, others = (jvp(outputs, (tensors,), (zero | moved,))[1] for moved in (changes, anything))
         for one, other in zip(own, others, strict=True):
             assert float(one.abs().max()) <= 1e-9 * float(other.abs().max())
-<<<<<<< HEAD
-=======
-
-
-# Networks with shifts that only the interpreter finds.
-FURTHER_SHIFTS = [
-    ("linear", "bias as a column"),
-    ("group norm", "group_norm"),
-    ("positions", "slice"),
-    ("pool of CLIP", "multi_head_attention_forward"),
-    ("embedding into an LSTM", "lstm"),
-    ("three linear layers", "linear"),
-]
-
-
-@pytest.mark.parametrize(("name", "spelling"), FURTHER_SHIFTS)
-def test_further_shifts_form_a_group(name: str, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = ALL[name]
-    torch.manual_seed(3)
-    network, inputs = function.network(spelling), function.inputs(2)
-    without = trace_symmetry(network, inputs, check=False)
-    monkeypatch.setattr(trace_module, "_FURTHER", True)
-    symmetry = trace_symmetry(network, inputs, check=False)
-    assert without.dimension <= symmetry.dimension <= function.nullity
-    generator = torch.Generator().manual_seed(1)
-    first, second = (symmetry.sample(generator, scale=0.3) for _ in range(2))
-    own = {key: torch.rand_like(value) + 0.5 for key, value in network.state_dict().items()}
-    moved = symmetry.act_on(first, own)
-    before, after = (functional_call(network, tensors, inputs) for tensors in (own, moved))
-    assert float((after - before).abs().max()) < EXACT * float(before.abs().max())
-    both = symmetry.act_on(symmetry.compose(second, first), own)
-    for key, tensor in symmetry.act_on(second, moved).items():
-        assert float((both[key] - tensor).abs().max()) < 1e-9 * max(float(tensor.abs().max()), 1.0)
->>>>>>> bb2a306cb3a013dd43b0c16fd80be5ada24f8da9

@@ -83,11 +83,8 @@ def _found(
     read = [Constants(system, capture, values) for capture in captures]
     read_ahead(system, read)
     while True:
-<<<<<<< HEAD
         marked: dict[str, Value | None] = {}
         interpreters = []
-=======
->>>>>>> bb2a306cb3a013dd43b0c16fd80be5ada24f8da9
         for own in read:
             # What is counted has to fit two lengths, if there is any.
             system.lengths, system.walk, system.counted = own.lengths, 0, False
