@@ -193,7 +193,8 @@ class Symmetry:
         mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
         mixing += sum(rotation.dimension for rotation in self.structure.rotations)
         mixing += sum(tilt.size for tilt in self.structure.tilts) + self.structure.phases
-        return self.scales - inside + mixing + self.shifts
+        twice = self.structure.unread if self.shifts else 0
+        return self.scales - inside + mixing + self.shifts - twice
 
     @cached_property
     def log10_permutations(self) -> float:

@@ -143,3 +143,29 @@ def test_nothing_is_added_that_an_input_of_another_size_sees(name: str) -> None:
         own, others = (jvp(outputs, (tensors,), (zero | moved,))[1] for moved in (changes, anything))
         for one, other in zip(own, others, strict=True):
             assert float(one.abs().max()) <= 1e-9 * float(other.abs().max())
+
+
+class _Cut(nn.Module):
+    """Two linear layers, the second of which reads some units of the first.
+
+    Args:
+        read: How many.
+    """
+
+    def __init__(self, read: int) -> None:
+        super().__init__()
+        self.first, self.second, self.read = nn.Linear(8, 6), nn.Linear(read, 5), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)[..., : self.read])
+
+
+@pytest.mark.parametrize("read", [3, 4, 5])
+def test_units_that_nothing_reads_count_once(read: int) -> None:
+    torch.manual_seed(0)
+    network, inputs = _Cut(read).double(), torch.randn(64, 8, dtype=torch.float64)
+    parameters = dict(network.named_parameters())
+    jacobian = torch.func.jacrev(lambda own: torch.func.functional_call(network, own, (inputs,)).flatten())(parameters)
+    matrix = torch.cat([own.flatten(1) for own in jacobian.values()], 1)
+    nullity = matrix.shape[1] - int(torch.linalg.matrix_rank(matrix, rtol=1e-10))
+    assert trace_symmetry(network, inputs[:3]).dimension == nullity == (6 - read) * 9 + read * read + read
