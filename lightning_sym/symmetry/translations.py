@@ -141,7 +141,8 @@ class _Carrier:
         moved = self.action.on_thin(rows.name, inside.reshape(count, *thin), rows.axes, 1).reshape(count, -1)
         at = torch.from_numpy(np.unique(rows.segments, return_index=True)[1])
         factors = moved[:, at] / self.there.coefficient(rows)[at]  # (segments before, segments after)
-        return torch.tensordot(factors, values, ([0], [0]))
+        result: Tensor = torch.tensordot(factors, values, ([0], [0]))
+        return result
 
     def _writers(self, part: Writers, element: Tensor) -> Tensor:
         multiples = torch.from_numpy(self.here.of_writers(element, part).reshape(-1, *part.shape))
@@ -184,7 +185,7 @@ def _told(located: Located) -> Ints:
     """Return which wanted unknowns tell the first entries of an element, in their order."""
     parts, entries = located.parts, located.space.entries
     empty = np.zeros(0, np.int64)
-    at = np.unique(np.concatenate([empty, *(own.at.ravel() for own in (*parts.free, *parts.readers))]))
+    at = np.unique(np.concatenate([empty, *(own.at.ravel() for own in parts.placed)]))
     forms = located.matrix[at][:, np.arange(entries)].tocsr()
     return at[pivots(forms)]
 
@@ -221,20 +222,20 @@ def folded(structure: Structure) -> Translations:
     entry = np.full(len(space.generic.forms.forms.constant.indptr) - 1, -1)
     at, steady = pivot_rows(space)
     entry[at[steady]] = np.flatnonzero(steady)
-    for part in (*space.parts.free, *space.parts.readers):
+    for part in space.parts.placed:
         lead = part.at.ndim - len(space.parts.shapes[part.name])
         own = entry[part.at]
         places = np.nonzero(own >= 0)
         for axis in range(own.ndim - lead):
             if own.shape[lead + axis] > 1:
                 fold(part.name, axis, own[places], places[lead + axis])
-    for part in space.parts.writers:
-        entries = np.arange(part.places.start, part.places.stop).reshape(-1, *part.shape)
-        places = np.indices(entries.shape).reshape(entries.ndim, -1)
-        for axis in part.axes:
-            fold(part.name, axis, entries.ravel(), places[1 + axis])
+    for writer in space.parts.writers:
+        entries = np.arange(writer.places.start, writer.places.stop).reshape(-1, *writer.shape)
+        indices = np.indices(entries.shape).reshape(entries.ndim, -1)
+        for axis in writer.axes:
+            fold(writer.name, axis, entries.ravel(), indices[1 + axis])
     folds = [
-        Folds(gain, *(np.concatenate(each) for each in zip(*own, strict=True)), power)
+        Folds(gain, np.concatenate([one for one, _ in own]), np.concatenate([two for _, two in own]), power)
         for (gain, power), own in found.items()
     ]
     result = Translations(space.parts, folds)
@@ -286,7 +287,7 @@ def elements_alone(
     assert space.parts is not None
     parts, located = space.parts, space.at(tensors)
     forms = (located.matrix[:, np.arange(space.entries)] @ sparse.diags(located.multiples[: space.entries])).tocsr()
-    places = [own.at.ravel() for own in (*parts.free, *parts.readers)] + [own.source.ravel() for own in parts.steps]
+    places = [own.at.ravel() for own in parts.placed] + [own.source.ravel() for own in parts.steps]
     every = np.unique(np.concatenate(places))
     _, label = sparse.csgraph.connected_components((abs(forms[every]).T @ abs(forms[every])).tocsr(), False)
     found = {}
@@ -408,9 +409,9 @@ class _Nearest:
         for rows in self.parts.readers:
             if rows.name in self.names and self.located.matrix[rows.at.ravel()].nnz:
                 at.append(rows.at.ravel())
-                own, times = self._of_rows(rows, element)
+                own, often = self._of_rows(rows, element)
                 given.append(own.reshape(-1).numpy())
-                weight.append(np.repeat(times, math.prod(rows.at.shape[1:])))
+                weight.append(np.repeat(often, math.prod(rows.at.shape[1:])))
         return np.concatenate(at), np.concatenate(given), np.concatenate(weight)
 
     def _of_rows(self, rows: Readers, element: Tensor) -> tuple[Tensor, Floats]:

@@ -87,9 +87,10 @@ def find_dense(
             continue
         members = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
         acting = [own_exponents(forms.magnitudes, matrix[own]) for own in members]
-        if not all(own is not None and (np.abs(own) == 1).all() for own in acting):
+        known = [own for own in acting if own is not None and (np.abs(own) == 1).all()]
+        if len(known) < len(acting):
             continue
-        unread += sum(len(own) ** 2 for own, by in zip(members, acting, strict=True) if len(np.unique(by)) == 1)
+        unread += sum(len(own) ** 2 for own, by in zip(members, known, strict=True) if len(np.unique(by)) == 1)
         if np.bincount(cell).min() > 1:
             result += [group[own] for own in members]
     return tuple(result), unread

@@ -290,10 +290,10 @@ class Solution:
         mixed[number[given != maker[number]]] = True
         other[number[(given < 0) | (np.abs(np.abs(forms.data) - 1) > _NOTHING)]] = True
         found = False
-        for number in np.flatnonzero(mixed & ~other).tolist():
-            begin, end = forms.indptr[number : number + 2]
+        for at in np.flatnonzero(mixed & ~other).tolist():
+            begin, end = forms.indptr[at : at + 2]
             others, factors = free[forms.indices[begin:end]], forms.data[begin:end]
-            everything, signs = np.r_[number, others], np.r_[1.0, -factors]
+            everything, signs = np.r_[at, others], np.r_[1.0, -factors]
             for which in np.unique(maker[everything]):
                 part = maker[everything] == which
                 terms: list[Any] = [(sign, []) for sign in signs[part].tolist()]

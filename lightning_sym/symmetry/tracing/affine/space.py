@@ -183,6 +183,16 @@ class Parts:
     kinds: list[Kind]
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def placed(self) -> list[Free | Readers]:
+        """What unknowns are added to directly."""
+        return [*self.free, *self.readers]
+
+    @property
+    def everywhere(self) -> list[Free | Readers | Writers]:
+        """All that is added to tensors."""
+        return [*self.free, *self.readers, *self.writers]
+
 
 class Translations:
     """All that may be added to a network's tensors, as a vector space.
@@ -233,7 +243,7 @@ class Translations:
         if self.parts is not None:
             forms = self.parts.forms.constant
             arrays = [forms.indptr, forms.indices, forms.data]
-            for part in (*self.parts.free, *self.parts.readers, *self.parts.writers):
+            for part in self.parts.everywhere:
                 state.update(part.name.encode())
                 arrays.append(part.at)
             for own in self.parts.steps:
@@ -275,7 +285,7 @@ class Translations:
         if self.parts is None:
             return set()
         found, moved = set(), np.diff(self.generic.matrix.indptr) > 0
-        for part in (*self.parts.free, *self.parts.readers, *self.parts.writers):
+        for part in self.parts.everywhere:
             if moved[part.at].any():
                 found.add(part.name)
         return found
@@ -516,7 +526,7 @@ class Located:
             names: Of the tensors.
         """
         parts, size = self.parts, self.space.size
-        wanted = [part.at for part in (*parts.free, *parts.readers) if part.name in names]
+        wanted = [part.at for part in parts.placed if part.name in names]
         total = self._total(np.unique(np.concatenate([np.zeros(0, np.int64), *(at.ravel() for at in wanted)])))
         found = {
             name: sparse.csr_matrix((math.prod(parts.shapes[name]), size)) for name in names if name in parts.shapes

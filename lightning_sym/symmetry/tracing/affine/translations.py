@@ -225,7 +225,8 @@ class _Compiler:
         columns = self.column[own.numbers.numpy().ravel()]
         unseen = None if own.unseen is None else self._at(own.unseen)
         total = frozenset() if own.total is None else frozenset(names_of_total(self.system, own.total))
-        names = frozenset(own.evaluate.names(self.system))
+        evaluate: Any = own.evaluate
+        names = frozenset(evaluate.names(self.system))
         return Step(self._at(own.source), columns, own.evaluate, unseen, names, total)
 
     def _pairs(self) -> list[tuple[Tensor, Any]]:
@@ -261,7 +262,7 @@ class _Compiler:
     def _kinds(self, parts: Parts) -> list[Kind]:
         """Return what the first entries of elements are called."""
         forms = self.solution.solved.forms[self.wanted][:, self.first].tocsr()
-        places = [*parts.readers, *parts.free, *parts.steps]
+        places: list[Readers | Free | Step] = [*parts.readers, *parts.free, *parts.steps]
         generator = np.random.default_rng(0)
         key = np.zeros(parts.entries, np.uint64)
         counts = np.zeros((len(places), parts.entries), np.int32)

@@ -107,11 +107,11 @@ class Generic(Mapping[str, Tensor]):
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Tensor], seed: int = 0) -> None:
-        self.shapes, self.values, self.seed = shapes, values, seed
+        self.shapes, self.constants, self.seed = shapes, values, seed
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.values:
-            return self.values[name]
+        if name in self.constants:
+            return self.constants[name]
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
         return 0.5 + torch.rand(tuple(self.shapes[name]), dtype=torch.float64, generator=generator)
 
