@@ -1,7 +1,7 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, odd, on_axes, together
+from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
 from lightning_sym.symmetry.phases import phases_of, turn
 from lightning_sym.symmetry.rearranging import Summand, rearranged
-from lightning_sym.symmetry.tracing.shifts import Fold, ratio
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.translations import additions
 from lightning_sym.symmetry.views import ConvertedTensors
 
 # By which power of a weight's scale an optimiser's state moves.
@@ -165,79 +164,49 @@ class Action:
                 element = GroupElement._of_dense(element.apply(tilted, dim=0))
             added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
             parts[slot.axes] = (element, added)
-        if any(bool(self.element.shift[index].any()) for index in tap.shown.unknown):
+        return ActivationAction(parts, self._shown(tap, tensors))
+
+    def _shown(self, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return what shifts add to a value; None for nothing."""
+        space, shown, element = self.structure.shifts, tap.shown, self.element.shift
+        if not shown or not bool(element.any()):
+            return None
+        if space.shows(element, shown.unknown):
             raise ValueError(
                 f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
                 "does not see that); expected an element without shifts: sample(shifts=False)"
             )
-        times = {}
-        for index, norm in tap.shown.norms:
-            if tensors is None and bool(self.element.shift[index].any()):
-                raise ValueError(
-                    f"what shifts add to {tap.name} depends on the bias {norm[1]}; expected the network, too, or an "
-                    "element without shifts: sample(shifts=False)"
-                )
-            times[index] = 0.0 if tensors is None else ratio(*norm, tensors)
-        summands = [
-            torch.from_numpy(matrix @ self.element.shift[index].numpy()) * times.get(index, 1.0)
-            for index, matrix in tap.shown.added
-        ]
-        if not any(bool(part.any()) for part in summands):
-            return ActivationAction(parts)
-        shape = [size if axis in tap.shown.axes else 1 for axis, size in enumerate(tap.shape)]
-        return ActivationAction(parts, self._unfolded(torch.stack(summands).sum(0).reshape(shape), tap))
+        if shown.at is None or not space.shows(element, shown.at):
+            return None
+        if tensors is None and (needed := space.needed(shown.at)):
+            raise ValueError(
+                f"what shifts add to {tap.name} depends on {listed(sorted(needed))}; expected the network, too, or an "
+                "element without shifts: sample(shifts=False)"
+            )
+        located = space.generic if tensors is None else space.at(tensors)
+        added = torch.from_numpy(located.known(element)[shown.at])
+        return added if bool(added.any()) else None
 
-    def _unfolded(self, summand: Tensor, tap: Tap) -> Tensor:
-        """Return what shifts add to a value, which are counted in multiples of the gains that are in front of it."""
-        for slot in tap.seen:
-            for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
-                known = zip(self.structure.rotations[index].gains, powers, strict=True)
-                gains = tuple((name, place, power) for (name, place), power in known if power)
-                if not gains or slot.axes[0] not in tap.shown.axes:
-                    continue
-                if missing := next((name for name, *_ in gains if name not in self._gains), None):
-                    raise ValueError(
-                        f"what shifts add to {tap.name} depends on the gain {missing}; expected the network, too, "
-                        "or an element without shifts: sample(shifts=False)"
-                    )
-                multiples = Fold(slot.axes[0], at, gains).multiples(tap.shape[slot.axes[0]], self._gains)
-                summand = summand * multiples.reshape([-1 if a == slot.axes[0] else 1 for a in range(summand.ndim)])
-        return summand
-
-    def along(self, name: str, axes: tuple[int, ...], values: Tensor, folds: Sequence[Fold] = ()) -> Tensor:
-        """Return what the linear part makes of what is added to a tensor.
+    def on_thin(self, name: str, values: Tensor, axes: Collection[int], lead: int = 0) -> Tensor:
+        """Return what the linear part makes of what is added to a tensor, on some of its axes.
 
         Args:
             name: The tensor.
-            axes: Some of its axes.
-            values: What is added, on these axes; along all others it is the same everywhere, and stays so.
-            folds: Of which gains the values are multiples, before and after.
+            values: What is added, float64: behind some leading axes the tensor's, with size 1 where it is the same
+                everywhere, and stays so.
+            axes: The axes on which the linear part acts.
+            lead: How many axes come before.
         """
-        values = values.double()
         for slot in self.structure.slots_of.get(name, ()):
-            if len(slot.axes) > 1:
+            if len(slot.axes) > 1 or not (slot.axes[0] in axes if slot.axes else 0 in axes or values.ndim == lead):
                 continue
             source = self.source_in(slot)
-            own = self.scale[slot.rows].copy()
-            for fold in folds:
-                if slot.axes == (fold.axis,):
-                    for gain, place, power in fold.gains:
-                        (gains,) = self.structure.slots_of[gain]
-                        own[fold.at] /= self.scale[gains.rows][place] ** power
-            scale = torch.from_numpy(own[source])
-            if not slot.axes or slot.axes[0] not in axes:
+            scale = torch.from_numpy(self.scale[slot.rows][source])
+            if not slot.axes or values.shape[lead + slot.axes[0]] < slot.size:
                 values = values * float(scale[0])
-                if self._is_tilted(slot):  # it goes along the inverse gains, which the inverse only makes longer
-                    values = values / (1 + float(self.element.tilt[self.structure.tilted_places[slot.offset][0]].sum()))
                 continue
-            at = axes.index(slot.axes[0])
-            if self._is_mixed(slot):
-                values = self._mixed(values, slot, at)
-            if self._is_rotated(slot):
-                values = self._rotated(values, slot, at, folded=True)
-            if self._is_tilted(slot):
-                values = self._tilted(values, slot, at, folded=True)
-            values = self._turned(values, slot, at)
+            at = lead + slot.axes[0]
+            values = self._by_matrices(values, slot, at)
             shape = [-1 if axis == at else 1 for axis in range(values.ndim)]
             values = values.index_select(at, torch.from_numpy(source)) * scale.reshape(shape)
         return values
@@ -260,7 +229,9 @@ class Action:
     def summands(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> dict[str, list[Summand]]:
         """Return what is added to tensors before they move, by name; the arguments are those of :meth:`on_weights`."""
         tensors = ConvertedTensors(tensors, _exact)
-        added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
+        added: dict[str, list[Summand]] = {}
+        if shifted and bool(self.element.shift.any()):
+            added = self.structure.shifts.at(tensors).summands(self.element.shift)
         for name, summand in self._added(tensors).items():
             added.setdefault(name, []).append(Summand(summand))
         return added
@@ -279,7 +250,7 @@ class Action:
         """
         if (exact := _exact(tensor)) is not tensor:  # what is added may cancel; the result is rounded once
             return self.moved(exact, name, power=power, shifted=shifted, added=added).to(tensor)
-        slots = self.structure.slots_of[name]
+        slots, added = self.structure.slots_of[name], [summand.like(tensor) for summand in added]
         stacked = [slot for slot in slots if slot.of_stack]
         if len(stacked) == 1:  # as a tensor of one axis for all units of all members
             axes = stacked[0].axes
@@ -294,7 +265,7 @@ class Action:
         if matrices or joint is not None:
             for summand in added:
                 result = summand.added_to(result)
-            added = ()
+            added = []
         for slot in matrices:
             result = self._by_matrices(result, slot, slot.axes[0])
         if joint is not None:
@@ -458,9 +429,8 @@ class Action:
             ValueError: If a gain holds a zero, which no rotation passes.
         """
         turns = self._turns or [(np.zeros(0, np.int64), NO_MATRIX)] * len(self.structure.rotations)
-        shifted = any(bool(vector.any()) for vector in self.element.shift)
         for rotation, (moved, _) in zip(self.structure.rotations, turns, strict=True):
-            for name, at in rotation.gains if len(moved) or shifted else ():
+            for name, at in rotation.gains if len(moved) else ():
                 if name not in tensors or name in self._gains:
                     continue
                 gain = tensors[name].detach().to("cpu", torch.float64, copy=True).reshape(-1)
@@ -497,13 +467,13 @@ class Action:
             around = factor if around is None else around * factor
         return around
 
-    def _rotated(self, tensor: Tensor, slot: Slot, axis: int, *, folded: bool = False) -> Tensor:
-        """Let rotations act on one axis, between gains, unless the tensor holds multiples of these (`folded`)."""
+    def _rotated(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let rotations act on one axis, between gains."""
         for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
             moved, matrix = self._turns[index]
             if not len(moved):
                 continue
-            around = None if folded else self._between(index, powers)
+            around = self._between(index, powers)
             if around is not None:
                 matrix = around[:, None] * matrix / around
             whole = np.array_equal(at[moved], np.arange(tensor.shape[axis]))
@@ -520,8 +490,8 @@ class Action:
         at = self.structure.tilted_places.get(slot.offset)
         return at is not None and bool(self.element.tilt) and bool(self.element.tilt[at[0]].any())
 
-    def _tilted(self, tensor: Tensor, slot: Slot, axis: int, *, folded: bool = False) -> Tensor:
-        """Let a tilt act on one axis, between gains, unless the tensor holds multiples of these (`folded`).
+    def _tilted(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let a tilt act on one axis, between gains.
 
         Both the map and its inverse change a tensor by one of rank 1.
         """
@@ -530,7 +500,7 @@ class Action:
         ones = torch.ones_like(vector)
         if reads:  # W - W t 1^T / (1 + 1^T t), written for columns
             ones, vector = -vector / (1 + vector.sum()), ones
-        if gain is not None and not folded:
+        if gain is not None:
             if gain not in self._gains:
                 raise ValueError(
                     f"the element tilts what stands behind the gain {gain}, which is not there; expected the network "

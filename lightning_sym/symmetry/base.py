@@ -34,15 +34,14 @@ from lightning_sym.symmetry.phases import phases_after, phases_back, random_phas
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.statistics import buffer_rank
 from lightning_sym.symmetry.tilting import no_tilts, random_tilt, tilts_after, tilts_back
+from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.shifts import Shown
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless
-from lightning_sym.symmetry.translations import carried, product, size_of
-from lightning_sym.symmetry.translations import inverse as undo
+from lightning_sym.symmetry.translations import carried
 from lightning_sym.symmetry.turning import NO_TURN, random_turn, turns_after, turns_back
 
 # So many elements act on a network that a symmetry meets, unless it is large.
@@ -150,7 +149,7 @@ class Symmetry:
     @cached_property
     def shifts(self) -> int:
         """The dimension of the shifts: of what may be added to weights (docs/theory/intertwiners.md, 3.6)."""
-        return size_of(self.structure.shifts)
+        return self.structure.shifts.dimension
 
     @cached_property
     def common_shift(self) -> int:
@@ -161,8 +160,8 @@ class Symmetry:
     def shift_kinds(self) -> dict[str, int]:
         """How many entries the shifts of each kind have; what two kinds have in common counts in both."""
         kinds: dict[str, int] = {}
-        for shift in self.structure.shifts:
-            kinds[shift.kind] = kinds.get(shift.kind, 0) + shift.size
+        for own in self.structure.shifts.kinds:
+            kinds[own.kind] = kinds.get(own.kind, 0) + len(own.entries)
         return kinds
 
     @cached_property
@@ -194,7 +193,8 @@ class Symmetry:
         mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
         mixing += sum(rotation.dimension for rotation in self.structure.rotations)
         mixing += sum(tilt.size for tilt in self.structure.tilts) + self.structure.phases
-        return self.scales - inside + mixing + self.shifts
+        twice = self.structure.unread if self.shifts else 0
+        return self.scales - inside + mixing + self.shifts - twice
 
     @cached_property
     def log10_permutations(self) -> float:
@@ -249,7 +249,7 @@ class Symmetry:
             f"{self.tolerance:.1e}{lower})"
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
-        lines = [*described_table(self.table()), *wrapped(summary), *described_shifts(self.structure.shifts)]
+        lines = [*described_table(self.table()), *wrapped(summary), *described_shifts(self.structure.shifts.kinds)]
         lines += [line for tilt in tilts for line in wrapped(tilt)]
         lines += described_blocks(self.structure, self.groups)
         notes = (f"note: {note}" for note in joined(self.notes))
@@ -271,7 +271,7 @@ class Symmetry:
             torch.zeros(self.scales, dtype=torch.float64),
             torch.ones(self.signs, dtype=torch.float64),
             self.structure.same,
-            tuple(torch.zeros(shift.size, dtype=torch.float64) for shift in self.structure.shifts),
+            torch.zeros(self.structure.shifts.size, dtype=torch.float64),
             (NO_TURN,) * len(self.structure.rotations),
             no_tilts(self.structure),
             torch.zeros(self.structure.phases, dtype=torch.float64),
@@ -340,10 +340,8 @@ class Symmetry:
             for units, own in zip(structure.orbits, table, strict=True):
                 if structure.cell_of[units[0]] >= 0:
                     numbers[torch.from_numpy(own.ravel())] = neutral
-        shift = tuple(
-            torch.randn(own.size, dtype=torch.float64, generator=generator) * (scale if shifts else 0.0)
-            for own in structure.shifts
-        )
+        shift = torch.randn(structure.shifts.size, dtype=torch.float64, generator=generator)
+        shift *= scale if shifts else 0.0
         turns = tuple(random_turn(r, generator, most=most) if mixing else NO_TURN for r in structure.rotations)
         tilts = no_tilts(structure)
         if mixing:
@@ -406,17 +404,14 @@ class Symmetry:
             for later, earlier, same in zip(after, first.dense, self.structure.same, strict=True)
         )
         # g2 n2 g1 n1 = g2 g1 (g1^-1 n2 g1) n1
-        pulled = second.shift
-        if any(bool(vector.any()) for vector in pulled):
-            back = Action(self.structure, self._inverse_without_shifts(first))
-            pulled = carried(self.structure.shifts, pulled, back.along)
+        pulled = self._carried(second.shift, self._inverse_without_shifts(first), first)
         return Element(
             self.fingerprint,
             first.permutation[second.permutation],
             first.log_scale + self._pulled(second.log_scale, "scales", permutation),
             first.sign * self._pulled(second.sign, "signs", permutation),
             dense,
-            product(self.structure.shifts, first.shift, pulled),
+            first.shift + pulled,
             turns_after(self.structure, second, first),
             tilts_after(self.structure, second, first),
             phases_after(self.structure, second, first),
@@ -432,9 +427,15 @@ class Symmetry:
         """Return the element that undoes another one."""
         self._own(element)
         # (g n)^-1 = g^-1 (g n^-1 g^-1)
-        undone = undo(self.structure.shifts, element.shift)
-        shift = carried(self.structure.shifts, undone, Action(self.structure, element).along)
-        return replace(self._inverse_without_shifts(element), shift=shift)
+        inverse = self._inverse_without_shifts(element)
+        return replace(inverse, shift=self._carried(-element.shift, element, inverse))
+
+    def _carried(self, shift: Tensor, by: Element, back: Element) -> Tensor:
+        """Return the shift g n g^-1 for the linear part g of an element, given its inverse."""
+        if not bool(shift.any()):
+            return shift
+        action, inverse = Action(self.structure, by), Action(self.structure, back)
+        return carried(self.structure.shifts, shift, action, inverse, self.structure.slots_of)
 
     def _inverse_without_shifts(self, element: Element) -> Element:
         inverse = torch.argsort(element.permutation)
@@ -449,7 +450,7 @@ class Symmetry:
             -self._pulled(element.log_scale, "scales", back),
             self._pulled(element.sign, "signs", back),
             tuple(dense),
-            tuple(torch.zeros_like(vector) for vector in element.shift),
+            torch.zeros_like(element.shift),
             turns_back(self.structure, element),
             tilts_back(self.structure, element),
             phases_back(self.structure, element),
@@ -678,7 +679,7 @@ class Symmetry:
                 "axis, or on several together."
             )
         tilted = tap.seen[0].offset in self._values.tilted_places
-        shifted = bool(tap.offset) or bool(tap.shown.added or tap.shown.unknown) or tilted
+        shifted = bool(tap.offset) or tap.shown.adds or tilted
         return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
     def call(self, inputs: Any = None, keywords: Mapping[str, Any] | None = None) -> Call:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_sym.symmetry.elements import AxisGroup
-from lightning_sym.symmetry.tracing.shifts import Shift
+from lightning_sym.symmetry.tracing.affine.space import Kind
 from lightning_sym.symmetry.tracing.structure import Structure
 
 WIDTH = 80
@@ -62,15 +62,15 @@ def described_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def described_shifts(shifts: Sequence[Shift]) -> list[str]:
+def described_shifts(kinds: Sequence[Kind]) -> list[str]:
     """Return the lines that say what may be added to weights, one for each kind of shifts."""
-    kinds: dict[str, list[Shift]] = {}
-    for shift in shifts:
-        kinds.setdefault(shift.kind, []).append(shift)
+    found: dict[str, list[Kind]] = {}
+    for own in kinds:
+        found.setdefault(own.kind, []).append(own)
     lines = []
-    for kind, own in kinds.items():
-        names = joined(dict.fromkeys(shift.names[0] for shift in own))
-        lines += wrapped(f"shifts, {sum(shift.size for shift in own)} {kind}: {listed(names)}")
+    for kind, alike in found.items():
+        names = joined(dict.fromkeys(own.name for own in alike))
+        lines += wrapped(f"shifts, {sum(len(own.entries) for own in alike)} {kind}: {listed(names)}")
     return lines
 
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sym.symmetry.groups import IntertwinerGroup
+from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
 from lightning_sym.symmetry.tracing.rotations import Rotation
-from lightning_sym.symmetry.tracing.shifts import Shown
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.values import Value
 
@@ -162,7 +162,8 @@ class Element:
         log_scale: Logarithms of the magnitudes. Shape (scales,), float64.
         sign: +1 or -1. Shape (signs,), float64.
         dense: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
-        shift: How much of each shift is added, before all else. Each of shape (size,), float64.
+        shift: How much is added, before all else (docs/theory/intertwiners.md, 3.6);
+            or nothing at all. Shape (size,) or (0,), float64.
         rotation: Orthogonal matrices, one per rotation of the structure, each of shape (size, size), or (0, 0) for the
             identity; or none at all. They act before scales and permutations. Float64.
         tilt: For each tilt of the structure its vector, of shape (size,), float64; or none at all. They act after
@@ -176,7 +177,7 @@ class Element:
     log_scale: Tensor
     sign: Tensor
     dense: tuple[Tensor, ...] = ()
-    shift: tuple[Tensor, ...] = ()
+    shift: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     rotation: tuple[Tensor, ...] = ()
     tilt: tuple[Tensor, ...] = ()
     phase: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
@@ -184,9 +185,9 @@ class Element:
     def __repr__(self) -> str:
         moved = int((self.permutation != torch.arange(len(self.permutation))).sum())
         scales, signs = int((self.log_scale != 0).sum()), int((self.sign < 0).sum())
-        more = "".join(
-            f", {len(own)} {name}" for name, own in (("matrices", self.dense), ("shifts", self.shift)) if own
-        )
+        more = f", {len(self.dense)} matrices" if self.dense else ""
+        if shifted := int((self.shift != 0).sum()):
+            more += f", {shifted} shifts"
         if turned := int((self.phase != 0).sum()):
             more = f", {turned} phases{more}"
         return (

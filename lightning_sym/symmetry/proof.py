@@ -552,8 +552,7 @@ def _divisors(structure: Structure) -> set[str | None]:
     """Return the names of gains by which elements may divide: matrices and shifts act between them."""
     names: set[str | None] = {name for rotation in structure.rotations for name, _ in rotation.gains}
     names |= {tilt.gain for tilt in structure.tilts}
-    names |= {name for shift in structure.shifts for part in shift.added for name in part.needed}
-    return names | {shift.norm[0] for shift in structure.shifts if shift.norm}
+    return names | structure.shifts.factors
 
 
 def _tiles(tensor: Tensor, drawn: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -35,6 +35,10 @@ class Summand(NamedTuple):
         """The product."""
         return self.values if self.times is None else self.values * self.times
 
+    def like(self, tensor: Tensor) -> "Summand":
+        """Return the same in a tensor's type, on its device."""
+        return Summand(self.values.to(tensor), None if self.times is None else self.times.to(tensor))
+
     def added_to(self, tensor: Tensor) -> Tensor:
         """Return a new tensor that is the sum."""
         return tensor + self.values if self.times is None else torch.addcmul(tensor, self.values, self.times)

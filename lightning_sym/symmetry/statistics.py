@@ -1,33 +1,13 @@
 """What a group does to buffers: how many of its dimensions no parameters make up for."""
 
-import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-import torch
 from scipy import sparse
-from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, on_axes
+from lightning_sym.symmetry.tracing.affine.weights import Generic
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.translations import rates
-
-
-class _Generic(Mapping[str, Tensor]):
-    """Tensors of some shapes with generic positive values, made when one is asked for."""
-
-    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        self.shapes = shapes
-
-    def __getitem__(self, name: str) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return 0.5 + torch.rand(tuple(self.shapes[name]), dtype=torch.float64, generator=generator)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
 
 def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matrix) -> sparse.csr_matrix:
@@ -50,9 +30,8 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
         buffers: Names of buffers.
         shapes: The shapes of all parameters and buffers, by name.
     """
-    generic, names = _Generic(shapes), sorted(name for name in buffers if structure.slots_of.get(name))
-    shifts = [shift for shift in structure.shifts if not set(shift.names).isdisjoint(buffers)]
-    names = sorted({*names, *(name for shift in shifts for name in shift.names if name in buffers)})
+    generic, names = Generic(shapes, {}), sorted(name for name in buffers if structure.slots_of.get(name))
+    names = sorted({*names, *structure.shifts.names.intersection(buffers)})
     if not names:
         return 0
     slots = {name: structure.slots_of.get(name, ()) for name in names}
@@ -61,12 +40,9 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
     for units, table in zip(structure.orbits, structure.scale_table, strict=True):
         outside[table.ravel()] &= structure.cell_of[units[0]] < 0
     moved = [sparse.vstack(blocks).tocsc()[:, outside]]
-    for shift in shifts:
-        rows = {name: sparse.csr_matrix((int(np.prod(shapes[name])), shift.size)) for name in names}
-        for name, matrix in rates(shift, generic, structure.shifts):
-            if name in rows:
-                rows[name] = rows[name] + matrix
-        moved.append(sparse.vstack(list(rows.values())))
+    if structure.shifts:
+        rates = structure.shifts.generic.rates(names)
+        moved.append(sparse.vstack([rates[name] for name in names]))
     return rank_of(sparse.hstack(moved).tocsr()) + _mixing(
         structure, {slot.offset for own in slots.values() for slot in own}
     )

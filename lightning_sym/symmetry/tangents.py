@@ -1,6 +1,7 @@
 """The directions in which a network's parameters can move along its orbit."""
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,8 @@ from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.statistics import tangent_rows
+from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.tracing.structure import Slot
-from lightning_sym.symmetry.translations import rates, repeated
 
 # Directions that are this close to a combination of the others, relative to their length, add nothing to them.
 _DEPENDENT = 1e-10
@@ -99,7 +100,8 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     free = _free_of_statistics(symmetry, frozenset(parameters))
     blocks = [tangent_rows(structure.slots_of.get(name, ()), w, structure.magnitudes) for name, w in parameters.items()]
     scales = sparse.vstack(blocks).tocsr() @ free
-    shifts, twice = _shifts(symmetry, parameters), repeated(symmetry.structure.shifts)
+    shifts = _shifts(symmetry, charted(state_tensors(network), structure.charts), parameters)
+    twice = structure.shifts.size - structure.shifts.dimension
     kinds = (_turns, _tilts, _phases)
     turns = sparse.hstack([kind(symmetry, parameters) for kind in kinds])
     vectors = sparse.hstack([scales, shifts, turns]).tocsc()
@@ -129,7 +131,12 @@ def _free_of_statistics(symmetry: Symmetry, parameters: frozenset[str]) -> spars
     count = structure.magnitudes.shape[1]
     if not rows or not count:
         return sparse.identity(count, format="csr")
-    moved = structure.magnitudes[np.concatenate(rows)]
+    return _kernel(structure.magnitudes[np.concatenate(rows)])
+
+
+def _kernel(moved: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return combinations of columns that are zero, in columns. Shape (columns, combinations)."""
+    count = moved.shape[1]
     gram = (moved.T @ moved).tocsr()
     touching = np.flatnonzero(np.diff(gram.indptr))
     apart = np.setdiff1d(np.arange(count), touching)
@@ -141,19 +148,16 @@ def _free_of_statistics(symmetry: Symmetry, parameters: frozenset[str]) -> spars
     return sparse.hstack([ones, mixed]).tocsr()
 
 
-def _shifts(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
-    """Return the shifts that move parameters alone, one column per entry. Shape (weights, entries)."""
-    tensors = {name: torch.from_numpy(w) for name, w in parameters.items()}
-    blocks: list[sparse.csr_matrix] = []
-    for shift in symmetry.structure.shifts:
-        if not all(name in parameters for name in shift.names):
-            continue
-        rows = {name: sparse.csr_matrix((w.size, shift.size)) for name, w in parameters.items()}
-        for name, matrix in rates(shift, tensors, symmetry.structure.shifts):
-            rows[name] = rows[name] + matrix
-        blocks.append(sparse.vstack(list(rows.values())))
-    total = sum(w.size for w in parameters.values())
-    return sparse.hstack([sparse.csr_matrix((total, 0)), *blocks]).tocsr()
+def _shifts(symmetry: Symmetry, tensors: Mapping[str, Tensor], parameters: Collection[str]) -> sparse.csr_matrix:
+    """Return the shifts that move parameters alone, in columns. Shape (weights, shifts)."""
+    space = symmetry.structure.shifts
+    total = sum(tensors[name].numel() for name in parameters)
+    if not space:
+        return sparse.csr_matrix((total, 0))
+    found = space.at(tensors).rates(tensors.keys())
+    moved = sparse.vstack([found[name] for name in parameters]).tocsr()
+    buffers = [matrix for name, matrix in found.items() if name not in parameters]
+    return moved @ _kernel(sparse.vstack(buffers).tocsr()) if buffers else moved
 
 
 def _turns(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,10 +14,11 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.checking import check_network, examples_of
-from lightning_sym.symmetry.further import find_further, laws_hold, shown_by
 from lightning_sym.symmetry.lengths import lengthened
 from lightning_sym.symmetry.self_test import proven
 from lightning_sym.symmetry.solving.group import Group, find_group
+from lightning_sym.symmetry.tracing.affine.space import Shown, Translations
+from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture
 from lightning_sym.symmetry.tracing.expansion import expand
@@ -26,16 +26,10 @@ from lightning_sym.symmetry.tracing.labels import Labels, find_labels
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
-from lightning_sym.symmetry.tracing.shift_walk import find_shifts
-from lightning_sym.symmetry.tracing.shifts import Shown
-from lightning_sym.symmetry.tracing.stacks import away_from
-from lightning_sym.symmetry.tracing.structure import Structure, folded
+from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tilt_search import find_tilts
-from lightning_sym.symmetry.translations import size_of
-
-# Whether shifts that only the affine interpreter finds are used.
-_FURTHER = True
+from lightning_sym.symmetry.translations import folded
 
 
 def trace_symmetry(
@@ -138,7 +132,6 @@ class Added(NamedTuple):
         shown: What shifts do to these values.
         notes: What limits shifts and tilts.
         common_shift: Counts the shifts that a softmax behind the outputs does not see besides; None without shifts.
-        on_trial: Whether the group laws are still to be tried.
     """
 
     structure: Structure
@@ -146,12 +139,9 @@ class Added(NamedTuple):
     shown: dict[str, Shown]
     notes: list[str]
     common_shift: Callable[[], int] | None
-    on_trial: bool
 
 
-def _shifts_of(
-    captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool, failed: int
-) -> Added:
+def _shifts_of(captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool) -> Added:
     """Find what may be added to weights, and the layer norms that are tilted.
 
     Args:
@@ -160,34 +150,26 @@ def _shifts_of(
         labels: What its operations demand.
         group: Its group without shifts.
         wanted: Whether there are to be shifts.
-        failed: Of the ways to add shifts that only the affine interpreter finds, so many are not tried.
     """
     structure, values, _ = group
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
     flipped = [weight for _, weight, _, _ in structure.absorbed]
-    states, kept, stacked = tensors.states, labels.kept, labels.stacked
-    found, shown, norms = find_shifts(captures, states, kept, keep=flipped) if wanted else ([], {}, {})
-    further = find_further(captures, states, kept, found) if wanted and _FURTHER else None
-    known = size_of(away_from(stacked, found, shown)[0])
-    options = further.options[failed:] if further is not None and not stacked and not flipped else []
-    if options:
-        found, shown = [shift for shift, _ in options[0]], shown_by(options[0], shown)
-    found, shown = away_from(stacked, found, shown)
-    structure = replace(structure, shifts=tuple(found))
-    tilts, notes = find_tilts(structure, values, norms)
+    states, kept = tensors.states, labels.kept
+    found, shapes = Translations(), {name: _without_values(tensor) for name, tensor in states.items()}
+    find = functools.partial(find_translations, captures, constants=kept, fixed=labels.stacked, keep=flipped)
+    if wanted:
+        found = find(states)
+    structure = replace(structure, shifts=found)
+    tilts, notes = find_tilts(structure, values, found.normed)
     structure, values = (replace(each, tilts=tuple(tilts)) for each in (structure, values))
-    if structure.rotations or tilts:
-        structure = replace(structure, shifts=folded(structure))
-    if further is not None:
-        notes += further.notes(size_of(found) + sum(tilt.size for tilt in tilts))
-    shapes = {name: _without_values(tensor) for name, tensor in states.items()}
+    shifts = folded(structure)
+    structure, values = (replace(each, shifts=shifts) for each in (structure, values))
 
     def common_shift() -> int:
         """Return how many more shifts a softmax behind the outputs does not see."""
-        every, more, _ = find_shifts(captures, shapes, kept, keep=flipped, outputs=True)
-        return size_of(away_from(stacked, every, more)[0]) - known
+        return find(shapes, outputs=True).dimension - found.dimension
 
-    return Added(structure, values, shown, notes, common_shift if wanted else None, bool(options))
+    return Added(structure, values, found.shown, [*notes, *found.notes], common_shift if wanted else None)
 
 
 def _derived(
@@ -216,23 +198,20 @@ def _derived(
     labels = find_labels(captures, tensors, affine=affine, lengths=len(examples))
     group = find_group(labels)
     parameters = {*tensors.parameters}
-    for failed in itertools.count():
-        added = _shifts_of(captures, tensors, labels, group, wanted=shifts, failed=failed)
-        symmetry = Symmetry(
-            added.structure,
-            added.values,
-            labels.walk.taps,
-            network,
-            [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *added.notes],
-            constants=tensors.constants(captures),
-            examples=examples,
-            shown=added.shown,
-            absorbed=absorbed_statistics(captures, parameters),
-            norms=find_norms(captures, parameters),
-            common_shift=added.common_shift,
-        )
-        if not added.on_trial or laws_hold(symmetry, tensors.states):
-            break
+    added = _shifts_of(captures, tensors, labels, group, wanted=shifts)
+    symmetry = Symmetry(
+        added.structure,
+        added.values,
+        labels.walk.taps,
+        network,
+        [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *added.notes],
+        constants=tensors.constants(captures),
+        examples=examples,
+        shown=added.shown,
+        absorbed=absorbed_statistics(captures, parameters),
+        norms=find_norms(captures, parameters),
+        common_shift=added.common_shift,
+    )
     symmetry._checked = check
     symmetry.require(network, check=tensors.weightless)
     return symmetry

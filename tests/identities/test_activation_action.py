@@ -53,8 +53,11 @@ def marked(found: Capture) -> Capture:
 
 def without_unknown(symmetry: Symmetry, element: Element) -> Element:
     """Leave out the shifts that add something to a value that depends on the input."""
-    unknown = {index for tap in symmetry.taps.values() for index in tap.shown.unknown}
-    return replace(element, shift=tuple(v * (i not in unknown) for i, v in enumerate(element.shift)))
+    shift = element.shift.clone()
+    for tap in symmetry.taps.values():
+        if len(tap.shown.unknown):
+            shift[torch.from_numpy(symmetry.structure.shifts.reaching(tap.shown.unknown)[0])] = 0
+    return replace(element, shift=shift)
 
 
 def halves_planes(symmetry: Symmetry, tap: Tap) -> bool:
@@ -96,7 +99,7 @@ def check_every_value(
         for name, tap in symmetry.taps.items():
             if tap.squared:  # no matrix acts there, if units are rotated
                 continue
-            if tap.shown.unknown:
+            if len(tap.shown.unknown):
                 assert_refused(symmetry.on_activations, element, tap, network, says="multiple of ones")
                 continue
             if halves_planes(symmetry, tap):

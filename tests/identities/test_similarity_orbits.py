@@ -104,7 +104,7 @@ def seen(symmetry: Symmetry) -> list[str]:
 
 def drawn(symmetry: Symmetry, seed: int) -> Element:
     """Draw an element; without shifts where these add what depends on the input to a tap, which no group takes out."""
-    unknown = any(tap.shown.unknown for tap in symmetry.taps.values())
+    unknown = any(len(tap.shown.unknown) for tap in symmetry.taps.values())
     return symmetry.sample(torch.Generator().manual_seed(seed), shifts=not unknown)
 
 

@@ -130,6 +130,7 @@ SHIFTS = {
     **dict.fromkeys(["tables: table_behind_a_linear_layer", "shared: layer_norm_of_two_layers"], 14),
     **dict.fromkeys(["shared: layer_norm_used_twice_in_series"], 15),
     **dict.fromkeys(["shared: gated_recurrence"], 16),
+    "tables: gathered": 8,
 }
 
 

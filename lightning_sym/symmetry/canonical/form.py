@@ -393,8 +393,8 @@ def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
         tilts, untilted = to_gains(structure, course.tensors)
         tilt = replace(course.identity, tilt=tilts)
         tensors = MovedTensors(structure, tilt, course.tensors) if tilts else course.tensors
-        step = nearest(structure.shifts, tensors)
-        changes.append(max((float(vector.abs().max()) for vector in (*step, *tilts) if vector.numel()), default=0.0))
+        step = nearest(structure.shifts, tensors, course.symmetry.parameter_names)
+        changes.append(max((float(vector.abs().max()) for vector in (step, *tilts) if vector.numel()), default=0.0))
         if len(changes) > 1 and changes[-1] <= _STILL:
             break
         course.move(course.symmetry.compose(replace(course.identity, shift=step), tilt))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.tracing.shifts import NORM
+from lightning_sym.symmetry.tracing.affine.translations import NORM
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Sums of squares below are zero: their logarithms mean nothing.
@@ -99,7 +99,7 @@ class Plan:
         self.first = [self._of_first_module(columns[0]) for columns in structure.columns]
 
     def _find_parameters(self, structure: Structure, parameters: frozenset[str]) -> None:
-        shifted = {name for shift in structure.shifts if shift.kind == NORM for name in shift.names}
+        shifted = structure.shifts.named(NORM)
         self.parameter = np.zeros(self.total, bool)
         by_name: dict[str, list[Slot]] = {}
         for slot in structure.slots:

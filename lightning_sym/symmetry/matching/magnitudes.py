@@ -176,7 +176,7 @@ def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -
         return element
     begin = symmetry.act(element, b)
     target = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
-    shift = nearest(symmetry.structure.shifts, symmetry.tensors(begin), target)
+    shift = nearest(symmetry.structure.shifts, symmetry.tensors(begin), symmetry.parameter_names, target)
     moved = symmetry.compose(replace(symmetry.identity(), shift=shift), element)
     one, two = (squared_distance(target, symmetry.tensors(n)) for n in (begin, symmetry.act(moved, b)))
     return moved if two < one else element

@@ -20,7 +20,6 @@ from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
 from lightning_sym.symmetry.tracing.structure import Structure
-from lightning_sym.symmetry.translations import added_by
 
 
 def fold_norm_gains(
@@ -164,23 +163,15 @@ def _without_biases(
     symmetry: Symmetry, tensors: Mapping[str, Tensor], biases: Sequence[str]
 ) -> tuple[Element, dict[str, Tensor]]:
     """Return the shift that takes biases off as far as it can, and which of their elements stay other than 0."""
-    shifts, identity = symmetry.structure.shifts, symmetry.identity()
-    starts = np.cumsum([0, *(tensors[name].numel() for name in biases)]).tolist()
-    first = dict(zip(biases, starts, strict=False))
-    columns = []
-    for shift in shifts:
-        rows = sparse.csr_matrix((starts[-1], shift.size))
-        for part in shift.added:
-            if part.tensor in first:
-                own = added_by(part, shift.size, tensors).tocoo()
-                times = 1.0 if part.axis is not None else shift.times(tensors)
-                rows += sparse.csr_matrix((times * own.data, (own.row + first[part.tensor], own.col)), rows.shape)
-        columns.append(rows)
+    space, identity = symmetry.structure.shifts, symmetry.identity()
     values = [tensors[name].detach().cpu().reshape(-1) for name in biases]
     flat = torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
-    matrix = sparse.hstack(columns).tocsr() if columns else sparse.csr_matrix((starts[-1], 0))
+    direct = space.at(tensors).direct(biases) if space else {}
+    rows = [
+        direct.get(name, sparse.csr_matrix((len(own), space.size))) for name, own in zip(biases, values, strict=True)
+    ]
+    matrix = sparse.vstack(rows).tocsr() if rows else sparse.csr_matrix((0, space.size))
     found, holds = solved(matrix, np.arange(len(flat)), -flat.numpy())
     left = torch.split(torch.from_numpy(~holds), [len(value) for value in values]) if values else ()
-    vectors = torch.split(torch.from_numpy(found), [shift.size for shift in shifts]) if shifts else ()
     kept = {name: part.view_as(tensors[name]) for name, part in zip(biases, left, strict=True)}
-    return replace(identity, shift=tuple(vectors)), kept
+    return replace(identity, shift=torch.from_numpy(found)), kept

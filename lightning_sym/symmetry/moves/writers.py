@@ -1,20 +1,19 @@
 """Takes the mean off all that is written into what layer norms read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
+from lightning_sym.symmetry.tracing.affine.translations import WRITERS
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.shifts import WRITERS, Shift
-from lightning_sym.symmetry.translations import least_step, product
-
-Vectors = tuple[Tensor, ...]
+from lightning_sym.symmetry.translations import elements_alone, nearest
 
 
 def center_writers(
@@ -54,29 +53,21 @@ def center_writers(
         raise ValueError("the network has no layer norm, so that nothing takes a mean off; expected one that has")
     check_left(leave, [name for norm in norms for name in (norm.gain, norm.module)])
     norms = [norm for norm in norms if not is_left(leave, norm.gain, norm.module)]
-    shifts = symmetry.structure.shifts
-    chosen = [index for index, shift in enumerate(shifts) if shift.kind == WRITERS]
-    _require_writers(symmetry, network, norms, {shifts[index].names[0] for index in chosen})
-    wanted = {name for norm in norms for name in norm.writers}
+    space = symmetry.structure.shifts
     tensors = {name: tensor.detach().cpu() for name, tensor in symmetry.tensors(double_copy(network)).items()}
-    vectors: Vectors = symmetry.identity().shift
-    for index in chosen:
-        if shifts[index].names[0] in wanted:
-            _require_no_zeros(shifts[index], tensors)
-            step = least_step(shifts[index], tensors)
-            only = tuple(step if at == index else torch.zeros_like(v) for at, v in enumerate(vectors))
-            tensors = symmetry.acted(replace(symmetry.identity(), shift=only), tensors)
-            vectors = product(shifts, vectors, only)
-    return moved(symmetry, network, replace(symmetry.identity(), shift=vectors), check=check)
-
-
-def _require_no_zeros(shift: Shift, tensors: Mapping[str, Tensor]) -> None:
-    """Check that no gain by which a shift would be divided holds a zero."""
-    if zeros := [name for part in shift.added for name in sorted(part.needed) if bool((tensors[name] == 0).any())]:
-        raise ValueError(
-            f"the gain {few(zeros)} behind {shift.names[0]} holds a zero, through which no mean is taken off; expected "
-            "gains other than zero"
-        )
+    alone = elements_alone(space, tensors, {name for norm in norms for name in norm.writers})
+    _require_writers(symmetry, network, norms, {own.name for own in space.kinds if own.kind == WRITERS} | alone.keys())
+    wanted = {name for norm in norms for name in norm.writers}
+    weights = [part.places for part in space.parts.writers if part.name in wanted] if space.parts is not None else []
+    empty = np.zeros(0, np.int64)
+    entries = np.concatenate([empty, *(np.arange(space.size)[places] for places in weights)])
+    shift = nearest(space, tensors, tensors.keys(), entries=entries)
+    for name, (elements, added) in alone.items():
+        scale = 1 / np.linalg.norm(added, axis=1)
+        given = tensors[name].expand(symmetry.layout[name][0]).reshape(-1).numpy()
+        step = np.linalg.lstsq(scale[:, None] * added, -scale * given, rcond=None)[0]
+        shift += torch.from_numpy(elements @ step)
+    return moved(symmetry, network, replace(symmetry.identity(), shift=shift), check=check)
 
 
 def _require_writers(symmetry: Symmetry, network: nn.Module, norms: Sequence[Norm], free: set[str]) -> None:

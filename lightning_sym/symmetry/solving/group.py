@@ -90,7 +90,7 @@ def find_group(labels: Labels) -> Group:
     _give_back(constraints.atoms)
     orbits = refine(positions, forms, colour, nesting)
     blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
-    dense = find_dense(constraints, positions, orbits, forms)
+    dense, unread = find_dense(constraints, positions, orbits, forms)
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales, signs = (tabulate(orbits.columns, own, end) for own in forms)
     del forms
@@ -108,7 +108,9 @@ def find_group(labels: Labels) -> Group:
     left_out = [
         f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"
     ] * bool(scales.left_out or signs.left_out)
-    return Group(replace(structure, charts=labels.charts), values, [*constraints.notes, *left_out, *why_not])
+    return Group(
+        replace(structure, charts=labels.charts, unread=unread), values, [*constraints.notes, *left_out, *why_not]
+    )
 
 
 def _give_back(atoms: int) -> None:

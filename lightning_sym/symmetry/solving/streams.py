@@ -63,7 +63,9 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
     return Met(normed, centred, held, cells, orbits.unit_of[nesting.gains])
 
 
-def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> tuple[Ints, ...]:
+def find_dense(
+    constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms
+) -> tuple[tuple[Ints, ...], int]:
     """Find cells of units that only linear operations touch: any invertible matrix mixes them.
 
     Args:
@@ -71,19 +73,27 @@ def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, f
         positions: Where units are seen.
         orbits: The units.
         forms: Scales and signs by position.
+
+    Returns:
+        The cells, and the dimension of the matrices and scales of units that nothing reads, or that nothing writes:
+        all weights of these are free, so that shifts hold these matrices.
     """
     seen = (constraints.restricted, constraints.normed, constraints.centred, constraints.gained)
     restricted = positions.marked(*itertools.chain(*seen), *(label.atom for label in positions.grouped.values()))
-    result = []
+    result, unread = [], 0
     for group, cell, matrix, moves in zip(orbits.units, orbits.cells, orbits.columns, orbits.movable, strict=True):
         # Matrices of size 1 are scales with signs.
-        if not moves or restricted[orbits.roots[group]].any() or np.bincount(cell).min() == 1:
+        if not moves or restricted[orbits.roots[group]].any():
             continue
         members = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
         acting = [own_exponents(forms.magnitudes, matrix[own]) for own in members]
-        if all(own is not None and (np.abs(own) == 1).all() for own in acting):
+        known = [own for own in acting if own is not None and (np.abs(own) == 1).all()]
+        if len(known) < len(acting):
+            continue
+        unread += sum(len(own) ** 2 for own, by in zip(members, known, strict=True) if len(np.unique(by)) == 1)
+        if np.bincount(cell).min() > 1:
             result += [group[own] for own in members]
-    return tuple(result)
+    return tuple(result), unread
 
 
 def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:

@@ -470,7 +470,8 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
 
 def _side_by_side(trace: Trace, values: Sequence[Value], axis: int, shape: tuple[int, ...]) -> Value:
     """Join values whose units live on different axes, as all heads share some keys: each is written where it goes."""
-    places = torch.arange(math.prod(shape)).reshape(shape).split([value.shape[axis] for value in values], axis)
+    every = torch.arange(math.prod(shape)).reshape(shape)
+    places = torch.split(every, [value.shape[axis] for value in values], axis)  # type: ignore[no-untyped-call]
     result = filled(0.0, shape)
     for value, where in zip(values, places, strict=True):
         result = overwrite(trace, result, where, value)

@@ -21,7 +21,6 @@ from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label,
 from lightning_sym.symmetry.tracing.coordinates import core
 from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
-from lightning_sym.symmetry.tracing.shifts import Shift, Shown
 from lightning_sym.symmetry.tracing.values import Members, Value, values_in
 
 Bools = NDArray[np.bool_]
@@ -488,28 +487,3 @@ def _on_values(stacks: Stacks, units: _Images, factors: _Images) -> set[str]:
         occurrences.append(Sighting(Label((), *(np.concatenate(each) for each in zip(*parts, strict=True)))))
     stacks.constraints.occurrences = [Sighting(each.label) if each.tensor in unknown else each for each in occurrences]
     return unknown
-
-
-def away_from(tensors: set[str], shifts: list[Shift], shown: dict[str, Shown]) -> tuple[list[Shift], dict[str, Shown]]:
-    """Leave out the shifts of some tensors, whose members move in ways of their own.
-
-    Args:
-        tensors: Their names.
-        shifts: What may be added to tensors.
-        shown: What shifts, by number, do to values inside the network.
-    """
-    if not tensors:
-        return shifts, shown
-    kept: dict[int, int] = {}
-    for index, shift in enumerate(shifts):
-        touched = {*shift.names, *(off.weight for off in shift.taken_off), *(off.bias for off in shift.taken_off)}
-        if not touched & tensors:
-            kept[index] = len(kept)
-    return [shifts[index] for index in kept], {
-        name: replace(
-            value,
-            added=tuple((kept[index], matrix) for index, matrix in value.added if index in kept),
-            unknown=tuple(kept[index] for index in value.unknown if index in kept),
-        )
-        for name, value in shown.items()
-    }

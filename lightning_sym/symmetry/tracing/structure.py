@@ -1,8 +1,8 @@
 """The group of one network, as arrays."""
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
+from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.copies import Copies, arriving
 from lightning_sym.symmetry.tracing.numbering import flat
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents, own_exponents
-from lightning_sym.symmetry.tracing.shifts import Fold, Shift
 from lightning_sym.symmetry.tracing.tilts import Tilt
 
 Ints = NDArray[np.int64]
@@ -89,6 +89,8 @@ class Structure:
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
         charts: Tensors that the network reads with a number added, or with one for each element of a vector: the group
             acts on the sum.
+        unread: The dimension of matrices and scales of units that nothing reads: all their weights are free, so that
+            shifts hold these directions, too.
     """
 
     slots: tuple[Slot, ...]
@@ -103,7 +105,7 @@ class Structure:
     scale_table: tuple[Ints, ...]
     sign_table: tuple[Ints, ...]
     dense: tuple[Ints, ...]
-    shifts: tuple[Shift, ...] = ()
+    shifts: Translations = field(default_factory=Translations)
     absorbed: tuple[tuple[str, str, int, float], ...] = ()
     copies: tuple[Copies | None, ...] = ()
     parents: tuple[Ints, ...] = ()
@@ -111,6 +113,7 @@ class Structure:
     tilts: tuple[Tilt, ...] = ()
     planes: tuple[Ints, ...] = ()
     charts: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
+    unread: int = 0
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""
@@ -288,32 +291,3 @@ class Structure:
                     if slot.axes == (axis,):
                         places[slot.offset] = index, reads
         return places
-
-
-def folded(structure: Structure) -> tuple[Shift, ...]:
-    """Return a structure's shifts, counted in multiples of the gains between which rotations and tilts act."""
-
-    def folds(tensor: str, axes: Collection[int], sign: int = 1) -> tuple[Fold, ...]:
-        found = []
-        for slot in structure.slots_of.get(tensor, ()):
-            for index, at, powers in structure.rotated_places.get(slot.offset, ()):
-                known = zip(structure.rotations[index].gains, powers, strict=True)
-                gains = tuple((name, place, sign * power) for (name, place), power in known if power)
-                if gains and slot.axes[0] in axes:
-                    found.append(Fold(slot.axes[0], at, gains))
-            if slot.offset in structure.tilted_places and slot.offset not in structure.rotated_places:
-                index, reads = structure.tilted_places[slot.offset]
-                gain, every = structure.tilts[index].gain, np.arange(slot.size)
-                if gain is not None and slot.axes[0] in axes:
-                    found.append(Fold(slot.axes[0], every, ((gain, every, sign * (-1 if reads else 1)),)))
-        return tuple(found)
-
-    return tuple(
-        replace(
-            shift,
-            added=tuple(replace(part, folds=folds(part.tensor, part.axes)) for part in shift.added),
-            # What goes into a weight moves by the inverse of what its columns do.
-            taken_off=tuple(replace(off, folds=folds(off.weight, (off.axis,), -1)) for off in shift.taken_off),
-        )
-        for shift in structure.shifts
-    )

@@ -23,7 +23,7 @@ def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[l
     Returns:
         The tilts, and notes on those that had to be left out.
     """
-    shifted = {name for shift in structure.shifts for name in shift.names}
+    shifted = structure.shifts.names
     found, notes = [], []
     for (gain, offset), norm in norms.items():
         twice = len({name for name, _ in norm.readers}) < len(norm.readers)  # one matrix, read along both axes

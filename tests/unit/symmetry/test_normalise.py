@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing import rules
+from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import capture, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.rules import register_rule
-from lightning_sym.symmetry.tracing.shift_walk import find_shifts
 
 
 def operations(captured):
@@ -247,7 +247,7 @@ def test_operations_of_users_stay_as_they_are(monkeypatch):
     assert called[0] == "addmm"
     captured = capture(network := two_layers(LINEAR["matmul"]), Call.of(torch.randn(2, 3, 5), {}, None))
     assert "matmul" in operations(normalise(captured, {"aten::linear"}))
-    assert find_shifts([captured], state_tensors(network), ())
+    assert find_translations([captured], state_tensors(network))
 
 
 def test_the_normal_form_knows_few_operations():

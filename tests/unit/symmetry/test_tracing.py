@@ -677,7 +677,7 @@ def test_batch_norm_parts_by_hand() -> None:
     p = e.permutation[group.units] - group.units[0]
     d = e.log_scale[torch.from_numpy(table[:, 0])].exp() * e.sign[torch.from_numpy(signs[:, 0])]
     lam = e.log_scale[torch.from_numpy(table[:, 1])].exp()
-    c = e.shift[0]
+    c = e.shift[symmetry.structure.shifts.kinds[0].entries]
     conv, norm = network[0], network[1]
     old, new = network.state_dict(), made.state_dict()
     expected = {

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.affine.algebra import Algebra
-from lightning_sym.symmetry.tracing.affine.system import Rows, Weights
+from lightning_sym.symmetry.tracing.affine.system import Rows, System
 from lightning_sym.symmetry.tracing.affine.values import (
-    GAUGE,
     SUMS,
     Coefficient,
     Drift,
     Relation,
+    Total,
     Value,
     places,
     varying,
 )
+from lightning_sym.symmetry.tracing.affine.weights import ByKernel, ByProduct, ByTotal, Made
 
 _MOST = 2**20  # terms of equations with the numbers of a constant matrix
 
@@ -62,7 +63,15 @@ def aligned(array: Tensor, letters: str, out: str, lead: int = 0) -> Tensor:
 
 
 class Contractions(Algebra):
-    """Operations on values, with contractions."""
+    """Operations on values, with contractions.
+
+    Args:
+        system: Where equations go.
+    """
+
+    def __init__(self, system: System) -> None:
+        super().__init__(system)
+        self.reading: list[tuple[str, frozenset[int], Value]] = []  # weights, over which axes they sum, and of what
 
     def contract(self, one: Value, two: Value, equation: str, node: Any = None) -> Value:
         """Return the sum of products of two values, as `torch.einsum` of an equation with one letter per axis.
@@ -166,23 +175,13 @@ class Contractions(Algebra):
         outputs = weights.shape[0]
         key = ("kernel", self._weight_key(weights), groups, tuple(numbers.shape), numbers.numpy().tobytes())
 
-        def evaluate(values: Tensor, own: Weights) -> Tensor:
-            kernel = self._numbers(weights, own).flatten(2).sum(2).reshape(groups, outputs // groups, -1)
-            lead = values.ndim - numbers.ndim
-            given = values.reshape(*values.shape[:lead], -1).expand(*values.shape[:lead], channels)
-            given = given.reshape(*values.shape[:lead], groups, -1)
-            made = torch.einsum("...gc,goc->...go", given, kernel)
-            return made.reshape(*values.shape[:lead], 1, outputs, *[1] * (numbers.ndim - 2))
-
+        evaluate = ByKernel(self._node(weights), weights.shape, groups, channels, numbers.ndim)
         unseen = None
         if groups == 1 and (family := self._family(weights, by)) is not None:
             unseen = self._placed(family.directions, weights, by)
         shape = (1, outputs, *[1] * (numbers.ndim - 2))
         blocks = places(shape).reshape(1, -1), places(numbers.shape).reshape(1, -1)
-        kernel = (weights, by) if groups == 1 else None
-        return self.system.derive(
-            key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=kernel
-        )
+        return self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
 
     # What is added to one factor.
 
@@ -205,18 +204,13 @@ class Contractions(Algebra):
         shape = tuple(sizes[letter] if letter in by.two else thin[letter] for letter in by.out)
         key = ("through", self._weight_key(weights), by.equation, tuple(numbers.shape), numbers.numpy().tobytes())
 
-        def evaluate(values: Tensor, own: Weights) -> Tensor:
-            lead = values.ndim - len(whole)
-            equation = f"...{by.one},{by.two}->...{by.out}"
-            return torch.einsum(equation, values.expand(*values.shape[:lead], *whole), self._numbers(weights, own))
-
+        equation = f"...{by.one},{by.two}->...{by.out}"
+        evaluate = ByProduct(self._node(weights), weights.shape, equation, tuple(whole))
         unseen = None
         if weights.origin is not None and (family := self._family(weights, by)) is not None:
             unseen = self._placed(family.directions, weights, by)
         blocks = self._blocks(by, shape, tuple(numbers.shape))
-        made = self.system.derive(
-            key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen, weights=(weights, by)
-        )
+        made = self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
         self._include(result, made)
 
     def _is_cut(self, weights: Value, by: Sum) -> bool:
@@ -239,11 +233,9 @@ class Contractions(Algebra):
             parts.append(places(shape).permute(order).reshape(count, -1))
         return parts[0], parts[1]
 
-    @staticmethod
-    def _numbers(value: Value, weights: Weights) -> Tensor:
+    def _node(self, value: Value) -> Made:
         assert value.node is not None
-        made: Tensor = weights.node(value.node)
-        return made.reshape(value.shape)
+        return self.system.made(value.node)
 
     def _weight_key(self, weights: Value) -> Any:
         if weights.origin is not None:
@@ -287,8 +279,11 @@ class Contractions(Algebra):
         result = new.reshape(whole[: 1 + len(by.out)])
         return result[0] if patterns == 1 else result
 
-    def _half(self, result: Value, own: Value, other: Value, by: Sum) -> None:
-        """Add what a change of one factor, times the other, which depends on the input, changes."""
+    def _half(self, result: Value, own: Value, other: Value, by: Sum, *, told: bool = False) -> None:
+        """Add what a change of one factor, times the other, which depends on the input, changes.
+
+        Multiples of the coefficients of a relation of the other are no such change if rows tell them.
+        """
         numbers = self.numbers(own)
         if numbers is None:
             return
@@ -300,12 +295,19 @@ class Contractions(Algebra):
                 factor = relation.total.known / relation.coefficient.factor
                 self._include(result, self.unknowns.combined([(aligned(numbers, by.one, by.out), Coefficient(factor))]))
                 return
-            numbers = self._without_multiples(result, numbers, relation, by)
+            numbers = self._without_multiples(result, numbers, relation, by, told=told)
             if numbers is None:
                 return
         patterns = self._patterns(numbers, by)
         shape = [size if letter in by.two else 1 for letter, size in zip(by.out, result.shape, strict=True)]
         result.drifts[self.system.source()] = Drift(places(shape), patterns)
+
+    @staticmethod
+    def _sizes(by: Sum, relation: Relation, numbers: Tensor) -> list[int]:
+        """Return the sizes of the axes of one factor, as far as a relation of the other tells them."""
+        thin = [tuple(own.shape) for own in (relation.segments, *(at for *_, at in relation.coefficient.items))]
+        sizes = dict(zip(by.two, np.broadcast_shapes(*thin), strict=True))
+        return [max(sizes.get(letter, 1), size) for letter, size in zip(by.one, numbers.shape, strict=True)]
 
     def _patterns(self, numbers: Tensor, by: Sum) -> Tensor:
         """Return a thin array with what is summed over in front. Shape (patterns, *thin)."""
@@ -314,16 +316,39 @@ class Contractions(Algebra):
         moved = numbers.permute(*gone, *kept).flatten(0, len(gone) - 1) if gone else numbers[None]
         return aligned(moved, "".join(by.one[axis] for axis in kept), by.out, 1)
 
-    def _without_multiples(self, result: Value, numbers: Tensor, relation: Relation, by: Sum) -> Tensor | None:
-        """Take multiples of a relation's coefficients, which add a constant, out of what is added to a factor."""
-        count = relation.total.segments
-        thin = [1 if letter in by.gone else size for letter, size in zip(by.one, numbers.shape, strict=True)]
-        multiples = self.unknowns.fresh((count, *thin), GAUGE)
+    def _without_multiples(
+        self, result: Value, numbers: Tensor, relation: Relation, by: Sum, *, told: bool
+    ) -> Tensor | None:
+        """Take multiples of a relation's coefficients, which add a constant, out of what is added to a factor.
+
+        In each segment they are those that leave nothing at the first place. They have to be zero if others tell them.
+        """
+        count, gone = relation.total.segments, [by.one.index(letter) for letter in by.gone]
         segments = aligned(relation.segments, by.two, by.one)
         coefficient = relation.coefficient.mapped(lambda t: aligned(t, by.two, by.one))
-        grid = torch.meshgrid(*(torch.arange(size) for size in thin), indexing="ij")
-        place = multiples[(segments.expand(np.broadcast_shapes(segments.shape, tuple(thin))), *grid)]
+        whole = [size if axis in gone else 1 for axis, size in enumerate(self._sizes(by, relation, numbers))]
+        places_of = segments.expand(whole).reshape(-1).numpy()
+        firsts = np.stack(np.unravel_index(np.unique(places_of, return_index=True)[1], whole))
+
+        def at(array: Tensor, first: Any) -> Tensor:
+            for axis in gone:
+                array = array.narrow(axis, int(first[axis]) if array.shape[axis] > 1 else 0, 1)
+            return array
+
+        parts = []
+        for first in firsts.T:
+            inverse = coefficient.mapped(lambda t, first=first: at(t, first)).power(-1)
+            own = self.unknowns.combined([(at(numbers, first), inverse)])
+            parts.append(torch.zeros([1] * numbers.ndim, dtype=torch.int64) if own is None else own)
+        shape = np.broadcast_shapes(*(tuple(own.shape) for own in parts))
+        multiples = torch.stack([own.expand(shape) for own in parts])
+        assert len(multiples) == count
+        grid = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
+        place = multiples[(segments.expand(np.broadcast_shapes(segments.shape, shape)), *grid)]
         left = self.unknowns.combined([(numbers, Coefficient()), (place, coefficient.times(Coefficient(-1.0)))])
+        if told:
+            self.unknowns.vanish(multiples)
+            return left
         out = aligned(multiples, by.one, by.out, 1)
         if relation.total.known is not None:
             for part in out if relation.total.known else ():
@@ -331,12 +356,8 @@ class Contractions(Algebra):
             return left
         total = relation.total
 
-        def evaluate(values: Tensor, weights: Weights) -> Tensor:
-            summed: Tensor = torch.tensordot(weights.total(total), values, ([0], [values.ndim - out.ndim]))
-            return summed
-
         key = ("multiples", total.key(), out.numpy().tobytes())
-        self._include(result, self._by_entry(key, out, evaluate, total))
+        self._include(result, self._by_entry(key, out, total))
         return left
 
     def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
@@ -439,6 +460,7 @@ class Contractions(Algebra):
             self.system.note(f"{name} is summed over a part of an axis, so that nothing is added to it")
             return
         summed, _ = split
+        self.reading.append((name, summed, value))
         family = self.system.family(name, summed)
         rows = self._rows(value, weights, by, summed)
         self.system.read.add(name)
@@ -453,7 +475,8 @@ class Contractions(Algebra):
             self._multiples_of_rows(result, value, weights, by, rows)
         for axes, other in self.system.families[name].items():
             if axes != summed:
-                self._read_across(result, value, weights, by, axes, other)
+                told = rows is not None and sorted(axes) < sorted(summed)
+                self._read_across(result, value, weights, by, axes, other, told=told)
 
     def _rows(self, value: Value, weights: Value, by: Sum, summed: frozenset[int]) -> Rows | None:
         """Return the rows of a weight that a relation of what it reads allows."""
@@ -506,55 +529,52 @@ class Contractions(Algebra):
             self._include(result, self.unknowns.combined([(numbers[0], Coefficient(total.known))]))
             return
 
-        def evaluate(values: Tensor, own: Weights) -> Tensor:
-            summed: Tensor = torch.tensordot(own.total(total), values, ([0], [values.ndim - numbers.ndim]))
-            return summed
-
         key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
-        self._include(result, self._by_entry(key, numbers, evaluate, total))
+        family = self._family(weights, by)
+        unseen = None if family is None else self._placed(family.directions, weights, by)
+        self._include(result, self._by_entry(key, numbers, total, unseen))
 
-    def _by_entry(self, key: Any, source: Tensor, evaluate: Any, total: Any) -> Tensor:
+    def _by_entry(self, key: Any, source: Tensor, total: Total, unseen: Tensor | None = None) -> Tensor:
         """Return derived unknowns each of which has its own place in what defines them, behind the segments."""
         shape, count = source.shape[1:], len(source)
         blocks = places(shape).reshape(-1, 1), places(source.shape).reshape(count, -1).T
-        return self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total)
+        evaluate = ByTotal(total, source.ndim)
+        return self.system.derive(
+            key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total, unseen=unseen
+        )
 
     def _read_across(
-        self, result: Value, value: Value, weights: Value, by: Sum, axes: frozenset[int], family: Any
+        self, result: Value, value: Value, weights: Value, by: Sum, axes: frozenset[int], family: Any, *, told: bool
     ) -> None:
-        """Add what changes that another reader of a weight allows change here: it sums over other axes."""
+        """Add what changes that another reader of a weight allows change here: it sums over other axes.
+
+        Multiples of a relation's coefficients are among the rows of this reader, if these tell them.
+        """
         self.unknowns.vanish(family.directions)
-        relation = value.relation
-        plain = relation is not None and not relation.coefficient.items and relation.total.segments == 1
-        plain = plain and relation.total.known == 1 and relation.coefficient.factor == 1  # type: ignore[union-attr]
         summed, kept = self._split(weights, by) or (frozenset(), frozenset())
+        shape = self.system.shape(weights.origin[0])  # type: ignore[index]
+        thin = [size if axis in axes else 1 for axis, size in enumerate(shape)]
         for rows in family.rows.values():
             numbers = self.unknowns.living(rows.numbers)
             if numbers is None:
                 continue
-            across = plain and not summed & axes and axes <= kept and len(numbers) == 1
-            across = across and relation.axes == {by.one.index(letter) for letter in by.gone}  # type: ignore[union-attr]
-            if not across:
+            if summed & axes or not axes <= kept or len(numbers) > 1:
                 self.unknowns.vanish(rows.numbers)
                 continue
+            own = numbers[0]
             if rows.coefficient.items:
-                self._equal(numbers, [1 + axis for axis in summed])
-            else:  # rows of ones: what is not alike is seen only where a function times ones is
-                own = self.unknowns.fresh((1,) * (1 + len(by.out)), GAUGE)
-                shape = [size if letter in by.one else 1 for letter, size in zip(by.out, result.shape, strict=True)]
-                result.drifts[self.system.source()] = Drift(places(shape), own)
-                self.system.common.append((own, numbers, [1 + axis for axis in summed]))
-            first = numbers[0]
-            for axis in summed:
-                first = first.narrow(axis, 0, 1)
-            whole = self.system.shape(weights.origin[0])  # type: ignore[index]
-            thin = [size if axis in axes else 1 for axis, size in enumerate(whole)]
-            by_place = rows.coefficient.mapped(lambda t, thin=thin: t.reshape(thin))
-            outer = [max(pair) for pair in zip(first.shape, thin, strict=True)]
-            made = self.unknowns.combined([(first.expand(outer), by_place)])
-            if made is not None:
-                sizes = [1 if axis in summed else size for axis, size in enumerate(outer)]
-                self._include(result, self._placed(made.expand(sizes), weights, by))
+                outer = [max(pair) for pair in zip(own.shape, thin, strict=True)]
+                by_place = rows.coefficient.mapped(
+                    lambda t: t.reshape(thin) if t.numel() > 1 else t.reshape([1] * len(thin))
+                )
+                made = self.unknowns.combined([(own.expand(outer), by_place)])
+                assert made is not None
+                own = made
+            index = [
+                at if own.shape[axis] > 1 else torch.zeros((1,) * weights.rank, dtype=torch.int64)
+                for axis, at in enumerate(weights.origin[1])  # type: ignore[index]
+            ]
+            self._half(result, Value(weights.shape, False, translation=own[tuple(index)]), value, by.turned, told=told)
 
 
 def equation_shape(one: Value, two: Value, first: str, second: str, out: str) -> tuple[int, ...]:

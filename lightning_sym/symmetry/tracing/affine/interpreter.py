@@ -23,12 +23,15 @@ class Interpreter(Layers):
     Args:
         system: Where equations go.
         constants: The network, and what of it is constant.
+        outputs: Whether a softmax reads the outputs along their last axis.
     """
 
-    def __init__(self, system: System, constants: Constants) -> None:
+    def __init__(self, system: System, constants: Constants, *, outputs: bool = False) -> None:
         super().__init__(system)
         self.capture, self.constants, self.unsafe = constants.capture, constants, constants.unsafe
+        self.outputs = outputs
         self.values: dict[fx.Node, Any] = {}
+        self.readings: dict[fx.Node, list[tuple[str, frozenset[int], Value]]] = {}
 
     def run(self) -> None:
         """Go through all operations, in order."""
@@ -45,9 +48,14 @@ class Interpreter(Layers):
                 self.values[node] = Value(tuple(own.shape), False, node) if isinstance(own, Tensor) else None
             elif node.op == "output":
                 for value in self._given(node):
-                    self.fix(value)
+                    if self.outputs and value.rank:
+                        self.softmax(value, value.rank - 1, log=True)
+                    else:
+                        self.fix(value)
             elif node.op == "call_function":
+                self.reading = []
                 self.values[node] = self._operation(node)
+                self.readings[node] = self.reading
 
     def _placeholder(self, node: fx.Node) -> Value | None:
         own = node.meta.get("val")

@@ -99,7 +99,9 @@ class Move:
         if self.drops:
             return result
         at = lead + self.axis
-        same = thin or (result.shape[at] > 1 and bool((result == result.narrow(at, 0, 1)).all()))
+        same = (thin and result.shape[at] > 0) or (
+            result.shape[at] > 1 and bool((result == result.narrow(at, 0, 1)).all())
+        )
         return result.narrow(at, 0, 1) if same else result
 
     def _regrouped(self, array: Tensor, lead: int) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
-from lightning_sym.symmetry.tracing.affine.system import System, Weights
+from lightning_sym.symmetry.tracing.affine.system import System
+from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.invisible import shared_memory
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of

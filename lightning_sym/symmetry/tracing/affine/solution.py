@@ -1,7 +1,7 @@
 """Solves the equations of an interpreted network: which unknowns are free, and what they make of all others."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,35 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.sparse.linalg import splu
-from torch import Tensor
 
-from lightning_sym.symmetry.tracing.affine.system import Derived, System, Weights
-from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, GAUGE, Ints
+from lightning_sym.symmetry.tracing.affine.system import Derived, System
+from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS, Ints
+from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights, zero_in
 
 Floats = NDArray[np.float64]
 _NOTHING = 1e-9
-
-
-class Generic(Mapping[str, Tensor]):
-    """Random numbers in the place of a network's tensors, made when they are asked for; constants stay."""
-
-    def __init__(self, system: System, seed: int = 0) -> None:
-        self.system, self.seed = system, seed
-        self._place = {name: at for at, name in enumerate(system.tensors)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        own = self.system.tensors[name]
-        if name in self.system.constants or not own.is_floating_point():
-            return own
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self._place[name])
-        return 0.5 + torch.rand(tuple(own.shape), dtype=torch.float64, generator=generator)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.system.tensors)
-
-    def __len__(self) -> int:
-        return len(self.system.tensors)
 
 
 def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_matrix:
@@ -52,10 +30,7 @@ def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_ma
                     made[atom] = weights.atom(atom).numpy()
                 own = made[atom][at]
                 if power < 0 and (own == 0).any():
-                    raise ValueError(
-                        f"{weights.describe(atom)} holds a zero, by which a shift would be divided; expected gains "
-                        "that are not zero, or an element without shifts: sample(shifts=False)"
-                    )
+                    raise zero_in(weights.describe(atom))
                 values = values * own**power
             present = numbers[:, column] != 0
             rows.append(np.flatnonzero(present) + count)
@@ -226,7 +201,11 @@ class Solution:
         for own in system.derived:
             by_weights.setdefault(own.twin, []).append(own)
         self._twins = {key: own for key, own in by_weights.items() if len(own) > 1}
-        weights = Weights(system, Generic(system))
+        names = system.constants | {name for name, own in system.tensors.items() if not own.is_floating_point()}
+        generic = Generic(
+            {name: own.shape for name, own in system.tensors.items()}, {name: system.tensors[name] for name in names}
+        )
+        weights = Weights(system, generic)
         equations, counted = matrix_of(system, weights), len(unknowns.equations)
         while True:
             zero = unknowns.zero[: unknowns.count].copy()
@@ -234,15 +213,39 @@ class Solution:
             if len(unknowns.equations) > counted:
                 equations = sparse.vstack([equations, matrix_of(system, weights, counted)]).tocsr()
                 counted = len(unknowns.equations)
-            self.solved = eliminate(equations, zero, self.kinds)
+            self.solved = eliminate(equations, zero, self._priority())
             if not self._constrained():
                 break
         kinds = self.kinds[self.solved.free]
         free = self.solved.free
-        self.shifts: Ints = free[(kinds != DERIVED) & (kinds != DIRECTIONS) & (kinds != GAUGE)]
+        self.shifts: Ints = free[(kinds != DERIVED) & (kinds != DIRECTIONS)]
         self.directions: Ints = free[kinds == DIRECTIONS]
-        self.gauges: Ints = free[kinds == GAUGE]
         self.passing: Ints = free[kinds == DERIVED]
+
+    def _priority(self) -> Ints:
+        """Return in which order equations define unknowns, the last first.
+
+        What equations demand to be alike within one array stays free: elements are then no multiples of gains there.
+        Sums do, where a bias resets, but for multiples of gains, which would be divided by these.
+        """
+        unknowns = self.system.unknowns
+        priority = np.array([0, 2, 3, 4, 5])[self.kinds]  # of values.DERIVED, ..., FREE
+        pairs = [np.zeros((0, 2), np.int64)]
+        for numbers, terms in unknowns.equations:
+            if len(terms) == 2 and not terms[1][1] and terms[1][0] == -1:
+                pairs.append(numbers)
+            if any(atom.kind != "length" for _, items in terms for atom, *_ in items):
+                priority[numbers[:, 0]] = np.where(self.kinds[numbers[:, 0]] == SUMS, 6, priority[numbers[:, 0]])
+        one, two = np.concatenate(pairs).T
+        graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (unknowns.count, unknowns.count))
+        _, label = sparse.csgraph.connected_components(graph, False)
+        starts = np.array([start for start, _ in unknowns.blocks])
+        block = np.searchsorted(starts, np.arange(unknowns.count), side="right") - 1
+        met = np.unique(np.concatenate(pairs))
+        _, which, count = np.unique(label[met] * len(starts) + block[met], return_inverse=True, return_counts=True)
+        alike = met[count[which] > 1]
+        priority[alike] = np.where(np.isin(self.kinds[alike], (DIRECTIONS, SUMS, FREE)), 1, priority[alike])
+        return priority
 
     def _constrained(self) -> bool:
         """Let derived unknowns vanish of which equations demand something, for these hold for all weights."""
@@ -251,7 +254,7 @@ class Solution:
         column[free] = np.arange(len(free))
         lengths = np.diff(forms.indptr)
         before, equations = int(zero.sum()), len(self.system.unknowns.equations)
-        if self._met_twins():
+        if self._met_twins() or self._parted(column):
             return True
         alive = []
         for own in self.system.derived:
@@ -262,14 +265,6 @@ class Solution:
                 alive.append(own)
         if int(zero.sum()) > before or len(self.system.unknowns.equations) > equations:
             return True
-        for seen, rows, axes in list(self.system.common):
-            if not lengths[seen.numpy().ravel()].any():
-                self.system.common.remove((seen, rows, axes))
-                first = rows
-                for axis in axes:
-                    first = first.narrow(axis, 0, 1)
-                self.system.unknowns.equate(rows, first)
-                return True
         for own in self._circular(alive, column):
             zero[own.numbers.numpy().ravel()] = zero[own.source.numpy().ravel()] = True
         for pair in self.system.products:
@@ -278,6 +273,33 @@ class Solution:
                 zero[one] = True
                 self.system.note("of what is added to two factors of a product, one stays as it is")
         return int(zero.sum()) > before
+
+    def _parted(self, column: Ints) -> bool:
+        """Let what different weights make vanish by itself in equations of derived unknowns; say whether any had both.
+
+        Only where these add up: other equations let all of it vanish.
+        """
+        forms, free, unknowns = self.solved.forms, self.solved.free, self.system.unknowns
+        makers: dict[Any, int] = {}
+        maker = np.full(forms.shape[0], -1)
+        for own in self.system.derived:
+            maker[own.numbers.numpy().ravel()] = makers.setdefault(own.twin, len(makers))
+        number = np.repeat(np.arange(forms.shape[0]), np.diff(forms.indptr))
+        given = maker[free[forms.indices]]
+        mixed, other = np.zeros(len(maker), bool), (maker < 0) | (column >= 0)
+        mixed[number[given != maker[number]]] = True
+        other[number[(given < 0) | (np.abs(np.abs(forms.data) - 1) > _NOTHING)]] = True
+        found = False
+        for at in np.flatnonzero(mixed & ~other).tolist():
+            begin, end = forms.indptr[at : at + 2]
+            others, factors = free[forms.indices[begin:end]], forms.data[begin:end]
+            everything, signs = np.r_[at, others], np.r_[1.0, -factors]
+            for which in np.unique(maker[everything]):
+                part = maker[everything] == which
+                terms: list[Any] = [(sign, []) for sign in signs[part].tolist()]
+                unknowns.equations.append((everything[part][None], terms))
+            found = True
+        return found
 
     def _met_twins(self) -> bool:
         """Let what the same weights make of the same be equal, and the other way round; say whether any were not."""
@@ -366,34 +388,3 @@ class Solution:
             self.order += [alive[index] for index in ready]
             waiting = [index for index in waiting if index not in done]
         return [alive[index] for index in waiting]
-
-
-class Definitions:
-    """What free unknowns make of all others, at some weights.
-
-    Args:
-        solution: Which are free.
-        weights: The weights.
-    """
-
-    def __init__(self, solution: Solution, weights: Weights) -> None:
-        self.solution = solution
-        solved = solution.solved
-        equations = matrix_of(solution.system, weights)[solved.rows]
-        self.bound, self.free = solved.bound, solved.free
-        self._given = equations[:, self.free].tocsr()
-        try:
-            self._solve: Any = splu(equations[:, self.bound].tocsc()) if len(self.bound) else None
-        except RuntimeError as error:
-            raise ValueError(
-                "the definitions of shifts are singular at these weights; expected gains that differ from one another"
-            ) from error
-
-    def all_of(self, values: Tensor) -> Tensor:
-        """Return all unknowns from the free ones. Shape (batch, free) to (batch, unknowns)."""
-        result = torch.zeros(len(values), self.solution.system.unknowns.count, dtype=torch.float64)
-        result[:, torch.from_numpy(self.free)] = values
-        if len(self.bound):
-            right = -(self._given @ values.numpy().T)
-            result[:, torch.from_numpy(self.bound)] = torch.from_numpy(np.ascontiguousarray(self._solve.solve(right).T))
-        return result

@@ -20,8 +20,8 @@ from lightning_sym.symmetry.tracing.affine.values import (
     Unknowns,
     Value,
 )
+from lightning_sym.symmetry.tracing.affine.weights import Made, Weights, kept
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
 @dataclass
@@ -66,118 +66,16 @@ class Derived:
         unseen: For each of them, thin, the direction of the weight's output, if the weight has directions.
         total: For rows, what the relation sums to.
         alike: Blocks that equations make equal to another one, as what defines them is.
-        weights: The weights of which it is a contraction, and which one; None for anything else.
     """
 
     numbers: Tensor
     source: Tensor
-    evaluate: Callable[[Tensor, "Weights"], Tensor]
+    evaluate: Callable[[Tensor, Weights], Tensor]
     blocks: tuple[Tensor, Tensor]
     twin: Any
     unseen: Tensor | None = None
     total: Total | None = None
     alike: set[int] = field(default_factory=set)
-    weights: tuple[Value, Any] | None = None
-
-
-class Weights:
-    """The numbers of a network's tensors, and of what its graphs compute of them alone; float64, on the CPU.
-
-    Args:
-        system: The shared state of the interpreters.
-        tensors: Parameters and buffers, by name.
-    """
-
-    def __init__(self, system: "System", tensors: Mapping[str, Tensor]) -> None:
-        self.system, self.tensors = system, tensors
-        self._made: dict[Any, Any] = {}
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a parameter or buffer."""
-        if name not in self._made:
-            own = self.tensors[name].detach().cpu()
-            self._made[name] = own.double() if own.is_floating_point() else own
-        made: Tensor = self._made[name]
-        return made
-
-    def node(self, node: fx.Node) -> Any:
-        """Return what a node makes of weights and constants."""
-        if node not in self._made:
-            self._made[node] = self._run(node)
-        return self._made[node]
-
-    def _run(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            return self.tensor(self.system.names[node])
-        if node.op == "get_attr":
-            owner: Any = node.graph.owning_module
-            value = getattr(owner, str(node.target))
-            return value.detach().cpu().double() if value.is_floating_point() else value.detach().cpu()
-        name = name_of(node)
-        if name in operations(Trait.CAST) and isinstance(node.args[0], fx.Node):
-            value, wanted = self.node(node.args[0]), node.meta["val"].dtype
-            return value if value.is_floating_point() and wanted.is_floating_point else _cast(value, wanted)
-
-        def given(own: Any) -> Any:
-            if not isinstance(own, fx.Node):
-                return own
-            return torch.empty(own.meta["val"].shape) if name in operations(Trait.LIKE) else self.node(own)
-
-        arguments, keywords = pytree.tree_map(given, (node.args, node.kwargs))
-        if "device" in keywords:
-            keywords = {**keywords, "device": torch.device("cpu")}
-        if name in ("view", "_unsafe_view"):
-            return arguments[0].reshape(arguments[1])
-        target: Any = node.target
-        result = target(*arguments, **keywords)
-        return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, result)
-
-    def atom(self, atom: Atom) -> Tensor:
-        """Return the numbers of an atom. Shape (numbers,)."""
-        if atom.kind == "length":
-            size, walk = atom.key
-            return torch.tensor([size * (1 + 0.37 * walk)], dtype=torch.float64)
-        if atom.kind == "parameter":
-            return self.tensor(atom.key).reshape(-1)
-        made: Tensor = self.node(self.system.nodes[atom.key]).double().reshape(-1)
-        return made
-
-    def coefficient(self, coefficient: Coefficient) -> Tensor:
-        """Return the numbers of a coefficient; thin.
-
-        Raises:
-            ValueError: If one of them would be divided by zero.
-        """
-        result = torch.tensor(coefficient.factor, dtype=torch.float64)
-        for atom, power, places in coefficient.items:
-            numbers = self.atom(atom)[places]
-            if power < 0 and bool((numbers == 0).any()):
-                raise ValueError(
-                    f"{self.describe(atom)} holds a zero, by which a shift would be divided; expected gains that are "
-                    "not zero, or an element without shifts: sample(shifts=False)"
-                )
-            result = result * numbers**power
-        return result
-
-    def total(self, total: Total) -> Tensor:
-        """Return what a relation sums to. Shape (segments,)."""
-        result = torch.full((total.segments,), total.constant, dtype=torch.float64)
-        for coefficient, segments, shape in total.terms:
-            numbers = self.coefficient(coefficient).expand(shape).reshape(-1)
-            result = result.index_add(0, segments.expand(shape).reshape(-1), numbers)
-        if total.before is not None:
-            result = result + self.total(total.before[0])[total.before[1]]
-        return result
-
-    def describe(self, atom: Atom) -> str:
-        """Return what an atom is called."""
-        return (
-            str(atom.key) if atom.kind == "parameter" else f"what {self.system.nodes[atom.key].name} makes of weights"
-        )
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(torch.float64 if dtype.is_floating_point else dtype)
 
 
 class System:
@@ -203,7 +101,6 @@ class System:
         self.fixed: set[str] = set()  # weights that something else sees
         self.derived: list[Derived] = []
         self.products: list[tuple[Tensor, Tensor]] = []  # of which one has to vanish
-        self.common: list[tuple[Tensor, Tensor, list[int]]] = []  # rows that are alike along axes unless a number lives
         self.lengths: set[int] = set()  # of the inputs of the capture at hand
         self.walk = 0  # which length they have
         self.counted = False  # whether anything was multiplied by a length
@@ -213,6 +110,13 @@ class System:
         self._derived: dict[Any, Tensor] = {}
         self._signatures: dict[fx.Node, str] = {}
         self._interned: dict[Any, str] = {}
+        self._kept: dict[fx.Node, Made] = {}
+
+    def made(self, node: Any) -> Made:
+        """Return what an atom's key, a node or what was kept of one stands for."""
+        if isinstance(node, Made):
+            return node
+        return kept(self.nodes[node] if isinstance(node, str) else node, self.names, self._kept)
 
     def shape(self, name: str) -> Shape:
         """Return the shape of a tensor."""

@@ -7,91 +7,238 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
+from lightning_sym.symmetry.tracing.affine.normed import normed_of
 from lightning_sym.symmetry.tracing.affine.reading import Constants, read_ahead
-from lightning_sym.symmetry.tracing.affine.solution import Definitions, Solution
-from lightning_sym.symmetry.tracing.affine.system import Derived, System, Weights, states_of
-from lightning_sym.symmetry.tracing.affine.values import Atom, Total
+from lightning_sym.symmetry.tracing.affine.solution import Solution
+from lightning_sym.symmetry.tracing.affine.space import (
+    Free,
+    Kind,
+    Parts,
+    Readers,
+    Shown,
+    Step,
+    Translations,
+    Writers,
+)
+from lightning_sym.symmetry.tracing.affine.system import Derived, System, states_of
+from lightning_sym.symmetry.tracing.affine.values import Ints, Value
+from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_total
 from lightning_sym.symmetry.tracing.capture import Capture
+
+# What entries of elements are called.
+NORM = "biases that batch norms take off"
+LINEAR = "biases that linear layers take off"
+UNSEEN = "biases that nothing sees"
+OPPOSED = "weights against one another"
+WRITERS = "means that norms take off"
+READERS = "rows that read a layer norm"
 
 
 def find_translations(
-    captures: Sequence[Capture], tensors: Mapping[str, Tensor], constants: Collection[str] = ()
-) -> "Translations":
+    captures: Sequence[Capture],
+    tensors: Mapping[str, Tensor],
+    constants: Collection[str] = (),
+    *,
+    fixed: Collection[str] = (),
+    keep: Collection[str] = (),
+    outputs: bool = False,
+) -> Translations:
     """Find what may be added to a network's tensors.
 
     Args:
         captures: The network, captured on one example or several.
         tensors: Its parameters and buffers by name; of those in `constants` the numbers count, of others the shapes.
         constants: The names of those that are in no state dict.
+        fixed: The names of tensors to which nothing is added.
+        keep: Weights whose rows keep their mean.
+        outputs: Whether a softmax reads the outputs along their last axis, which does not see what they have in common.
     """
+    try:
+        return _found(captures, tensors, constants, fixed, keep, outputs=outputs)
+    except Exception as error:  # an operation in a form that the interpreter does not expect
+        found, why = Translations(), f"{type(error).__name__}: {error}"
+        found.notes.append(f"what may be added to weights was not searched, as the affine interpreter stopped ({why})")
+        return found
+
+
+def _found(
+    captures: Sequence[Capture],
+    tensors: Mapping[str, Tensor],
+    constants: Collection[str],
+    fixed: Collection[str],
+    keep: Collection[str],
+    *,
+    outputs: bool,
+) -> Translations:
     known = set(constants) | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
-    system = System(tensors, tensors.keys() - known, known)
+    system = System(tensors, tensors.keys() - known - set(fixed), known)
     system.names = states_of(captures)
     values = Weights(system, tensors)
     read = [Constants(system, capture, values) for capture in captures]
     read_ahead(system, read)
     while True:
+        marked: dict[str, Value | None] = {}
+        interpreters = []
         for own in read:
             # What is counted has to fit two lengths, if there is any.
             system.lengths, system.walk, system.counted = own.lengths, 0, False
-            Interpreter(system, own).run()
+            interpreters.append(_interpreted(system, own, marked, outputs=outputs))
             if system.counted:
                 system.walk = 1
-                Interpreter(system, own).run()
+                interpreters.append(_interpreted(system, own, marked, outputs=outputs))
         if not system.late:
-            return Translations(Solution(system))
+            break
         system = system.again()
+    for name in keep:
+        for family in system.families.get(name, {}).values():
+            system.unknowns.vanish(family.directions)
+    found = _Compiler(Solution(system), marked).translations()
+    found.normed = normed_of(interpreters)
+    return found
 
 
-class Translations:
-    """All that may be added to a network's tensors, as a vector space.
+def _interpreted(
+    system: System, constants: Constants, marked: dict[str, Value | None], *, outputs: bool
+) -> Interpreter:
+    """Follow one capture, and note what is known of its named values."""
+    interpreter = Interpreter(system, constants, outputs=outputs)
+    interpreter.run()
+    for mark in constants.capture.marks:
+        value = interpreter.values.get(mark.node)
+        if mark.name not in marked and isinstance(value, Value):
+            interpreter.numbers(value)
+        marked.setdefault(mark.name, value)
+    return interpreter
 
-    An element holds the free unknowns only: what is added to values of the network. What it adds to tensors is made of
-    these and of the network's weights, in the order of the graph.
+
+class _Compiler:
+    """Takes what elements need out of a solved system.
 
     Args:
         solution: The free unknowns.
-
-    Attributes:
-        size: The number of entries of an element.
+        marked: Named values.
     """
 
-    def __init__(self, solution: Solution) -> None:
-        self.solution, self.system = solution, solution.system
-        self._blocks = self._of_directions()
-        self.size = len(solution.shifts) + sum(math.prod(shape) for _, _, _, shape in self._blocks)
+    def __init__(self, solution: Solution, marked: Mapping[str, Value | None]) -> None:
+        self.solution, self.system, self.marked = solution, solution.system, marked
+        forms, free = solution.solved.forms, solution.solved.free
+        own = {(name, axes): family for name, families in self.system.families.items()
+               for axes, family in families.items()}  # fmt: skip
+        column = np.full(self.system.unknowns.count, -1)
+        column[free] = np.arange(len(free))
+        shifts = np.zeros(len(free), bool)
+        shifts[column[solution.shifts]] = True
+        patterns: dict[Any, Ints] = {}
+        for key, family in own.items():
+            used = np.unique(forms[family.directions.numpy().ravel()].indices)
+            used = used[shifts[used] | np.isin(free[used], solution.directions)]
+            if len(used):
+                patterns[key] = used
+        for used in patterns.values():
+            shifts[used] = False
+        self.first = np.flatnonzero(shifts)
+        self.families = own
+        self.order = np.concatenate([self.first, *patterns.values(), column[solution.passing]])
+        place = np.full(len(free), -1)
+        place[self.order] = np.arange(len(self.order))
+        self.patterns = {key: place[used] for key, used in patterns.items()}
+        self.column = np.full(len(column), -1)
+        self.column[free] = place  # by unknown
+        self.order = free[self.order]
 
-    def _of_directions(self) -> list[tuple[int, str, frozenset[int], tuple[int, ...]]]:
-        """Return for each free direction its weight, the axes along which it has multiples, and their shape."""
-        found = []
-        wanted = self.solution.directions
-        for name, families in self.system.families.items():
-            for axes, family in families.items():
-                first = int(family.directions.reshape(-1)[0])
-                own = wanted[(wanted >= first) & (wanted < first + family.directions.numel())]
-                shape = tuple(size if axis in axes else 1 for axis, size in enumerate(self.system.shape(name)))
-                found += [(number, name, axes, shape) for number in own.tolist()]
-        return found
+    def translations(self) -> Translations:
+        """Return all translations."""
+        system, shown = self.system, {name: self._shown(value) for name, value in self.marked.items()}
+        needed = list(system.free.values())
+        needed += [rows.numbers for family in self.families.values() for rows in family.rows.values()]
+        needed += [self.families[key].directions for key in self.patterns]
+        needed += [own.source for own in self.solution.order]
+        needed += [own.unseen for own in self.solution.order if own.unseen is not None]
+        needed += [numbers for pair in shown.values() for numbers in pair if numbers is not None]
+        empty = torch.zeros(0, dtype=torch.int64)
+        self.wanted = np.unique(torch.cat([empty, *(numbers.reshape(-1) for numbers in needed)]).numpy())
+        forms = Forms(self.solution, self.wanted, self.order)
+        free = [Free(name, self._at(numbers)) for name, numbers in system.free.items()]
+        readers = [
+            Readers(name, tuple(sorted(axes)), self._at(rows.numbers), rows.coefficient, rows.segments.numpy())
+            for (name, axes), family in self.families.items()
+            for rows in family.rows.values()
+        ]
+        begin, writers = len(self.first), []
+        for (name, axes), columns in self.patterns.items():
+            whole = system.shape(name)
+            shape = tuple(size if axis in axes else 1 for axis, size in enumerate(whole))
+            at = self._at(self.families[name, axes].directions)
+            writers.append(Writers(name, tuple(sorted(axes)), at, columns, begin, shape, whole))
+            begin += len(columns) * math.prod(shape)
+        steps = [self._step(own) for own in self.solution.order]
+        constants = {
+            name: system.tensors[name]
+            for name in system.tensors
+            if name in system.constants or not system.tensors[name].is_floating_point()
+        }
+        parts = Parts(
+            forms,
+            free,
+            readers,
+            writers,
+            steps,
+            {
+                name: Shown(None if at is None else self._at(at), self._at(drifts))
+                for name, (at, drifts) in shown.items()
+            },
+            {key: system.made(key) for key in system.nodes},
+            {name: system.shape(name) for name in system.tensors},
+            constants,
+            len(self.first),
+            begin,
+            sum(self._in_common(*pair) for pair in self._pairs()),
+            [],
+        )
+        parts.kinds = [*self._kinds(parts), *(
+            Kind(WRITERS, own.name, np.arange(begin)[own.places]) for own in writers
+        )]  # fmt: skip
+        return Translations(parts)
 
-    @property
-    def dimension(self) -> int:
-        """The number of independent directions: an element's entries, less those that say the same.
+    def _at(self, numbers: Tensor) -> Ints:
+        """Return where unknowns stand among those that are wanted."""
+        return np.searchsorted(self.wanted, numbers.numpy())
 
-        Rows of ones, times the coefficients of a relation, are directions of a weight's outputs, too.
-        """
-        return self.size - sum(
-            self._in_common(own, family)
-            for name, families in self.system.families.items()
-            for axes, family in families.items()
-            for own in (
+    def _shown(self, value: Any) -> tuple[Tensor | None, Tensor]:
+        """Return what is added to a named value, and what is added times functions of the input."""
+        drifts = [torch.zeros(0, dtype=torch.int64)]
+        if not isinstance(value, Value):
+            return None, drifts[0]
+        drifts += [own.numbers.reshape(-1) for own in value.drifts.values()]
+        every, translation = torch.cat(drifts), value.translation
+        living = torch.from_numpy(np.diff(self.solution.solved.forms.indptr) > 0)
+        still = translation is None or not bool(living[translation].any())
+        return None if still else translation, every[living[every]]
+
+    def _step(self, own: Derived) -> Step:
+        columns = self.column[own.numbers.numpy().ravel()]
+        unseen = None if own.unseen is None else self._at(own.unseen)
+        total = frozenset() if own.total is None else frozenset(names_of_total(self.system, own.total))
+        evaluate: Any = own.evaluate
+        names = frozenset(evaluate.names(self.system))
+        return Step(self._at(own.source), columns, own.evaluate, unseen, names, total)
+
+    def _pairs(self) -> list[tuple[Tensor, Any]]:
+        """Return numbers that are added to each of a weight's outputs, with the family of what is added to these."""
+        return [
+            (numbers, family)
+            for (name, axes), family in self.families.items()
+            for numbers in (
                 *(rows.numbers for rows in family.rows.values()),
                 *([self.system.free[name][None]] if self._is_partial(name, axes) else []),
             )
-        )
+        ]
 
     def _is_partial(self, name: str, axes: frozenset[int]) -> bool:
         return name in self.system.free and self.system.partial.get(name) == axes
@@ -112,143 +259,41 @@ class Translations:
         both = torch.linalg.matrix_rank(torch.cat([given, wanted], 1), rtol=1e-9)
         return int(torch.linalg.matrix_rank(given, rtol=1e-9)) + int(wanted.shape[1]) - int(both)
 
-    def tangents(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return how fast each entry of an element changes tensors. Shape (size, *the tensor's), float64."""
-        return self.changes(torch.eye(self.size, dtype=torch.float64), tensors)
+    def _kinds(self, parts: Parts) -> list[Kind]:
+        """Return what the first entries of elements are called."""
+        forms = self.solution.solved.forms[self.wanted][:, self.first].tocsr()
+        places: list[Readers | Free | Step] = [*parts.readers, *parts.free, *parts.steps]
+        generator = np.random.default_rng(0)
+        key = np.zeros(parts.entries, np.uint64)
+        counts = np.zeros((len(places), parts.entries), np.int32)
+        for number, place in enumerate(places):
+            at = place.source if isinstance(place, Step) else place.at
+            own = forms[at.ravel()]
+            counts[number] = np.bincount(own.indices, minlength=parts.entries)
+            key[counts[number] > 0] ^= generator.integers(2**63, dtype=np.uint64)
+        rank = {name: number for number, name in enumerate(self.system.tensors)}
+        found = []
+        for own_key in np.unique(key):
+            entries = np.flatnonzero(key == own_key)
+            some = [place for number, place in enumerate(places) if counts[number, entries[0]]]
+            rows = [place for place in some if isinstance(place, Readers)]
+            free = sorted((place.name for place in some if isinstance(place, Free)), key=rank.__getitem__)
+            steps = [place for place in some if isinstance(place, Step)]
+            most = int(counts[: len(parts.readers) + len(parts.free), entries].max(initial=0))
+            names = [*(place.name for place in rows), *free]
+            if names:
+                kind = self._kind(rows, free, steps, most)
+                found.append((rank[names[0]], Kind(kind, names[0], entries)))
+        return [kind for _, kind in sorted(found, key=lambda own: (own[0], own[1].entries[0]))]
 
-    def act(self, element: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors to which something is added.
-
-        Args:
-            element: Shape (size,), float64.
-            tensors: Parameters and buffers, by name.
-
-        Returns:
-            Those that change, of their dtype and on their device.
-        """
-        changes = self.changes(element[None], tensors, finite=True)
-        return {name: (tensors[name].detach().double() + own[0].to(tensors[name].device)).to(tensors[name].dtype)
-                for name, own in changes.items()}  # fmt: skip
-
-    def changes(self, elements: Tensor, tensors: Mapping[str, Tensor], *, finite: bool = False) -> dict[str, Tensor]:
-        """Return what elements add to tensors.
-
-        Args:
-            elements: Shape (elements, size), float64.
-            tensors: Parameters and buffers, by name.
-            finite: Whether to count products of changes; for one element.
-
-        Returns:
-            By name, shape (elements, *the tensor's), float64.
-        """
-        weights = Weights(self.system, tensors)
-        definitions = Definitions(self.solution, weights)
-        free = self.solution.solved.free
-        column = {number: at for at, number in enumerate(free.tolist())}
-        values = torch.zeros(len(elements), len(free), dtype=torch.float64)
-        count = len(self.solution.shifts)
-        values[:, [column[number] for number in self.solution.shifts.tolist()]] = elements[:, :count]
-        patterns = self._patterns(definitions, column)
-        known = definitions.all_of(values)
-        for own in self.solution.order:
-            made = own.evaluate(known[:, own.source], self._changed(own.total, weights, known, finite=finite))
-            made = self._seen(made, own, patterns)
-            at = torch.tensor([column.get(number, -1) for number in own.numbers.reshape(-1).tolist()])
-            values[:, at[at >= 0]] = made.reshape(len(elements), -1)[:, at >= 0]
-            known = definitions.all_of(values)
-        return self._added(known, elements, patterns, weights)
-
-    def _patterns(self, definitions: Definitions, column: Mapping[int, int]) -> Tensor:
-        """Return what each free direction makes of all unknowns. Shape (directions, unknowns)."""
-        values = torch.zeros(len(self._blocks), len(column), dtype=torch.float64)
-        for at, (number, *_) in enumerate(self._blocks):
-            values[at, column[number]] = 1
-        return definitions.all_of(values)
-
-    def _seen(self, made: Tensor, own: Derived, patterns: Tensor) -> Tensor:
-        """Take what nobody sees off a translation behind a weight: shifts could otherwise not be added."""
-        if own.unseen is None or not len(patterns):
-            return made
-        axes = [axis for axis, size in enumerate(own.unseen.shape) if size > 1]
-        basis = patterns[:, own.unseen.reshape(-1)]
-        basis = basis[basis.abs().amax(1) > 0]
-        if not len(basis):
-            return made
-        if not axes:
-            return torch.zeros_like(made)
-        lead = made.ndim - own.unseen.ndim
-        moved = made.movedim([lead + axis for axis in axes], list(range(-len(axes), 0)))
-        flat = moved.reshape(-1, basis.shape[1])
-        flat = flat - flat @ torch.linalg.pinv(basis) @ basis
-        back: Tensor = flat.reshape(moved.shape).movedim(list(range(-len(axes), 0)), [lead + axis for axis in axes])
-        return back
-
-    def _changed(self, total: Total | None, weights: Weights, known: Tensor, *, finite: bool) -> Weights:
-        """Return the weights with what has been added to them so far, as far as a relation's sum needs them."""
-        if total is None or not finite:
-            return weights
-        tensors = dict(weights.tensors)
-        for name in self._names(total):
-            if name in self.system.free:
-                numbers = self.system.free[name]
-                tensors[name] = weights.tensor(name) + known[0, numbers].expand(self.system.shape(name))
-        return Weights(self.system, tensors)
-
-    def _names(self, total: Total) -> set[str]:
-        """Return the names of all tensors of which a relation's sum is made."""
-        found: set[str] = set()
-        todo: list[Any] = [atom for coefficient, *_ in total.terms for atom, *_ in coefficient.items]
-        while todo:
-            own = todo.pop()
-            if isinstance(own, Atom):
-                if own.kind == "parameter":
-                    found.add(own.key)
-                else:
-                    todo.append(self.system.nodes[own.key])
-            elif own in self.system.names:
-                found.add(self.system.names[own])
-            else:
-                todo += own.all_input_nodes
-        return found | (self._names(total.before[0]) if total.before is not None else set())
-
-    def _added(self, known: Tensor, elements: Tensor, patterns: Tensor, weights: Weights) -> dict[str, Tensor]:
-        """Return what is added to tensors, from all unknowns."""
-        found: dict[str, Tensor] = {}
-        lead = len(elements)
-
-        def add(name: str, part: Tensor) -> None:
-            shape = (lead, *self.system.shape(name))
-            found[name] = found.get(name, torch.zeros(shape, dtype=torch.float64)) + part
-
-        for name, numbers in self.system.free.items():
-            if bool((own := known[:, numbers]).any()):
-                add(name, own)
-        for name, families in self.system.families.items():
-            for axes, family in families.items():
-                for rows in family.rows.values():
-                    own = known[:, rows.numbers]
-                    if not bool(own.any()):
-                        continue
-                    thin = [size if axis in axes else 1 for axis, size in enumerate(self.system.shape(name))]
-                    by = weights.coefficient(rows.coefficient).expand(len(rows.segments))
-                    for segment in range(own.shape[1]):
-                        add(name, own[:, segment] * torch.where(rows.segments == segment, by, 0.0).reshape(thin))
-        begin = len(self.solution.shifts)
-        for at, (_, name, axes, shape) in enumerate(self._blocks):
-            size = math.prod(shape)
-            multiples = elements[:, begin : begin + size]
-            begin += size
-            if bool(multiples.any()):
-                pattern = patterns[at, self.system.families[name][axes].directions]
-                add(name, pattern * multiples.reshape(-1, *shape))
-        return found
-
-    def vectors(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-        """Return tangents as vectors. Shape (size, all entries of the named tensors)."""
-        found = self.tangents(tensors)
-        parts = [
-            found[name].reshape(self.size, -1) if name in found
-            else torch.zeros(self.size, math.prod(self.system.shape(name)), dtype=torch.float64)
-            for name in names
-        ]  # fmt: skip
-        return torch.cat(parts, 1) if parts else torch.zeros(self.size, 0, dtype=torch.float64)
+    def _kind(self, rows: Sequence[Readers], free: Sequence[str], steps: Sequence[Step], most: int) -> str:
+        """Return what entries are called that are added in the same places, to each tensor so often at most."""
+        if any(own.coefficient.items or own.segments.any() for own in rows):
+            return READERS
+        free = [*(own.name for own in rows), *free]  # of a table to all rows of which the same is added
+        learned = [isinstance(self.system.tensors[name], torch.nn.Parameter) for name in free]
+        if not all(learned):
+            return NORM if learned[0] and most == 1 and not steps else OPPOSED
+        if len(free) > 1:
+            return OPPOSED
+        return WRITERS if most > 1 and not steps else LINEAR if steps else UNSEEN

@@ -17,7 +17,10 @@ Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
 
 # Kinds of unknowns, in the order in which equations define them: the last first.
-DERIVED, ROWS, DIRECTIONS, SUMS, FREE, GAUGE = range(6)
+DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
+
+
+_MOST = 2**23  # unknowns: larger networks would take minutes
 
 
 class Atom(NamedTuple):
@@ -214,6 +217,8 @@ class Unknowns:
     def fresh(self, shape: Sequence[int], kind: int) -> Tensor:
         """Return new unknowns."""
         size = math.prod(shape)
+        if self.count + size > _MOST:
+            raise RuntimeError(f"more than {_MOST} unknowns")
         self.blocks.append((self.count, kind))
         numbers = torch.arange(self.count, self.count + size).reshape(tuple(shape))
         self.count += size

@@ -1,0 +1,228 @@
+"""What free unknowns make of others, at some weights: kept apart from graphs, only for unknowns that are needed."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.sparse.linalg import splu
+
+from lightning_sym.symmetry.tracing.affine.solution import Solution
+from lightning_sym.symmetry.tracing.affine.values import Atom, Ints
+from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_atom, zero_in
+
+Floats = NDArray[np.float64]
+
+
+class _Terms(NamedTuple):
+    """Entries of equations that are products of the same powers of the same atoms.
+
+    Attributes:
+        rows: The equation of each.
+        columns: The unknown of each: free ones behind those that are defined.
+        factor: A number for each.
+        items: Atoms, powers, and for each entry which number of the atom.
+    """
+
+    rows: Ints
+    columns: Ints
+    factor: Floats
+    items: tuple[tuple[Atom, int, Ints], ...]
+
+
+class Forms:
+    """What free unknowns make of others.
+
+    Args:
+        solution: Which are free.
+        wanted: The unknowns that are needed, rising.
+        order: The free unknowns in the order in which they are given.
+
+    Attributes:
+        constant: What does not depend on weights. Shape (wanted, free).
+        names: The tensors on which the rest depends.
+        varying: Which wanted unknowns depend on them.
+    """
+
+    def __init__(self, solution: Solution, wanted: Ints, order: Ints) -> None:
+        solved, system = solution.solved, solution.system
+        column = np.full(system.unknowns.count, -1)
+        column[solved.free] = np.arange(len(solved.free))
+        self.constant = solved.forms[wanted][:, column[order]].tocsr()
+        equations, varying = _equations(solution)
+        bound = np.zeros(system.unknowns.count, bool)
+        bound[solved.bound] = True
+        apart = _components(equations, varying, system.unknowns.count, solved.rows)
+        own = np.flatnonzero(apart & bound)  # the unknowns that depend on weights
+        place = np.full(system.unknowns.count, -1)
+        place[own] = np.arange(len(own))
+        free = np.full(system.unknowns.count, -1)
+        free[order] = np.arange(len(order))
+        self.size = len(own)
+        self.varying = np.flatnonzero(place[wanted] >= 0)
+        self._own = place[wanted[self.varying]]
+        self.terms: list[_Terms] = []
+        if self.size:
+            keep = np.ones(self.constant.shape[0])
+            keep[self.varying] = 0
+            self.constant = (sparse.diags(keep) @ self.constant).tocsr()
+            self.constant.eliminate_zeros()
+            self._keep(equations, apart, place, free, solved.rows)
+        self.names = {name for terms in self.terms for atom, *_ in terms.items for name in names_of_atom(system, atom)}
+
+    def _keep(self, equations: list[Any], apart: Any, place: Ints, free: Ints, rows: Ints) -> None:
+        """Keep the equations of unknowns that depend on weights."""
+        chosen = np.zeros(sum(len(unknowns) for unknowns, _ in equations), bool)
+        chosen[rows] = True
+        begin = 0
+        for unknowns, _ in equations:
+            chosen[begin : begin + len(unknowns)] &= apart[unknowns].any(1)
+            begin += len(unknowns)
+        number = np.cumsum(chosen) - 1
+        begin = 0
+        for unknowns, terms in equations:
+            at = np.flatnonzero(chosen[begin : begin + len(unknowns)])
+            for which, (factor, items) in enumerate(terms):
+                own = unknowns[at, which]
+                column = np.where(place[own] >= 0, place[own], np.where(free[own] >= 0, self.size + free[own], -1))
+                used = (own != 0) & (column >= 0)
+                here = at[used]
+                powers = tuple((atom, power, places[here]) for atom, power, places in items)
+                factors = np.full(len(here), float(factor))
+                self.terms.append(_Terms(number[begin + here], column[used], factors, powers))
+            begin += len(unknowns)
+        self.terms = [own for own in self.terms if len(own.rows)]
+
+    def matrix(self, weights: Weights) -> sparse.csc_matrix:
+        """Return the equations at some weights. Shape (unknowns that depend on weights, these and the free ones).
+
+        Raises:
+            ValueError: If something would be divided by zero.
+        """
+        data = []
+        for own in self.terms:
+            values = own.factor
+            for atom, power, at in own.items:
+                numbers = weights.atom(atom).numpy()[at]
+                if power < 0 and (numbers == 0).any():
+                    raise zero_in(weights.describe(atom))
+                values = values * numbers**power
+            data.append(values)
+        rows = np.concatenate([own.rows for own in self.terms])
+        columns = np.concatenate([own.columns for own in self.terms])
+        shape = (self.size, self.size + self.constant.shape[1])
+        return sparse.csc_matrix((np.concatenate(data), (rows, columns)), shape=shape)
+
+    def at(self, weights: Weights | None) -> "FormsAt":
+        """Return the forms at some weights; without any, what depends on them is left out."""
+        return FormsAt(self, weights)
+
+
+class FormsAt:
+    """What free unknowns make of others at some weights.
+
+    Args:
+        forms: The forms.
+        weights: The weights.
+
+    Raises:
+        ValueError: If some of them cannot be made there.
+    """
+
+    def __init__(self, forms: Forms, weights: Weights | None) -> None:
+        self.forms = forms
+        self._solve: Any = None
+        if forms.size and weights is not None:
+            matrix = forms.matrix(weights)
+            self._given = matrix[:, forms.size :].tocsr()
+            try:
+                self._solve = splu(matrix[:, : forms.size])
+            except RuntimeError as error:
+                zeros = _zeros(forms, weights)
+                if zeros is not None:
+                    raise zero_in(zeros) from error
+                raise ValueError(
+                    "the definitions of shifts are singular at these weights; expected gains that differ from one "
+                    "another, or an element without shifts: sample(shifts=False)"
+                ) from error
+
+    def __call__(self, values: Floats, columns: Ints | None = None) -> Floats:
+        """Return all wanted unknowns.
+
+        Args:
+            values: Of free unknowns. Shape (free, ...).
+            columns: Which free unknowns; None for all.
+        """
+        constant = self.forms.constant if columns is None else self.forms.constant[:, columns]
+        made: Floats = constant @ values
+        if self._solve is not None:
+            given = self._given if columns is None else self._given[:, columns]
+            right = given @ values
+            if right.any():
+                made[self.forms.varying] += self._solve.solve(-np.asarray(right))[self.forms._own]
+        return made
+
+    def matrix(self, columns: Ints) -> sparse.csr_matrix:
+        """Return what some free unknowns make of all wanted ones. Shape (wanted, columns)."""
+        made = self.forms.constant[:, columns].tocsr()
+        if self._solve is None:
+            return made
+        given = self._given[:, columns].tocsc()
+        used = np.flatnonzero(np.diff(given.indptr))
+        parts = []
+        for begin in range(0, len(used), 256):
+            some = used[begin : begin + 256]
+            solved = self._solve.solve(-given[:, some].toarray())[self.forms._own]
+            solved[np.abs(solved) < 1e-12] = 0
+            rows, at = np.nonzero(solved)
+            entries = (self.forms.varying[rows], some[at])
+            parts.append(sparse.csr_matrix((solved[rows, at], entries), made.shape))
+        return sum(parts, start=made).tocsr()
+
+
+def _zeros(forms: Forms, weights: Weights) -> str | None:
+    """Return a tensor of those on which forms depend that holds a zero."""
+    for own in forms.terms:
+        for atom, _, at in own.items:
+            if bool((weights.atom(atom).numpy()[at] == 0).any()):
+                return weights.describe(atom)
+    return None
+
+
+def _equations(solution: Solution) -> tuple[list[Any], NDArray[np.bool_]]:
+    """Return all equations, without unknowns that are zero; and for each whether it depends on weights."""
+    zero = solution.solved.zero
+    found, varying = [], []
+    for unknowns, terms in solution.system.unknowns.equations:
+        unknowns = np.where(zero[unknowns], 0, unknowns)
+        found.append((unknowns, terms))
+        own = np.zeros(len(unknowns), bool)
+        for which, (_, items) in enumerate(terms):
+            if any(atom.kind != "length" for atom, *_ in items):
+                own |= unknowns[:, which] != 0
+        varying.append(own)
+    return found, np.concatenate([np.zeros(0, bool), *varying])
+
+
+def _components(equations: list[Any], varying: NDArray[np.bool_], count: int, rows: Ints) -> NDArray[np.bool_]:
+    """Return which unknowns equations that depend on weights connect, of some equations."""
+    pairs = []
+    starts = np.zeros(count, bool)
+    begin, chosen = 0, np.zeros(len(varying), bool)
+    chosen[rows] = True
+    for unknowns, _ in equations:
+        own = chosen[begin : begin + len(unknowns)]
+        first = unknowns.max(1)
+        for column in unknowns.T:
+            used = own & (column != 0)
+            pairs.append(np.stack([first[used], column[used]]))
+        starts[unknowns[own & varying[begin : begin + len(unknowns)]].ravel()] = True
+        begin += len(unknowns)
+    starts[0] = False
+    if not starts.any():
+        return starts
+    one, two = np.concatenate(pairs, 1)
+    graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (count, count))
+    _, label = sparse.csgraph.connected_components(graph, False)
+    found: NDArray[np.bool_] = np.isin(label, np.unique(label[starts]))
+    return found

@@ -1,0 +1,601 @@
+"""All that may be added to a network's tensors, as a vector space: elements, what they add, how fast.
+
+See docs/theory/intertwiners.md, 3.6.
+"""
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.rearranging import Summand
+from lightning_sym.symmetry.tracing.affine.forms import Forms, FormsAt
+from lightning_sym.symmetry.tracing.affine.values import Coefficient, Ints, Shape
+from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of, zero_in
+from lightning_sym.symmetry.tracing.tilts import Normed
+
+Floats = NDArray[np.float64]
+_NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
+
+
+class Free(NamedTuple):
+    """What is added to a tensor entry by entry, along some axes the same.
+
+    Attributes:
+        name: The tensor.
+        at: Which wanted unknown stands at each entry; thin.
+    """
+
+    name: str
+    at: Ints
+
+
+class Readers(NamedTuple):
+    """Multiples, for each output, of a relation's coefficients, which are added to the rows of a weight.
+
+    Attributes:
+        name: The weight.
+        axes: Over which it sums, rising.
+        at: Wanted unknowns. Shape (segments, *the weight's), with size 1 along these axes.
+        coefficient: Along these axes, flattened.
+        segments: The segment of each place on them.
+    """
+
+    name: str
+    axes: tuple[int, ...]
+    at: Ints
+    coefficient: Coefficient
+    segments: Ints
+
+
+class Writers(NamedTuple):
+    """Changes of a weight's outputs, of which each place on other axes has a multiple of its own.
+
+    Attributes:
+        name: The weight.
+        axes: The other axes, rising.
+        at: Which wanted unknown says what is changed at each output. Thin: size 1 along these axes.
+        columns: The free unknowns, one for each such change.
+        begin: Where the multiples begin in an element; those of each change together.
+        shape: Of the multiples of one change: thin, with the sizes of these axes.
+        whole: The weight's shape.
+    """
+
+    name: str
+    axes: tuple[int, ...]
+    at: Ints
+    columns: Ints
+    begin: int
+    shape: Shape
+    whole: Shape
+
+    @property
+    def size(self) -> int:
+        """The number of multiples of each change."""
+        return math.prod(self.shape)
+
+    @property
+    def places(self) -> slice:
+        """Where all multiples stand in an element."""
+        return slice(self.begin, self.begin + len(self.columns) * self.size)
+
+    def kept(self, lead: int = 0) -> list[int]:
+        """Return the axes of the outputs."""
+        return [lead + axis for axis in range(len(self.whole)) if axis not in self.axes]
+
+    @property
+    def spread(self) -> Ints:
+        """Which of the outputs that are told apart each output of the weight is."""
+        sizes = [1 if axis in self.axes else size for axis, size in enumerate(self.whole)]
+        return np.broadcast_to(np.arange(self.at.size).reshape(self.at.shape), sizes).ravel()
+
+    def sum_of(self, patterns: sparse.csr_matrix, multiples: Floats) -> Floats:
+        """Return the sum of changes times multiples; thin.
+
+        Args:
+            patterns: Shape (outputs, changes).
+            multiples: Shape (changes, entries).
+        """
+        made, order = np.asarray(patterns @ multiples), [*self.kept(), *self.axes]
+        sizes = [self.whole[axis] if axis in self.axes else self.at.shape[axis] for axis in order]
+        result: Floats = made.reshape(sizes).transpose(np.argsort(order))
+        return result
+
+
+class Step(NamedTuple):
+    """Unknowns that weights make of others.
+
+    Attributes:
+        source: Wanted unknowns, of which they are made; thin.
+        columns: The free unknowns that they are, -1 for none; flat.
+        evaluate: Makes them.
+        unseen: For each, the wanted unknown that says how changes of the weight's output change it; thin.
+        names: The tensors that are needed.
+        total: Of these, those of which a relation's sum is made, which may itself be added to.
+    """
+
+    source: Ints
+    columns: Ints
+    evaluate: Any
+    unseen: Ints | None
+    names: frozenset[str]
+    total: frozenset[str]
+
+
+class Shown(NamedTuple):
+    """What shifts do to a value inside the network.
+
+    Attributes:
+        at: Wanted unknowns that are added to it; thin. None for nothing.
+        unknown: Wanted unknowns that are added times functions of the input.
+    """
+
+    at: Ints | None = None
+    unknown: Ints = np.zeros(0, np.int64)
+
+    @property
+    def adds(self) -> bool:
+        """Whether anything is added to it."""
+        return self.at is not None or len(self.unknown) > 0
+
+
+class Kind(NamedTuple):
+    """Some entries of an element: what they are called, the first tensor that they move, and how many they are."""
+
+    kind: str
+    name: str
+    entries: Ints
+
+
+class Folds(NamedTuple):
+    """Of which powers of a gain entries of an element are multiples."""
+
+    gain: str
+    entries: Ints
+    places: Ints
+    power: int
+
+
+@dataclass
+class Parts:
+    """What a space of translations is made of, see :class:`Translations`."""
+
+    forms: Forms
+    free: list[Free]
+    readers: list[Readers]
+    writers: list[Writers]
+    steps: list[Step]
+    shown: dict[str, Shown]
+    made: dict[str, Made]
+    shapes: dict[str, Shape]
+    values: dict[str, Tensor]
+    entries: int
+    size: int
+    common: int
+    kinds: list[Kind]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def placed(self) -> list[Free | Readers]:
+        """What unknowns are added to directly."""
+        return [*self.free, *self.readers]
+
+    @property
+    def everywhere(self) -> list[Free | Readers | Writers]:
+        """All that is added to tensors."""
+        return [*self.free, *self.readers, *self.writers]
+
+
+class Translations:
+    """All that may be added to a network's tensors, as a vector space.
+
+    An element holds free unknowns only, which are added to values of the network. What it adds to tensors is made of
+    these and of the network's weights, in the order of the graph. Elements add: to act by one and then by another is
+    to act by their sum.
+
+    Args:
+        parts: What it is made of.
+        folds: Of which gains entries are multiples: what a rotation between gains makes of them is then the same for
+            all networks (docs/theory/intertwiners.md, 3.6).
+
+    Attributes:
+        size: The number of entries of an element.
+        entries: How many of these come before the multiples of changes of weights.
+        dimension: The number of independent directions.
+        kinds: What entries are called.
+        notes: What limits it.
+        normed: The layer norms that only linear layers read, by gain and bias.
+    """
+
+    def __init__(self, parts: Parts | None = None, folds: Sequence[Folds] = ()) -> None:
+        self.parts, self.folds = parts, tuple(folds)
+        self.size = 0 if parts is None else parts.size
+        self.entries = 0 if parts is None else parts.entries
+        self.dimension = 0 if parts is None else parts.size - parts.common
+        self.kinds: list[Kind] = [] if parts is None else parts.kinds
+        self.notes: list[str] = [] if parts is None else parts.notes
+        self.normed: dict[tuple[str | None, str], Normed] = {}
+
+    def __bool__(self) -> bool:
+        return self.size > 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("generic", "signature")}
+
+    def __repr__(self) -> str:
+        return f"<Translations {self.size} {self.signature}>"
+
+    @cached_property
+    def signature(self) -> str:
+        """A short hash of all that elements are."""
+        state = hashlib.sha256()
+        if self.parts is not None:
+            forms = self.parts.forms.constant
+            arrays = [forms.indptr, forms.indices, forms.data]
+            for part in self.parts.everywhere:
+                state.update(part.name.encode())
+                arrays.append(part.at)
+            for own in self.parts.steps:
+                state.update(repr(sorted(own.names)).encode())
+                arrays += [own.source, own.columns]
+            for fold in self.folds:
+                state.update(f"{fold.gain} {fold.power}".encode())
+                arrays += [fold.entries, fold.places]
+            for array in arrays:
+                state.update(repr(array.shape).encode() + np.ascontiguousarray(array).tobytes())
+        return state.hexdigest()[:16]
+
+    def made(self, node: Any) -> Made:
+        """Return what an atom's key stands for."""
+        assert self.parts is not None
+        return node if isinstance(node, Made) else self.parts.made[node]
+
+    def at(self, tensors: Mapping[str, Tensor]) -> "Located":
+        """Return what elements do at some weights.
+
+        Args:
+            tensors: Parameters and buffers, by name.
+        """
+        return Located(self, tensors)
+
+    @cached_property
+    def generic(self) -> "Located":
+        """What elements do at generic weights."""
+        return self.at(self.generic_tensors())
+
+    def generic_tensors(self, seed: int = 0) -> Generic:
+        """Return generic weights."""
+        parts = self.parts
+        return Generic({}, {}) if parts is None else Generic(parts.shapes, parts.values, seed)
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The tensors to which anything is added, whatever weights are."""
+        if self.parts is None:
+            return set()
+        found, moved = set(), np.diff(self.generic.matrix.indptr) > 0
+        for part in self.parts.everywhere:
+            if moved[part.at].any():
+                found.add(part.name)
+        return found
+
+    def shows(self, element: Tensor, at: Ints) -> bool:
+        """Return whether an element may add anything to wanted unknowns."""
+        return bool(element[torch.from_numpy(self.reaching(at)[0])].any())
+
+    def needed(self, at: Ints) -> set[str]:
+        """Return the tensors on which it depends what elements add to wanted unknowns."""
+        assert self.parts is not None
+        entries, steps = self.reaching(at)
+        found = {fold.gain for fold in self.folds if entries[fold.entries].any()}
+        found = found.union(*(step.names for step in steps))
+        return found | (self.parts.forms.names if np.isin(at, self.parts.forms.varying).any() else set())
+
+    def reaching(self, at: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
+        """Return which entries of elements may change wanted unknowns, and through which steps."""
+        assert self.parts is not None
+        parts, forms = self.parts, self.generic.matrix
+        columns, steps = reached(parts.steps, forms, at.ravel())
+        # What a bias does not take off of what weights make stands where changes of these weights' outputs do.
+        sources = [
+            step.source.ravel()
+            for step in parts.steps
+            if step.unseen is not None and columns[forms[step.unseen.ravel()].indices].any()
+        ]
+        if sources:
+            columns, steps = reached(parts.steps, forms, np.concatenate([at.ravel(), *sources]))
+        entries = np.zeros(self.size, bool)
+        entries[: self.entries] = columns[: self.entries]
+        for part in parts.writers:
+            entries[part.places] = np.repeat(columns[part.columns], part.size)
+        return entries, steps
+
+    @property
+    def factors(self) -> set[str]:
+        """The tensors of whose powers elements are multiples, those that only steps need left out."""
+        if self.parts is None:
+            return set()
+        found = set(self.parts.forms.names) | {fold.gain for fold in self.folds}
+        return found.union(*(names_of(self, rows.coefficient) for rows in self.parts.readers))
+
+    @property
+    def shown(self) -> dict[str, Shown]:
+        """What elements do to named values inside the network."""
+        return {} if self.parts is None else self.parts.shown
+
+    def named(self, kind: str) -> set[str]:
+        """Return the first tensors of all entries of a kind."""
+        return {own.name for own in self.kinds if own.kind == kind}
+
+
+def reached(steps: Sequence[Step], forms: sparse.csr_matrix, wanted: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
+    """Return on which free unknowns wanted ones depend, and the steps in between, in order."""
+    needed = np.zeros(forms.shape[1], bool)
+    needed[forms[wanted].indices] = True
+    found = []
+    for step in reversed(steps):
+        if needed[step.columns[step.columns >= 0]].any():
+            found.append(step)
+            needed[forms[step.source.ravel()].indices] = True
+    return needed, found[::-1]
+
+
+def scales(matrix: sparse.csr_matrix) -> Floats:
+    """Return for each row of a matrix one over its entry, if it has a single one; else 1."""
+    found = np.ones(matrix.shape[0])
+    rows = np.flatnonzero(np.diff(matrix.indptr) == 1)
+    found[rows] = 1 / matrix.data[matrix.indptr[rows]]
+    return found
+
+
+class Located:
+    """What elements of a space of translations do at some weights.
+
+    Args:
+        space: The space.
+        tensors: Parameters and buffers, by name. What depends on tensors that are missing is left out.
+    """
+
+    def __init__(self, space: Translations, tensors: Mapping[str, Tensor]) -> None:
+        assert space.parts is not None
+        self.space, self.parts, self.tensors = space, space.parts, tensors
+        self.weights = Weights(space, tensors)
+
+    @cached_property
+    def forms(self) -> FormsAt:
+        """What free unknowns make of all others."""
+        whole = self.parts.forms.names <= self.tensors.keys()
+        return self.parts.forms.at(self.weights if whole else None)
+
+    @cached_property
+    def matrix(self) -> sparse.csr_matrix:
+        """The same as a matrix. Shape (wanted, free)."""
+        return self.forms.matrix(np.arange(self.parts.forms.constant.shape[1]))
+
+    @cached_property
+    def multiples(self) -> Floats:
+        """Of what each entry of an element is a multiple. Shape (size,)."""
+        found = np.ones(self.space.size)
+        for gain, entries, places, power in self.space.folds:
+            if gain not in self.tensors:
+                found[entries] = 0
+                continue
+            numbers = self.weights.tensor(gain).reshape(-1).numpy()[places]
+            if power < 0 and not numbers.all():
+                raise zero_in(gain)
+            found[entries] *= numbers**power
+        return found
+
+    def patterns(self, part: Writers) -> sparse.csr_matrix:
+        """Return changes of a weight's outputs. Shape (outputs, changes)."""
+        first = self.parts.writers[0].columns[0]
+        return self._patterns[part.at.ravel()][:, part.columns - first]
+
+    @cached_property
+    def _patterns(self) -> sparse.csr_matrix:
+        columns = [part.columns for part in self.parts.writers]
+        return self.forms.matrix(np.concatenate([np.zeros(0, np.int64), *columns]))
+
+    def values(self, element: Tensor) -> Floats:
+        """Return the free unknowns of an element, those of changes of weights left out. Shape (free,)."""
+        values = np.zeros(self.parts.forms.constant.shape[1])
+        entries = self.space.entries
+        values[:entries] = element[:entries].numpy() * self.multiples[:entries]
+        return values
+
+    def of_writers(self, element: Tensor, part: Writers) -> Floats:
+        """Return multiples of changes of a weight. Shape (changes, entries)."""
+        own: Floats = element[part.places].numpy() * self.multiples[part.places]
+        return own.reshape(len(part.columns), -1)
+
+    def known(self, element: Tensor) -> Floats:
+        """Return all wanted unknowns. Shape (wanted,)."""
+        known = self.forms(self.values(element))
+        for step in self.parts.steps:
+            if known[step.source].any() and step.names <= self.tensors.keys():
+                made = self._made(step, torch.from_numpy(known[step.source])[None], self._changed(step, known))
+                used = step.columns >= 0
+                known += self.forms(made.reshape(-1).numpy()[used], step.columns[used])
+        return known
+
+    def _made(self, step: Step, source: Tensor, weights: Weights) -> Tensor:
+        """Return what weights make of unknowns. Shapes (batch, *thin)."""
+        made: Tensor = step.evaluate(source, weights)
+        return made if step.unseen is None else self._seen(made, step.unseen)
+
+    def _seen(self, made: Tensor, unseen: Ints) -> Tensor:
+        """Take what nobody sees off a translation behind a weight: shifts could otherwise not be added.
+
+        Lengths are counted in multiples of what nobody sees, as linear elements carry these along.
+        """
+        basis = self._patterns[unseen.ravel()]
+        basis = basis[:, np.diff(basis.tocsc().indptr) > 0]
+        if not basis.shape[1]:
+            return made
+        axes = [axis for axis, size in enumerate(unseen.shape) if size > 1]
+        if not axes:
+            return torch.zeros_like(made)
+        lead = made.ndim - unseen.ndim
+        moved = made.movedim([lead + axis for axis in axes], list(range(-len(axes), 0)))
+        scale = scales(basis)
+        left, sizes, _ = np.linalg.svd((sparse.diags(scale) @ basis).toarray(), full_matrices=False)
+        frame, by = torch.from_numpy(left[:, sizes > _NOTHING * sizes[0]]), torch.from_numpy(scale)
+        flat = moved.reshape(-1, len(scale)) * by
+        flat = (flat - flat @ frame @ frame.T) / by
+        back: Tensor = flat.reshape(moved.shape).movedim(list(range(-len(axes), 0)), [lead + axis for axis in axes])
+        return back
+
+    def _changed(self, step: Step, known: Floats) -> Weights:
+        """Return the weights with what is added to them, as far as a relation's sum needs them."""
+        if not step.total:
+            return self.weights
+        tensors = {name: self.tensors[name] for name in step.names}
+        for part in self.parts.free:
+            if part.name in step.total:
+                added = torch.from_numpy(known[part.at])
+                tensors[part.name] = self.weights.tensor(part.name) + added
+        return Weights(self.space, tensors)
+
+    def summands(self, element: Tensor) -> dict[str, list[Summand]]:
+        """Return what an element adds to tensors, by name.
+
+        Args:
+            element: Shape (size,), float64.
+
+        Returns:
+            Summands that broadcast to the tensor, float64 on the CPU.
+
+        Raises:
+            ValueError: If a gain by which something would have to be divided holds a zero.
+        """
+        found: dict[str, list[Summand]] = {}
+        if not bool(element.any()):
+            return found
+        known = self.known(element)
+        for part in self.parts.free:
+            if part.name in self.tensors and known[part.at].any():
+                found.setdefault(part.name, []).append(Summand(torch.from_numpy(known[part.at])))
+        for rows in self.parts.readers:
+            there = rows.name in self.tensors and names_of(self.space, rows.coefficient) <= self.tensors.keys()
+            if there and known[rows.at].any():
+                found.setdefault(rows.name, []).append(self._of_rows(rows, known))
+        for writers in self.parts.writers:
+            if writers.name in self.tensors and bool(element[writers.places].any()):
+                found.setdefault(writers.name, []).append(self.of_one(writers, element))
+        return found
+
+    def _of_rows(self, rows: Readers, known: Floats) -> Summand:
+        whole = self.parts.shapes[rows.name]
+        thin = [size if axis in rows.axes else 1 for axis, size in enumerate(whole)]
+        by = self.coefficient(rows).reshape(thin)
+        if len(rows.at) == 1:
+            return Summand(torch.from_numpy(known[rows.at[0]]), by)
+        grid = np.meshgrid(*(np.arange(size) for size in rows.at.shape[1:]), indexing="ij", sparse=True)
+        number = rows.at[(rows.segments.reshape(thin), *grid)]
+        return Summand(torch.from_numpy(known[number]), by)
+
+    def coefficient(self, rows: Readers) -> Tensor:
+        """Return the coefficients of which rows get multiples. Shape (places,)."""
+        return self.weights.coefficient(rows.coefficient).expand(len(rows.segments))
+
+    def of_one(self, part: Writers, element: Tensor) -> Summand:
+        """Return what an element adds to a weight by changes of its outputs."""
+        patterns, multiples = self.patterns(part), self.of_writers(element, part)
+        if len(part.columns) == 1:
+            return Summand(torch.from_numpy(multiples.reshape(part.shape)),
+                           torch.from_numpy(patterns.toarray().reshape(part.at.shape)))  # fmt: skip
+        return Summand(torch.from_numpy(np.ascontiguousarray(part.sum_of(patterns, multiples))))
+
+    # How fast.
+
+    def rates(self, names: Collection[str]) -> dict[str, sparse.csr_matrix]:
+        """Return how fast each entry of an element changes tensors: one row per weight, one column per entry.
+
+        Args:
+            names: Of the tensors.
+        """
+        parts, size = self.parts, self.space.size
+        wanted = [part.at for part in parts.placed if part.name in names]
+        total = self._total(np.unique(np.concatenate([np.zeros(0, np.int64), *(at.ravel() for at in wanted)])))
+        found = {
+            name: sparse.csr_matrix((math.prod(parts.shapes[name]), size)) for name in names if name in parts.shapes
+        }
+        for part in parts.free:
+            if part.name in found:
+                at = np.broadcast_to(part.at, parts.shapes[part.name]).ravel()
+                found[part.name] = found[part.name] + total[at]
+        for rows in parts.readers:
+            if rows.name in found:
+                found[rows.name] = found[rows.name] + self._rates_of_rows(rows, total)
+        for writers in parts.writers:
+            if writers.name in found:
+                found[writers.name] = found[writers.name] + self._rates_of_writers(writers)
+        return found
+
+    def direct(self, names: Collection[str]) -> dict[str, sparse.csr_matrix]:
+        """Return what each entry of an element adds to tensors at once, without what weights make of it.
+
+        Args:
+            names: Of the tensors.
+
+        Returns:
+            By name, shape (entries of the tensor, size); without tensors to which nothing is added in this way.
+        """
+        entries = self.space.entries
+        forms = (self.matrix[:, :entries] @ sparse.diags(self.multiples[:entries])).tocsr()
+        more = sparse.csr_matrix((forms.shape[0], self.space.size - entries))
+        forms = sparse.hstack([forms, more]).tocsr()
+        found = {}
+        for part in self.parts.free:
+            if part.name in names:
+                found[part.name] = forms[np.broadcast_to(part.at, self.parts.shapes[part.name]).ravel()]
+        return found
+
+    def _total(self, wanted: Ints) -> sparse.csr_matrix:
+        """Return how fast entries of an element change wanted unknowns. Shape (all wanted, size)."""
+        parts, entries = self.parts, self.space.entries
+        forms = self.matrix
+        shape = (entries, self.space.size)
+        scaled = sparse.csr_matrix((self.multiples[:entries], (np.arange(entries), np.arange(entries))), shape)
+        total = (forms[:, :entries] @ scaled).tocsr()
+        for step in reached(parts.steps, forms, wanted)[1]:
+            source = total[step.source.ravel()].tocsc()
+            columns = np.flatnonzero(np.diff(source.indptr))
+            if not len(columns) or not step.names <= self.tensors.keys():
+                continue
+            given = torch.from_numpy(source[:, columns].toarray().T.reshape(-1, *step.source.shape).copy())
+            made = self._made(step, given, self.weights).reshape(len(columns), -1).numpy()
+            used = np.flatnonzero(step.columns >= 0)
+            own = sparse.csc_matrix(made[:, used].T)
+            moved = (forms[:, step.columns[used]] @ own).tocoo()
+            total = total + sparse.csr_matrix((moved.data, (moved.row, columns[moved.col])), total.shape)
+        return total
+
+    def _rates_of_rows(self, rows: Readers, total: sparse.csr_matrix) -> sparse.csr_matrix:
+        whole = self.parts.shapes[rows.name]
+        thin = [size if axis in rows.axes else 1 for axis, size in enumerate(whole)]
+        grid = np.meshgrid(*(np.arange(size) for size in rows.at.shape[1:]), indexing="ij", sparse=True)
+        number = rows.at[(rows.segments.reshape(thin), *grid)]
+        by = np.broadcast_to(self.coefficient(rows).numpy().reshape(thin), whole)
+        return sparse.diags(by.ravel()) @ total[np.broadcast_to(number, whole).ravel()]
+
+    def _rates_of_writers(self, part: Writers) -> sparse.csr_matrix:
+        patterns = self.patterns(part)[part.spread].tocoo()
+        number = np.arange(math.prod(part.whole)).reshape(part.whole)
+        number = number.transpose([*part.kept(), *part.axes]).reshape(-1, part.size)
+        rows = number[patterns.row]
+        columns = part.begin + patterns.col[:, None] * part.size + np.arange(part.size)
+        data = patterns.data[:, None] * self.multiples[columns]
+        shape = (math.prod(part.whole), self.space.size)
+        return sparse.csr_matrix((data.ravel(), (rows.ravel(), columns.ravel())), shape)

@@ -1,0 +1,330 @@
+"""The numbers of a network's tensors, and of what its graphs compute of them alone, apart from these graphs.
+
+What is kept of a graph can be copied and sent to other processes.
+"""
+
+import importlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from lightning_sym.symmetry.tracing.affine.values import Atom, Coefficient, Total
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+
+_SMALL = 2**16  # tensors of so many numbers are kept: gains and biases, which are asked for again and again
+
+
+def zero_in(what: str) -> ValueError:
+    """Return the error of numbers, by which a shift would be divided, that hold a zero."""
+    return ValueError(
+        f"{what} holds a zero, by which a shift would be divided; expected gains that are not zero, or an element "
+        "without shifts: sample(shifts=False)"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A tensor of the network, a constant, or what an operation makes of such.
+
+    Attributes:
+        operation: Where the operation is found, as :func:`_address` says; empty for tensors and constants.
+        name: The name of the tensor or operation.
+        value: The constant.
+        arguments: Positional and keyword arguments, with others of these among them.
+        shape: Of what is made, if that is one tensor.
+        dtype: Its type.
+    """
+
+    operation: str
+    name: str
+    value: Tensor | None = None
+    arguments: Any = ((), {})
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @cached_property
+    def given(self) -> list["Made"]:
+        """What it is made of."""
+        return [own for own in pytree.tree_leaves(self.arguments) if isinstance(own, Made)]
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors of which it is made."""
+        found: set[str] = set() if self.operation or self.value is not None else {self.name}
+        return found.union(*(own.names() for own in self.given))
+
+
+def kept(node: fx.Node, names: Mapping[fx.Node, str], known: dict[fx.Node, Made]) -> Made:
+    """Return what a node makes of weights and constants, apart from its graph.
+
+    Args:
+        node: The node.
+        names: The names of placeholders that hold tensors of the network.
+        known: What was kept before; grows.
+    """
+    if node not in known:
+        val = node.meta.get("val")
+        like = (tuple(val.shape), val.dtype) if isinstance(val, Tensor) else ((), None)
+        if node.op == "placeholder":
+            known[node] = Made("", names[node])
+        elif node.op == "get_attr":
+            owner: Any = node.graph.owning_module
+            known[node] = Made("", str(node.target), getattr(owner, str(node.target)).detach())
+        else:
+            arguments = pytree.tree_map(
+                lambda own: kept(own, names, known) if isinstance(own, fx.Node) else own, (node.args, node.kwargs)
+            )
+            known[node] = Made(_address(node.target), name_of(node), None, arguments, *like)
+    return known[node]
+
+
+def _address(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops:{target}"
+    return f"{target.__module__}:{getattr(target, '__qualname__', target.__name__)}"
+
+
+def _found(address: str) -> Callable[..., Any]:
+    module, _, name = address.partition(":")
+    found: Any = torch.ops if module == "torch.ops" else importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+class Generic(Mapping[str, Tensor]):
+    """Random positive numbers in the place of a network's tensors, made when they are asked for; constants stay.
+
+    Args:
+        shapes: Of all tensors.
+        values: The constants.
+        seed: Another one gives other numbers.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Tensor], seed: int = 0) -> None:
+        self.shapes, self.constants, self.seed = shapes, values, seed
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.constants:
+            return self.constants[name]
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
+        return 0.5 + torch.rand(tuple(self.shapes[name]), dtype=torch.float64, generator=generator)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+class Program(Protocol):
+    """Where nodes stand: by the keys of atoms."""
+
+    def made(self, node: Any) -> Made:
+        """Return what an atom's key, a node or what was kept of one stands for."""
+
+
+class Weights:
+    """The numbers of a network's tensors, and of what its graphs compute of them alone; float64, on the CPU.
+
+    Args:
+        program: Tells what atoms stand for.
+        tensors: Parameters and buffers, by name.
+    """
+
+    def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
+        self.program, self.tensors = program, tensors
+        self._known: dict[Any, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter or buffer."""
+        if name in self._known:
+            known: Tensor = self._known[name]
+            return known
+        own = self.tensors[name].detach().cpu()
+        own = own.double() if own.is_floating_point() else own
+        if own.numel() <= _SMALL:
+            self._known[name] = own
+        return own
+
+    def node(self, node: Any) -> Any:
+        """Return what a node makes of weights and constants."""
+        made = self.program.made(node)
+        if made not in self._known:
+            result = self._run(made)
+            if not isinstance(result, Tensor) or result.numel() > _SMALL:
+                return result
+            self._known[made] = result
+        return self._known[made]
+
+    def _run(self, made: Made) -> Any:
+        if made.value is not None:
+            value = made.value.cpu()
+            return value.double() if value.is_floating_point() else value
+        if not made.operation:
+            return self.tensor(made.name)
+        positional, keywords = made.arguments
+        if made.name in operations(Trait.CAST) and isinstance(positional[0], Made):
+            value, wanted = self.node(positional[0]), made.dtype
+            assert wanted is not None
+            both = value.is_floating_point() and wanted.is_floating_point
+            return value if both else value.to(torch.float64 if wanted.is_floating_point else wanted)
+
+        def given(own: Any) -> Any:
+            if not isinstance(own, Made):
+                return own
+            return torch.empty(own.shape) if made.name in operations(Trait.LIKE) else self.node(own)
+
+        positional, keywords = pytree.tree_map(given, made.arguments)
+        if "device" in keywords:
+            keywords = {**keywords, "device": torch.device("cpu")}
+        if made.name in ("view", "_unsafe_view"):
+            return positional[0].reshape(positional[1])
+        result = _found(made.operation)(*positional, **keywords)
+        return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, result)
+
+    def atom(self, atom: Atom) -> Tensor:
+        """Return the numbers of an atom. Shape (numbers,)."""
+        if atom.kind == "length":
+            size, walk = atom.key
+            return torch.tensor([size * (1 + 0.37 * walk)], dtype=torch.float64)
+        if atom.kind == "parameter":
+            return self.tensor(atom.key).reshape(-1)
+        made: Tensor = self.node(atom.key).double().reshape(-1)
+        return made
+
+    def coefficient(self, coefficient: Coefficient) -> Tensor:
+        """Return the numbers of a coefficient; thin.
+
+        Raises:
+            ValueError: If one of them would be divided by zero.
+        """
+        result = torch.tensor(coefficient.factor, dtype=torch.float64)
+        for atom, power, places in coefficient.items:
+            numbers = self.atom(atom)[places]
+            if power < 0 and bool((numbers == 0).any()):
+                raise zero_in(self.describe(atom))
+            result = result * numbers**power
+        return result
+
+    def total(self, total: Total) -> Tensor:
+        """Return what a relation sums to. Shape (segments,)."""
+        result = torch.full((total.segments,), total.constant, dtype=torch.float64)
+        for coefficient, segments, shape in total.terms:
+            numbers = self.coefficient(coefficient).expand(shape).reshape(-1)
+            result = result.index_add(0, segments.expand(shape).reshape(-1), numbers)
+        if total.before is not None:
+            result = result + self.total(total.before[0])[total.before[1]]
+        return result
+
+    def describe(self, atom: Atom) -> str:
+        """Return what an atom is called."""
+        return (
+            str(atom.key) if atom.kind == "parameter" else f"what {self.program.made(atom.key).name} makes of weights"
+        )
+
+
+def names_of(program: Program, coefficient: Coefficient) -> set[str]:
+    """Return the names of the tensors of which a coefficient is made."""
+    return set().union(*(names_of_atom(program, atom) for atom, *_ in coefficient.items))
+
+
+def names_of_atom(program: Program, atom: Atom) -> set[str]:
+    """Return the names of the tensors of which an atom is made."""
+    if atom.kind == "length":
+        return set()
+    return {str(atom.key)} if atom.kind == "parameter" else program.made(atom.key).names()
+
+
+def names_of_total(program: Program, total: Total) -> set[str]:
+    """Return the names of the tensors of which a relation's sum is made."""
+    found = set().union(*(names_of(program, coefficient) for coefficient, *_ in total.terms))
+    return found | (names_of_total(program, total.before[0]) if total.before is not None else set())
+
+
+# What makes derived unknowns of others: called with values of these, behind leading axes, and with weights.
+
+
+class ByProduct(NamedTuple):
+    """A contraction with weights.
+
+    Attributes:
+        node: What makes the weights.
+        shape: Their shape.
+        equation: By letters, with what stands in front.
+        whole: The shape of what is contracted.
+    """
+
+    node: Any
+    shape: tuple[int, ...]
+    equation: str
+    whole: tuple[int, ...]
+
+    def __call__(self, values: Tensor, weights: Weights) -> Tensor:
+        """Return derived unknowns."""
+        given = values.expand(*values.shape[: values.ndim - len(self.whole)], *self.whole)
+        return torch.einsum(self.equation, given, weights.node(self.node).reshape(self.shape))
+
+    def names(self, program: Program) -> set[str]:
+        """Return the names of the tensors that are needed."""
+        return program.made(self.node).names()
+
+
+class ByKernel(NamedTuple):
+    """A convolution of what is the same at all places.
+
+    Attributes:
+        node: What makes the kernel.
+        shape: Its shape.
+        groups: Of the channels.
+        channels: How many there are.
+        rank: Of what is taken through it.
+    """
+
+    node: Any
+    shape: tuple[int, ...]
+    groups: int
+    channels: int
+    rank: int
+
+    def __call__(self, values: Tensor, weights: Weights) -> Tensor:
+        """Return derived unknowns."""
+        kernel, outputs = weights.node(self.node).reshape(self.shape), self.shape[0]
+        kernel = kernel.flatten(2).sum(2).reshape(self.groups, outputs // self.groups, -1)
+        front = values.shape[: values.ndim - self.rank]
+        given = values.reshape(*front, -1).expand(*front, self.channels).reshape(*front, self.groups, -1)
+        made = torch.einsum("...gc,goc->...go", given, kernel)
+        return made.reshape(*front, 1, outputs, *[1] * (self.rank - 2))
+
+    def names(self, program: Program) -> set[str]:
+        """Return the names of the tensors that are needed."""
+        return program.made(self.node).names()
+
+
+class ByTotal(NamedTuple):
+    """Multiples of what a relation sums to.
+
+    Attributes:
+        total: The sum.
+        rank: Of what is multiplied, segments first.
+    """
+
+    total: Total
+    rank: int
+
+    def __call__(self, values: Tensor, weights: Weights) -> Tensor:
+        """Return derived unknowns."""
+        summed: Tensor = torch.tensordot(weights.total(self.total), values, ([0], [values.ndim - self.rank]))
+        return summed
+
+    def names(self, program: Program) -> set[str]:
+        """Return the names of the tensors that are needed."""
+        return names_of_total(program, self.total)
