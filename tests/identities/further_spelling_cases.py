@@ -62,6 +62,52 @@ def conditioned(join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Spelled:
     return forward
 
 
+def adapted(apply: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    """Return a norm whose scale and shift are both made of one layer's outputs."""
+    return lambda s, x, c: s.b(apply(F.layer_norm(s.a(x), (6,)), s.m(F.silu(c))))
+
+
+ADAPTED: dict[str, Spelled] = {
+    "slices": adapted(lambda h, e: h * (1.0 + e[:, None, :6]) + e[:, None, 6:]),
+    "unflatten": adapted(lambda h, e: (h * (e.unflatten(-1, (2, 6))[:, None, 0] + 1)) + e[:, None, 6:]),
+    "minus": adapted(lambda h, e: e[:, None, 6:] - h * -(torch.ones_like(e[:, None, :6]) + e[:, None, :6])),
+    "einsum": adapted(lambda h, e: torch.einsum("btd,bd->btd", h, 1 + e[:, :6]) + e[:, None, 6:]),
+    "shift first": adapted(lambda h, e: torch.addcmul(h + e[:, None, 6:], h, e[:, None, :6])),
+}
+
+
+def with_conditions(samples: int) -> tuple[Tensor, ...]:
+    return (*steps(8)(samples), torch.randn(samples, 4, dtype=torch.float64))
+
+
+# ---- batch norms of convolutions
+
+
+def channel(t: Tensor) -> Tensor:
+    return t[:, None, None]
+
+
+def normed(norm: Callable[..., Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        n = s.n
+        gain = n.weight * torch.rsqrt(n.running_var + n.eps)
+        return s.b(torch.relu(norm(s, x, gain, n.bias - n.running_mean * gain)))
+
+    return forward
+
+
+NORMED: dict[str, Spelled] = {
+    "batch_norm": lambda s, x: s.b(torch.relu(s.n(s.a(x)))),
+    "gain and bias": normed(lambda s, x, g, b: s.a(x) * g.view(1, -1, 1, 1) + b.view(1, -1, 1, 1)),
+    "channels last": normed(lambda s, x, g, b: (s.a(x).permute(0, 2, 3, 1) * g + b).permute(0, 3, 1, 2)),
+    "folded": normed(lambda s, x, g, b: F.conv2d(x, s.a.weight * g[:, None, None, None], s.a.bias * g + b)),
+    "depthwise": lambda s, x: s.b(torch.relu(F.conv2d(
+        (s.a(x) - channel(s.n.running_mean)) * channel((s.n.running_var + s.n.eps).rsqrt()),
+        s.n.weight[:, None, None, None], s.n.bias, groups=4,
+    ))),
+}  # fmt: skip
+
+
 # ---- heads
 
 
@@ -72,6 +118,10 @@ def by_heads(norm: Callable[[Any, Tensor], Tensor]) -> Spelled:
 def standard(h: Tensor) -> Tensor:
     c = h - h.mean(-1, keepdim=True)
     return c / torch.sqrt(c.square().mean(-1, keepdim=True) + 1e-5)
+
+
+def norm_of_chunks(s: Any, x: Tensor) -> Tensor:
+    return s.b(torch.cat([F.rms_norm(h, (3,), s.g, 1e-5) for h in s.a(x).chunk(2, -1)], -1))
 
 
 def scores(score: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
@@ -183,6 +233,22 @@ def grouped_fused(s: Any, x: Tensor) -> Tensor:
     return s.o(joined(F.scaled_dot_product_attention(q, k, v, enable_gqa=True)))
 
 
+def grouped_head_by_head(s: Any, x: Tensor) -> Tensor:
+    q, k, v = s.q(x).chunk(4, -1), s.k(x).chunk(2, -1), s.v(x).chunk(2, -1)
+    return s.o(torch.cat([logits(q[h], k[h // 2]).softmax(-1) @ v[h // 2] for h in range(4)], -1))
+
+
+def grouped_behind_positions(s: Any, x: Tensor) -> Tensor:
+    q, k, v = s.q(x).unflatten(-1, (2, 2, -1)), s.k(x).unflatten(-1, (2, -1)), s.v(x).unflatten(-1, (2, -1))
+    weights = (torch.einsum("bqghe,bkge->bgqhk", q, k) / math.sqrt(q.shape[-1])).softmax(-1)
+    return s.o(torch.einsum("bgqhk,bkge->bqghe", weights, v).flatten(2))
+
+
+def heads_of_two_kinds(s: Any, x: Tensor) -> Tensor:
+    q, k, v = (layer(x).chunk(2, -1) for layer in (s.q, s.k, s.v))
+    return s.o(torch.cat([(q[0] @ k[0].mT).softmax(-1) @ v[0], (q[1] @ k[1].mT).sigmoid() @ v[1]], -1))
+
+
 def grouped_by_einsum(s: Any, x: Tensor) -> Tensor:
     q, k, v = s.q(x).unflatten(-1, (2, 2, -1)), s.k(x).unflatten(-1, (2, -1)), s.v(x).unflatten(-1, (2, -1))
     weights = (torch.einsum("bqghe,bkge->bghqk", q, k) / math.sqrt(q.shape[-1])).softmax(-1)
@@ -200,6 +266,8 @@ REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
     "expand": lambda k: k[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2),
     "stack": lambda k: torch.stack([k, k], 2).flatten(1, 2),
     "index": lambda k: k[:, [0, 0, 1, 1]],
+    "index of halves": lambda k: k[:, torch.arange(4) // 2],
+    "gather": lambda k: k.gather(1, (torch.arange(4) // 2)[None, :, None, None].expand(len(k), -1, *k.shape[2:])),
 }
 
 
@@ -292,6 +360,7 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda w, v: torch.einsum("bt,btd->bd", w, v),
     "matmul": lambda w, v: (w[:, None] @ v)[:, 0],
     "bmm": lambda w, v: torch.bmm(v.mT, w[..., None])[..., 0],
+    "halves": lambda w, v: (w[:, :1, None] * v[:, :1]).sum(1) + torch.einsum("bt,btd->bd", w[:, 1:], v[:, 1:]),
     "steps": lambda w, v: sum(w[:, t, None] * v[:, t] for t in range(3)),
 }
 
@@ -304,6 +373,8 @@ MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum over count": lambda m, h: (m[..., None] * h).sum(1) / m.sum(1, keepdim=True),
     "weights": lambda m, h: (ratio(m)[..., None] * h).sum(1),
     "einsum": lambda m, h: torch.einsum("bt,btd->bd", m, h) / m.sum(1)[:, None],
+    "where": lambda m, h: torch.where(m[..., None] > 0, h, 0.0).sum(1) / m.sum(1)[:, None],
+    "columns": lambda m, h: (h.mT @ m[..., None])[..., 0] * m.sum(1, keepdim=True).reciprocal(),
     "masked_fill": lambda m, h: h.masked_fill(m[..., None] == 0, 0.0).sum(1) / m.sum(1)[:, None],
 }
 
@@ -360,6 +431,7 @@ BAGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "embedding": lambda i, e: F.embedding(i, e).mean(1),
     "sum": lambda i, e: F.embedding_bag(i, e, mode="sum") / 3,
     "counts": lambda i, e: F.one_hot(i, 9).sum(1).to(e) @ e / 3,
+    "mean of indicators": lambda i, e: F.one_hot(i, 9).to(e).mean(1) @ e,
     "steps": lambda i, e: (e[i[:, 0]] + e[i[:, 1]] + e[i[:, 2]]) / 3,
 }
 
@@ -368,6 +440,7 @@ BILINEAR: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "bilinear": F.bilinear,
     "einsum": lambda x, y, w, b: torch.einsum("bti,oij,btj->bto", x, w, y) + b,
     "matmul": lambda x, y, w, b: ((x[..., None, None, :] @ w)[..., 0, :] @ y[..., None])[..., 0] + b,
+    "outer by einsum": lambda x, y, w, b: torch.einsum("bti,btj->btij", x, y).flatten(-2) @ w.flatten(1).T + b,
     "outer": lambda x, y, w, b: (x[..., :, None] * y[..., None, :]).flatten(-2) @ w.flatten(1).T + b,
 }
 
@@ -407,13 +480,23 @@ FURTHER: dict[str, Function] = {
         STREAM | {"w2": parameter(5)}, steps(7), 10, {"around": block_of_gains(True)}
     ),
     "conditioned norm": Function(
-        AROUND | {"m": of(L, 4, 12)},
-        lambda samples: (*steps(8)(samples), torch.randn(samples, 4, dtype=torch.float64)), 21,
+        AROUND | {"m": of(L, 4, 12)}, with_conditions, 21,
         {
             "one plus": conditioned(lambda h, scale, shift: h * (1 + scale) + shift),
             "sum": conditioned(lambda h, scale, shift: h + h * scale + shift),
             "addcmul": conditioned(lambda h, scale, shift: torch.addcmul(shift, h, 1 + scale)),
+        } | ADAPTED, samples=60,
+    ),
+    # The scale is read without the 1, too, or with another number.
+    "conditioned norm, scale read twice": Function(
+        AROUND | {"m": of(L, 4, 12)}, with_conditions, 9,
+        {
+            "product": conditioned(lambda h, scale, shift: h * (1 + scale) + shift * scale),
+            "two numbers": conditioned(lambda h, scale, shift: h * (1 + scale) + shift * (2 + scale) - 2 * shift),
         }, samples=60,
+    ),
+    "convolution and batch norm": Function(
+        {"a": of(C, 2, 4, 3), "n": of(nn.BatchNorm2d, 4), "b": of(C, 4, 3, 3)}, images(2, 6), 12, NORMED, samples=20,
     ),
     "norm per head": Function(
         AROUND | {"n": of(nn.LayerNorm, 3)}, steps(8), 40,
@@ -430,6 +513,20 @@ FURTHER: dict[str, Function] = {
     "gains per head": Function(
         AROUND | {"g": parameter(2, 3)}, steps(8), 12, {"product": by_heads(lambda s, h: rms(h) * s.g)},
     ),
+    "gains that heads share": Function(
+        AROUND | {"g": parameter(3)}, steps(8), 9,
+        {
+            "product": by_heads(lambda s, h: rms(h) * s.g), "chunks": norm_of_chunks,
+            "by hand": by_heads(lambda s, h: s.g * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)),
+            "heads last": lambda s, x: s.b(
+                F.rms_norm(s.a(x).unflatten(-1, (2, 3)).transpose(1, 2), (3,), s.g, 1e-5).transpose(1, 2).flatten(-2)
+            ),
+        },
+    ),
+    "gains that heads share, in front of tanh": Function(
+        AROUND | {"g": parameter(3)}, steps(8), 0, {"product": by_heads(lambda s, h: torch.tanh(rms(h) * s.g))},
+    ),
+    "heads of two kinds": Function(HEADS, steps(6), 20, {"by hand": heads_of_two_kinds}),
     "positions": Function(
         POSITIONS | {"b": of(L, 5, 6)}, tokens, 35,
         {
@@ -494,7 +591,11 @@ FURTHER: dict[str, Function] = {
     ),
     "attention, grouped queries": Function(
         {"q": of(L, 6, 8), "k": of(L, 6, 4), "v": of(L, 6, 4), "o": of(L, 8, 6)}, steps(6), 24,
-        each(REPEATED, grouped) | {"einsum": grouped_by_einsum, "view": grouped_view, "fused": grouped_fused},
+        each(REPEATED, grouped)
+        | {
+            "einsum": grouped_by_einsum, "view": grouped_view, "fused": grouped_fused,
+            "head by head": grouped_head_by_head, "einsum, positions first": grouped_behind_positions,
+        },
     ),
     "keys without biases behind a norm": Function(
         {"n": of(nn.LayerNorm, 6), "o": of(L, 3, 7)} | {name: of(L, 6, 3, bias=False) for name in "qkv"}, steps(6), 36,

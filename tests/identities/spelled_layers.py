@@ -27,6 +27,7 @@ LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         [F.linear(x, *part) for part in zip(w.chunk(2), b.chunk(2), strict=True)], -1
     ),
     "sum of chunks": lambda x, w, b: sum(y @ v.T for y, v in zip(x.chunk(2, -1), w.chunk(2, 1), strict=True)) + b,
+    "rows": lambda x, w, b: torch.stack([x @ row for row in w], -1) + b,
     "bias as a column": lambda x, w, b: packed(x) @ torch.cat([w, b[:, None]], 1).T,
 }
 
@@ -130,6 +131,9 @@ BATCH_NORM: dict[str, Callable[..., Tensor]] = {
     "channels first": lambda h, m, v, g, b: (
         (((h.mT - m[:, None]) * (v + 1e-5)[:, None] ** -0.5) * g[:, None] + b[:, None]).mT
     ),
+    "mean last": lambda h, m, v, g, b: h * (g / (v + 1e-5).sqrt()) - m * (g / (v + 1e-5).sqrt()) + b,
+    "negative": lambda h, m, v, g, b: b - (m - h) * g * (v + 1e-5) ** -0.5,
+    "instance_norm": lambda h, m, v, g, b: F.instance_norm(h.mT, m, v, g, b, use_input_stats=False).mT,
     "depthwise": lambda h, m, v, g, b: F.conv1d(((h - m) / (v + 1e-5).sqrt()).mT, g[:, None, None], b, groups=6).mT,
 }
 
@@ -151,6 +155,16 @@ def shifted(x: Tensor, w: Tensor) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
+def rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    height = x.shape[2] - 2
+    return sum(F.conv2d(x[:, :, i : i + height], w[:, :, i : i + 1]) for i in range(3)) + b[:, None, None]
+
+
+def with_ones(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    ones = torch.ones_like(x[:, :1])
+    return F.conv2d(torch.cat([x, ones], 1), torch.cat([w, F.pad(b[:, None, None, None], (1, 1, 1, 1))], 1))
+
+
 CONVOLUTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "conv2d": F.conv2d,
     "bias added": lambda x, w, b: F.conv2d(x, w) + b[:, None, None],
@@ -165,6 +179,10 @@ CONVOLUTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sum over inputs": lambda x, w, b: sum(
         F.conv2d(y, v) for y, v in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)
     ) + b.view(-1, 1, 1),
+    "rows": rows,
+    "products": lambda x, w, b: (windows(x)[:, None] * w[:, :, None, None]).sum((2, -1, -2)) + b.view(-1, 1, 1),
+    "mirrored": lambda x, w, b: F.conv2d(x.flip(-1), w.flip(-1), b).flip(-1),
+    "ones as a channel": with_ones,
 }  # fmt: skip
 
 
@@ -201,6 +219,17 @@ def written(x: Tensor) -> Tensor:
     return y
 
 
+def written_in_steps(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[..., ::2], y[..., 1::2] = turned(x[..., ::2], x[..., 1::2])
+    return y
+
+
+def by_parts(x: Tensor) -> Tensor:
+    y = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * ANGLES)
+    return torch.cat([torch.real(y), torch.imag(y)], -1)
+
+
 def block_matrices() -> Tensor:
     """Return the matrix of each position. Shape (steps, 4, 4)."""
     c, s = COS.diag_embed(), SIN.diag_embed()
@@ -215,6 +244,7 @@ HALVES: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda x: x * twice(COS) + x.roll(2, -1) * torch.cat([-SIN, SIN], -1),
     "index": lambda x: x * twice(COS) + x[..., [2, 3, 0, 1]] * torch.cat([-SIN, SIN], -1),
     "complex": by_complex_numbers,
+    "real and imaginary": by_parts,
     "addcmul": lambda x: torch.addcmul(x * twice(COS), half_turned(x), twice(SIN)),
     "written": written,
     "matrices": lambda x: torch.einsum("tij,bhtj->bhti", block_matrices(), x),
@@ -239,6 +269,7 @@ PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
         torch.stack([torch.stack([COS, -SIN], -1), torch.stack([SIN, COS], -1)], -2),
         x.unflatten(-1, (2, 2)),
     ).flatten(-2),
+    "written": written_in_steps,
     "narrow": lambda x: torch.cat(
         [part for i in range(2) for part in (
             x.narrow(-1, 2 * i, 1) * COS[:, i : i + 1] - x.narrow(-1, 2 * i + 1, 1) * SIN[:, i : i + 1],

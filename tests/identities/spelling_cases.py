@@ -118,6 +118,18 @@ def attention_head_by_head(s: Any, x: Tensor) -> Tensor:
     return s.o(torch.cat(read, -1))
 
 
+def attention_over_the_sum(s: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(s, x)
+    e = hidden(q @ k.mT / math.sqrt(q.shape[-1])).exp()
+    return s.o(joined((e @ v) / e.sum(-1, keepdim=True)))
+
+
+def attention_of_a_stack_of_heads(s: Any, x: Tensor) -> Tensor:
+    parts = [layer(x).unflatten(-1, (2, 2)).unbind(-2) for layer in (s.q, s.k, s.v)]
+    read = [F.scaled_dot_product_attention(*head, is_causal=True) for head in zip(*parts, strict=True)]
+    return s.o(torch.stack(read, -2).flatten(-2))
+
+
 def attention_of_packed_weights(s: Any, x: Tensor) -> Tensor:
     layers = (s.q, s.k, s.v)
     mixed = F.linear(x, torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers]))
@@ -143,7 +155,10 @@ ATTENTION: dict[str, Spelled] = {
     "log_softmax": attention(lambda z: hidden(z).log_softmax(-1).exp()),
     "logsumexp": attention(lambda z: (hidden(z) - hidden(z).logsumexp(-1, keepdim=True)).exp()),
     "einsum": attention_by_einsum,
+    "exp of a triangle": attention(lambda z: ratio(z.exp().tril())),
     "head by head": attention_head_by_head,
+    "stack of heads": attention_of_a_stack_of_heads,
+    "product over sum": attention_over_the_sum,
     "packed weights": attention_of_packed_weights,
     "batches": attention_by_batches,
     "fused": fused(is_causal=True),
@@ -174,6 +189,9 @@ PADDED: dict[str, Spelled] = {
     "added mask": padded(lambda z, keep: (z + torch.zeros_like(z).masked_fill(~keep, -math.inf)).softmax(-1)),
     "exp over sum": padded(lambda z, keep: ratio(z.masked_fill(~keep, -math.inf).exp())),
     "exp times mask": padded(lambda z, keep: ratio(z.exp() * keep)),
+    "exp where": padded(lambda z, keep: ratio(torch.where(keep, z.exp(), 0.0))),
+    "stable exp times mask": padded(lambda z, keep: ratio((z - z.amax(-1, keepdim=True)).exp() * keep)),
+    "softmax, filled": padded(lambda z, keep: ratio(z.softmax(-1).masked_fill(~keep, 0.0))),
     "softmax times mask": padded(lambda z, keep: ratio(z.softmax(-1) * keep)),
     "log of mask": padded(lambda z, keep: (z + keep.to(z).log()).softmax(-1)),
     "fused": padded_fused,
@@ -221,6 +239,7 @@ GATED: dict[str, Spelled] = {
     "einsum": lambda s, x: torch.einsum("btu,btu,ou->bto", F.silu(s.gate(x)), s.up(x), s.down.weight) + s.down.bias,
     "quotient": lambda s, x: s.down(s.gate(x) * s.up(x) / (1 + torch.exp(-s.gate(x)))),
     "stack": lambda s, x: s.down(torch.stack([F.silu(s.gate(x)), s.up(x)]).prod(0)),
+    "joined": lambda s, x: s.down(torch.cat([F.silu(s.gate(x))[None], s.up(x)[None]]).prod(0)),
     "addcmul": lambda s, x: s.down(torch.addcmul(torch.zeros_like(s.up(x)), F.silu(s.gate(x)), s.up(x))),
 }
 
@@ -256,6 +275,12 @@ RESIDUAL: dict[str, Spelled] = {
         lambda x, y, s: torch.baddbmm(x, y, (s.g[:, None] * s.v.weight).T.expand(len(x), -1, -1)) + s.g * s.v.bias
     ),
     "einsum": residual(lambda x, y, s: x + torch.einsum("btd,d->btd", s.v(y), s.g)),
+    "einsum of three": residual(lambda x, y, s: x + torch.einsum("bti,oi,o->bto", y, s.v.weight, s.g) + s.g * s.v.bias),
+    "diagonal": residual(lambda x, y, s: x + F.linear(y, torch.diag(s.g) @ s.v.weight, s.g * s.v.bias)),
+    "negative bias": residual(lambda x, y, s: x - (-s.g * s.v.bias) + s.g * F.linear(y, s.v.weight)),
+    "folded conv1d": residual(
+        lambda x, y, s: x + F.conv1d(y.mT, (s.g[:, None] * s.v.weight)[..., None], s.g * s.v.bias).mT
+    ),
     "view": residual(lambda x, y, s: x.view_as(x) + (s.g * s.v(y)).reshape(x.shape)),
 }
 
@@ -298,6 +323,7 @@ POOLED: dict[str, Spelled] = {
     "matmul": pooled(lambda h: (torch.full((1, 3), 1 / 3, dtype=h.dtype) @ h)[:, 0]),
     "stack": pooled(lambda h: sum(h.unbind(1)) / 3),
     "products": pooled(lambda h: (h * torch.full((3, 1), 1 / 3, dtype=h.dtype)).sum(1)),
+    "loop": pooled(lambda h: (h[:, 0] + (h[:, 1] + h[:, 2])) * (1 / 3)),
     "mean of chunks": pooled(lambda h: torch.stack([part.mean(1) for part in h.split(1, 1)]).mean(0)),
 }
 
@@ -331,6 +357,12 @@ COSINE: dict[str, Spelled] = {
 def statistics(s: Any) -> tuple[Tensor, ...]:
     n = s.n
     return n.running_mean, n.running_var, n.weight, n.bias
+
+
+def folded_batch_norm(s: Any, x: Tensor) -> Tensor:
+    m, v, g, b = statistics(s)
+    gain = g / torch.sqrt(v + s.n.eps)
+    return s.b(torch.tanh(F.linear(x, s.a.weight * gain[:, None], (s.a.bias - m) * gain + b)))
 
 
 def each(table: dict[str, Any], spell: Callable[[Any], Spelled]) -> dict[str, Spelled]:
@@ -375,7 +407,8 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "batch norm": Function(
         {"a": of(L, 8, 6), "n": of(nn.BatchNorm1d, 6), "b": of(L, 6, 4)}, steps(8), 12,
-        each(BATCH_NORM, lambda how: lambda s, x: s.b(torch.tanh(how(s.a(x), *statistics(s))))),
+        each(BATCH_NORM, lambda how: lambda s, x: s.b(torch.tanh(how(s.a(x), *statistics(s)))))
+        | {"folded into the layer": folded_batch_norm},
     ),
     "convolution": Function(
         {"a": of(nn.Conv2d, 2, 4, 3), "n": of(nn.GroupNorm, 1, 4), "b": of(nn.Conv2d, 4, 2, 3)},

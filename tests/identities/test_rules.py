@@ -132,6 +132,12 @@ def inner_norm(trace: Any, module: Any, x: Value) -> Value:
     return trace.join(trace.parameter(module, "norm.bias"), x, product=False)
 
 
+@case("inner batch norm", between(lambda s, x: s.norm(x.mT).mT, nn.ReLU, norm=lambda: nn.BatchNorm1d(7).double()))
+def inner_batch_norm(trace: Any, module: Any, x: Value) -> Value:
+    assert module.norm.training  # as the user left it; what is followed is the evaluation
+    return trace.compute(lambda x: module.norm(x.mT).mT, x)
+
+
 @case("RMS norm", between(lambda s, x: F.rms_norm(x, (7,), s.weight, 1e-6), weight=(7,)))
 def rms_norm(trace: Any, module: Any, x: Value) -> Value:
     return trace.join(trace.normalise(x, [-1], mean=False, eps=1e-6), trace.parameter(module, "weight"), product=True)
@@ -364,7 +370,7 @@ def test_a_rule_gives_the_group_of_operations_of_torch(name: str) -> None:
     moved = make()
     moved.load_state_dict(symmetry.act(symmetry.sample(generator), network).state_dict())
     with torch.no_grad():
-        before, after = network(other), moved(other)
+        before, after = network.eval()(other), moved.eval()(other)
     assert float((after - before).abs().max()) <= EXACT * float(before.abs().max())
     form, again = (canonicalize(symmetry, one).network.state_dict() for one in (network, moved))
     assert set(form) == set(again)
@@ -374,7 +380,7 @@ def test_a_rule_gives_the_group_of_operations_of_torch(name: str) -> None:
 def test_the_dimension_is_the_nullity_of_the_jacobian(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
-    inputs, network = case.inputs(*((4, 4) if case.inputs is images else (12, 8))), plain(case.build)
+    inputs, network = case.inputs(*((4, 4) if case.inputs is images else (12, 8))), plain(case.build).eval()
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     parts = jacrev(lambda weights: functional_call(network, weights, (inputs,)).flatten(), chunk_size=256)(weights)
     matrix = torch.cat([part.flatten(1) for part in parts.values()], 1)

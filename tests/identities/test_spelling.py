@@ -4,17 +4,20 @@
 spellings: they have to fail, so that what makes them right takes them off the list.
 """
 
+import dataclasses
 import functools
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
 from further_spelling_cases import FURTHER
 from helpers import one_in
-from spelling_cases import FUNCTIONS, Function
+from spelled_layers import ANGLES, COS, SIN
+from spelling_cases import FUNCTIONS, Function, rotary
 from torch import Tensor
 from torch.func import functional_call, jacrev
+from torch.nn import functional as F
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
@@ -27,6 +30,7 @@ EXACT = 1e-11
 # Singular values of the Jacobian, relative to the largest: those that are zero are about 1e-15, others above 1e-8.
 ZERO = 1e-11
 EVERY = "every spelling"
+MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SHORT: dict[str, Collection[str]] = {
     "group norm": {"image"},
     "norm per head": EVERY,
@@ -90,6 +94,49 @@ def kinds(symmetry: Symmetry) -> dict[str, object]:
     }
 
 
+def moved_around(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    parts = [
+        torch.einsum("bihw,oi->bohw", x.roll((1 - i, 1 - j), (2, 3)), w[:, :, i, j]) for i in range(3) for j in range(3)
+    ]
+    return sum(parts) + b[:, None, None]
+
+
+# Functions that look like others, of which each is made of the parts of one, and have groups of their own.
+LOOKALIKES: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "padded from the other side": (
+        "convolution", lambda s, x: moved_around(torch.tanh(s.a(x)), s.b.weight, s.b.bias),
+    ),
+    "strides": ("convolution", lambda s, x: F.conv2d(
+        torch.einsum("bihwkl,oikl->bohw", x.unfold(2, 3, 1).unfold(3, 3, 1), s.a.weight) + s.a.bias[:, None, None],
+        s.b.weight, s.b.bias, stride=2)),
+    "two times": ("convolution", lambda s, x: sum(
+        F.conv2d(y, s.b.weight, s.b.bias) for y in (torch.tanh(s.a(x)), torch.tanh(s.a(x)).flip(-1)))),
+    "other angles": ("rotary, halves", rotary(lambda q: torch.cat(
+        [q[..., :2] * COS - q[..., 2:] * SIN, q[..., :2] * (2 * ANGLES).sin() + q[..., 2:] * (2 * ANGLES).cos()], -1))),
+    "any matrices": ("rotary, halves", rotary(lambda q: torch.einsum("tij,bhtj->bhti", MATRICES, q))),
+    "one more": ("masked mean", lambda s, x, keep: s.b((keep[..., None] * s.a(x)).sum(1) / (keep.sum(1, True) + 1))),
+    "count of others": ("mean of neighbours", lambda s, x, ends: s.b(
+        torch.zeros_like(s.a(x)).index_add(0, ends[1], s.a(x)[ends[0]])
+        / torch.zeros_like(x[:, :1]).index_add(0, ends[0], torch.ones_like(x[:, :1])[ends[0]]))),
+    "counts that are cut": ("bag of embeddings", lambda s, i: s.b(
+        F.one_hot(i, 9).sum(1).clamp(max=1).to(s.e.weight) @ s.e.weight)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_what_looks_like_a_spelling_has_the_group_of_its_own_function(name: str) -> None:
+    like, forward = LOOKALIKES[name]
+    parts = {part: made for part, made in ALL[like].parts.items() if part != "n"}
+    function = dataclasses.replace(
+        ALL[like], parts=parts, spellings={name: forward}, samples=min(ALL[like].samples, 30)
+    )
+    torch.manual_seed(3)
+    symmetry = trace_symmetry(function.network(name), function.inputs(2))
+    rows = jacobian(function)
+    values = torch.linalg.svdvals(rows)
+    assert symmetry.dimension <= rows.shape[1] - int((values > ZERO * values[0]).sum())
+
+
 def test_what_is_listed_as_short_is_a_spelling() -> None:
     assert all(name in ALL for name in SHORT)
     for name, spellings in SHORT.items():
@@ -140,7 +187,16 @@ def test_elements_keep_the_function(name: str, spelling: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["decoder", "neighbours", "gain per head", "gains per head", "temperature per head", "shared queries and keys"],
+    [
+        "decoder",
+        "neighbours",
+        "gains that heads share",
+        "conditioned norm",
+        "gain per head",
+        "gains per head",
+        "temperature per head",
+        "shared queries and keys",
+    ],
 )
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))

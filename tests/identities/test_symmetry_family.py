@@ -111,6 +111,7 @@ SHIFTS = {
             "tables: image_table_cut_to_size",
             "tables: rows_and_columns",
             "tables: cropped_by_negative_padding",
+            "tables: gathered",
             "tables: relative_keys",
             "tables: relative_logits_cut_to_length",
             "tables: second_half_for_long_inputs",

@@ -57,6 +57,11 @@ def attended(s: Any, x: Tensor, bias: Any = 0.0) -> Tensor:
     return s.o((s.q(x) @ s.k(x).mT / 2 + bias).softmax(-1) @ s.v(x))
 
 
+def attended_parts(s: Any, x: Tensor) -> Tensor:
+    q, k, v = (s.qkv(x)[..., 4 * part : 4 * part + 4] for part in range(3))
+    return s.o((q @ k.mT).softmax(-1) @ v)
+
+
 def layer_norm(x: Tensor, *affine: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], *affine)
 
@@ -169,6 +174,32 @@ added(
     8,
 )
 added("running sum", lambda s, x: s.b(s.a(x).cumsum(1)), 0)
+
+added(
+    "rows that are left",
+    lambda s, x: s.b(s.a(x) + s.pos[x.shape[1] :].sum(0)),
+    8,
+    others=[(3, 4, 5), (2, 7, 5)],
+    **TABLE,
+)
+added(
+    "queries, keys and values, as wide as long",
+    lambda s, x: attended_parts(s, x),
+    8,
+    example=(2, 4, 5),
+    qkv=of(L, 5, 12),
+    o=of(L, 4, 2),
+)
+added(
+    "sum over an image",
+    lambda s, x: s.d(s.c(x).sum((2, 3))),
+    0,
+    example=(2, 3, 7, 7),
+    others=[(1, 3, 9, 8)],
+    c=of(nn.Conv2d, 3, 4, 3),
+    d=of(L, 4, 3),
+)
+added("channels that are as many as inputs", lambda s, x: s.b(torch.cat([s.a(x)[..., :5], x[..., :3]], -1)), 23)
 
 # Attention with tables.
 CASES["relative table by a buffer"] = Case(

@@ -1,5 +1,7 @@
 """From all that operations demand to the group that meets it: who may change places, what may be scaled or mixed."""
 
+import contextlib
+import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ from lightning_sym.symmetry.tracing.labels import Labels
 from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, flat
 from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
 
+_MANY = 1_000_000  # atoms from which on memory counts
 # Bias, weight, the weight's axis, and how much: see Structure.absorbed.
 Absorbed = tuple[str, str, int, float]
 
@@ -68,12 +71,15 @@ def find_group(labels: Labels) -> Group:
         labels: What they demand. Equations and pairs are let go of once they are solved.
     """
     walk, constraints = labels.walk, labels.walk.constraints
+    _give_back(constraints.atoms)
     by_variable = solve_scales(constraints)
     for equations in (constraints.magnitude_equations, constraints.sign_equations):
         equations.clear()  # of large networks they fill as much memory as anything that follows
+    _give_back(constraints.atoms)
     positions = merge_units(constraints, walk.axis_labels, walk.grouped)
-    for pairs in (constraints.merges, constraints.contracted, constraints.turned):
-        pairs.clear()
+    for seen in (constraints.merges, constraints.contracted, constraints.turned, constraints.occurrences):
+        seen.clear()
+    _give_back(constraints.atoms)
     forms = scales_at(positions, by_variable)
     del by_variable
     colour = colours(positions, forms)
@@ -81,6 +87,7 @@ def find_group(labels: Labels) -> Group:
     positions, nesting, folded = fold_replicas(constraints.copies, positions, nesting, colour)
     if folded is not None:
         colour = colours(positions, forms)
+    _give_back(constraints.atoms)
     orbits = refine(positions, forms, colour, nesting)
     blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
     dense = find_dense(constraints, positions, orbits, forms)
@@ -102,6 +109,13 @@ def find_group(labels: Labels) -> Group:
         f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"
     ] * bool(scales.left_out or signs.left_out)
     return Group(replace(structure, charts=labels.charts), values, [*constraints.notes, *left_out, *why_not])
+
+
+def _give_back(atoms: int) -> None:
+    """Give memory that was freed back to the system, if there are many atoms: glibc keeps it between large arrays."""
+    if atoms > _MANY:
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems do without
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _on_parameters(

@@ -38,12 +38,10 @@ def find_nesting(constraints: Constraints, positions: Positions, colour: Hashes)
         positions: Where units are seen.
         colour: For each root, where it stands.
     """
-    if not constraints.blocks:
+    if not constraints.blocks and not constraints.shared_gains:
         return Nesting(np.zeros((2, 0), np.int64), np.zeros(0, np.int64))
-    pairs = _pairs(constraints.blocks, positions)
-    gains = _pairs([constraints.blocks[place] for place in constraints.shared_gains], positions)
-    own = {*constraints.shared_gains}
-    others = _pairs([block for place, block in enumerate(constraints.blocks) if place not in own], positions)
+    pairs = _pairs([*constraints.blocks, *constraints.shared_gains], positions)
+    others, gains = (_pairs(own, positions) for own in (constraints.blocks, constraints.shared_gains))
     gains = gains[:, ~np.isin(gains[0], others[0])]
     return Nesting(pairs, _shared(pairs, colour, marked(len(colour), positions.standing)), gains)
 

@@ -57,7 +57,8 @@ class PlaneFinder:
         held += [label.atom for label in grouped]
         stuck = marked(number, coordinate[flat(held)])
         # Blocks to which a coordinate belongs: the two of a plane have the same ones.
-        parent, member = (flat([pair[side] for pair in constraints.blocks]) for side in (0, 1))
+        shared = [*constraints.blocks, *constraints.shared_gains]
+        parent, member = (flat([pair[side] for pair in shared]) for side in (0, 1))
         pairs = np.unique(np.stack([root[parent], coordinate[member]]), axis=1)
         blocks = sum_by(pairs[1], mix(pairs[0]), number)
         first, second = (flat([pair[side] for pair in constraints.planes]) for side in (0, 1))

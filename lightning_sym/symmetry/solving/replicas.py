@@ -81,7 +81,7 @@ def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesti
     if not copies:
         return Replicas(positions, nesting, None)
     folded, fixed = _fold(copies, positions, nesting, colour)
-    origin, atom, tag = folded.origin, positions.atom, positions.tag.copy()
+    origin, atom, tag = folded.origin, positions.atom, positions.tag  # in place: there are millions of them
     held_at = np.flatnonzero((folded.mark > 0)[atom])
     tag[held_at] = (place_key(folded.mark[atom[held_at]], tag[held_at]) >> np.uint64(1)).astype(np.int64)
     copy, of_planes = folded.copy.astype(np.int32)[atom], positions.of_planes

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse
 
 from lightning_sym.symmetry.solving.units import Positions
-from lightning_sym.symmetry.tracing.constraints import Constraints
+from lightning_sym.symmetry.tracing.constraints import Constraints, Label
 from lightning_sym.symmetry.tracing.equations import solve
 from lightning_sym.symmetry.tracing.numbering import Ints, flat
+
+_TRIES = 8  # places of a tensor that are looked at first
 
 
 class Forms(NamedTuple):
@@ -79,27 +82,49 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
 
 
 def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool = False) -> sparse.csr_matrix:
-    """Drop generators that act on one parameter only, and there undo on one axis what they do on another of size 1."""
+    """Drop generators that act on one parameter only, and there undo along some axes what they do along others."""
     places, offset = positions.places[: positions.parameters], positions.offset
     by_tensor: dict[str | None, list[int]] = {}
     for index, place in enumerate(places):
         by_tensor.setdefault(place.tensor, []).append(index)
     columns, idle = forms.tocsc(), []
+    times = np.diff(columns.indptr)
     for name, slots in by_tensor.items():
-        sizes = [places[index].label.size for index in slots]
-        if len(slots) < 2 or 1 not in sizes or name in positions.grouped:
+        if len(slots) < 2 or name in positions.grouped:
             continue
-        rows = [range(offset[index], offset[index + 1]) for index in slots]
-        for generator in np.unique(forms[[own[0] for own, size in zip(rows, sizes, strict=True) if size == 1]].indices):
-            begin, end = columns.indptr[generator : generator + 2]
-            exponent = dict(zip(columns.indices[begin:end].tolist(), columns.data[begin:end].tolist(), strict=True))
-            held = [{exponent.get(row, 0.0) for row in own} for own in rows]
-            inside = sum(row in own for row in exponent for own in rows) == len(exponent)
-            total = sum(next(iter(numbers)) for numbers in held)
-            total = total % 2 if modulo_two else total
-            if inside and all(len(numbers) == 1 for numbers in held) and total == 0:
+        own = [forms[offset[index] : offset[index + 1]].tocsc() for index in slots]
+        found = np.stack([np.diff(each.indptr) for each in own])
+        inside = (found.sum(0) == times) & ((found > 0).sum(0) > 1)
+        labels = [places[index].label for index in slots]
+        for generator in np.flatnonzero(inside):
+            if _cancels([each[:, generator].toarray().ravel() for each in own], labels, modulo_two=modulo_two):
                 idle.append(generator)
     return forms[:, np.setdiff1d(np.arange(forms.shape[1]), idle)] if idle else forms
+
+
+def _cancels(exponents: Sequence[NDArray[np.float64]], labels: Sequence[Label], *, modulo_two: bool) -> bool:
+    """Whether exponents along the axes of one tensor add up to nothing everywhere.
+
+    Args:
+        exponents: For each label, by position.
+        labels: Each along some axes of the tensor.
+        modulo_two: Whether they are signs.
+    """
+    rank = 1 + max((axis for label in labels for axis in label.axes), default=0)
+    parts = []
+    for exponent, label in zip(exponents, labels, strict=True):
+        sizes = dict(zip(label.axes, label.atom.shape, strict=True))
+        parts.append(exponent.reshape([sizes.get(axis, 1) for axis in range(rank)]))
+    shape = np.broadcast_shapes(*(part.shape for part in parts))
+    # Where one of them acts, the others are looked at in a few places first: most do not undo it.
+    acting = next(part for part in parts if part.any())
+    lines = np.random.default_rng(0).integers(0, shape, (_TRIES, rank))
+    lines = np.where(np.array(acting.shape) > 1, np.argwhere(acting)[0], lines)
+    seen = np.sum([part[tuple(np.where(np.array(part.shape) > 1, lines, 0).T)] for part in parts], 0)
+    if (seen % 2 if modulo_two else seen).any():
+        return False
+    total = np.asarray(sum(parts))
+    return not (total % 2 if modulo_two else total).any()
 
 
 def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int) -> Table:

@@ -95,6 +95,10 @@ def merge_units(
     if finder.any:
         same_place ^= mix(finder.family[raw[asked]])
     tag, unknown = _told_apart(raw, root, where, tag, offset, merges)
+    unnamed = Sighting(Label((), *np.zeros((3, 0), np.int64)))  # of the others the positions are all that counts
+    places = [
+        place if index < parameters or place.tensor is not None else unnamed for index, place in enumerate(places)
+    ]
     return Positions(
         places=places,
         parameters=parameters,

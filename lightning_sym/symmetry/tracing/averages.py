@@ -52,7 +52,7 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if not is_data(r, weights) or not _sums_to_one(r, node, total, weights):  # type: ignore[arg-type]
             return None
         mean = r.insert(aten.matmul.default, _shares(r, weights, -1), values)  # type: ignore[arg-type]
-    elif not way and is_data(r, total):  # type: ignore[arg-type]
+    elif not way and isinstance(total, fx.Node) and is_data(r, total):
         axes = [
             axis for axis, size in enumerate(r.shape(count)) if size == 1 < r.shape(node)[axis - len(r.shape(count))]
         ]
@@ -150,13 +150,13 @@ class _Scattered(NamedTuple):
 
     Attributes:
         axis: The axis along which the values are chosen.
-        index: The place to which each value goes. Shape (values,).
+        places: The place to which each value goes. Shape (values,).
         size: The number of places.
         values: The values; None if they are ones.
     """
 
     axis: int
-    index: fx.Node
+    places: fx.Node
     size: int
     values: fx.Node | None
 
@@ -220,18 +220,18 @@ def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> f
     summed, counted = _scattered(r, total), _scattered(r, count)
     if summed is None or counted is None or summed.values is None or counted.values is not None:
         return None
-    size, terms = summed.size, r.shape(summed.index)[0]
+    size, terms = summed.size, r.shape(summed.places)[0]
     shape = [1] * len(r.shape(total))
     shape[summed.axis] = size
     # The number of terms stands along the axis of the sums, and nowhere else.
     alike = (
-        counted.index is summed.index
+        counted.places is summed.places
         and len(r.shape(count)) == 1
         and r.shape(node.args[1])[-len(shape) :] == tuple(shape)
     )
     if not alike or summed.axis != 0 or size * terms > _MOST or len(shape) > 2:
         return None
-    weights, values = _indicators(r, summed.index, size, summed.values), summed.values
+    weights, values = _indicators(r, summed.places, size, summed.values), summed.values
     if (rows := _rows(r, values)) is not None:  # taken by another index
         source, index = rows
         taken = _indicators(r, index, r.shape(source)[0], values)
@@ -256,5 +256,6 @@ def _rows(r: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     else:
         index = node.args[2] if r.name(node) == "index_select" and node.args[1] == 0 else None
     source = node.args[0] if isinstance(index, fx.Node) else None
-    fits = isinstance(source, fx.Node) and r.made_of(index) == "inputs" and index.meta["val"].dtype == torch.int64
-    return (source, index) if fits and len(r.shape(index)) == 1 else None  # type: ignore[return-value]
+    if not isinstance(source, fx.Node) or not isinstance(index, fx.Node) or r.made_of(index) != "inputs":
+        return None
+    return (source, index) if index.meta["val"].dtype == torch.int64 and len(r.shape(index)) == 1 else None

@@ -104,8 +104,9 @@ def _moves(r: Rewriter, node: fx.Node) -> bool:
     if r.name(node) not in operations(Trait.MOVE | Trait.CAST) or node.all_input_nodes != [node.args[0]]:
         return False
     one, two = node.meta.get("val"), node.args[0].meta.get("val")  # type: ignore[union-attr]
-    alike = isinstance(one, Tensor) and isinstance(two, Tensor)
-    return alike and one.numel() == two.numel() and one.dtype == two.dtype
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return False
+    return one.numel() == two.numel() and one.dtype == two.dtype
 
 
 def _chain(r: Rewriter, node: fx.Node) -> list[Step]:

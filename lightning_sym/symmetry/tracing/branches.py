@@ -92,7 +92,7 @@ class _Branches:
 
     def _pieces(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
         """Return the value of which each branch has a part, its parts along a new first axis."""
-        values = [node.meta.get("val") for node in nodes]
+        values: list[Any] = [node.meta.get("val") for node in nodes]
         if any(not isinstance(value, Tensor) or value.shape != values[0].shape for value in values):
             return None
         memories = [memories_of(node) for node in nodes]

@@ -152,7 +152,8 @@ class _Behind:
         self.passed.add(value)
         for user in value.users:
             if isinstance(places, (list, tuple)):
-                if user.target is not operator.getitem or not self.follow(user, places[user.args[1]]):  # type: ignore[call-overload]
+                item: Any = user.args[1] if user.target is operator.getitem else None
+                if item is None or not self.follow(user, places[item]):
                     return False
             elif self._moves(user, value):
                 if (after := moved(user, places)) is None or not self.follow(user, after):
@@ -168,7 +169,7 @@ class _Behind:
         number = self._added(user, value)
         if number:
             self.sums.append((user, value))
-        at = places.unique()
+        at: Tensor = torch.unique(places)  # type: ignore[no-untyped-call]
         known = self.numbers[at]
         self.numbers[at] = number
         return bool((known.isnan() | (known == number)).all())

@@ -105,7 +105,7 @@ class Constraints:
     centred: list[Ints] = field(default_factory=list)
     gained: list[Ints] = field(default_factory=list)
     blocks: list[tuple[Ints, Ints]] = field(default_factory=list)
-    shared_gains: list[int] = field(default_factory=list)
+    shared_gains: list[tuple[Ints, Ints]] = field(default_factory=list)
     copies: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
     occurrences: list[Sighting] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
@@ -300,6 +300,4 @@ class Constraints:
             members: The units, of equal shape.
             gains: Whether the parents are gains, each of which multiplies several units (heads share them).
         """
-        if gains:
-            self.shared_gains.append(len(self.blocks))
-        self.blocks.append((parents.ravel(), members.ravel()))
+        (self.shared_gains if gains else self.blocks).append((parents.ravel(), members.ravel()))

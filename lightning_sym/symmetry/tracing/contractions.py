@@ -210,7 +210,10 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
         )
         axes = list(range(len(batch), len(batch + summed)))
         return _ordered(r, r.insert(aten.sum.dim_IntList, product, axes), batch, out)
-    if len(summed) > 1 or (len(own) > 1 and len(other) > 1):
+    several = [part for part in (own, other) if len(part) > 1]
+    if len(summed) > 1 or len(several) > 1:
+        return None
+    if several and "constants" in (r.made_of(first), r.made_of(second)):
         return None
     # Of several axes that one factor alone has, one is of rows; along the others the other factor is the same.
     (own, wide), (other, more) = (

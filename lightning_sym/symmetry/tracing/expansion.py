@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.tracing import written_out  # noqa: F401 (it registers rules)
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.memory import written_by
@@ -234,7 +235,10 @@ class Expansion:
         places = list(self._parameters)
 
         def with_parameters(tensors: Sequence[Tensor], *own: Any, **named: Any) -> Any:
-            with _holding(self._leaf.module if self._leaf else None, dict(zip(places, tensors, strict=True))):
+            if self._leaf is None:
+                return function(*own, **named)
+            module = self._leaf.module
+            with evaluating(module), _holding(module, dict(zip(places, tensors, strict=True))):
                 return function(*own, **named)
 
         result = self.rewriter.write(with_parameters, [self._parameters[name] for name in places], *args, **kwargs)
@@ -314,6 +318,7 @@ class _Replacement(Expansion):
     def _results(self) -> list[fx.Node]:
         """Run the rule; return what comes out."""
         node, leaf = self.node, self._leaf
+        owner: Any
         self._write_apart()
         if written_by(node):
             raise NotWrittenError("belongs to an operation that writes into its arguments")
@@ -388,12 +393,12 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 @contextlib.contextmanager
-def _holding(module: nn.Module | None, tensors: dict[str, Tensor]) -> Iterator[None]:
+def _holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     """Let a module hold other tensors for a while, by the names of their places."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
-    for place, tensor in tensors.items() if module is not None else ():
+    for place, tensor in tensors.items():
         owner, _, name = place.rpartition(".")
-        own: Any = module.get_submodule(owner)  # type: ignore[union-attr]
+        own: Any = module.get_submodule(owner)
         held = own._parameters if name in own._parameters else own._buffers
         kept.append((held, name, held[name]))
         held[name] = tensor

@@ -98,7 +98,7 @@ def _along_an_axis(base: fx.Node, writes: list[fx.Node]) -> tuple[int, list[_Par
                 break
             parts.append(_Part(write.args[1], places, is_single))  # type: ignore[arg-type]
         taken = torch.cat([part.places for part in parts]) if parts else torch.zeros(0)
-        if len(parts) == len(writes) and len(taken) == size == len(taken.unique()):
+        if len(parts) == len(writes) and len(taken) == size == len(torch.unique(taken)):
             return axis, parts
     return None
 
@@ -119,7 +119,7 @@ def _joined(r: Rewriter, held: Tensor, axis: int, parts: list[_Part]) -> fx.Node
         return joined
     sizes, steps = (
         {len(part.places) for part in parts},
-        {int(part.places.diff().unique()[0]) for part in parts if len(part.places) > 1},
+        {step for part in parts for step in part.places.diff().tolist()},
     )
     if len(sizes) == 1 and steps == {len(parts)} and [int(part.places[0]) for part in parts] == list(range(len(parts))):
         stacked = r.insert(aten.stack.default, values, axis + 1)  # every other one

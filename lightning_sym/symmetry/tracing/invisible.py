@@ -7,20 +7,6 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import operation_name
 
-PASSES = {
-    *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "contiguous", "clone", "alias", "detach"),
-    *("positive", "lift_fresh", "lift_fresh_copy", "to", "_to_copy", "float", "double", "type_as", "neg"),
-}
-MOVEMENTS = {
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"),
-    *("permute", "transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims"),
-    *("slice", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split"),
-    *("unsafe_chunk", "unbind", "hsplit", "vsplit", "dsplit", "expand", "repeat", "tile", "repeat_interleave"),
-    *("roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
-}
-SOFTMAX = {"softmax", "_softmax", "log_softmax", "_log_softmax"}
-TRANSPOSES = {"t", "numpy_T", "transpose", "permute", "mT"}
-
 
 def name_of(node: fx.Node) -> str:
     """Return the name of a node's operation, without the mark of writing in place."""

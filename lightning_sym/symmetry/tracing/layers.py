@@ -322,7 +322,7 @@ class _Search:
                     units.setdefault(part.axis, []).append((axis, at, part))
                 else:
                     moved.setdefault(part.axis, []).append((axis, at, part, place))
-        if any(len(own) > 1 for own in (*summed.values(), *moved.values())):
+        if any(len(own) > 1 for own in summed.values()) or any(len(own) > 1 for own in moved.values()):
             return None
         batch, batches, found = [], [], []
         whole = sorted((own[0][0], axis) for axis, own in summed.items() if axis not in moved)

@@ -530,15 +530,16 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite windows of an image that lie side by side, and cover it, as parts of its axes."""
-    value, sizes, dilations, padding, strides = node.args  # type: ignore[misc]
+    arguments: Any = node.args
+    value, sizes, dilations, padding, strides = arguments
     shape = r.shape(value)
-    if sizes != strides or any(own != 1 for own in dilations) or any(padding) or len(shape) != 4:  # type: ignore
+    if sizes != strides or any(own != 1 for own in dilations) or any(padding) or len(shape) != 4:
         return None
-    (height, width), (rows, columns) = shape[2:], sizes  # type: ignore[misc]
+    (height, width), (rows, columns) = shape[2:], sizes
     if height % rows or width % columns:
         return None
     parts = [*shape[:2], height // rows, rows, width // columns, columns]
-    moved = permuted(r, reshaped(r, value, parts), [0, 1, 3, 5, 2, 4])  # type: ignore[arg-type]
+    moved = permuted(r, reshaped(r, value, parts), [0, 1, 3, 5, 2, 4])
     return reshaped(r, moved, r.shape(node))
 
 
@@ -587,7 +588,8 @@ def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int)
 
 def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite places of an axis that come several times each, by constants: keys that several queries share."""
-    value, axis, place = node.args[0], node.args[1], node.args[2 if r.name(node) != "index" else 1]
+    value, place = node.args[0], node.args[2 if r.name(node) != "index" else 1]
+    axis: Any = node.args[1]
     if r.name(node) == "gather":
         place = _of_one_axis(r, place, axis, r.shape(value))
     elif r.name(node) == "index":

@@ -72,7 +72,8 @@ def _along(function: Callable[[Tensor], Tensor], axis: int, total: Tensor) -> Pa
     best = seen.long().argmax(1, keepdim=True)
     partner = (flat.gather(1, best)[:, 0] * size).round()
     partner = partner.where(seen.any(1), torch.arange(size)).long()
-    if bool(((partner < 0) | (partner >= size)).any()):
+    alone = partner == torch.arange(size)  # what only passes is no part of it
+    if bool(((partner < 0) | (partner >= size) | alone).any()):
         return None
     distance = (numbers[partner] - numbers).reshape(line.shape)
     other = torch.where(distance == 0, 0.0, by_difference / distance.where(distance != 0, 1.0))

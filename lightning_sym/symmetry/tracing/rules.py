@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
 
 from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Leaf, first_names, operation_name, state_tensors
@@ -59,7 +60,7 @@ def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
         is_module = isinstance(subject, type) and issubclass(subject, nn.Module)
         if is_module or isinstance(subject, Trait) or (isinstance(subject, str) and "::" in subject):
             names.append(subject)
-        elif isinstance(subject, torch.library.CustomOpDef):
+        elif isinstance(subject, CustomOpDef):
             names.append(subject._qualname)
         elif isinstance(subject, torch._ops.OpOverloadPacket):
             names.append(subject._qualified_op_name)

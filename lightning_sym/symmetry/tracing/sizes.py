@@ -1,6 +1,6 @@
 """What depends on the sizes of an input: the lengths of its axes, and constants that are made at these."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, fx
 
@@ -13,7 +13,19 @@ OF_NO_SIZE = {"repeat", "copy", "fill", "zero", "eq", "ne"} | operations(
 OF_NO_SIZE |= operations(Trait.LINEAR | Trait.POINTWISE | Trait.ORDER | Trait.SOFTMAX)
 
 
-def lengths_of(inputs: Sequence[fx.Node]) -> set[int]:
-    """Return the sizes of the inputs' axes that may be other ones: not of the batch, nor of features of a vector."""
-    tensors = [node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), Tensor)]
-    return {size for t in tensors if t.ndim > 2 or not t.is_floating_point() for size in t.shape[1:]}
+def lengths_of(inputs: Sequence[fx.Node], features: Mapping[fx.Node, Collection[int]] | None = None) -> set[int]:
+    """Return the sizes of the inputs' axes that may be other ones: not of the batch, nor of features of a vector.
+
+    Args:
+        inputs: The inputs.
+        features: Further axes that always have the size that they have.
+    """
+    fixed = features or {}
+    tensors = [(node.meta["val"], fixed.get(node, ())) for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+    return {
+        size
+        for t, own in tensors
+        if t.ndim > 2 or not t.is_floating_point()
+        for axis, size in enumerate(t.shape)
+        if axis and axis not in own
+    }

@@ -400,9 +400,8 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
         own = templates[atoms[templates] > member]
         pending[units.of(own, member)] = constraints._pending[own]
     constraints._pending = pending
-    for name in ("merges", "contracted", "turned", "planes"):
+    for name in ("merges", "contracted", "turned", "planes", "blocks", "shared_gains"):
         setattr(constraints, name, _pairs(units, getattr(constraints, name)))
-    constraints.blocks = _pairs(units, constraints.blocks)
     constraints.copies = [
         (part[0], part[1], part[2])
         for copies in constraints.copies

@@ -257,3 +257,27 @@ def test_the_normal_form_knows_few_operations():
     assert found.isdisjoint(
         {"addmm", "mm", "mv", "bmm", "baddbmm", "tensordot", "einsum", "addcmul", "stack", "view_as"}
     )
+
+
+BATCH_NORMS = {
+    "by hand": lambda h, m, v, g, b: (h - m) / torch.sqrt(v + 1e-3) * g + b,
+    "gain and bias later": lambda h, m, v, g, b: F.batch_norm(h.flatten(0, 1), m, v, eps=1e-3).view_as(h) * g + b,
+    "without gain": lambda h, m, v, g, b: (h - m) * torch.rsqrt(v + 1e-3) + 0 * g.sum() + 0 * b.sum(),
+}
+NO_BATCH_NORMS = {
+    "eps outside": lambda h, m, v, g, b: (h - m) / (torch.sqrt(v) + 1e-3) * g + b,
+    "no root": lambda h, m, v, g, b: (h - m) / (v + 1e-3) * g + b,
+    "another order": lambda h, m, v, g, b: (h - m) / torch.sqrt(v.flip(0) + 1e-3) * g + b,
+    "mean behind": lambda h, m, v, g, b: (h / torch.sqrt(v + 1e-3) - m) * g + b,
+}
+
+
+@pytest.mark.parametrize("name", [*BATCH_NORMS, *NO_BATCH_NORMS])
+def test_batch_norms_are_told_by_what_they_compute(name):
+    spelled = (BATCH_NORMS | NO_BATCH_NORMS)[name]
+    network = Program(
+        lambda s, x: spelled(s.a(x), s.n.running_mean, s.n.running_var, s.n.weight, s.n.bias),
+        {"a": nn.Linear(5, 4), "n": nn.BatchNorm1d(4)},
+    )
+    found = operations(normalise(capture(network.eval(), Call.of(torch.randn(2, 3, 5), {}, None))))
+    assert ("batch_norm" in found) == (name in BATCH_NORMS)

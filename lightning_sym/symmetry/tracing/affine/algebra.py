@@ -102,6 +102,10 @@ class Algebra:
             self.unknowns.equate(numbers, first)
         return first
 
+    def follow_lengths(self, before: Shape, after: Shape) -> None:
+        """Note that sizes depend on the input's, as those of which they are made do."""
+        self.system.lengths |= {new for old, new in zip(before, after, strict=True) if old in self.system.lengths}
+
     # Moves.
 
     def move(self, value: Value, move: Move, node: Any = None) -> list[Value]:
@@ -111,6 +115,8 @@ class Algebra:
             result = move(array, lead)
             return result if isinstance(result, list) else [result]
 
+        if move.alone and (move.before[move.axis] in self.system.lengths or move.cut_to(self.system.lengths)):
+            self.system.lengths.add(move.after[move.axis])
         if (axis := self._cut_to_length(value, move)) is not None:
             self.alike(value, [axis], seen=False)
         summands = [own for own in (value.translation, *value.more) if own is not None]
@@ -148,8 +154,7 @@ class Algebra:
             return (
                 move.axis if not value.varies and move.at is not None and move.at + 1 in self.system.lengths else None
             )
-        short = move.after[move.axis] < value.shape[move.axis] and move.after[move.axis] in self.system.lengths
-        return move.axis if short and move.alone else None
+        return move.axis if move.cut_to(self.system.lengths) else None
 
     @staticmethod
     def _shapes(move: Move, shape: Shape) -> list[Shape]:
@@ -447,7 +452,8 @@ class Algebra:
     @staticmethod
     def _over(shape: Shape, axes: Collection[int], total: float) -> Relation:
         segments = torch.zeros((1,) * len(shape), dtype=torch.int64)
-        return Relation(frozenset(axes), segments, ONE, Total(1, total))
+        long = frozenset(axis for axis in axes if shape[axis] > 1)
+        return Relation(long or frozenset(axes), segments, ONE, Total(1, total))
 
 
 def wide_shape(shape: Shape, rank: int) -> Shape:

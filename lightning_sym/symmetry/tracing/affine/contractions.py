@@ -138,6 +138,7 @@ class Contractions(Algebra):
             out: The kernel's axis of the outputs.
         """
         result = Value(shape, True, learned=True)
+        self.follow_lengths(value.shape[2:], shape[2:])
         space = "".join("ijk"[: len(shape) - 2])
         kernel = space.upper()
         by = Sum("ay" + kernel, ("zy" if out == 0 else "yz") + kernel, "az" + space)

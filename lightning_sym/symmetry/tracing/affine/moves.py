@@ -1,6 +1,6 @@
 """Operations that only move entries: what they do to thin arrays of a value, without expanding them where possible."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class Move:
         axis: Of a cut.
         drops: Whether a cut takes its axis away.
         alone: Whether a cut takes one part, and leaves the others to be taken by other cuts, or by none.
-        at: Which place of its axis a cut takes, if it is one.
+        at: At which place of its axis a cut begins.
     """
 
     kind: str
@@ -65,6 +65,12 @@ class Move:
     drops: bool = False
     alone: bool = False
     at: int | None = None
+
+    def cut_to(self, lengths: Collection[int]) -> bool:
+        """Whether a cut begins at a place, or takes as many places, as an input is long."""
+        if self.kind != "cut" or not self.alone or self.after[self.axis] == self.before[self.axis]:
+            return False
+        return self.after[self.axis] in lengths or (bool(self.at) and self.at in lengths)
 
     def __call__(self, array: Tensor, lead: int = 0) -> Any:
         """Move a thin array, with leading axes in front of the value's own."""
@@ -195,11 +201,12 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
         order = [size - 2 for size in run(torch.empty(lengths, device="meta")).shape]
         return Move("permute", before, after, run, order=order)
     if name in operations(Trait.CUT):
-        at = 2 if name in operations(Trait.PARTS) - {"unbind"} else 1
-        axis = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
+        place = 2 if name in operations(Trait.PARTS) - {"unbind"} else 1
+        axis = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
         assert isinstance(axis, int)
         axis %= len(before)
-        at = node.args[2] % before[axis] if name == "select" and isinstance(node.args[2], int) else None
+        first = node.args[2] if name in ("select", "slice", "narrow") and len(node.args) > 2 else None
+        at = first % before[axis] if isinstance(first, int) and before[axis] else None
         drops, alone = name in ("select", "unbind"), name in ("slice", "narrow")
         return Move("cut", before, after, run, axis=axis, drops=drops, alone=alone, at=at)
     if name in operations(Trait.PAD):

@@ -12,7 +12,7 @@ from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.invisible import shared_memory
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 
 _MOST = 2**20  # entries of a parameter that are told apart
@@ -30,7 +30,7 @@ class Constants:
     def __init__(self, system: System, capture: Capture, values: Weights) -> None:
         self.system, self.capture, self.values = system, capture, values
         self.unsafe = shared_memory(capture.graph)
-        self.lengths = lengths_of(capture.inputs)
+        self.lengths = lengths_of(capture.inputs, _features(capture.inputs))
         self._constant: dict[fx.Node, bool] = {}
         self._sized: dict[fx.Node, bool] = {}
         for node in capture.graph.nodes:
@@ -99,6 +99,18 @@ class Constants:
         except Exception:  # without numbers, on meta
             return None
         return found if isinstance(found, Tensor) and not found.is_meta else None
+
+
+def _features(inputs: Sequence[fx.Node]) -> dict[fx.Node, set[int]]:
+    """Return the axes of inputs that a layer sums over, which have as many entries as its weight."""
+    found: dict[fx.Node, set[int]] = {}
+    for node in inputs:
+        for user in node.users:
+            if user.args and user.args[0] is node and name_of(user) == "linear":
+                found.setdefault(node, set()).add(node.meta["val"].ndim - 1)
+            elif user.args and user.args[0] is node and name_of(user) in operations(Trait.CONVOLVE):
+                found.setdefault(node, set()).add(node.meta["val"].ndim - 1 - places_of(name_of(user)))
+    return found
 
 
 class _Read(NamedTuple):
@@ -189,8 +201,7 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
         if user not in constants.unsafe and user.args and user.args[0] is node:
             move = move_of(user, name, shape, constants.known) if name in MOVES else None
             if move is not None:
-                long = move.alone and move.after[move.axis] in constants.lengths
-                long = long and move.after[move.axis] < shape[move.axis]
+                long = move.cut_to(constants.lengths)
                 yield from _readers(user, [move(part) for part in parts], constants, cut or long)
                 continue
             if name in operations(Trait.CAST):
@@ -202,7 +213,7 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
 
 def _is_whole(system: System, name: str, read: _Read) -> bool:
     counts = system.shape(name) if _by_axis(system, name) else [math.prod(system.shape(name))]
-    return all(len(part[part > 0].unique()) == count for part, count in zip(read.parts, counts, strict=True))
+    return all(len(torch.unique(part[part > 0])) == count for part, count in zip(read.parts, counts, strict=True))
 
 
 def _mark(system: System, name: str, reached: dict[str, list[Tensor]], read: _Read) -> None:

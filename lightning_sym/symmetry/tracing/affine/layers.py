@@ -1,0 +1,281 @@
+"""Norms, softmaxes, reductions and choices: which method each operation is, and with which arguments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.affine.algebra import regroup
+from lightning_sym.symmetry.tracing.affine.moves import Move
+from lightning_sym.symmetry.tracing.affine.products import Products, listed
+from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
+from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import name_of
+
+_VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
+
+
+class Layers(Products):
+    """Operations of a graph that are norms, softmaxes, reductions and choices."""
+
+    # Norms, softmaxes, reductions.
+
+    def _layer_norm(self, node: fx.Node) -> Any:
+        x = self._value(node.args[0])
+        if x is None or not x.varies:
+            return None
+        axes = range(x.rank - len(node.args[1]), x.rank)  # type: ignore[arg-type]
+        rms = name_of(node) == "rms_norm"
+        result = self.normalise(x, axes, mean=not rms)
+        gain, bias = self._value(argument(node, 2, "weight")), None if rms else argument(node, 3, "bias")
+        if gain is not None:
+            result = self.multiply(result, gain, None)
+        return self._with_bias(result, bias, node)
+
+    def _of_channels(self, value: Value | None, rank: int) -> Value | None:
+        """Return a vector of the channels as it stands on the second of some axes."""
+        if value is None:
+            return None
+        return self.move(value, regroup(value.shape, (*value.shape, *[1] * (rank - 2))), value.node)[0]
+
+    def _affine(self, result: Value, gain: Any, bias: Any, node: fx.Node) -> Value:
+        by, offset = (self._of_channels(self._value(own), result.rank) for own in (gain, bias))
+        if by is not None:
+            result = self.multiply(result, by, None)
+        return result if offset is None else self.add(result, offset, node)
+
+    def _group_norm(self, node: fx.Node) -> Any:
+        x = self._value(node.args[0])
+        if x is None or not x.varies:
+            return None
+        groups: Any = node.args[1]
+        parted = (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+        own = self.move(x, regroup(x.shape, parted))[0]
+        own = self.normalise(own, range(2, len(parted)), mean=True)
+        result = self.move(own, regroup(parted, x.shape))[0]
+        return self._affine(result, argument(node, 2, "weight"), argument(node, 3, "bias"), node)
+
+    def _own_norm(self, node: fx.Node) -> Any:
+        """Instance norm and batch norm: by their own statistics, or by running ones."""
+        x = self._value(node.args[0])
+        if x is None or not x.varies:
+            return None
+        gain, bias, mean, variance = (argument(node, at, key) for at, key in (
+            (1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var")))  # fmt: skip
+        if bool(node.args[5]) or mean is None:
+            for own in (self._value(mean), self._value(variance)):
+                if own is not None:
+                    self.fix(own)
+            batch = [0] if name_of(node) == "batch_norm" else []
+            result = self.normalise(x, [*batch, *range(2, x.rank)], mean=True)
+        else:
+            self._follow(x, self._of_channels(self._value(mean), x.rank))
+            if (own := self._value(variance)) is not None:
+                self.fix(own)
+            result = Value(x.shape, True, learned=True)
+        return self._affine(result, gain, bias, node)
+
+    def _follow(self, x: Value, mean: Value | None) -> None:
+        """Demand that a running mean is moved as what it is the mean of."""
+        for drift in x.drifts.values():
+            self.unknowns.vanish(drift.numbers)
+        numbers = self.numbers(x)
+        own = None if mean is None else self.numbers(mean)
+        if numbers is None or own is None:
+            self.unknowns.vanish(numbers)
+            self.unknowns.vanish(own)
+        else:
+            self.unknowns.equate(numbers, own)
+
+    def _softmax(self, node: fx.Node) -> Any:
+        x = self._value(node.args[0])
+        axis: Any = node.args[1]
+        return None if x is None else self.softmax(x, axis % max(x.rank, 1), log="log" in name_of(node))
+
+    def _reduced(self, node: fx.Node) -> Any:
+        x = self._value(node.args[0])
+        if x is None:
+            return None
+        axes: Any = argument(node, 1, "dim")
+        axes = range(x.rank) if axes in (None, []) else [axes] if isinstance(axes, int) else axes
+        keep = len(node.meta["val"].shape) == x.rank
+        return self.reduce(x, [axis % x.rank for axis in axes], node, mean=name_of(node) == "mean", keep=keep)
+
+    def _spread(self, node: fx.Node) -> Any:
+        """Variances and standard deviations: blind to what is the same along their axes."""
+        x = self._value(node.args[0])
+        axes: Any = argument(node, 1, "dim")
+        if x is None or not x.varies or isinstance(axes, bool):
+            return None
+        axes = range(x.rank) if axes in (None, []) else [axes] if isinstance(axes, int) else axes
+        axes = [axis % x.rank for axis in axes]
+        self.alike(x, axes)
+        val = node.meta["val"]
+        if not isinstance(val, (list, tuple)):
+            return Value(tuple(val.shape), True, learned=x.learned)
+        keep = len(val[1].shape) == x.rank
+        return [Value(tuple(val[0].shape), True, learned=x.learned), self.reduce(x, axes, None, mean=True, keep=keep)]
+
+    def _pooled(self, node: fx.Node) -> Any:
+        """Means, maxima and interpolations over what is the same everywhere."""
+        x, name = self._value(node.args[0]), name_of(node)
+        if x is None or not x.varies:
+            return None
+        count = x.rank - 2 if "upsample" in name else int(name[-2]) if name[-2].isdigit() else 0
+        axes = range(x.rank - count, x.rank)
+        val = node.meta["val"]
+        shape = tuple((val[0] if isinstance(val, (list, tuple)) else val).shape)
+        if "avg_pool" in name and argument(node, 6, "divisor_override") is not None:
+            return None
+        linear = "max" not in name
+        padding = argument(node, 3, "padding", 0) if "avg_pool" in name and "adaptive" not in name else 0
+        if linear and any(listed(padding, count)):
+            linear = False
+            self.fix(x)
+        if isinstance(val, (list, tuple)):
+            return None
+        result = Value(shape, True, learned=x.learned)
+        if x.relation is not None and linear and x.relation.axes.isdisjoint(axes):
+            result.relation = x.relation
+        self.follow_lengths(x.shape[len(x.shape) - count :], shape[len(shape) - count :])
+        if (numbers := self.numbers(x)) is not None:
+            result.translation = self._equal(numbers, axes)
+        for drift in self._living(x).values():
+            if not linear or {axis - 1 for axis in varying(drift.numbers) if axis} & set(axes):
+                self.unknowns.vanish(drift.numbers)
+                continue
+            sizes = [shape[axis] if axis in axes else size for axis, size in enumerate(drift.function.shape)]
+            result.drifts[self.system.source()] = Drift(places(sizes), drift.numbers)
+        return result
+
+    # Choices.
+
+    def _filled(self, node: fx.Node) -> Any:
+        """Values that are put in the place of others."""
+        x, mask, number = self._value(node.args[0]), self._value(node.args[1]), node.args[2]
+        if x is None or mask is None:
+            return None
+        if isinstance(number, fx.Node):
+            number = self.constants.number(number)
+            if number is None:
+                return None
+        shape = tuple(node.meta["val"].shape)
+        if isinstance(number, (int, float)) and number < _VANISHED and shape == x.shape:
+            return x.with_(relation=None, origin=None)  # nothing changes what vanishes in a softmax
+        return self._by_place(x, None, node.args[1], shape)
+
+    def _where(self, node: fx.Node) -> Any:
+        if len(node.args) < 3:
+            return None
+        condition, one, two = node.args[:3]
+        shape = tuple(node.meta["val"].shape)
+        x, y = self._value(one), self._value(two)
+        for own, other in ((x, two), (y, one)):
+            number = other if isinstance(other, (int, float)) else None
+            if isinstance(other, fx.Node):
+                number = self.constants.number(other)
+            if own is not None and number is not None and number < _VANISHED and own.shape == shape:
+                return own.with_(relation=None, origin=None)
+        return self._by_place(y, x, condition, shape)
+
+    def _by_place(self, x: Value | None, y: Value | None, condition: Any, shape: Shape) -> Value | None:
+        """Return x where a condition is false, and y where it is true; None for numbers."""
+        mask = self.constants.known(condition)
+        if mask is None:
+            chosen = self._value(condition)
+            if chosen is None or chosen.learned:
+                return None
+            anywhere = Value(chosen.shape, True)  # 1 where it holds, and 0 elsewhere; another time the other way round
+            parts = [self.broadcast(self.multiply(own, anywhere), shape) for own in (x, y) if own is not None]
+            return (self.add(parts[0], parts[1]) if len(parts) == 2 else parts[0]).with_(relation=None)
+        rank, mask = len(shape), mask.bool()
+        mask = wide(mask, rank)
+        varies = any(value is not None and value.varies for value in (x, y))
+        result = Value(shape, varies, learned=True)
+        terms = []
+        for value, gone in ((x, mask), (y, ~mask)):
+            if value is None:
+                continue
+            own = self.broadcast(value, shape)
+            self._unread(value)
+            if (numbers := self.numbers(own)) is not None:
+                whole = np.broadcast_shapes(numbers.shape, gone.shape)
+                terms.append(numbers.expand(whole).masked_fill(gone.expand(whole), 0))
+            for key, drift in self._living(own).items():
+                whole = np.broadcast_shapes(drift.numbers.shape, gone.shape)
+                key = self.system.source() if key in result.drifts else key
+                kept = drift.numbers.expand(whole).masked_fill(gone.expand(whole), 0)
+                result.drifts[key] = Drift(drift.function, kept)
+        if terms:
+            whole = np.broadcast_shapes(*(own.shape for own in terms))
+            result.translation = sum((own.expand(whole) for own in terms), start=torch.zeros(whole, dtype=torch.int64))
+        return result
+
+    def _cat(self, node: fx.Node) -> Any:
+        parts: Any = node.args[0]
+        found = [self._value(part) for part in parts] if isinstance(parts, (list, tuple)) else []
+        shape = tuple(node.meta["val"].shape)
+        values = [value for value in found if value is not None and 0 not in value.shape]
+        rank = len(shape)
+        axis: Any = argument(node, 1, "dim", 0)
+        if name_of(node) == "stack":
+            axis = axis % rank
+            values = [
+                self.move(v, regroup(v.shape, (*v.shape[:axis], 1, *v.shape[axis:])), v.node)[0] for v in values
+            ]  # fmt: skip
+        axis = axis % rank
+        if any(value.rank != rank for value in values):
+            return None
+        for value in values:
+            self._unread(value)
+        result = Value(shape, any(value.varies for value in values), learned=any(value.learned for value in values))
+        result.translation = self._joined_arrays([self.numbers(value) for value in values], values, axis, 0)
+        keys = dict.fromkeys(key for value in values for key in self._living(value))
+        for key in keys:
+            own = [self._living(value).get(key) for value in values]
+            present = [drift for drift in own if drift is not None]
+            patterns = present[0].numbers.shape[0]
+            if any(drift.numbers.shape[0] != patterns for drift in present):
+                for drift in present:
+                    self.unknowns.vanish(drift.numbers)
+                continue
+            numbers = self._joined_arrays([None if d is None else d.numbers for d in own], values, axis, 1)
+            functions: Tensor | None = present[0].function
+            if any(
+                d.function.shape[axis] > 1 or not self._same(d.function, present[0].function, shape) for d in present
+            ):
+                functions = self._joined_arrays([None if d is None else d.function for d in own], values, axis, 0)
+            if numbers is not None and functions is not None:
+                result.drifts[key] = Drift(functions, numbers)
+        return result
+
+    @staticmethod
+    def _joined_arrays(arrays: Sequence[Tensor | None], values: Sequence[Value], axis: int, lead: int) -> Tensor | None:
+        """Return thin arrays one behind the other, 0 where there is none."""
+        present = [array for array in arrays if array is not None]
+        if not present:
+            return None
+        others = list(np.broadcast_shapes(*(
+            tuple(1 if at == lead + axis else size for at, size in enumerate(array.shape)) for array in present
+        )))  # fmt: skip
+        parts = []
+        for array, value in zip(arrays, values, strict=True):
+            whole = list(others)
+            whole[lead + axis] = value.shape[axis]
+            parts.append(torch.zeros(whole, dtype=torch.int64) if array is None else array.expand(whole))
+        joined = torch.cat(parts, lead + axis)
+        first = joined.narrow(lead + axis, 0, 1)
+        return first if bool((joined == first).all()) else joined
+
+    def _step(self, node: fx.Node) -> Any:
+        """A step of a sequence."""
+        x, axis = self._value(node.args[0]), node.args[1]
+        if x is None or not isinstance(axis, int):
+            return None
+        self.alike(x, [axis % x.rank])
+        for drift in self._living(x).values():
+            self.unknowns.vanish(drift.numbers)
+        move = Move("cut", x.shape, (), lambda t: t.select(axis, 0), axis=axis % x.rank, drops=True)
+        return self.move(x.with_(drifts={}), move)[0]

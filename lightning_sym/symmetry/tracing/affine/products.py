@@ -1,0 +1,261 @@
+"""Sums, products and contractions: which method each operation is, and with which arguments."""
+
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
+from lightning_sym.symmetry.tracing.affine.contractions import Contractions
+from lightning_sym.symmetry.tracing.affine.moves import Move
+from lightning_sym.symmetry.tracing.affine.reading import Constants
+from lightning_sym.symmetry.tracing.affine.values import Coefficient, Value
+from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.operations import name_of, places_of
+
+_LETTERS = string.ascii_letters
+
+
+class Products(Contractions):
+    """Operations of a graph that are sums, products and contractions.
+
+    Attributes:
+        values: What is known of each node.
+        constants: What of the graph is constant.
+    """
+
+    values: dict[fx.Node, Any]
+    constants: Constants
+
+    def _value(self, given: Any) -> Value | None:
+        """Return the value of an argument; None for a number."""
+        found = self.values.get(given) if isinstance(given, fx.Node) else None
+        return found if isinstance(found, Value) else None
+
+    def _looked_up(self, node: fx.Node, name: str, table: Value) -> Value | None:
+        """Return what one index, which depends on the input, takes out of weights: a contraction with indicators."""
+        axis: Any = node.args[1]
+        index = node.args[2] if name == "index_select" else None
+        if name == "index" and isinstance(axis, (list, tuple)):
+            axes = [at for at, own in enumerate(axis) if own is not None]
+            axis, index = (axes[0], axis[axes[0]]) if len(axes) == 1 else (None, None)
+        at = self._value(index)
+        if table.varies or at is None or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
+            return None
+        letters = _LETTERS[: table.rank]
+        axis %= table.rank
+        own = _LETTERS[table.rank : table.rank + at.rank]
+        return self._by_indicators(
+            at, table, f"{own}{letters[axis]},{letters}->{letters[:axis]}{own}{letters[axis + 1 :]}", node, axis
+        )
+
+    def _by_indicators(self, index: Value, table: Value, equation: str, node: fx.Node, axis: int = 0) -> Value:
+        hot = Value((*index.shape, table.shape[axis]), True)
+        hot.relation = self._over(hot.shape, [hot.rank - 1], 1.0)
+        return self.contract(hot, table, equation, node)
+
+    # Sums and products.
+
+    def _added(self, node: fx.Node) -> Any:
+        alpha: Any = node.kwargs.get("alpha", 1)
+        if len(node.args) < 2 or not isinstance(alpha, (int, float)):
+            return None
+        name = name_of(node)
+        by = {"add": (1.0, alpha), "sub": (1.0, -alpha), "subtract": (1.0, -alpha), "rsub": (-alpha, 1.0)}[name]
+        return self._sum(node, node.args[0], node.args[1], by)
+
+    def _sum(self, node: fx.Node, first: Any, second: Any, by: Sequence[float]) -> Any:
+        one, two = self._value(first), self._value(second)
+        by = [float(own) for own in by]
+        if one is not None and two is not None:
+            return self.add(one, two, node, by)
+        value, factor, number, by_number = (
+            (one, by[0], second, by[1]) if one is not None else (two, by[1], first, by[0])
+        )
+        if value is None or not isinstance(number, (int, float)):
+            return None
+        result = value if factor == 1 else self.scale(value, factor, node)
+        relation = result.relation
+        if relation is not None and number:
+            by_it = Coefficient(by_number * float(number))
+            result = result.with_(relation=self.moved_total(relation, result.shape, by_it))
+        return result.with_(origin=None)
+
+    def _mul(self, node: fx.Node) -> Any:
+        shape = tuple(node.meta["val"].shape)
+        for own, other in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
+            value, number = self._value(own), self.constants.number(other)
+            if value is not None and number is not None and value.shape == shape:
+                return self.scale(value, number, node)
+        one, two = self._value(node.args[0]), self._value(node.args[1])
+        return self.multiply(one, two, node) if one is not None and two is not None else None
+
+    def _div(self, node: fx.Node) -> Any:
+        if node.kwargs.get("rounding_mode") is not None:
+            return None
+        one, two = self._value(node.args[0]), self._value(node.args[1])
+        number = self.constants.number(node.args[1])
+        if number and one is not None and one.shape == tuple(node.meta["val"].shape):
+            return self.scale(one, 1 / number, node)
+        return self.multiply(one, two, node, divide=True) if one is not None and two is not None else None
+
+    def _neg(self, node: fx.Node) -> Any:
+        value = self._value(node.args[0])
+        return None if value is None else self.scale(value, -1.0, node)
+
+    def _lerp(self, node: fx.Node) -> Any:
+        weight = self.constants.number(node.args[2])
+        return None if weight is None else self._sum(node, node.args[0], node.args[1], (1 - weight, weight))
+
+    # Contractions.
+
+    def _linear(self, node: fx.Node) -> Any:
+        x, w = self._value(node.args[0]), self._value(node.args[1])
+        if x is None or w is None or w.rank != 2:
+            return None
+        lead = _LETTERS[: x.rank - 1]
+        result = self.contract(x, w, f"{lead}y,zy->{lead}z", node)
+        return self._with_bias(result, argument(node, 2, "bias"), node)
+
+    def _with_bias(self, result: Value, bias: Any, node: fx.Node, after: int = 0) -> Value:
+        own = self._value(bias)
+        if own is None:
+            return result
+        if after:
+            own = self.move(own, regroup(own.shape, (*own.shape, *[1] * after)), own.node)[0]
+        return self.add(result, own, node)
+
+    def _matmul(self, node: fx.Node) -> Any:
+        x, y = self._value(node.args[0]), self._value(node.args[1])
+        return None if x is None or y is None else self._product(x, y, node)
+
+    def _product(self, x: Value, y: Value, node: fx.Node | None) -> Value:
+        if x.rank == 1 or y.rank == 1:
+            lead = _LETTERS[: max(x.rank, y.rank) - (1 if x.rank == y.rank == 1 else 2)]
+            if x.rank == 1 and y.rank == 1:
+                equation = "y,y->"
+            elif y.rank == 1:
+                equation = f"{_LETTERS[: x.rank - 1]}y,y->{_LETTERS[: x.rank - 1]}"
+            else:
+                equation = f"y,{lead}yz->{lead}z"
+            return self.contract(x, y, equation, node)
+        count = max(x.rank, y.rank) - 2
+        lead = _LETTERS[:count]
+        one, two = lead[count - x.rank + 2 :], lead[count - y.rank + 2 :]
+        batch = tuple(np.broadcast_shapes(x.shape[:-2], y.shape[:-2]))
+        for own, letters in ((x, one), (y, two)):
+            wanted = batch[count - len(letters) :] if letters else ()
+            if own.shape[:-2] != wanted and letters and any(letter in (two if own is x else one) for letter in letters):
+                shape = (*wanted, *own.shape[-2:])
+                if own is x:
+                    x = self.broadcast(own, shape)
+                else:
+                    y = self.broadcast(own, shape)
+        return self.contract(x, y, f"{one}wy,{two}yz->{lead}wz", node)
+
+    def _addmm(self, node: fx.Node) -> Any:
+        bias, x, y = (self._value(given) for given in node.args[:3])
+        if bias is None or x is None or y is None:
+            return None
+        beta, alpha = (float(node.kwargs.get(key, 1)) for key in ("beta", "alpha"))  # type: ignore[arg-type]
+        return self.add(bias, self._product(x, y, None), node, (beta, alpha))
+
+    def _einsum(self, node: fx.Node) -> Any:
+        equation, factors = str(node.args[0]).replace(" ", ""), [self._value(own) for own in node.args[1]]  # type: ignore[union-attr]
+        if len(factors) != 2 or "->" not in equation or any(own is None for own in factors):
+            return None
+        one, two = factors
+        assert one is not None
+        assert two is not None
+        given, out = equation.split("->")
+        first, second = given.split(",")
+        if "..." in equation:
+            free = [letter for letter in string.ascii_uppercase if letter not in equation]
+            counts = [own.rank - len(letters.replace("...", "")) for own, letters in ((one, first), (two, second))]
+            if counts[0] and counts[1]:
+                return None
+            first, second, out = (
+                letters.replace("...", "".join(free[: max(counts)])) for letters in (first, second, out)
+            )
+        if any(len(set(letters)) < len(letters) for letters in (first, second)):
+            return None
+        return self.contract(one, two, f"{first},{second}->{out}", node)
+
+    def _tensordot(self, node: fx.Node) -> Any:
+        x, y = self._value(node.args[0]), self._value(node.args[1])
+        if x is None or y is None:
+            return None
+        one, two = list(_LETTERS[: x.rank]), list(_LETTERS[x.rank : x.rank + y.rank])
+        ours, theirs = node.args[2], node.args[3]
+        gone = set()
+        for i, j in zip(ours, theirs, strict=True):  # type: ignore[arg-type]
+            two[j % y.rank] = one[i % x.rank]
+            gone.add(one[i % x.rank])
+        out = [letter for letter in one + two if letter not in gone]
+        return self.contract(x, y, f"{''.join(one)},{''.join(two)}->{''.join(out)}", node)
+
+    def _embedding(self, node: fx.Node) -> Any:
+        table, index = self._value(node.args[0]), self._value(node.args[1])
+        if table is None or index is None:
+            return None
+        known = self.constants.known(node.args[1])
+        if known is not None and not (table.origin and table.origin[0] in self.system.weights):
+            after = (*known.shape, table.shape[1])
+            move = Move("other", table.shape, after, lambda t: t[known])
+            return self.move(table, move, node)[0]
+        lead = _LETTERS[: index.rank]
+        return self._by_indicators(index, table, f"{lead}y,yz->{lead}z", node)
+
+    def _convolution(self, node: fx.Node) -> Any:
+        x, w = self._value(node.args[0]), self._value(node.args[1])
+        name = name_of(node)
+        count = places_of(name)
+        if x is None or w is None or not x.varies or x.rank != count + 2 or w.varies:
+            return None
+        transposed = "transpose" in name
+        numbers = [argument(node, at, key, default) for at, key, default in (
+            (3, "stride", 1), (4, "padding", 0), (5, "output_padding" if transposed else "dilation", 1),
+            (6, "groups", 1))]  # fmt: skip
+        stride, padding, groups = listed(numbers[0], count), numbers[1], numbers[3]
+        padded = isinstance(padding, str) or any(listed(padding, count))
+        if not transposed and groups == 1 and not padded and set(w.shape[2:]) <= {1} and set(stride) <= {1}:
+            flat = self.move(w, regroup(w.shape, w.shape[:2]), w.node)[0]
+            spatial = _LETTERS[1 : 1 + count]
+            result = self.contract(x, flat, f"a{'y'}{spatial},zy->az{spatial}", node)
+        else:
+            shape = tuple(node.meta["val"].shape)
+            result = self.convolve(x, w, shape, groups=int(groups), padded=padded or transposed,
+                                   out=1 if transposed else 0)  # type: ignore[call-overload]  # fmt: skip
+        return self._with_bias(result, argument(node, 2, "bias"), node, count)
+
+    def _attention(self, node: fx.Node) -> Any:
+        query, key, value = (self._value(given) for given in node.args[:3])
+        mask = self._value(argument(node, 3, "attn_mask"))
+        if query is None or key is None or value is None:
+            return None
+        if query.shape[:-3] != key.shape[:-3]:
+            return None
+        if query.rank > 2 and query.shape[-3] != key.shape[-3]:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = (self._repeated(own, times) for own in (key, value))
+        size = query.rank
+        scores = self._product(query, self.move(key, permutation(key.shape, [*range(size - 2), size - 1, size - 2]))[0],
+                               None)  # fmt: skip
+        if mask is not None and mask.learned:
+            scale = argument(node, 6, "scale") or 1 / math.sqrt(query.shape[-1])
+            scores = self.add(scores, mask, None, (scale, 1.0))
+        weights = self.softmax(scores, scores.rank - 1, log=False)
+        return self._product(weights, value, None)
+
+    def _repeated(self, value: Value, times: int) -> Value:
+        after = (*value.shape[:-3], value.shape[-3] * times, *value.shape[-2:])
+        return self.move(value, Move("other", value.shape, after, lambda t: t.repeat_interleave(times, -3)))[0]
+
+
+def listed(given: Any, count: int) -> list[int]:
+    """Return one number for each axis."""
+    return list(given) if isinstance(given, (list, tuple)) else [given] * max(count, 1)
