@@ -504,7 +504,7 @@ def example(shape: Any) -> tuple[Tensor, ...]:
 # Shifts besides those in front of batch norms, which the cases state.
 SHIFTS = {
     **{"group_norm_1": 1, "group_norm": 4, "group_norm_no_eps": 4, "group_norm_all": 8},
-    **dict.fromkeys(["conv1d", "batch_norm_after_relu", "batch_norm_no_statistics", "inverted_residual"], 4),
+    **dict.fromkeys(["conv1d", "batch_norm_after_relu", "batch_norm_no_statistics"], 4),
     **dict.fromkeys(["vector_in_front", "linear_conv", "upsample_linear"], 4),
     **dict.fromkeys(["embedding", "layer_norm", "layer_norm_no_eps"], 6),
     **dict.fromkeys(["dropout"], 7),
@@ -526,7 +526,7 @@ SHIFTS = {
     **dict.fromkeys(["mlp_linear"], 15),
     **dict.fromkeys(["layer_norm_linear", "gru", "causal_attention", "masked_attention"], 16),
     **dict.fromkeys(["lstm", "self_attention", "attention_with_weights", "attention_with_weights_per_head"], 32),
-    **dict.fromkeys(["convnext"], 41),
+    **{"inverted_residual": 8, "convnext": 49},
     **dict.fromkeys(["encoder_layer"], 66),
     **{"encoder_layer_norm_first": 73, "cross_attention": 40, "attention_other_widths": 38},
     **{"addcmul": 8, "decoder_layer_norm_first": 98},
