@@ -32,7 +32,6 @@ ZERO = 1e-11
 EVERY = "every spelling"
 MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SHORT: dict[str, Collection[str]] = {
-    "group norm": {"image"},
     "norm per head": EVERY,
     "positions": {"lookup"},
     "attention, learned biases": {"embedding"},

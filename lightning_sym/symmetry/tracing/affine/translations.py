@@ -128,6 +128,7 @@ class _Compiler:
     def __init__(self, solution: Solution, marked: Mapping[str, Value | None]) -> None:
         self.solution, self.system, self.marked = solution, solution.system, marked
         forms, free = solution.solved.forms, solution.solved.free
+        self.living = torch.from_numpy(np.diff(forms.indptr) > 0)
         own = {(name, axes): family for name, families in self.system.families.items()
                for axes, family in families.items()}  # fmt: skip
         column = np.full(self.system.unknowns.count, -1)
@@ -217,9 +218,8 @@ class _Compiler:
             return None, drifts[0]
         drifts += [own.numbers.reshape(-1) for own in value.drifts.values()]
         every, translation = torch.cat(drifts), value.translation
-        living = torch.from_numpy(np.diff(self.solution.solved.forms.indptr) > 0)
-        still = translation is None or not bool(living[translation].any())
-        return None if still else translation, every[living[every]]
+        still = translation is None or not bool(self.living[translation].any())
+        return None if still else translation, every[self.living[every]]
 
     def _step(self, own: Derived) -> Step:
         columns = self.column[own.numbers.numpy().ravel()]
