@@ -80,7 +80,7 @@ def find_dense(
     """
     seen = (constraints.restricted, constraints.normed, constraints.centred, constraints.gained)
     restricted = positions.marked(*itertools.chain(*seen), *(label.atom for label in positions.grouped.values()))
-    result, unread = [], 0
+    result, unread, often = [], 0, forms.magnitudes[: positions.own].getnnz(0)
     for group, cell, matrix, moves in zip(orbits.units, orbits.cells, orbits.columns, orbits.movable, strict=True):
         # Matrices of size 1 are scales with signs.
         if not moves or restricted[orbits.roots[group]].any():
@@ -90,7 +90,11 @@ def find_dense(
         known = [own for own in acting if own is not None and (np.abs(own) == 1).all()]
         if len(known) < len(acting):
             continue
-        unread += sum(len(own) ** 2 for own, by in zip(members, known, strict=True) if len(np.unique(by)) == 1)
+        for own, by in zip(members, known, strict=True):
+            places = matrix[own].ravel()
+            rows = forms.magnitudes[places[places < positions.own]]
+            if len(np.unique(by)) == 1 and often[np.unique(rows.indices)].sum() == rows.nnz:
+                unread += len(own) ** 2
         if np.bincount(cell).min() > 1:
             result += [group[own] for own in members]
     return tuple(result), unread

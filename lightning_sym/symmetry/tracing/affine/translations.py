@@ -100,6 +100,7 @@ def _found(
             system.unknowns.vanish(family.directions)
     found = _Compiler(Solution(system), marked).translations()
     found.normed = normed_of(interpreters)
+    found.notes.extend(system.blind)
     return found
 
 
