@@ -152,7 +152,7 @@ def _shifts_of(captures: Sequence[Capture], tensors: Tensors, labels: Labels, gr
         wanted: Whether there are to be shifts.
     """
     structure, values, _ = group
-    # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
+    # A bias that absorbs the constant of a flipped unit cannot absorb a change of the mean, too.
     flipped = [weight for _, weight, _, _ in structure.absorbed]
     states, kept = tensors.states, labels.kept
     found, shapes = Translations(), {name: _without_values(tensor) for name, tensor in states.items()}

@@ -506,8 +506,8 @@ def _balanced_cells(
     notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
     if singular:
         notes.append(
-            f"{len(singular)} cells on which invertible matrices act stay as they are, as what they put out or what "
-            "reads it has linearly dependent units"
+            f"{len(singular)} cells on which invertible matrices act stay as they are: the weights that write or read "
+            "their units are linearly dependent"
         )
     return total, singular, notes
 

@@ -132,7 +132,7 @@ def principal_turns(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> tuple[
 def stream_rows(
     structure: Structure, index: int, tensors: Mapping[str, Tensor], gains: Mapping[str, Tensor]
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield what stands on a stream, gains between which it rotates taken off: one row per unit, by slot.
+    """Yield the tensors that act on a stream, divided by the gains between which it rotates: one row per unit, by slot.
 
     Args:
         structure: The group.

@@ -56,7 +56,7 @@ class Folded:
 
 
 class Replicas(NamedTuple):
-    """What is left when copies have become positions of the units of which they are copies.
+    """Positions and nesting after each copy of a unit has become a further position of that unit.
 
     Attributes:
         positions: Where units are seen.

@@ -60,7 +60,7 @@ class _Branches:
         self.known: dict[tuple[fx.Node, ...], _Lifted | None] = {}
 
     def lift(self, nodes: Sequence[Any], readers: Sequence[fx.Node]) -> _Lifted | None:
-        """Return what stands for one value of each branch; None if they are not alike.
+        """Return one operation that computes the values of all branches; None if the branches differ.
 
         Args:
             nodes: The values, one of each branch, or numbers.

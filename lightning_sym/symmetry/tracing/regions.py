@@ -453,7 +453,7 @@ class _Recogniser:
     def _vector(
         self, weights: fx.Node | None, region: _Region, shape: tuple[int, ...], axis: int | None
     ) -> fx.Node | None:
-        """Return the parameter of one axis whose elements, in order, stand along an axis of what comes out."""
+        """Return the parameter of one axis that lies, in order, along an axis of the region's result."""
         way: list[fx.Node] = []
         vector = weights
         while isinstance(vector, fx.Node) and self.rewriter.name(vector) in _MOVEMENTS:

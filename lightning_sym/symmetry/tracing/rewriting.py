@@ -27,8 +27,8 @@ _ORDER: tuple[Made, ...] = ("constants", "weights", "inputs")
 class Rewriter:
     """Puts operations in the place of others in the graph of a capture, which is changed.
 
-    The memory of what is put there counts as that of what it stands for. Tensors in whose memory something is written
-    that others see are left alone, as are all operations for which a user has a rule.
+    A new operation counts as having the memory of the one that it replaces. The rewriter leaves alone tensors whose
+    memory is written into and read elsewhere, and operations for which a user has a rule.
 
     Args:
         capture: The network.

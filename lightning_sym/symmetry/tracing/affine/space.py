@@ -307,7 +307,7 @@ class Translations:
         assert self.parts is not None
         parts, forms = self.parts, self.generic.matrix
         columns, steps = reached(parts.steps, forms, at.ravel())
-        # What a bias does not take off of what weights make stands where changes of these weights' outputs do.
+        # A bias leaves a part of W t in place: the part along the directions in which the outputs of W may change.
         sources = [
             step.source.ravel()
             for step in parts.steps

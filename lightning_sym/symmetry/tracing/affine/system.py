@@ -113,7 +113,7 @@ class System:
         self._kept: dict[fx.Node, Made] = {}
 
     def made(self, node: Any) -> Made:
-        """Return what an atom's key, a node or what was kept of one stands for."""
+        """Return the operation behind the key of an atom, behind a node, or behind the copy that was kept of a node."""
         if isinstance(node, Made):
             return node
         return kept(self.nodes[node] if isinstance(node, str) else node, self.names, self._kept)

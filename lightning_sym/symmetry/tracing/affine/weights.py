@@ -129,7 +129,7 @@ class Program(Protocol):
     """Where nodes stand: by the keys of atoms."""
 
     def made(self, node: Any) -> Made:
-        """Return what an atom's key, a node or what was kept of one stands for."""
+        """Return the operation behind the key of an atom, behind a node, or behind the copy that was kept of a node."""
 
 
 class Weights:
