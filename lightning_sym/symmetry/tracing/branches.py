@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.contractions import VIEWS, numbers_of, reshaped, source_of
-from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.contractions import VIEWS, reshaped, source_of
+from lightning_sym.symmetry.tracing.nodes import argument, memories_of, numbers_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
@@ -171,7 +171,6 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
     """Return an operation with a new first axis, along which stand what it was in each branch; None if it has none."""
     value, rest = args[0], [arg.node for arg in args[1:]]
     rank = len(r.shape(node))
-    assert not isinstance(node.target, str)
     if name in _ELEMENTWISE | _PRODUCTS:
         # Sizes are matched from the last axis on: the new one has to be in front of all.
         own = [_wide(r, arg, rank) if arg.along else arg.node for arg in args]

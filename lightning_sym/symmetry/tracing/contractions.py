@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.nodes import argument, memories_of, numbers_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
@@ -484,7 +484,6 @@ def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | N
     for value, other in (parts, parts[::-1]):
         number = r.number(other)
         if number is not None and r.shape(value) == r.shape(node.args[0]):
-            assert not isinstance(node.target, str)
             return r.insert(aten.mul.Tensor, r.insert(node.target, value, *node.args[1:], **node.kwargs), number)
     return None
 
@@ -562,14 +561,6 @@ def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if value is None or weight is None:
         return None
     return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
-
-
-def numbers_of(tensor: Tensor) -> Tensor:
-    """Return which element of its memory each element of a tensor is."""
-    numbers = torch.full((), tensor.storage_offset())
-    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
-        numbers = numbers[..., None] + torch.arange(size) * step
-    return numbers
 
 
 def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:

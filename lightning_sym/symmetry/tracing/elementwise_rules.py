@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.tracing.choice_rules import picked
+from lightning_sym.symmetry.tracing.choice_rules import picked, without_scale
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.memory import choose, overwrite
+from lightning_sym.symmetry.tracing.nodes import axes_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.rules import fix_choice, pointwise, register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value, filled, numbered, values_in
@@ -123,8 +124,7 @@ def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
         if name in operations(Trait.CAST) and user.args[0] is node:
             common &= _summed_axes(user, rank)
         elif name in operations(Trait.SUM):
-            axes = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
-            common &= _gone(axes, rank)
+            common &= reduced(user, rank)
         else:
             return set()
     return common
@@ -170,7 +170,7 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
         power: 2 for the square.
         centred: Whether the mean is taken off.
     """
-    shape, gone = trace.output_shape(), _gone(axes, value.ndim)
+    shape, gone = trace.output_shape(), axes_of(axes, value.ndim)
     keep = len(shape) == value.ndim
     labels = []
     for label in value.labels:
@@ -324,17 +324,7 @@ def _compare(trace: Trace, one: Value, two: Any) -> Value:
         return trace.permutations_only(trace.join(one, two, product=False))
     if two != 0:
         return trace.permutations_only(one)
-    return _unscaled(trace, trace.elementwise(one, positive_scales=True))
-
-
-def _unscaled(trace: Trace, value: Value) -> Value:
-    """Return what moves with the units of a value, but does not see their positive scales (comparisons, indices)."""
-    labels = []
-    for label in value.labels:
-        scale = trace.constraints.scales_like(label.scale)
-        trace.constraints.fix_scales(scale)
-        labels.append(label.scaled_by(scale))
-    return value.with_labels(*labels)
+    return without_scale(trace, trace.elementwise(one, positive_scales=True))
 
 
 @register_rule("aten::maximum", "aten::minimum")
@@ -489,7 +479,7 @@ def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     single = isinstance(trace.node.meta["val"], Tensor)
     value = trace.tied(value, range(-count, 0))
     value = trace.elementwise(Value(trace.output_shape(None if single else 0), value.labels), positive_scales=True)
-    return value if single else [value, _unscaled(trace, value)]
+    return value if single else [value, without_scale(trace, value)]
 
 
 @register_rule(Trait.SUM)
@@ -500,12 +490,6 @@ def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, *
 @register_rule("aten::amax", "aten::amin")
 def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
     return summed_over(trace, trace.elementwise(value, positive_scales=True), axes or None)
-
-
-def _gone(axes: Any, rank: int) -> set[int]:
-    """Return the axes over which an operation sums: the given ones, or all."""
-    axes = range(rank) if axes is None else [axes] if isinstance(axes, int) else axes
-    return {axis % rank for axis in axes} or set(range(rank))
 
 
 def summed_over(
@@ -523,7 +507,7 @@ def summed_over(
     squares = _is_square(trace.node.all_input_nodes[0]) if squares is None else squares
     shape = trace.output_shape() if shape is None else shape
     keep = len(shape) == value.ndim
-    gone = _gone(axes, value.ndim)
+    gone = axes_of(axes, value.ndim)
     labels = []
     for label in value.labels:
         label = trace.constraints.resolve(label)

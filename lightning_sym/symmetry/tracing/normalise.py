@@ -35,9 +35,8 @@ from lightning_sym.symmetry.tracing.contractions import (
     tensordot,
 )
 from lightning_sym.symmetry.tracing.filling import join_parts
-from lightning_sym.symmetry.tracing.invisible import argument, reduced
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.memory import replaces, written_by
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced, replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
@@ -175,7 +174,6 @@ def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     mask = r.insert(aten.logical_not.default, mask) if r.name(value) == "masked_fill" else mask
     product = r.insert(aten.mul.Tensor, shown, r.insert(aten.to.dtype, mask, shown.meta["val"].dtype))
-    assert not isinstance(node.target, str)
     return r.insert(node.target, product, *node.args[1:])
 
 
@@ -260,7 +258,6 @@ def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     alpha = node.kwargs.get("alpha", 1)
     if alpha == 1 or not isinstance(node.args[1], fx.Node):
         return None
-    assert not isinstance(node.target, str)
     return r.insert(node.target, node.args[0], r.insert(aten.mul.Tensor, node.args[1], alpha))
 
 
@@ -273,7 +270,6 @@ def _broadcast(r: Rewriter, node: fx.Node) -> fx.Node | None:
         other = node.args[1 - at]
         if len(r.shape(source)) and np.broadcast_shapes(r.shape(source), r.shape(other)) == r.shape(node):
             args = (source, other) if at == 0 else (other, source)
-            assert not isinstance(node.target, str)
             return r.insert(node.target, *args, *node.args[2:], **node.kwargs)
     return None
 
@@ -389,13 +385,9 @@ def _made_like(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _of_integers(r: Rewriter, node: fx.Node) -> bool:
     """Whether a node is made of nothing but the integers that go in: no choice of the network's."""
-    seen, left = {node}, [node]
-    while left:
-        for given in left.pop().all_input_nodes:
-            if given not in seen:
-                seen.add(given)
-                left.append(given)
-    values = (leaf for one in seen for leaf in pytree.tree_leaves(one.meta.get("val")) if isinstance(leaf, Tensor))
+    values = (
+        leaf for one in ancestors(node) for leaf in pytree.tree_leaves(one.meta.get("val")) if isinstance(leaf, Tensor)
+    )
     return not any(value.is_floating_point() for value in values)
 
 
@@ -500,7 +492,6 @@ def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
         vector = stored(r, bias, [at])
         if vector in r.capture.states:
             rest = {name: value for name, value in layer.kwargs.items() if name != "bias"}
-            assert not isinstance(layer.target, str)
             return r.insert(layer.target, *layer.args[:2], vector, *layer.args[3:], **rest)
     return None
 
@@ -515,7 +506,6 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
-        assert not isinstance(node.target, str)
         found = stored(r, bias, [0])
         if found in r.capture.states:
             return r.insert(node.target, *node.args[:2], found, *node.args[3:], **rest)
@@ -633,7 +623,6 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     sizes, kind = r.shape(value)[-2:], node.meta["val"].dtype
     ones = r.insert(aten.full.default, list(sizes), 1.0, dtype=kind, device=node.meta["val"].device)
-    assert not isinstance(node.target, str)
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
@@ -647,7 +636,6 @@ def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
             kind, sizes = node.meta["val"].dtype, r.shape(mask)
             filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
-            assert not isinstance(node.target, str)
             filled = r.insert(node.target, filled, mask, number)
             return r.insert(aten.expand.default, filled, list(r.shape(node)))
         inverted = False

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import argument, reduced, shape_of
+from lightning_sym.symmetry.tracing.nodes import argument, reduced, shape_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 _SUMS = {"add", "sub"}

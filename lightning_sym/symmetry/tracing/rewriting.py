@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name
-from lightning_sym.symmetry.tracing.invisible import memories_of, shared_memory
-from lightning_sym.symmetry.tracing.memory import written_by
+from lightning_sym.symmetry.tracing.nodes import between, memories_of, shared_memory, written_by
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Returns what stands for an operation, if it is of the spelling that this rewrites; None if it is not.
@@ -451,7 +450,7 @@ class Rewriter:
                     new = None
                 if new is not None and (_kind(new) != _kind(node) or not self._may_replace(node, new)):
                     new = None
-                put_in = self._put_in(before, node)
+                put_in = between(before, node)
                 for one in reversed(put_in):
                     if one is not new and not one.users and not one._erased:
                         self.erase(one)
@@ -462,14 +461,6 @@ class Rewriter:
                     changes += 1
             node = following
         return changes
-
-    @staticmethod
-    def _put_in(before: fx.Node, node: fx.Node) -> list[fx.Node]:
-        """Return what stands between two nodes."""
-        found = []
-        while (before := before.next) is not node:
-            found.append(before)
-        return found
 
 
 class NoSpellingError(Exception):

@@ -11,7 +11,7 @@ from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.products import Products, listed
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
-from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import name_of
 
 _VANISHED = -1e30  # what is put in the place of values that a softmax shall not see

@@ -11,7 +11,7 @@ from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
-from lightning_sym.symmetry.tracing.invisible import shared_memory
+from lightning_sym.symmetry.tracing.nodes import shared_memory
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 
