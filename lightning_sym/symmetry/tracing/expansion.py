@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.tracing import written_out  # noqa: F401 (it registers rules)
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.nodes import between, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place

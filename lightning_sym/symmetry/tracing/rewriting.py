@@ -67,16 +67,17 @@ class Rewriter:
         # Whatever is written into a result later, an operation makes the same of what it reads.
         if node in self._frozen and (node is not self.at or self._shares(node)):
             return ""
-        if self._is_kept(node.target) or node.kwargs.get("out") is not None:
+        if self.is_kept(node.target) or node.kwargs.get("out") is not None:
             return ""
         return operation_name(node.target).removesuffix("_")
 
     def plain_name(self, node: Any) -> str:
         """Return the name of an operation, whoever sees what it writes, without the mark of writing in place."""
-        plain = isinstance(node, fx.Node) and node.op == "call_function" and not self._is_kept(node.target)
+        plain = isinstance(node, fx.Node) and node.op == "call_function" and not self.is_kept(node.target)
         return operation_name(node.target).removesuffix("_") if plain else ""
 
-    def _is_kept(self, target: Any) -> bool:
+    def is_kept(self, target: Any) -> bool:
+        """Whether a user has a rule for an operation."""
         schema = getattr(target, "_schema", None)
         return schema is not None and schema.name.removesuffix("_") in self.kept
 
@@ -125,7 +126,7 @@ class Rewriter:
         fixed = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
         if (
             not fixed
-            or self._is_kept(target)
+            or self.is_kept(target)
             or torch.Tag.nondeterministic_seeded in target.tags
             or "empty" in target._schema.name
         ):
@@ -180,7 +181,7 @@ class Rewriter:
         Raises:
             NoSpellingError: If a user has a rule for it, or it does not take these arguments (of mixed precision).
         """
-        if self._is_kept(target):
+        if self.is_kept(target):
             raise NoSpellingError
         return self._put(target, args, kwargs)
 

@@ -249,19 +249,15 @@ class Interpreter(Layers):
 
 
 _RULES: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(operations(Trait.JOIN), Interpreter._added),
-    **dict.fromkeys(("mul", "multiply"), Interpreter._mul),
-    **dict.fromkeys(("div", "true_divide", "divide"), Interpreter._div),
+    **dict.fromkeys(("add", "sub", "rsub"), Interpreter._added),
+    "mul": Interpreter._mul,
+    "div": Interpreter._div,
     "neg": Interpreter._neg,
-    "lerp": Interpreter._lerp,
     "linear": Interpreter._linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), Interpreter._matmul),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), Interpreter._addmm),
+    "matmul": Interpreter._matmul,
     "einsum": Interpreter._einsum,
-    "tensordot": Interpreter._tensordot,
     "embedding": Interpreter._embedding,
     **dict.fromkeys(operations(Trait.CONVOLVE), Interpreter._convolution),
-    "scaled_dot_product_attention": Interpreter._attention,
     **dict.fromkeys(("layer_norm", "rms_norm"), Interpreter._layer_norm),
     "group_norm": Interpreter._group_norm,
     **dict.fromkeys(("instance_norm", "batch_norm"), Interpreter._own_norm),

@@ -167,8 +167,6 @@ def _contracts(node: fx.Node, given: fx.Node) -> bool:
         return given is node.args[1]
     if name == "embedding":
         return given is node.args[0]
-    if name in ("addmm", "baddbmm", "addmv"):
-        return given in node.args[1:3]
     return name in operations(Trait.CONTRACT)
 
 
