@@ -25,21 +25,6 @@ from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 # Elementwise operations.
 
 
-@register_rule("aten::prelu", "aten::_prelu_kernel")
-def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
-    # The slopes go with their channels; they are not scaled.
-    axis = 1 if value.ndim > 1 else 0
-    for label in slope.labels:
-        trace.constraints.fix_scales(label.scale)
-    if math.prod(slope.shape) > 1:
-        slope = slope.on([axis], value.ndim) if slope.ndim == 1 else slope
-        value = trace.join(value, slope, product=True)
-    else:
-        for label in slope.labels:
-            trace.constraints.fix_units(label.atom.ravel())
-    return trace.elementwise(value, positive_scales=True)
-
-
 @register_rule(Trait.CAST, "aten::neg")
 def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
     """Casting rounds: to whole numbers or truth values so coarsely that no scale passes."""
@@ -295,12 +280,6 @@ def _any_step(trace: Trace, value: Value, axis: int) -> Value:
     return step
 
 
-@register_rule("aten::log_sigmoid", "aten::log_sigmoid_forward")
-def _log_sigmoid(trace: Trace, value: Value) -> Any:
-    result = trace.permutations_only(value)
-    return result if isinstance(trace.node.meta["val"], Tensor) else [result, Value(value.shape)]
-
-
 @register_rule("aten::where")
 def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
     values = [part for part in (one, two) if isinstance(part, Value)]
@@ -330,15 +309,6 @@ def _compare(trace: Trace, one: Value, two: Any) -> Value:
 @register_rule("aten::maximum", "aten::minimum")
 def _maximum(trace: Trace, one: Value, two: Value) -> Value:
     return trace.elementwise(trace.join(one, two, product=False), positive_scales=True)
-
-
-@register_rule("aten::glu")
-def _glu(trace: Trace, value: Value, axis: int = -1) -> Value:
-    first, second = trace.move(value, lambda t: torch.chunk(t, 2, axis))
-    for half in (first, second):
-        for label in half.labels:
-            trace.see(label)
-    return trace.join(first, trace.permutations_only(second), product=True)
 
 
 # Data movement: labels follow the coordinates.

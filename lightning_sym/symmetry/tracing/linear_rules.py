@@ -289,27 +289,6 @@ def _batch_norm(
     return _affine(trace, value, weight, bias, [1])
 
 
-@register_rule("aten::instance_norm")
-def _instance_norm(
-    trace: Trace,
-    value: Value,
-    weight: Value | None,
-    bias: Value | None,
-    mean: Value | None,
-    variance: Value | None,
-    use_input: bool,
-    momentum: float,
-    epsilon: float,
-    *args: Any,
-) -> Value:
-    if not use_input:
-        return _batch_norm(trace, value, weight, bias, mean, variance, False, momentum, epsilon)
-    for state in (mean, variance):
-        if state is not None:
-            trace.fix(state)
-    return _affine(trace, _normalised_over(trace, value, range(2, value.ndim), epsilon), weight, bias, [1])
-
-
 @register_rule("aten::layer_norm")
 def _layer_norm(
     trace: Trace,

@@ -236,14 +236,6 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(reduce, rows, [1])
 
 
-def _saved_statistics(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite an instance norm that uses saved statistics as a batch norm."""
-    value, gain, bias, mean, variance, own = node.args[:6]
-    if own or mean is None or variance is None:
-        return None
-    return r.insert(aten.batch_norm.default, value, gain, bias, mean, variance, False, *node.args[6:])
-
-
 def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums and differences with a factor."""
     alpha = node.kwargs.get("alpha", 1)
@@ -676,7 +668,6 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     "einsum": einsum,
-    "instance_norm": _saved_statistics,
     **dict.fromkeys(("sum", "prod"), _total),
     **dict.fromkeys(operations(Trait.SOFTMAX), unseen),
     "add": _sum,

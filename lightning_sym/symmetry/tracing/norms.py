@@ -17,7 +17,7 @@ _SUMS = {"add", "sub"}
 _PASSED = operations(Trait.CAST) | {"neg"}
 _MOVED = _PASSED | operations(Trait.MOVE)
 _HANDED_ON = _MOVED | operations(Trait.POOL) | {"getitem"}
-_PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3), "instance_norm": (1, 2)}
+_PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3)}
 _BATCH_NORMS = {"batch_norm", "cudnn_batch_norm"}
 
 

@@ -353,7 +353,7 @@ class _Recogniser:
         names = [self.rewriter.name(step.node) for step in steps]
         told = {"layer": ("layer_norm",), "rms": ("rms_norm",)}.get(found.kind, (found.kind, f"_{found.kind}"))
         told = ("group_norm",) if found.split is not None and found.kind == "layer" else told
-        known = [name for name in names if name in told or name == "instance_norm"]
+        known = [name for name in names if name in told]
         others = [name for name in names if name not in known and name not in _CASTS | _MOVEMENTS]
         return len(known) == 1 and not others
 

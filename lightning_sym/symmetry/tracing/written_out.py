@@ -68,6 +68,27 @@ def _gated(x: Tensor, dim: int = -1) -> Tensor:
     return value * gate.sigmoid()
 
 
+def _instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    own_statistics: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool = False,
+) -> Tensor:
+    if own_statistics:
+        return torch.group_norm(x, x.shape[1], weight, bias, eps)
+    return torch.batch_norm(x, weight, bias, mean, variance, False, momentum, eps, cudnn)
+
+
+def _leaking(x: Tensor, slope: Tensor) -> Tensor:
+    wide = slope.reshape(-1, *[1] * (x.ndim - 2)) if slope.numel() > 1 and x.ndim > 1 else slope
+    return x.relu() - wide * (-x).relu()
+
+
 def _matrix_product(added: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return _times(x @ y, alpha) + _times(added, beta)
 
@@ -101,12 +122,14 @@ FUNCTIONS: Mapping[str, Written] = {
     "diff": _difference,
     "glu": _gated,
     "hypot": lambda x, y: (x.square() + y.square()).sqrt(),
+    "instance_norm": _instance_norm,
     "lerp": lambda start, end, weight: start + weight * (end - start),
     "linalg_vecdot": lambda x, y, *, dim=-1: (x * y).sum(dim),
     **dict.fromkeys(("outer", "ger"), lambda x, y: x.unsqueeze(-1) * y),
     "pairwise_distance": _distance,
     "inner": lambda x, y: _over(x, y, [-1], [-1]),
     "tensordot": _over,
+    "prelu": _leaking,
     "scaled_dot_product_attention": _attention,
 }
 

@@ -194,7 +194,7 @@ class Interpreter(Layers):
             living = self.numbers(value) is not None or bool(self._living(value))
             if "demand" in node.meta:
                 self._demanded(node, value, where, living=living)
-            elif living and name not in operations(Trait.POINTWISE) | {"prelu"}:
+            elif living and name not in operations(Trait.POINTWISE):
                 self.system.note(f"{name} in {where}: nothing is added to what it takes")
         if isinstance(val, (list, tuple)):
             return [
@@ -260,7 +260,7 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(operations(Trait.CONVOLVE), Interpreter._convolution),
     **dict.fromkeys(("layer_norm", "rms_norm"), Interpreter._layer_norm),
     "group_norm": Interpreter._group_norm,
-    **dict.fromkeys(("instance_norm", "batch_norm"), Interpreter._own_norm),
+    "batch_norm": Interpreter._batch_norm,
     **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
     **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Interpreter._spread),
