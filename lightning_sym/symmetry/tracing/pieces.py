@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.charts import Piece
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import memories_of
+from lightning_sym.symmetry.tracing.nodes import memories_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
