@@ -197,34 +197,6 @@ register_rule("aten::mul")(_binary(product=True))
 register_rule("aten::div")(_binary(product=True, divide=True))
 
 
-# Complex numbers, of two real ones each: a unit fills both.
-
-
-@register_rule("aten::view_as_complex")
-def _as_complex(trace: Trace, value: Value) -> Value:
-    last, labels = value.ndim - 1, []
-    for label in value.labels:
-        label = trace.constraints.resolve(label)
-        if last in label.axes:
-            axes = label.axes[:-1]
-            real, imaginary = (label.moved(axes, lambda part, at=at: part[..., at]) for at in (0, 1))  # type: ignore[misc]
-            trace.constraints.equate([(real.scale, 1.0), (imaginary.scale, -1.0)])
-            label = trace.constraints.same_units(real, imaginary)
-        labels.append(label)
-    return Value(trace.output_shape(), tuple(labels))
-
-
-@register_rule("aten::view_as_real")
-def _as_real(trace: Trace, value: Value) -> Value:
-    labels = []
-    for label in value.labels:
-        label = trace.constraints.resolve(label)
-        wide = label.moved((*label.axes, value.ndim), lambda part: np.stack([part, part], -1))
-        tag = trace.constraints.derive_tags(wide.tag, np.indices(wide.atom.shape)[-1])
-        labels.append(Label(wide.axes, wide.atom, tag, wide.scale))
-    return trace.disjoint(Value(trace.output_shape(), tuple(labels)))
-
-
 def _chosen(trace: Trace, mask: Value, one: Any, two: Any) -> Value | None:
     """Return one value where a constant mask holds, and another one elsewhere; None if that tells no units apart."""
     shape = trace.output_shape()
