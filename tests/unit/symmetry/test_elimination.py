@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 from scipy import sparse
+from scipy.sparse import csr_matrix
 
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.solution import eliminate
 from lightning_sym.symmetry.tracing.affine.values import ONE, Coefficient, Unknowns, distinct
+from lightning_sym.symmetry.tracing.equations import _once, solve
 from lightning_sym.symmetry.translations import pivots
 
 
@@ -133,3 +135,22 @@ def test_pivots_are_independent_rows() -> None:
     assert np.linalg.matrix_rank(entangled.toarray()[rows]) == 4
     with pytest.raises(RuntimeError, match="change nothing that can be told"):
         pivots(sparse.csr_matrix(np.array([[1.0, 1.0], [2.0, 2.0]])))
+
+
+@pytest.mark.parametrize("modulo_two", [False, True])
+def test_equations_that_captures_repeat_are_solved_once(modulo_two: bool) -> None:
+    """A capture of another length has multiples of the same equations: then no unknown is in a single one."""
+    generator = np.random.default_rng(0)
+    variables = np.stack([generator.choice(60, 4, replace=False) for _ in range(30)])
+    factors = np.array([1.0, 1, 1, 1]) if modulo_two else np.array([1.0, -2, 0.5, 3])
+    zeros = np.zeros(0, np.int64)
+    once = solve(60, [(variables, factors)], zeros, modulo_two=modulo_two)
+    again = [(variables[::-1], factors if modulo_two else -2 * factors), (variables, factors)]
+    twice = solve(60, again, zeros, modulo_two=modulo_two)
+    assert twice.shape == once.shape
+    whole = np.zeros((30, 60))
+    whole[np.arange(30)[:, None], variables] = factors
+    left = whole @ twice
+    assert not np.any(left % 2 if modulo_two else np.abs(left) > 1e-9)
+    rows = csr_matrix(np.array([[1.0, 2, 3, 0], [0, 1, 2, 3], [2, 4, 6, 0], [1, 2, 4, 0], [0, -1, -2, -3]]))
+    assert _once(rows).toarray().tolist() == rows.toarray()[[0, 1, 3]].tolist()
