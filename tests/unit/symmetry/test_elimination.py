@@ -117,6 +117,13 @@ def test_moves_behind_leading_axes_are_those_of_each_part(kind: str, run) -> Non
     after = tuple(made[0].shape) if isinstance(made, tuple) else tuple(made.shape)
     move = Move(kind, (3, 4), after, run, axis=1, drops=len(after) == 1)
     array = torch.arange(1, 25).reshape(2, 3, 4)
+    thin = move(array[:, :, :1], 1), [run(part.expand(3, 4)) for part in array[:, :, :1]]
+    for own, parts in zip(
+        thin[0] if isinstance(thin[0], list) else [thin[0]],
+        zip(*thin[1], strict=True) if isinstance(made, tuple) else [thin[1]],
+        strict=True,
+    ):
+        assert torch.equal(own.expand(torch.stack(list(parts)).shape), torch.stack(list(parts)))
     found, wanted = move(array, 1), [run(part) for part in array]
     for own, parts in zip(
         found if isinstance(found, list) else [found],

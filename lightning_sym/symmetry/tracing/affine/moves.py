@@ -1,5 +1,6 @@
 """Operations that only move entries: what they do to thin arrays of a value, without expanding them where possible."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,16 +87,18 @@ class Move:
         for axis, size in enumerate(self.before):
             if self.kind == "other" or axis == self.axis:
                 whole[lead + axis] = size
-        flat = array.expand(whole).reshape(-1, *whole[lead:])
+        count, front = math.prod(array.shape[:lead]), array.shape[:lead]
         # Behind leading axes, all are moved at once: as their places are. What comes from nowhere is 0.
-        source = flat[0] if len(flat) == 1 else places(whole[lead:]) + 1
-        made = self.run(source)
+        numbers = array if count == 1 else places(array.shape[lead:]) + 1
+        made = self.run(numbers.reshape(array.shape[lead:]).expand(whole[lead:]))
         results = list(made) if isinstance(made, (list, tuple)) else [made]
-        if len(flat) > 1:
-            rows = torch.cat([flat.new_zeros(len(flat), 1), flat.flatten(1)], 1)
-            results = [rows[:, own.reshape(-1)].reshape(-1, *own.shape) for own in results]
-        front = array.shape[:lead]
-        results = [self._joined(own.reshape(*front, *own.shape[len(flat) > 1 :]), lead, thin) for own in results]
+        if count > 1:
+            rows = torch.cat([array.new_zeros(count, 1), array.reshape(count, -1)], 1)
+            results = [thinned(own) if self.kind == "other" else own for own in results]
+            results = [rows[:, own.reshape(-1)].reshape(*front, *own.shape) for own in results]
+        else:
+            results = [own.reshape(*front, *own.shape) for own in results]
+        results = [self._joined(own, lead, thin) for own in results]
         return results if isinstance(made, (list, tuple)) else results[0]
 
     def _joined(self, result: Tensor, lead: int, thin: bool) -> Tensor:
