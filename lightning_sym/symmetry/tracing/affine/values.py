@@ -242,8 +242,8 @@ def _joined(pairs: Ints) -> Ints:
     _, label = sparse.csgraph.connected_components(graph, False)
     _, first = np.unique(label, return_index=True)
     least = numbers[first[label]]
-    joined: Ints = np.stack([numbers, least], 1)
-    return joined[numbers != least]
+    joined: Ints = np.stack([numbers, least], 1)[numbers != least]
+    return joined
 
 
 class Unknowns:
