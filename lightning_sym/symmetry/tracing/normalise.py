@@ -561,7 +561,22 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
         held = before.meta.get("val")
         if isinstance(held, Tensor) and layout(held) == layout(value):
             return before
+        if isinstance(held, Tensor) and before is not node.args[0] and (part := _part_of(held, value)) is not None:
+            return r.insert(aten.slice.Tensor, before, *part)
     return None
+
+
+def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
+    """Return on which axis of a value another one is a slice of it, from where to where; None if it is none."""
+    differing = [axis for axis in range(value.ndim) if value.shape[axis] != whole.shape[axis : axis + 1].numel()]
+    if whole.ndim != value.ndim or len(differing) != 1 or not value.numel():
+        return None
+    (axis,) = differing
+    start, rest = divmod(value.storage_offset() - whole.storage_offset(), max(whole.stride(axis), 1))
+    end = start + value.shape[axis]
+    if rest or start < 0 or end > whole.shape[axis]:
+        return None
+    return (axis, start, end) if layout(whole.narrow(axis, start, end - start)) == layout(value) else None
 
 
 def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
