@@ -48,6 +48,12 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, r.insert(aten.permute.default, lifted.node, order), r.shape(node))
 
 
+def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the value of which some values are all parts, with these along a new first axis; None if they are not."""
+    found = _Branches(r).parts_of_one(nodes)
+    return None if found is None else found.node
+
+
 class _Branches:
     """Branches of a network that do the same, each to its part of something.
 
@@ -75,7 +81,7 @@ class _Branches:
             if len(self.known) == _MOST:
                 return None
             self.known[key] = None
-            found = self._constants(nodes) or self._pieces(nodes) or self._repeated(nodes)
+            found = self._constants(nodes) or self.parts_of_one(nodes) or self._repeated(nodes)
             self.known[key] = found or self._operation(nodes, readers)
         return self.known[key]
 
@@ -90,7 +96,7 @@ class _Branches:
         wide = [self.r.insert(aten.unsqueeze.default, node, 0) for node in nodes]
         return _Lifted(self.r.insert(aten.cat.default, wide, 0), True)
 
-    def _pieces(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
+    def parts_of_one(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
         """Return the value of which each branch has a part, its parts along a new first axis."""
         values: list[Any] = [node.meta.get("val") for node in nodes]
         if any(not isinstance(value, Tensor) or value.shape != values[0].shape for value in values):
@@ -141,6 +147,8 @@ class _Branches:
             return None
         if any(isinstance(value, fx.Node) for value in first.kwargs.values()):
             return None
+        if not isinstance(first.meta.get("val"), Tensor):
+            return None  # a list of parts
         shapes = {r.shape(node) for node in nodes}
         args: list[_Lifted] = []
         for given in zip(*(node.args for node in nodes), strict=True):

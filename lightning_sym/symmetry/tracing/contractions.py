@@ -349,10 +349,23 @@ def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[lis
     return terms, out.replace("...", dots)
 
 
+def _of_one(r: Rewriter, equation: str, value: fx.Node) -> fx.Node | None:
+    """Return the sum of a value over the letters that are not in the result, with the others in another order."""
+    if (found := _letters(r, equation, [value])) is None:
+        return None
+    (term,), out = found
+    gone = [axis for axis, letter in enumerate(term) if letter not in out]
+    value = r.insert(aten.sum.dim_IntList, value, gone) if gone else value
+    kept = [letter for letter in term if letter in out]
+    return permuted(r, value, [kept.index(letter) for letter in out])
+
+
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums of products of two values or more, the first two first."""
     equation: Any = node.args[0]
     values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    if len(values) == 1:
+        return _of_one(r, equation, values[0])
     found = _letters(r, equation, values) if len(values) > 1 else None
     if found is None:
         return None

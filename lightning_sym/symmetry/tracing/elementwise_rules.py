@@ -502,6 +502,11 @@ def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = Fals
     return summed_over(trace, trace.elementwise(value, positive_scales=True), axes or None)
 
 
+@register_rule("aten::logsumexp")
+def _logsumexp(trace: Trace, value: Value, axes: Any, keepdim: bool = False) -> Value:
+    return summed_over(trace, trace.permutations_only(value), axes, squares=False)
+
+
 def _gone(axes: Any, rank: int) -> set[int]:
     """Return the axes over which an operation sums: the given ones, or all."""
     axes = range(rank) if axes is None else [axes] if isinstance(axes, int) else axes

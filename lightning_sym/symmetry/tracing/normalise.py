@@ -34,6 +34,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     summed_product,
     tensordot,
 )
+from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value, larger
 from lightning_sym.symmetry.tracing.filling import join_parts
 from lightning_sym.symmetry.tracing.invisible import argument, reduced
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
@@ -204,6 +205,8 @@ def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
     both, item = node.args
     if r.name(both) == "embedding_bag" and item == 0:
         return _bag(r, both)  # type: ignore[arg-type]
+    if r.name(both) in CHOICES:
+        return chosen_value(r, node)
     if r.name(both) not in ("var_mean", "std_mean"):
         return None
     assert isinstance(both, fx.Node)
@@ -543,6 +546,23 @@ def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, moved, r.shape(node))
 
 
+def _vector_norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite norms of vectors: along one axis, or of all elements."""
+    order, axes, keep = (argument(node, 1 + at, key) for at, key in enumerate(("ord", "dim", "keepdim")))
+    axes = [axes] if isinstance(axes, int) else axes
+    flat = axes is None and order is None
+    if not flat and len(axes or [0] * len(r.shape(node.args[0]))) != 1 or isinstance(order, str):
+        return None
+    return r.insert(aten.linalg_vector_norm.default, node.args[0], 2 if order is None else order, axes, bool(keep))
+
+
+def _matrix_diagonal(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the diagonal of a matrix."""
+    if len(r.shape(node.args[0])) != 2:
+        return None
+    return r.insert(aten.diagonal.default, node.args[0], argument(node, 1, "diagonal", 0))
+
+
 def _same_shape(target: Any) -> Rewrite:
     """Return a rewrite of an operation that takes a shape from another value."""
 
@@ -667,6 +687,8 @@ def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return r.insert(aten.expand.default, filled, list(r.shape(node)))
         inverted = False
     else:
+        if (extremum := larger(r, node)) is not None:
+            return extremum
         mask, value, number = node.args[:3]
         inverted = r.number(number) is None
         if inverted:
@@ -729,6 +751,8 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
     "im2col": _windows,
+    "linalg_norm": _vector_norm,
+    "diag": _matrix_diagonal,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
     "addcmul": _with_product(aten.mul.Tensor),
@@ -744,4 +768,5 @@ _REWRITES: dict[str, Rewrite] = {
     "expand_as": _same_shape(aten.expand.default),
     "cat": _cat,
     **dict.fromkeys(("masked_fill", "where"), _mask),
+    **REWRITES,
 }
