@@ -67,9 +67,9 @@ def of_parts(name: str) -> Rewrite:
                 waiting += [(given, value) for given in reversed(value.args)]
             else:
                 leaves.append(value)
-        if all(isinstance(leaf, fx.Node) and r.shape(leaf) == r.shape(node) for leaf in leaves):
-            if r.made_of(node) == "inputs" and (whole := pieces(r, leaves)) is not None:
-                return r.insert(_OVER[name[:3]], whole, [0], False)
+        alike = all(isinstance(leaf, fx.Node) and r.shape(leaf) == r.shape(node) for leaf in leaves)
+        if alike and r.made_of(node) == "inputs" and (whole := pieces(r, leaves)) is not None:
+            return r.insert(_OVER[name[:3]], whole, [0], False)
         return r.insert(_OF_TWO[name[:3]], *node.args) if r.name(node) != name else None
 
     return rewrite

@@ -34,10 +34,11 @@ from lightning_sym.symmetry.tracing.contractions import (
     summed_product,
     tensordot,
 )
-from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value, larger
+from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import join_parts
 from lightning_sym.symmetry.tracing.invisible import argument, reduced
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
+from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.memory import replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.regions import recognise
@@ -45,9 +46,6 @@ from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
 
 aten = torch.ops.aten
-_LOW = -1e3  # the softmax of what is so much lower than all else is zero
-_LOWEST = -1e30  # to which nothing can be added
-_FAR = 6  # operations between a mask and its softmax at most
 
 
 def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
@@ -476,7 +474,7 @@ def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_scaled_sum, _neutral, _broadcast, _biased, added_layers, gathered, _signed, factored):
+    for rewrite in (*_SUMS, masked_product):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -551,7 +549,7 @@ def _vector_norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
     order, axes, keep = (argument(node, 1 + at, key) for at, key in enumerate(("ord", "dim", "keepdim")))
     axes = [axes] if isinstance(axes, int) else axes
     flat = axes is None and order is None
-    if not flat and len(axes or [0] * len(r.shape(node.args[0]))) != 1 or isinstance(order, str):
+    if (not flat and len(axes or [0] * len(r.shape(node.args[0]))) != 1) or isinstance(order, str):
         return None
     return r.insert(aten.linalg_vector_norm.default, node.args[0], 2 if order is None else order, axes, bool(keep))
 
@@ -672,63 +670,7 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
-# Masks.
-
-
-def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a mask before a softmax: it adds a number so low that nothing is left, or nothing."""
-    if r.name(node) == "masked_fill":
-        value, mask, number = node.args[:3]
-        if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
-            kind, sizes = node.meta["val"].dtype, r.shape(mask)
-            filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
-            assert not isinstance(node.target, str)
-            filled = r.insert(node.target, filled, mask, number)
-            return r.insert(aten.expand.default, filled, list(r.shape(node)))
-        inverted = False
-    else:
-        if (extremum := larger(r, node)) is not None:
-            return extremum
-        mask, value, number = node.args[:3]
-        inverted = r.number(number) is None
-        if inverted:
-            value, number = number, value
-    low = r.number(number)
-    if not isinstance(value, fx.Node) or not isinstance(mask, fx.Node) or low is None or not low <= _LOW:
-        return None
-    if r.shape(value) != r.shape(node) or value.meta["val"].dtype != node.meta["val"].dtype:
-        return None
-    if r.made_of(value) != "inputs" or (r.name(node) == "where" and inverted and not isinstance(value, fx.Node)):
-        return None
-    if not _leads_to_softmax(r, node, low):
-        return None
-    kind = value.meta["val"].dtype
-    zeros = r.insert(aten.full.default, list(r.shape(mask)), 0.0, dtype=kind)
-    if r.name(node) == "where" and not inverted:
-        mask = r.insert(aten.logical_not.default, mask)
-    added = r.insert(aten.masked_fill.Scalar, zeros, mask, low)
-    return r.insert(aten.add.Tensor, value, added)
-
-
-def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
-    """Whether nothing but a softmax reads a value, to which others may be added before.
-
-    Its logarithm shows low numbers, but nothing that was added to the lowest ones.
-    """
-    for _ in range(_FAR):
-        if len(node.users) != 1:
-            return False
-        (user,) = node.users
-        if r.name(user) in operations(Trait.SOFTMAX):
-            return "log" not in r.name(user) or low < _LOWEST
-        if r.name(user) not in operations(Trait.CAST) | {"add", "masked_fill", "where"}:
-            return False
-        if r.shape(user) != r.shape(node):
-            return False
-        node = user
-    return False
-
-
+_SUMS = (_scaled_sum, _neutral, _broadcast, _biased, added_layers, gathered, _signed, factored)
 _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), addmm),
@@ -767,6 +709,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
     "expand_as": _same_shape(aten.expand.default),
     "cat": _cat,
-    **dict.fromkeys(("masked_fill", "where"), _mask),
+    **dict.fromkeys(("masked_fill", "where"), spelled_mask),
+    "nan_to_num": of_softmax,
     **REWRITES,
 }
