@@ -324,9 +324,13 @@ class Rewriter:
         for user in list(base.users):
             if user not in written:
                 user.replace_input_with(base, new)
-        for at, mark in enumerate(self.capture.marks):
-            if mark.node is base:
-                self.capture.marks[at] = replace(mark, node=new)
+        order = {node: place for place, node in enumerate(self.graph.nodes)}
+        gone = {base, *written}
+        self.capture.marks[:] = [  # what memory holds before it is full is named no longer
+            replace(mark, node=new) if mark.node is base else mark
+            for mark in self.capture.marks
+            if mark.node not in gone or (mark.node is base and order[mark.after] >= order[new])
+        ]
         for node in [*reversed(written), base]:
             for at, mark in enumerate(self.capture.marks):
                 if mark.after is node:
