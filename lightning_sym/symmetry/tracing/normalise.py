@@ -544,6 +544,26 @@ def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, moved, r.shape(node))
 
 
+def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the norm of a value without its mean: a layer norm."""
+    difference, sizes = node.args[:2]
+    if r.name(difference) != "sub" or len(difference.args) != 2 or difference.kwargs:  # type: ignore[union-attr]
+        return None
+    value, mean = difference.args  # type: ignore[union-attr]
+    if r.name(mean) != "mean" or not isinstance(mean, fx.Node) or mean.args[0] is not value:
+        return None
+    assert isinstance(sizes, (list, tuple))
+    assert isinstance(value, fx.Node)
+    rank = len(r.shape(value))
+    if reduced(mean, rank) != set(range(rank - len(sizes), rank)) or len(r.shape(mean)) != rank:
+        return None
+    if r.name(node) == "layer_norm":
+        return r.insert(aten.layer_norm.default, value, *node.args[1:], **node.kwargs)
+    eps = argument(node, 3, "eps")
+    eps = torch.finfo(node.meta["val"].dtype).eps if eps is None else eps
+    return r.insert(aten.layer_norm.default, value, sizes, argument(node, 2, "weight"), None, eps)
+
+
 def _vector_norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite norms of vectors: along one axis, or of all elements."""
     order, axes, keep = (argument(node, 1 + at, key) for at, key in enumerate(("ord", "dim", "keepdim")))
@@ -694,6 +714,7 @@ _REWRITES: dict[str, Rewrite] = {
     "gather": _gathered,
     "im2col": _windows,
     "linalg_norm": _vector_norm,
+    **dict.fromkeys(("rms_norm", "layer_norm"), _norm_of_centred),
     "diag": _matrix_diagonal,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
