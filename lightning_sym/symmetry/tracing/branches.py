@@ -48,6 +48,30 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, r.insert(aten.permute.default, lifted.node, order), r.shape(node))
 
 
+def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of what experts make, one after the other: made by all at once."""
+    if r.writes_into(node) or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
+        return None
+    leaves: list[Any] = []
+    readers: list[fx.Node] = []
+    waiting: list[tuple[Any, fx.Node]] = [(given, node) for given in reversed(node.args[:2])]
+    while waiting:
+        value, reader = waiting.pop()
+        if r.name(value) == "add" and r.only_for(value, reader) and not value.kwargs:
+            waiting += [(given, value) for given in reversed(value.args[:2])]
+        else:
+            leaves.append(value)
+            readers.append(reader)
+    leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # of Python's sum
+    if len(leaves) < 2 or node.kwargs or any(r.shape(leaf) != r.shape(node) for leaf in leaves):
+        return None
+    branches = _Branches(r)
+    lifted = branches.lift(leaves, readers)
+    if lifted is None or not lifted.along or not branches.experts:
+        return None
+    return r.insert(aten.sum.dim_IntList, lifted.node, [0])
+
+
 def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:
     """Return the value of which some values are all parts, with these along a new first axis; None if they are not."""
     found = _Branches(r).parts_of_one(nodes)
@@ -59,10 +83,12 @@ class _Branches:
 
     Attributes:
         mixes: Whether they do more to what they take than to move it, or to apply a function to each element.
+        experts: The values that layers make of which each branch has its own, of one stack of weights.
     """
 
     def __init__(self, r: Rewriter) -> None:
         self.r, self.mixes = r, False
+        self.experts: set[fx.Node] = set()
         self.known: dict[tuple[fx.Node, ...], _Lifted | None] = {}
 
     def lift(self, nodes: Sequence[Any], readers: Sequence[fx.Node]) -> _Lifted | None:
@@ -157,9 +183,28 @@ class _Branches:
             args.append(own)
         if len(shapes) > 1 or not any(arg.along for arg in args):
             return None
-        lifted = _lifted(r, first, name, args)
+        lifted = self._expert(first, args) if name == "linear" else None
+        lifted = lifted or _lifted(r, first, name, args)
+        if lifted is not None and any(arg.node in self.experts for arg in args if isinstance(arg.node, fx.Node)):
+            self.experts.add(lifted)
         self.mixes = self.mixes or (lifted is not None and name in _TOGETHER)
         return None if lifted is None else _Lifted(lifted, True)
+
+
+    def _expert(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
+        """Return a layer with weights of its own in each branch, of one value or of what such layers make."""
+        r, (value, weight, *bias) = self.r, args
+        if not weight.along or (value.along and value.node not in self.experts) or len(r.shape(weight.node)) != 3:
+            return None
+        rank = len(r.shape(node))
+        turned = r.insert(aten.permute.default, weight.node, [0, 2, 1])
+        count, *sizes = r.shape(turned)
+        turned = reshaped(r, turned, [count, *[1] * (rank - 2), *sizes])
+        result = r.insert(aten.matmul.default, value.node, turned)
+        if bias and bias[0].node is not None:
+            result = r.insert(aten.add.Tensor, result, _wide(r, bias[0], rank) if bias[0].along else bias[0].node)
+        self.experts.add(result)
+        return result
 
 
 _Cut = list[tuple[Callable[..., Any], tuple[Any, ...]]]

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
-from lightning_sym.symmetry.tracing.branches import together
+from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
@@ -474,7 +474,7 @@ def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (*_SUMS, masked_product):
+    for rewrite in (*_SUMS, masked_product, added_branches):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
