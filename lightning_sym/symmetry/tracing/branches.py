@@ -190,7 +190,6 @@ class _Branches:
         self.mixes = self.mixes or (lifted is not None and name in _TOGETHER)
         return None if lifted is None else _Lifted(lifted, True)
 
-
     def _expert(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
         """Return a layer with weights of its own in each branch, of one value or of what such layers make."""
         r, (value, weight, *bias) = self.r, args

@@ -22,6 +22,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     einsum,
     joined,
     joined_layers,
+    layers_of_parts,
     layout,
     matmul,
     multi_dot,
@@ -512,7 +513,10 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     is_plain = name.startswith("conv") and "transpose" not in name
     if is_plain and (narrow := narrow_convolution(r, node)) is not None:
         return narrow
-    if name == "linear" and (rewritten := _one_hot(r, node) or outer_product(r, node)) is not None:
+    if (
+        name == "linear"
+        and (rewritten := _one_hot(r, node) or outer_product(r, node) or layers_of_parts(r, node)) is not None
+    ):
         return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
