@@ -18,12 +18,13 @@ from spelling_cases import FUNCTIONS, Function, rotary
 from torch import Tensor
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
+from tried_spelling_cases import TRIED
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
 torch.set_num_threads(1)
 
-ALL = FUNCTIONS | FURTHER
+ALL = FUNCTIONS | FURTHER | TRIED
 LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
 # Rounding of float64 in outputs that are computed in another order.
 EXACT = 1e-11
