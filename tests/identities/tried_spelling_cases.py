@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -220,7 +219,8 @@ def gated(s: Any, x: Tensor) -> Tensor:
     """An LSTM whose gates are layers of their own."""
     r, h, c, found = s.r, x.new_zeros(len(x), 3), x.new_zeros(len(x), 3), []
     for t in range(x.shape[1]):
-        own = zip(*(weights.chunk(4) for weights in r._flat_weights), strict=True)
+        weights = r.weight_ih_l0, r.weight_hh_l0, r.bias_ih_l0, r.bias_hh_l0
+        own = zip(*(part.chunk(4) for part in weights), strict=True)
         i, f, g, o = (
             F.linear(torch.cat([x[:, t], h], 1), torch.cat([of_x, of_h], 1), one + two) for of_x, of_h, one, two in own
         )
@@ -280,11 +280,9 @@ TRIED: dict[str, Function] = {
         {"r": of(nn.RNN, 6, 4, batch_first=True), "o": of(L, 4, 5)}, steps(6), 4,
         {"rnn": lambda s, x: s.o(s.r(x)[0])} | each(STEPS, recurrent), samples=60,
     ),
+    "LSTM": Function(
+        {"r": of(nn.LSTM, 6, 3, batch_first=True), "o": of(L, 3, 5)}, steps(6), 12,
+        {"lstm": lambda s, x: s.o(s.r(x)[0]), "gate by gate": gated}, samples=60,
+    ),
     "squeeze and excite": Function(SQUEEZED, images(2, 6), 0, each(MEANS, squeezed), samples=60),
 }  # fmt: skip
-
-# Which have fewer permutations and signs than the function's other spellings.
-LESS = replace(
-    TRIED["recurrent layer"], parts={"r": of(nn.LSTM, 6, 3, batch_first=True), "o": of(L, 3, 5)}, nullity=12,
-    spellings={"gate by gate": gated},
-)  # fmt: skip

@@ -276,7 +276,7 @@ class Joining(Placing):
         if len(axes) == len(label.axes):
             return False
         pairs = np.unique(np.stack([label.atom.ravel(), _places(label, axes).ravel()]), axis=1)
-        return pairs.shape[1] == len(np.unique(label.atom))
+        return bool(pairs.shape[1] == len(np.unique(label.atom)))
 
     @staticmethod
     def _varies(value: Value, axis: int) -> bool:

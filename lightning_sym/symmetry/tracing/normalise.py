@@ -550,7 +550,8 @@ def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the norm of a value without its mean, perhaps with its axes in another order: a layer norm."""
-    moves, difference = [], node.args[0]
+    moves: list[fx.Node] = []
+    difference = node.args[0]
     while r.name(difference) in operations(Trait.PERMUTE) and isinstance(difference, fx.Node):
         moves.insert(0, difference)
         difference = difference.args[0]
@@ -622,7 +623,7 @@ def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
     if whole.ndim != value.ndim or len(differing) != 1 or not value.numel():
         return None
     (axis,) = differing
-    start, rest = divmod(value.storage_offset() - whole.storage_offset(), max(whole.stride(axis), 1))
+    start, rest = divmod(int(value.storage_offset()) - int(whole.storage_offset()), max(whole.stride(axis), 1))
     end = start + value.shape[axis]
     if rest or start < 0 or end > whole.shape[axis]:
         return None

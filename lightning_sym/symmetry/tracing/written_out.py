@@ -6,6 +6,7 @@ An operation that nothing knows yet is known everywhere after one entry here (do
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,7 @@ def _kronecker(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = np.broadcast_shapes(*(tensor.shape for tensor in tensors))
     return [tensor.expand(shape) for tensor in tensors]
 
 
