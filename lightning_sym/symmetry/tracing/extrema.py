@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.branches import pieces
 from lightning_sym.symmetry.tracing.contractions import reshaped
-from lightning_sym.symmetry.tracing.invisible import argument, reduced
+from lightning_sym.symmetry.tracing.nodes import argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations, places_of
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 
