@@ -209,6 +209,11 @@ def test_dimension_is_the_nullity_in_every_spelling(name: str, spelling: str) ->
     assert kinds(symmetry) == kinds(traced(name, reference(name)))
 
 
+@pytest.mark.parametrize("name", ["maxout", "largest step", "logsumexp of steps"])
+def test_extrema_and_their_like_keep_permutations(name: str) -> None:
+    assert traced(name, reference(name)).log10_permutations > 0.7
+
+
 @pytest.mark.parametrize(("name", "spelling"), one_in(16, LISTED))
 def test_elements_keep_the_function(name: str, spelling: str) -> None:
     function = ALL[name]

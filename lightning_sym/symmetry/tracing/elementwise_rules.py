@@ -435,6 +435,11 @@ def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, *
     return summed_over(trace, value, axes)
 
 
+@register_rule("aten::logsumexp")
+def _logsumexp(trace: Trace, value: Value, axes: Any, keepdim: bool = False) -> Value:
+    return summed_over(trace, trace.permutations_only(value), axes, squares=False)
+
+
 @register_rule("aten::amax", "aten::amin")
 def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
     return summed_over(trace, trace.elementwise(value, positive_scales=True), axes or None)
