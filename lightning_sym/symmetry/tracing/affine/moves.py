@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, thinned
+from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, places, thinned
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 
 MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD)
@@ -87,13 +87,18 @@ class Move:
             if self.kind == "other" or axis == self.axis:
                 whole[lead + axis] = size
         flat = array.expand(whole).reshape(-1, *whole[lead:])
-        results = [self.run(part) for part in flat]
-        if isinstance(results[0], (list, tuple)):
-            return [self._joined(parts, array, lead, thin) for parts in zip(*results, strict=True)]
-        return self._joined(results, array, lead, thin)
+        # Behind leading axes, all are moved at once: as their places are. What comes from nowhere is 0.
+        source = flat[0] if len(flat) == 1 else places(whole[lead:]) + 1
+        made = self.run(source)
+        results = list(made) if isinstance(made, (list, tuple)) else [made]
+        if len(flat) > 1:
+            rows = torch.cat([flat.new_zeros(len(flat), 1), flat.flatten(1)], 1)
+            results = [rows[:, own.reshape(-1)].reshape(-1, *own.shape) for own in results]
+        front = array.shape[:lead]
+        results = [self._joined(own.reshape(*front, *own.shape[len(flat) > 1 :]), lead, thin) for own in results]
+        return results if isinstance(made, (list, tuple)) else results[0]
 
-    def _joined(self, parts: Sequence[Tensor], array: Tensor, lead: int, thin: bool) -> Tensor:
-        result = torch.stack(list(parts)).reshape([*array.shape[:lead], *parts[0].shape])
+    def _joined(self, result: Tensor, lead: int, thin: bool) -> Tensor:
         if self.kind == "other":
             return thinned(result, lead)
         if self.drops:
