@@ -60,7 +60,8 @@ def _distances(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = 
 
 def _cosine(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     one, two = (each / torch.linalg.vector_norm(each, 2, dim, keepdim=True).clamp_min(eps) for each in (x, y))
-    return (one * two).sum(dim)
+    product: Tensor = (one * two).sum(dim)
+    return product
 
 
 def _gated(x: Tensor, dim: int = -1) -> Tensor:
