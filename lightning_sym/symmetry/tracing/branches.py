@@ -74,20 +74,9 @@ class _Branches:
             if len(self.known) == _MOST:
                 return None
             self.known[key] = None
-            found = self._constants(nodes) or self._pieces(nodes) or self._repeated(nodes)
+            found = self._pieces(nodes) or self._repeated(nodes)
             self.known[key] = found or self._operation(nodes, readers)
         return self.known[key]
-
-    def _constants(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
-        """Return what stands for one constant of each branch, which may be the same in all."""
-        values = [self.r.constant(node) for node in nodes]
-        first = values[0]
-        if first is None or any(value is None or value.shape != first.shape for value in values):
-            return None
-        if all(torch.equal(value, first) for value in values if value is not None):
-            return _Lifted(nodes[0], False)
-        wide = [self.r.insert(aten.unsqueeze.default, node, 0) for node in nodes]
-        return _Lifted(self.r.insert(aten.cat.default, wide, 0), True)
 
     def _pieces(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
         """Return the value of which each branch has a part, its parts along a new first axis."""
