@@ -107,27 +107,7 @@ def _remove_writes(r: Rewriter) -> None:
             node.target = other
 
 
-# Other names, and operations that are two others.
-
-
-def _renamed(target: Any) -> Rewrite:
-    """Return a rewrite to another name of the same operation."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
-        return r.insert(target, *node.args, **node.kwargs)
-
-    return rewrite
-
-
-def _arithmetic(target: Any) -> Rewrite:
-    """Return a rewrite to another name of addition, subtraction, product or quotient."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
-        if node.kwargs.get("rounding_mode") is not None:
-            return None
-        return r.insert(target, *node.args, **{k: v for k, v in node.kwargs.items() if k == "alpha"})
-
-    return rewrite
+# Operations that are two others.
 
 
 def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -595,10 +575,6 @@ _REWRITES: dict[str, Rewrite] = {
     "im2col": _windows,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
-    "multiply": _arithmetic(aten.mul.Tensor),
-    **dict.fromkeys(("true_divide", "divide"), _arithmetic(aten.div.Tensor)),
-    "subtract": _arithmetic(aten.sub.Tensor),
-    **dict.fromkeys(("concat", "concatenate"), _renamed(aten.cat.default)),
     "stack": _stack,
     "getitem": _item,
     **dict.fromkeys(VIEWS, _undone),

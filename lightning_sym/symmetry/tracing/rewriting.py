@@ -467,6 +467,28 @@ class Rewriter:
             node = following
         return changes
 
+    def rewrite_from_the_end(self, rule: Callable[[fx.Node], fx.Node | None]) -> int:
+        """Go through the graph from its end, so that the largest parts of it are rewritten first.
+
+        Args:
+            rule: Puts something in the place of the operation at hand and all that only it reads; returns the node at
+                which to go on, None if it rewrites nothing.
+
+        Returns:
+            The number of changes.
+        """
+        changes, node = 0, next(iter(reversed(self.graph.nodes)))
+        while node.op != "root":
+            following, self.at = node.prev, node
+            try:
+                new = rule(node) if node.users else None
+            except NoSpellingError:
+                new = None
+            if new is not None:
+                changes, following = changes + 1, new
+            node = following
+        return changes
+
 
 class NoSpellingError(Exception):
     """An operation that was to be put in does not take its arguments, or a user has a rule for it."""
