@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
 
-from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
+from lightning_sym.symmetry.groups import intertwiner_group
+from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Leaf, first_names, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
 from lightning_sym.symmetry.tracing.values import Value, values_in
