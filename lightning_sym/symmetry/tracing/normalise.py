@@ -141,8 +141,6 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     total: fx.Node = values[0]
     for value in values[1:]:
         total = r.insert(aten.add.Tensor if added else aten.mul.Tensor, total, value)
-    if len(values) == 1:
-        return None
     axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
     has, wanted = r.name(stack) == "cat", len(r.shape(node)) == len(r.shape(stack))
     if has and not wanted:

@@ -200,6 +200,8 @@ class Rewriter:
         self._learn(node)
         if self.at in self.capture.modules:
             self.capture.modules[node] = self.capture.modules[self.at]
+        if "written_for" in self.at.meta:
+            node.meta["written_for"] = self.at.meta["written_for"]
         return node
 
     def write(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

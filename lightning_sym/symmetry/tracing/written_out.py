@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.nodes import between
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 
@@ -142,6 +143,7 @@ FUNCTIONS: Mapping[str, Written] = {
 def _rewrite(function: Written) -> Rewrite:
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
         first = node.prev
+        node.meta.setdefault("written_for", operation_name(node.target))  # notes name what the network calls
         try:
             result: fx.Node = r.write(function, *node.args, **node.kwargs)
         except ValueError:
