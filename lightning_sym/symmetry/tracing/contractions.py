@@ -124,6 +124,8 @@ def contract(
     if set(one + two) <= set(out):
         return _product(r, one, two, out, first, second)
     made = r.made_of(first), r.made_of(second)
+    if "constants" in made and (mean := _uniform(r, one, two, out, first, second)) is not None:
+        return mean
     if made == ("weights", "inputs"):
         return _linear(r, two, one, out, second, first, sizes, bias)
     if made == ("inputs", "weights"):
@@ -181,6 +183,19 @@ def _product(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: 
         shape = [sizes.get(letter, 1) for letter in out]
         parts.append(reshaped(r, _ordered(r, part, letters, own), shape[out.find(own[0]) if own else len(shape) :]))
     return r.insert(aten.mul.Tensor, *parts)
+
+
+def _uniform(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Return the product of a value and one number, summed; None if it is something else."""
+    if r.made_of(first) == "constants":
+        one, two, first, second = two, one, second, first
+    number = r.number(second)
+    if number is None or not set(two) <= set(one):
+        return None
+    axes = [axis for axis, letter in enumerate(one) if letter not in out]
+    rest = "".join(letter for letter in one if letter in out)
+    summed = r.insert(aten.sum.dim_IntList, first, axes)
+    return _ordered(r, r.insert(aten.mul.Tensor, summed, number), rest, out)
 
 
 def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
