@@ -440,20 +440,17 @@ def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = Fals
     return summed_over(trace, trace.elementwise(value, positive_scales=True), axes or None)
 
 
-def summed_over(
-    trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None = None, *, squares: bool | None = None
-) -> Value:
+def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None = None) -> Value:
     """Return what is left of a value when it is summed (or averaged) over some axes.
 
     Args:
         trace: The trace.
         value: Any value.
         axes: Over which axes; None for all.
-        shape: The result's shape; by default that of the operation at hand.
         squares: Whether the value holds squares; by default as the operation at hand says.
     """
     squares = _is_square(trace.node.all_input_nodes[0]) if squares is None else squares
-    shape = trace.output_shape() if shape is None else shape
+    shape = trace.output_shape()
     keep = len(shape) == value.ndim
     gone = axes_of(axes, value.ndim)
     labels = []

@@ -76,8 +76,8 @@ class TraceState:
     @property
     def where(self) -> str:
         """The operation at hand and the module that it is in."""
-        module = self.capture.modules.get(self.node)
-        return f"{self.operation} in {module}" if module else self.operation
+        module, operation = self.capture.modules.get(self.node), self.node.meta.get("written_for") or self.operation
+        return f"{operation} in {module}" if module else operation
 
     def note(self, text: str) -> None:
         """Tell the user something about the operation at hand."""

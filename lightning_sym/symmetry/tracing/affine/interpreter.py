@@ -265,11 +265,11 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
     **dict.fromkeys(("amax", "amin", "logsumexp"), Interpreter._extremum),
     **dict.fromkeys(("maximum", "minimum"), Interpreter._larger),
-    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Interpreter._spread),
+    **dict.fromkeys(("var", "std"), Interpreter._spread),
     **dict.fromkeys(operations(Trait.POOL | Trait.MAX_POOL | Trait.RESIZE | Trait.NEAREST), Interpreter._pooled),
     "masked_fill": Interpreter._filled,
     "where": Interpreter._where,
-    **dict.fromkeys(operations(Trait.CAT), Interpreter._cat),
+    "cat": Interpreter._cat,
     "any_step": Interpreter._step,
     "lightning_sym::any_step": Interpreter._step,
 }
