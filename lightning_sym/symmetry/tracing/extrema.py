@@ -60,6 +60,7 @@ def of_parts(name: str) -> Rewrite:
 
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
         leaves: list[Any] = []
+        readers: list[fx.Node] = []
         waiting: list[tuple[Any, fx.Node]] = [(given, node) for given in reversed(node.args)]
         while waiting:
             value, reader = waiting.pop()
@@ -67,10 +68,41 @@ def of_parts(name: str) -> Rewrite:
                 waiting += [(given, value) for given in reversed(value.args)]
             else:
                 leaves.append(value)
+                readers.append(reader)
+        if all(
+            r.name(leaf) == "neg" and r.only_for(leaf, reader) for leaf, reader in zip(leaves, readers, strict=True)
+        ):
+            total = leaves[0].args[0]
+            for leaf in leaves[1:]:
+                total = r.insert(_OF_TWO["min" if name[:3] == "max" else "max"], total, leaf.args[0])
+            return r.insert(aten.neg.default, total)
         alike = all(isinstance(leaf, fx.Node) and r.shape(leaf) == r.shape(node) for leaf in leaves)
         if alike and r.made_of(node) == "inputs" and (whole := pieces(r, leaves)) is not None:
             return r.insert(_OVER[name[:3]], whole, [0], False)
         return r.insert(_OF_TWO[name[:3]], *node.args) if r.name(node) != name else None
+
+    return rewrite
+
+
+def of_stack(name: str) -> Rewrite:
+    """Return a rewrite of the largest or smallest of parts of one value that were put together for it."""
+
+    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
+        stack = node.args[0]
+        if r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
+            return None
+        assert isinstance(stack, fx.Node)
+        parts: Any = stack.args[0]
+        rank = len(r.shape(stack))
+        axis = argument(stack, 1, "dim", 0) % rank
+        apart = r.name(stack) == "stack"
+        if reduced(node, rank) != {axis} or not (apart or all(r.shape(part)[axis] == 1 for part in parts)):
+            return None
+        if all(r.name(part) == "unsqueeze" for part in parts):
+            parts = [part.args[0] for part in parts]
+        if r.made_of(node) != "inputs" or (whole := pieces(r, parts)) is None:
+            return None
+        return reshaped(r, r.insert(_OVER[name], whole, [0], False), r.shape(node))
 
     return rewrite
 
@@ -143,6 +175,8 @@ def log_of_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 REWRITES: dict[str, Callable[[Rewriter, fx.Node], fx.Node | None]] = {
+    "amax": of_stack("max"),
+    "amin": of_stack("min"),
     "max": whole_or_two("max"),
     "min": whole_or_two("min"),
     **dict.fromkeys(("maximum", "fmax"), of_parts("maximum")),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -75,35 +76,39 @@ def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
 
 def _hidden_already(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite zeros that are written where a softmax in front of which the same mask stands is zero anyway."""
-    value, mask, number = node.args[:3] if r.name(node) == "masked_fill" else (node.args[1], *node.args[::2])
+    given: Any = node.args
+    value, mask, number = given[:3] if r.name(node) == "masked_fill" else (given[1], given[0], given[2])
     shown = r.name(node) == "where"  # there, and nowhere else
     if r.name(value) not in operations(Trait.SOFTMAX) or "log" in r.name(value) or r.number(number) != 0:
         return None
-    assert isinstance(value, fx.Node)
-    if not isinstance(mask, fx.Node) or r.shape(value) != r.shape(node):
+    if not isinstance(mask, fx.Node) or r.shape(value) != r.shape(node) or r.name(value.args[0]) != "add":
         return None
-    total: Any = value.args[0]
-    for added in total.args[:2] if r.name(total) == "add" else ():
-        known, low = r.constant(mask), r.constant(added) if isinstance(added, fx.Node) else None
+    known = r.constant(mask)
+    for added in value.args[0].args[:2]:
+        low = r.constant(added) if isinstance(added, fx.Node) else None
         if known is not None and low is not None:
-            hidden = (known.bool() if not shown else ~known.bool()).expand(r.shape(node))
+            hidden = (known.bool() != shown).expand(r.shape(node))
             if bool((low.expand(r.shape(node))[hidden] <= _LOWEST).all()):
-                return value
-        if r.name(added) != "masked_fill" or (r.number(added.args[2]) or 0) > _LOWEST:
-            continue
-        if (r.name(added.args[1]) == "logical_not") == shown and _same_mask(r, added.args[1], mask):
-            return value
+                return value  # type: ignore[no-any-return]
+        if r.name(added) == "masked_fill" and (r.number(added.args[2]) or 0) <= _LOWEST:
+            (one, turned), (two, again) = _positive(r, mask), _positive(r, added.args[1])
+            if one is two and (turned != shown) == again:
+                return value  # type: ignore[no-any-return]
     return None
+
+
+def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
+    """Return the mask of which another one is the opposite, or itself, and whether it is the opposite."""
+    turned = False
+    while r.name(mask) in ("logical_not", "bitwise_not"):
+        mask, turned = mask.args[0], not turned
+    return mask, turned
 
 
 def of_softmax(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite numbers that are put in the place of what a softmax makes of rows that are masked altogether."""
     value = node.args[0]
     return value if r.name(value) in operations(Trait.SOFTMAX) and "log" not in r.name(value) else None  # type: ignore[return-value]
-
-
-def _same_mask(r: Rewriter, one: Any, two: Any) -> bool:
-    return (one.args[0] if r.name(one) in ("logical_not", "bitwise_not") and r.name(two) == "" else one) is two
 
 
 def masked_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -117,8 +122,8 @@ def masked_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
             known = r.constant(mask) if isinstance(mask, fx.Node) else None
             if known is None or not isinstance(value, fx.Node) or r.shape(value) != r.shape(node):
                 continue
-            known, least = torch.broadcast_tensors(known, low.to(known.dtype))  # type: ignore[no-untyped-call]
-            hidden = known == 0
+            hidden = (known == 0).expand(shape := np.broadcast_shapes(known.shape, low.shape))
+            least = low.to(known.dtype).expand(shape)
             if not bool(hidden.any()) or not bool(((known == 1) | hidden).all()):
                 continue
             most = float(least[hidden].max())

@@ -417,18 +417,27 @@ def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the norm of a value without its mean: a layer norm."""
-    difference, sizes = node.args[:2]
+    """Rewrite the norm of a value without its mean, perhaps with its axes in another order: a layer norm."""
+    moves: list[fx.Node] = []
+    difference = node.args[0]
+    while r.name(difference) in operations(Trait.PERMUTE) and isinstance(difference, fx.Node):
+        moves.insert(0, difference)
+        difference = difference.args[0]
     if r.name(difference) != "sub" or len(difference.args) != 2 or difference.kwargs:  # type: ignore[union-attr]
         return None
     value, mean = difference.args  # type: ignore[union-attr]
     if r.name(mean) != "mean" or not isinstance(mean, fx.Node) or mean.args[0] is not value:
         return None
-    assert isinstance(sizes, (list, tuple))
-    assert isinstance(value, fx.Node)
+    sizes: Any = node.args[1]
     rank = len(r.shape(value))
-    if reduced(mean, rank) != set(range(rank - len(sizes), rank)) or len(r.shape(mean)) != rank:
+    order = torch.empty(tuple(range(rank)), device="meta")
+    for move in moves:
+        target: Any = move.target
+        order = target(order, *move.args[1:], **move.kwargs)
+    if reduced(mean, rank) != {*order.shape[rank - len(sizes) :]} or len(r.shape(mean)) != rank:
         return None
+    for move in moves:
+        value = r.insert(move.target, value, *move.args[1:], **move.kwargs)
     if r.name(node) == "layer_norm":
         return r.insert(aten.layer_norm.default, value, *node.args[1:], **node.kwargs)
     eps = argument(node, 3, "eps")
@@ -482,7 +491,7 @@ def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
     if whole.ndim != value.ndim or len(differing) != 1 or not value.numel():
         return None
     (axis,) = differing
-    start, rest = divmod(int(value.storage_offset() - whole.storage_offset()), max(whole.stride(axis), 1))
+    start, rest = divmod(int(value.storage_offset()) - int(whole.storage_offset()), max(whole.stride(axis), 1))
     end = start + value.shape[axis]
     if rest or start < 0 or end > whole.shape[axis]:
         return None
