@@ -142,7 +142,11 @@ def write(folder: Path, only: str, most: int) -> None:
     """Write the tangents of networks, one file each."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in chosen(only, most):
-        own = found_in(name)
+        try:
+            own = found_in(name)
+        except Exception as error:
+            print(f"{name}: {frozen_groups.sentence(error)}", flush=True)
+            continue
         (folder / f"{name.replace('/', '__')}.pickle").write_bytes(pickle.dumps((name, tuple(own))))
         print(f"{name}: {own.vectors.shape[1]} tangents", flush=True)
 
