@@ -340,7 +340,9 @@ def _is_cut_to_length(trace: Trace, value: Value) -> bool:
     meta = trace.node.meta["val"]
     if not isinstance(meta, Tensor) or meta.ndim != value.ndim:
         return False
-    return any(new < old and new in trace.lengths for new, old in zip(meta.shape, value.shape, strict=True))
+    sizes = enumerate(zip(meta.shape, value.shape, strict=True))
+    cut = {axis for axis, (new, old) in sizes if new < old and new in trace.lengths}
+    return bool(cut) and not cut <= trace.growing(trace.node.args[0])
 
 
 @register_rule("aten::pad", "aten::constant_pad_nd")
@@ -360,11 +362,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     shape = trace.output_shape()
     axis %= len(shape)
     values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
-    spread = trace.constraints.spread  # a unit that fills a whole tensor lives on the axis of joining as well
-    values = [
-        replace(v, labels=tuple(label if label.axes else spread(label, axis, v.shape[axis]) for label in v.labels))
-        for v in values
-    ]
+    values = [_spread(trace, value, axis) for value in values]
     along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
     kinds = {label.axes for label in along if label is not None}
     if len(kinds) > 1:
@@ -404,6 +402,16 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
             joined = Label(axes, joined.atom, tag, joined.scale)
         result.append(joined)
     return trace.disjoint(Value(shape, tuple(result)))
+
+
+def _spread(trace: Trace, value: Value, axis: int) -> Value:
+    """Let a unit that fills a whole tensor live on the axis of joining, if no others do."""
+    if any(axis in label.axes for label in value.labels):
+        return value
+    spread = trace.constraints.spread
+    return replace(
+        value, labels=tuple(own if own.axes else spread(own, axis, value.shape[axis]) for own in value.labels)
+    )
 
 
 def _side_by_side(trace: Trace, values: Sequence[Value], axis: int, shape: tuple[int, ...]) -> Value:

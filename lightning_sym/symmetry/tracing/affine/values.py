@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
-_MOST = 2**22  # unknowns: larger networks would take minutes
+_MOST = 2**23  # unknowns: larger networks would take minutes
 
 
 class Atom(NamedTuple):
