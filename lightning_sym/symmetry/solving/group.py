@@ -11,9 +11,10 @@ from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
 from lightning_sym.symmetry.solving.nesting import find_nesting
 from lightning_sym.symmetry.solving.refinement import Orbits, colours, columns_of, refine, sorted_groups
 from lightning_sym.symmetry.solving.replicas import Folded, copies_of, fold_replicas, sheets_at
-from lightning_sym.symmetry.solving.scales import Table, scales_at, solve_scales, tabulate
+from lightning_sym.symmetry.solving.scales import Table, needlessly_fixed, scales_at, solve_scales, tabulate
 from lightning_sym.symmetry.solving.streams import find_dense, find_met, find_rotations
 from lightning_sym.symmetry.solving.units import Positions, merge_units
+from lightning_sym.symmetry.solving.unread import unread_units
 from lightning_sym.symmetry.tracing.copies import Copies
 from lightning_sym.symmetry.tracing.labels import Labels
 from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, flat
@@ -73,6 +74,7 @@ def find_group(labels: Labels) -> Group:
     walk, constraints = labels.walk, labels.walk.constraints
     _give_back(constraints.atoms)
     by_variable = solve_scales(constraints)
+    held = needlessly_fixed(constraints, walk.axis_labels)
     for equations in (constraints.magnitude_equations, constraints.sign_equations):
         equations.clear()  # of large networks they fill as much memory as anything that follows
     _give_back(constraints.atoms)
@@ -108,7 +110,10 @@ def find_group(labels: Labels) -> Group:
     left_out = [
         f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"
     ] * bool(scales.left_out or signs.left_out)
-    return Group(replace(structure, charts=labels.charts), values, [*constraints.notes, *left_out, *why_not])
+    unread = unread_units(structure, positions, orbits, constraints, walk.tensors)
+    return Group(
+        replace(structure, charts=labels.charts), values, [*constraints.notes, *held, *left_out, *unread, *why_not]
+    )
 
 
 def _give_back(atoms: int) -> None:

@@ -1,0 +1,60 @@
+"""Says which weights are free, because they meet zeros only or nothing reads what they make."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from lightning_sym.symmetry.solving.refinement import Orbits
+from lightning_sym.symmetry.solving.units import Positions
+from lightning_sym.symmetry.tracing.constraints import Constraints
+from lightning_sym.symmetry.tracing.structure import VALUE, Structure
+
+
+def unread_units(
+    structure: Structure, positions: Positions, orbits: Orbits, constraints: Constraints, tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Say where a unit's scale is undone nowhere: all of its weights are free, and the group only scales them.
+
+    What is divided by its own norm or deviation has such a scale, too, and loses nothing.
+
+    Args:
+        structure: The group on parameters and buffers.
+        positions: Where units are seen.
+        orbits: Which of them may change places.
+        constraints: What operations demand.
+        tensors: Parameters and buffers by name; shapes count.
+    """
+    forms = structure.magnitudes.tocoo()
+    slots = [slot for slot in structure.slots if slot.size]
+    if not forms.nnz or not slots:
+        return []
+    rows, generators = forms.row, forms.col
+    of_slot = np.repeat(np.arange(len(slots)), [slot.size for slot in slots])[rows]
+    unit = np.concatenate([slot.unit.ravel() for slot in slots])[rows]
+    value = np.array([(slot.kind, slot.epsilon) == VALUE for slot in slots])[of_slot]
+    normed = positions.marked(*constraints.normed)[orbits.roots]
+    count = forms.shape[1]
+    lone = np.bincount(generators[~value | (unit < 0)], minlength=count) == 0
+    least, most = np.full(count, len(orbits.roots)), np.full(count, -1)
+    np.minimum.at(least, generators, unit)
+    np.maximum.at(most, generators, unit)
+    lone &= (least == most) & (most >= 0) & (most < len(normed))
+    lone[lone] &= ~normed[most[lone]]
+    pairs = np.unique(np.stack([unit[unit >= 0], generators[unit >= 0]]), axis=1)
+    lone[lone] &= np.bincount(pairs[0], minlength=len(normed))[most[lone]] == 1
+    for sign in (1, -1):  # of what stands in front of a unit and what reads it, the exponents differ in sign
+        lone &= (np.bincount(generators[forms.data * sign > 0], minlength=count) == 0) | (
+            np.bincount(generators[forms.data * sign < 0], minlength=count) == 0
+        )
+    entries = np.array([tensors[slot.tensor].numel() // max(slot.size, 1) for slot in slots])[of_slot]
+    lone &= np.bincount(generators, entries, minlength=count) > 1
+    notes = []
+    for index in np.unique(of_slot[lone[generators]]):
+        slot = slots[index]
+        units = len(np.unique(unit[lone[generators] & (of_slot == index)]))
+        notes.append(
+            f"{slot.tensor}{list(slot.axes)}: {units} of {slot.size} places meet zeros only, or nothing reads them, so "
+            "that all their weights are free; the group scales them"
+        )
+    return notes
