@@ -14,7 +14,7 @@ from lightning_sym.symmetry.solving.replicas import Folded, copies_of, fold_repl
 from lightning_sym.symmetry.solving.scales import Table, needlessly_fixed, scales_at, solve_scales, tabulate
 from lightning_sym.symmetry.solving.streams import find_dense, find_met, find_rotations
 from lightning_sym.symmetry.solving.units import Positions, merge_units
-from lightning_sym.symmetry.solving.unread import unread_units
+from lightning_sym.symmetry.solving.unread import unread_units, wide_matrices
 from lightning_sym.symmetry.tracing.copies import Copies
 from lightning_sym.symmetry.tracing.labels import Labels
 from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, flat
@@ -111,6 +111,7 @@ def find_group(labels: Labels) -> Group:
         f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"
     ] * bool(scales.left_out or signs.left_out)
     unread = unread_units(structure, positions, orbits, constraints, walk.tensors)
+    unread += wide_matrices(structure, walk.tensors)
     return Group(
         replace(structure, charts=labels.charts), values, [*constraints.notes, *held, *left_out, *unread, *why_not]
     )

@@ -1,10 +1,11 @@
-"""Says which weights are free, because they meet zeros only or nothing reads what they make."""
+"""Says which weights are freer than the group: what meets zeros only or is not read, and kernels of linear layers."""
 
 from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor
 
+from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.solving.refinement import Orbits
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints
@@ -58,3 +59,36 @@ def unread_units(
             "that all their weights are free; the group scales them"
         )
     return notes
+
+
+def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Say which linear layers in a row are wider than what one of them passes on, so that it has a kernel.
+
+    Of k units behind m numbers and in front of n, the matrices leave (m - k) (k - n) directions out.
+
+    Args:
+        structure: The group on parameters and buffers.
+        tensors: Parameters and buffers by name; shapes count.
+    """
+    if not structure.dense:
+        return []
+    firsts = {int(cell[0]): number for number, cell in enumerate(structure.dense)}
+    number = np.full(structure.units + 1, -1)  # the last is for positions without a unit
+    number[[*firsts]] = [*firsts.values()]
+    widths = np.zeros((len(structure.dense), 2), int)
+    names: list[list[str]] = [[] for _ in structure.dense]
+    for slot in structure.slots:
+        of_cell = number[slot.unit.ravel()]
+        for place in np.flatnonzero(of_cell >= 0):
+            exponents = structure.magnitudes[slot.offset + place].data
+            if len(exponents):
+                widths[of_cell[place], int(exponents[0] < 0)] += tensors[slot.tensor].numel() // slot.size
+                names[of_cell[place]].append(f"{slot.tensor}{list(slot.axes)}")
+    notes: dict[str, None] = {}
+    for cell, (least, most), places in zip(structure.dense, np.sort(widths), names, strict=True):
+        if 0 < least < len(cell) < most:
+            notes[
+                f"{listed([*dict.fromkeys(places)])}: {len(cell)} units in front of or behind {least} numbers only "
+                "have a kernel, which depends on the weights; no matrix of the group moves it"
+            ] = None
+    return [*notes]
