@@ -32,16 +32,19 @@ def unread_units(
         return []
     rows, generators = forms.row, forms.col
     of_slot = np.repeat(np.arange(len(slots)), [slot.size for slot in slots])[rows]
-    unit = np.concatenate([slot.unit.ravel() for slot in slots])[rows]
+    everywhere = np.concatenate([slot.unit.ravel() for slot in slots])
+    unit = everywhere[rows]
     value = np.array([(slot.kind, slot.epsilon) == VALUE for slot in slots])[of_slot]
-    normed = positions.marked(*constraints.normed)[orbits.roots]
+    # Behind their own norm units stay where they are, or are read without the scale.
+    normed = (positions.marked(*constraints.normed) | positions.fixed)[orbits.roots]
+    stands = np.bincount(everywhere[everywhere >= 0], minlength=len(normed))
     count = forms.shape[1]
     lone = np.bincount(generators[~value | (unit < 0)], minlength=count) == 0
     least, most = np.full(count, len(orbits.roots)), np.full(count, -1)
     np.minimum.at(least, generators, unit)
     np.maximum.at(most, generators, unit)
     lone &= (least == most) & (most >= 0) & (most < len(normed))
-    lone[lone] &= ~normed[most[lone]]
+    lone[lone] &= ~normed[most[lone]] & (stands[most[lone]] == np.bincount(generators, minlength=count)[lone])
     pairs = np.unique(np.stack([unit[unit >= 0], generators[unit >= 0]]), axis=1)
     lone[lone] &= np.bincount(pairs[0], minlength=len(normed))[most[lone]] == 1
     for sign in (1, -1):  # of what stands in front of a unit and what reads it, the exponents differ in sign
