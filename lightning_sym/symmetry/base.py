@@ -32,7 +32,7 @@ from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.phases import phases_after, phases_back, random_phases
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.statistics import buffer_rank
+from lightning_sym.symmetry.statistics import buffer_rank, counted_twice
 from lightning_sym.symmetry.tilting import no_tilts, random_tilt, tilts_after, tilts_back
 from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
@@ -193,8 +193,11 @@ class Symmetry:
         mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
         mixing += sum(rotation.dimension for rotation in self.structure.rotations)
         mixing += sum(tilt.size for tilt in self.structure.tilts) + self.structure.phases
-        twice = self.structure.unread if self.shifts else 0
-        return self.scales - inside + mixing + self.shifts - twice
+        return self.scales - inside + mixing + self.shifts - self._counted_twice
+
+    @cached_property
+    def _counted_twice(self) -> int:
+        return counted_twice(self.structure, {name: shape for name, (shape, _) in self.layout.items()})
 
     @cached_property
     def log10_permutations(self) -> float:

@@ -17,6 +17,8 @@ from lightning_sym.symmetry.checking import check_network, examples_of
 from lightning_sym.symmetry.lengths import lengthened
 from lightning_sym.symmetry.self_test import proven
 from lightning_sym.symmetry.solving.group import Group, find_group
+from lightning_sym.symmetry.solving.unread import wide_matrices
+from lightning_sym.symmetry.statistics import free_positions
 from lightning_sym.symmetry.tracing.affine.space import Shown, Translations
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.calls import Call
@@ -151,7 +153,7 @@ def _shifts_of(captures: Sequence[Capture], tensors: Tensors, labels: Labels, gr
         group: Its group without shifts.
         wanted: Whether there are to be shifts.
     """
-    structure, values, _ = group
+    structure, values, *_ = group
     # A bias that absorbs the constant of a flipped unit cannot absorb a change of the mean, too.
     flipped = [weight for _, weight, _, _ in structure.absorbed]
     states, kept = tensors.states, labels.kept
@@ -199,12 +201,15 @@ def _derived(
     group = find_group(labels)
     parameters = {*tensors.parameters}
     added = _shifts_of(captures, tensors, labels, group, wanted=shifts)
+    free = free_positions(added.structure, {name: tuple(tensor.shape) for name, tensor in tensors.states.items()})
+    unread = [note for note, positions in group.unread.items() if not free[positions].all()]
+    unread += wide_matrices(added.structure, tensors.states)
     symmetry = Symmetry(
         added.structure,
         added.values,
         labels.walk.taps,
         network,
-        [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *added.notes],
+        [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *unread, *added.notes],
         constants=tensors.constants(captures),
         examples=examples,
         shown=added.shown,

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_sym.symmetry.tracing.choice_rules import picked
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
+from lightning_sym.symmetry.tracing.joining import MET
 from lightning_sym.symmetry.tracing.memory import choose, overwrite
 from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.rules import fix_choice, pointwise, register_rule, unknown
@@ -47,6 +48,8 @@ def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
         fix_choice(trace, value)
         value = replace(value, chooses=None)
     if isinstance(before, Tensor) and before.is_floating_point() and not after.is_floating_point():
+        if value.labels:
+            trace.note("rounds, so that small changes of what it takes change nothing, which no group says")
         return replace(trace.permutations_only(value), chooses=value.chooses)
     passed = Value(
         value.shape,
@@ -81,6 +84,11 @@ def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
     return trace.elementwise(value, positive_scales=True, signs=whole, even=exponent % 2 == 0, exponent=float(exponent))
 
 
+def _has_bias(node: fx.Node) -> bool:
+    """Whether a value is that of a layer with a bias."""
+    return name_of(node) in operations(Trait.CONTRACT) and len(node.args) > 2 and node.args[2] is not None
+
+
 def _binary(product: bool, divide: bool = False) -> Rule:
     def rule(trace: Trace, one: Any, two: Any, *args: Any, **kwargs: Any) -> Value:
         if kwargs.get("rounding_mode"):
@@ -97,7 +105,10 @@ def _binary(product: bool, divide: bool = False) -> Rule:
             return trace.elementwise(value, positive_scales=True, signs=True, exponent=-1.0)
         if product or (isinstance(two, (int, float)) and two == 0):
             return Value(value.shape, tuple(trace.constraints.resolve(label) for label in value.labels))
-        return trace.permutations_only(value)
+        if not value.labels or not _has_bias(trace.node.all_input_nodes[0]):
+            return trace.permutations_only(value)
+        with trace.constraints.explain(f"{trace.where}: {MET}"):
+            return trace.permutations_only(value)
 
     return rule
 

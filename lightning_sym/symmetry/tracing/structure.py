@@ -89,8 +89,6 @@ class Structure:
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
         charts: Tensors that the network reads with a number added, or with one for each element of a vector: the group
             acts on the sum.
-        unread: The dimension of matrices and scales of units that nothing reads: all their weights are free, so that
-            shifts hold these directions, too.
     """
 
     slots: tuple[Slot, ...]
@@ -113,7 +111,6 @@ class Structure:
     tilts: tuple[Tilt, ...] = ()
     planes: tuple[Ints, ...] = ()
     charts: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
-    unread: int = 0
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""

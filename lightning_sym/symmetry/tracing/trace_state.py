@@ -59,6 +59,7 @@ class TraceState:
         self.absorbed_before: tuple[tuple[str, str, int, float], ...] = ()
         self.walks = 0
         self.made_of_states: dict[int, Any] = {}
+        self.made_by: dict[int, fx.Node] = {}
         self.lengths: set[int] = set()
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
         self.uses: Counter[str] = Counter()
@@ -76,8 +77,12 @@ class TraceState:
     @property
     def where(self) -> str:
         """The operation at hand and the module that it is in."""
-        module = self.capture.modules.get(self.node)
-        return f"{self.operation} in {module}" if module else self.operation
+        return self.where_is(self.node)
+
+    def where_is(self, node: fx.Node) -> str:
+        """Return the operation of a node and the module that it is in."""
+        module, operation = self.capture.modules.get(node), node.meta.get("rule_of") or operation_name(node.target)
+        return f"{operation} in {module}" if module else operation
 
     def note(self, text: str) -> None:
         """Tell the user something about the operation at hand."""
