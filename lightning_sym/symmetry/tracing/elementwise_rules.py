@@ -4,7 +4,8 @@ See docs/theory/intertwiners.md, 2.2.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,9 +85,36 @@ def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
     return trace.elementwise(value, positive_scales=True, signs=whole, even=exponent % 2 == 0, exponent=float(exponent))
 
 
+@register_rule("aten::exp", "aten::exp2")
+def _exponential(trace: Trace, value: Value) -> Value:
+    passed = trace.permutations_only(value)
+    if not _has_bias(trace.node.all_input_nodes[0]):
+        return passed
+    with trace.constraints.explain(f"{trace.where}: makes factors of what biases add, which scales could undo"):
+        return value.with_labels(*(_held(trace, label) for label in passed.labels))
+
+
+def _held(trace: Trace, label: Label) -> Label:
+    """Return units with scales of their own, which are fixed."""
+    scale = trace.constraints.scales_like(label.scale)
+    trace.constraints.fix_scales(scale)
+    return label.scaled_by(scale)
+
+
 def _has_bias(node: fx.Node) -> bool:
     """Whether a value is that of a layer with a bias."""
     return name_of(node) in operations(Trait.CONTRACT) and len(node.args) > 2 and node.args[2] is not None
+
+
+def _layers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield what the layers read whose multiples are added up to make a value, and their weights."""
+    name = name_of(node)
+    if name in operations(Trait.CONTRACT) - {"matmul", "bmm", "einsum"} and isinstance(node.args[1], fx.Node):
+        given, weight = node.args[:2] if name != "embedding" else reversed(node.args[:2])
+        yield given, weight  # type: ignore[misc]
+    elif name in operations(Trait.JOIN) | {"neg"} or (len(node.all_input_nodes) == 1 and name in ("mul", "div")):
+        for part in node.all_input_nodes:
+            yield from _layers(part)
 
 
 def _binary(product: bool, divide: bool = False) -> Rule:
@@ -98,6 +126,9 @@ def _binary(product: bool, divide: bool = False) -> Rule:
                 return filled(0.0, trace.output_shape())
             if product and not divide and one is two:
                 return _squared(trace, one)
+            layers = Counter(given for given, _ in {*_layers(trace.node)} if not product)
+            if max(layers.values(), default=1) > 1:
+                trace.note("adds layers that read one value, of which only the sum counts")
             gain = trace.gain_in(two) or (None if divide else trace.gain_in(one)) if product else None
             return trace.join(one, two, product=product, divide=divide, gain=gain)
         value = one if isinstance(one, Value) else two
@@ -342,9 +373,7 @@ def _unscaled(trace: Trace, value: Value) -> Value:
     """Return what moves with the units of a value, but does not see their positive scales (comparisons, indices)."""
     labels = []
     for label in value.labels:
-        scale = trace.constraints.scales_like(label.scale)
-        trace.constraints.fix_scales(scale)
-        labels.append(label.scaled_by(scale))
+        labels.append(_held(trace, label))
     return value.with_labels(*labels)
 
 

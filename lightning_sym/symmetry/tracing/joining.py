@@ -311,6 +311,9 @@ class Joining(Placing):
             self.constraints.fix_units(alone, counted("meets numbers that tell units apart", alone, "place"))
             tag = self.constraints.derive_tags(label.tag, kind)
             self.see(Label(label.axes, label.atom, tag, label.scale))
+        if not added and not value.by_size and 0 < (dead := label.atom[~nonzero]).size < label.size:
+            note = f"{self.where}: multiplies {len(np.unique(dead))} units by zero, whose weights the group only scales"
+            self.constraints.unread.append((dead, note))
         if added:
             self.constraints.keep_ones(label)
             chosen = name_of(self.node) in operations(Trait.EQUALISE)  # the constant stands in some places only
