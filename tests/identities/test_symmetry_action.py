@@ -564,6 +564,7 @@ NOTES = {
     "minimum_with_constant": "which biases could take up",
     "cat_with_itself": "reads units more than once",
     "repeat": "reads units more than once",
+    "lerp": "adds layers that read one value",
     "activation_exp": "makes factors of what biases add",
 }
 # Matrices of units that nothing reads, whose weights are all free: these are among the shifts.

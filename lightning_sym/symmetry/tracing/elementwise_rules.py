@@ -106,13 +106,19 @@ def _has_bias(node: fx.Node) -> bool:
     return name_of(node) in operations(Trait.CONTRACT) and len(node.args) > 2 and node.args[2] is not None
 
 
+def _adds(node: fx.Node) -> bool:
+    """Whether a node adds values up, or takes a multiple of one by a number."""
+    multiple = len(node.all_input_nodes) == 1 and name_of(node) in operations(Trait.PRODUCT)
+    return multiple or name_of(node) in operations(Trait.JOIN) | {"neg"}
+
+
 def _layers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield what the layers read whose multiples are added up to make a value, and their weights."""
     name = name_of(node)
     if name in operations(Trait.CONTRACT) - {"matmul", "bmm", "einsum"} and isinstance(node.args[1], fx.Node):
         given, weight = node.args[:2] if name != "embedding" else reversed(node.args[:2])
         yield given, weight  # type: ignore[misc]
-    elif name in operations(Trait.JOIN) | {"neg"} or (len(node.all_input_nodes) == 1 and name in ("mul", "div")):
+    elif _adds(node):
         for part in node.all_input_nodes:
             yield from _layers(part)
 
@@ -126,9 +132,10 @@ def _binary(product: bool, divide: bool = False) -> Rule:
                 return filled(0.0, trace.output_shape())
             if product and not divide and one is two:
                 return _squared(trace, one)
-            layers = Counter(given for given, _ in {*_layers(trace.node)} if not product)
-            if max(layers.values(), default=1) > 1:
-                trace.note("adds layers that read one value, of which only the sum counts")
+            if not product and not any(map(_adds, trace.node.users)):
+                read = Counter(given for given, _ in {*_layers(trace.node)})
+                if max(read.values(), default=1) > 1:
+                    trace.note("adds layers that read one value, of which only the sum counts")
             gain = trace.gain_in(two) or (None if divide else trace.gain_in(one)) if product else None
             return trace.join(one, two, product=product, divide=divide, gain=gain)
         value = one if isinstance(one, Value) else two

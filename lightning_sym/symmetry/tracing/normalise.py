@@ -102,15 +102,6 @@ def _remove_writes(r: Rewriter) -> None:
 # Other names, and operations that are two others.
 
 
-def _between(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite `lerp` by a number."""
-    one, two, weight = node.args
-    if not isinstance(weight, (int, float)):
-        return None
-    parts = (r.insert(aten.mul.Tensor, value, factor) for value, factor in ((one, 1 - weight), (two, weight)))
-    return r.insert(aten.add.Tensor, *parts)
-
-
 def _renamed(target: Any) -> Rewrite:
     """Return a rewrite to another name of the same operation."""
 
@@ -799,7 +790,6 @@ _REWRITES: dict[str, Rewrite] = {
     "im2col": _windows,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
-    "lerp": _between,
     "addcmul": _with_product(aten.mul.Tensor),
     "addcdiv": _with_product(aten.div.Tensor),
     "multiply": _arithmetic(aten.mul.Tensor),
