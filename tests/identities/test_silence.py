@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers import Program, one_in, parameter
 from helpers import of as made
-from model_zoo_cases import PIXELS, Model, causal, hugging_face, image
+from model_zoo_cases import causal
 from orbit_cases import NETWORKS
 from symmetry_family_cases import CASES, leaves
-from test_spelling import ALL, LISTED
+from test_spelling import ALL, LISTED, short
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -53,8 +53,10 @@ SILENT = {
     "shared: linear_behind_which_two_norms_stand": MISSED,
     "shared: layer_norm_of_two_layers": MISSED,
     "shared: bias_with_and_without_a_norm": MISSED,
+    "vit, norms of queries and keys": "norms per head, as in `SHORT` of test_spelling.py",
     "shared: linear_stream_of_tied_blocks": MISSED,  # all readers and writers together leave 2 of 8 directions out
 }
+SILENT |= {f"{name}: {spelling}": "a spelling that is short" for name, spelling in LISTED if short(name, spelling)}
 # What notes say of weights that are freer than the group: then the dimension is not the nullity.
 FREER = (
     "numbers go in or come out", "nothing reads", "biases could take up", "reads units more than once",
@@ -233,7 +235,7 @@ def rows(network: nn.Module, inputs: Any) -> Tensor:
         every = torch.eye(len(outputs), dtype=outputs.dtype)[chosen]
         parts = torch.autograd.grad(outputs, parameters, every, is_grads_batched=True, materialize_grads=True)
         whole = zip(parts, parameters, strict=True)  # of those that are not read one zero for all rows
-        matrix = torch.cat([part.expand(len(every), *own.shape).flatten(1) for part, own in whole], 1)
+        matrix = torch.cat([part.expand(len(every), *own.shape).reshape(len(every), -1) for part, own in whole], 1)
     except RuntimeError:
         matrix = forward_rows(network, inputs)
     matrix = matrix[matrix.isfinite().all(1)]
@@ -290,3 +292,102 @@ LISTED_CASES = [(kind, name) for kind, (_, names) in KINDS.items() for name in n
 )
 def test_without_notes_the_dimension_is_the_nullity(kind: str, name: str) -> None:
     check(name, KINDS[kind][0](name))
+
+
+# ---- networks of transformers and timm
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 6,
+    "max_position_embeddings": 6, "vocab_size": 14,
+}  # fmt: skip
+GROUPED = TEXT | {"num_key_value_heads": 1}
+GPT = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 6, "n_inner": 6, "vocab_size": 14}
+BERT = TEXT | {"type_vocab_size": 1}
+# Attention and perceptron side by side: the perceptron sees tokens alone, of which there have to be enough.
+BESIDE = {"vocab_size": 40}
+OPT = {"ffn_dim": 6, "word_embed_proj_dim": 8}
+GEMMA = GROUPED | {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 4}
+# The family, whether embeddings are tied, and settings.
+TEXTS: dict[str, tuple[str, bool | None, dict[str, Any]]] = {
+    "gpt2": ("GPT2", None, GPT | {"head": "LMHeadModel"}),
+    "gpt2-untied": ("GPT2", False, GPT | {"head": "LMHeadModel"}),
+    "gpt_neox": ("GPTNeoX", None, TEXT | BESIDE),
+    "gpt_neox-sequential": ("GPTNeoX", None, TEXT | {"use_parallel_residual": False}),
+    "gptj": ("GPTJ", None, GPT | BESIDE | {"rotary_dim": 2}),
+    "gpt_bigcode": ("GPTBigCode", None, GPT),
+    "opt": ("OPT", None, TEXT | OPT),
+    "bloom": ("Bloom", None, {"hidden_size": 8, "n_layer": 1, "n_head": 2, "vocab_size": 14}),
+    "llama": ("Llama", False, TEXT),
+    "llama-grouped": ("Llama", False, GROUPED),
+    "llama-tied": ("Llama", True, GROUPED),
+    "mistral": ("Mistral", False, GROUPED | {"sliding_window": 3}),
+    "qwen2": ("Qwen2", False, GROUPED),
+    "qwen3": ("Qwen3", False, GROUPED | {"head_dim": 4}),
+    "gemma": ("Gemma", None, GROUPED | {"head_dim": 4}),
+    "gemma-untied": ("Gemma", False, GROUPED | {"head_dim": 4}),
+    "gemma2": ("Gemma2", None, GEMMA),
+    "gemma2-untied": ("Gemma2", False, GEMMA),
+    "gemma3": ("Gemma3Text", None, GEMMA | {"network_of": "Gemma3"}),
+    "phi": ("Phi", None, TEXT | BESIDE | {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3", None, GROUPED),
+    "mpt": ("Mpt", None, {"d_model": 8, "n_heads": 2, "n_layers": 1, "max_seq_len": 6, "vocab_size": 14}),
+    "olmo": ("Olmo", False, GROUPED),
+    "olmo2": ("Olmo2", False, GROUPED),
+    "stablelm": ("StableLm", False, GROUPED | {"partial_rotary_factor": 0.5}),
+    "starcoder2": ("Starcoder2", None, GROUPED),
+    "granite": ("Granite", False, GROUPED),
+    "nemotron": ("Nemotron", None, GROUPED | {"head_dim": 4}),
+    "glm": ("Glm", None, GROUPED | {"head_dim": 4}),
+    "bert": ("Bert", None, BERT | {"head": "ForMaskedLM"}),
+    "bert-classifier": ("Bert", None, BERT | {"head": "ForSequenceClassification", "num_labels": 12}),
+    "electra": ("Electra", None, BERT | {"head": "ForMaskedLM", "embedding_size": 8}),
+    "modernbert": ("ModernBert", None, TEXT | {"head": "ForMaskedLM"}),
+}
+TIMM: dict[str, dict[str, Any]] = {
+    "vit": {},
+    "vit, norms of queries and keys": {"qk_norm": True},
+    "vit, LayerScale": {"init_values": 0.5},
+    "vit, mean of tokens": {"global_pool": "avg", "class_token": False, "depth": 1},
+    "vit, without biases of queries": {"qkv_bias": False},
+}
+QUICK = {"gpt2-untied", "llama", "gemma2", "bert", "vit, mean of tokens"}
+
+
+def generic(network: nn.Module) -> nn.Module:
+    """Return a network whose norms see scales, and which has a gradient by all rows of its tables."""
+    for module in network.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+        for name in ("eps", "variance_epsilon"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.1)
+    return network
+
+
+def text(name: str) -> Case:
+    family, tied, settings = TEXTS[name]
+    model = causal(family, tied, **settings)
+    size = settings["vocab_size"]
+    return Case(lambda: generic(model.make()), lambda n: {"input_ids": torch.randint(size, (n, 6))})
+
+
+def vision(name: str) -> Case:
+    timm = pytest.importorskip("timm")
+    settings = {"depth": 2} | TIMM[name]
+
+    def make() -> nn.Module:
+        return generic(
+            timm.models.vision_transformer.VisionTransformer(
+                (12, 8), 4, 1, 14, embed_dim=8, num_heads=2, mlp_ratio=0.75, **settings
+            )
+        )
+
+    return Case(make, lambda n: (torch.randn(n, 1, 12, 8, dtype=torch.float64),))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in (*TEXTS, *TIMM)]
+)
+def test_without_notes_the_dimension_of_a_network_of_a_library_is_the_nullity(name: str) -> None:
+    pytest.importorskip("transformers")
+    check(name, text(name) if name in TEXTS else vision(name), most=1400, draws=2)

@@ -108,7 +108,7 @@ def _has_bias(node: fx.Node) -> bool:
 
 def _adds(node: fx.Node) -> bool:
     """Whether a node adds values up, or takes a multiple of one by a number."""
-    multiple = len(node.all_input_nodes) == 1 and name_of(node) in operations(Trait.PRODUCT)
+    multiple = name_of(node) in operations(Trait.PRODUCT) and isinstance(node.args[1], (int, float))
     return multiple or name_of(node) in operations(Trait.JOIN) | {"neg"}
 
 
