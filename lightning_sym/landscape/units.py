@@ -15,6 +15,7 @@ from lightning_sym.networks import architecture_name
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.networks.narrowing import Axis, narrowed
 from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.symmetry.charts import charted
 
 Unit = tuple[str, int]
 """The name of an axis group, and the unit's number in it."""
@@ -55,6 +56,7 @@ class RemovableUnits:
         self.refused: dict[str, str] = {}
         self._places: dict[str, tuple[_Place, ...]] = {}
         self._layout = {name: shape for name, (shape, _) in symmetry.layout.items()}
+        self._charts = symmetry.structure.charts
         for group in symmetry.groups:
             places = []
             for occurrence in group.occurrences:
@@ -258,7 +260,7 @@ class RemovableUnits:
 
         The product does not change where a scale is moved from one to the other, as it can be behind a ReLU.
         """
-        parameters = dict(network.named_parameters())
+        parameters = charted(dict(network.named_parameters()), self._charts)
         found: dict[Unit, float] = {}
         for group, size in self.sizes.items():
             squares = torch.zeros(2, size, dtype=torch.float64)

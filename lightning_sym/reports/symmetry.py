@@ -166,7 +166,7 @@ class SymmetryMeter:
 
     def _vector(self) -> Tensor:
         """Return all parameters of the copy, no wider than the network's, for memory's sake."""
-        layout = self.symmetry.layout
+        layout = self.symmetry.architecture.layout
         parts = [
             parameter.flatten().to(torch.float64 if layout[name][1] == torch.float64 else torch.float32)
             for name, parameter in self._copy.named_parameters()

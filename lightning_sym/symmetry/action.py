@@ -569,9 +569,10 @@ class Action:
             for parameter in group["params"]:
                 name = names.get(parameter)
                 state = optimizer.state.get(parameter, {})
-                if name not in structure.slots_of or not state:
+                if name not in structure.moving or not state:
                     continue
-                if any(slot.offset in mixed for slot in structure.slots_of[name]):
+                own = structure.charts.names_of(name)
+                if any(slot.offset in mixed for part in own for slot in structure.slots_of.get(part, ())):
                     raise ValueError(
                         f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
                         "element with mixing=False"
@@ -583,7 +584,9 @@ class Action:
                         raise ValueError(
                             f"the optimiser's state {key!r} cannot be carried; expected one of {', '.join(powers)}"
                         )
-                    moved.append((value, self.moved(value, name, power=powers[key], shifted=False)))
+                    for part, held in structure.charts.parts_of(name, value):
+                        if part in structure.slots_of:
+                            moved.append((held, self.moved(held, part, power=powers[key], shifted=False)))
         for value, new in moved:  # only now, so that an error leaves everything as it was
             value.copy_(new)
 

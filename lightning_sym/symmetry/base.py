@@ -102,10 +102,14 @@ class Symmetry:
         self.examples = tuple(examples)
         self._common_shift = common_shift
         self.norms = tuple(norms)
-        self.architecture = Architecture(network, constants or {}, structure.slots_of)
-        self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
-        parameters = {name for name, _ in network.named_parameters()}
-        self.parameter_names: frozenset[str] = frozenset(parameters & {*self.layout})  # each by its first name
+        self.architecture = Architecture(network, constants or {}, structure.moving)
+        charts, held = structure.charts, self.architecture.layout  # each by its first name
+        shapes = {piece.name: piece.shape for pieces in charts.pieces.values() for piece in pieces}
+        self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            own: (shapes.get(own, shape), kind) for name, (shape, kind) in held.items() for own in charts.names_of(name)
+        }
+        parameters = [name for name, _ in network.named_parameters() if name in held]
+        self.parameter_names = frozenset(own for name in parameters for own in charts.names_of(name))
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
         self.fingerprint = digest(self.architecture.text, structure)
         self._values = values
@@ -546,8 +550,8 @@ class Symmetry:
         """
         self._own(element)
         shards, architecture = Shards(checkpoint), self.architecture
-        shapes = {name: shape for name, (shape, _) in self.layout.items()}
-        named = named_for(shards, shapes, architecture.names, list(self.structure.slots_of), leave)
+        shapes = {name: shape for name, (shape, _) in architecture.layout.items()}
+        named = named_for(shards, shapes, architecture.names, list(self.structure.moving), leave)
         for key, name in named.items():
             constant = architecture.constants.get(name)
             if constant is not None and not same_but_for_rounding(shards.read(shards.tensors[key]), constant):
@@ -559,14 +563,14 @@ class Symmetry:
         for key, name in named.items():  # weights that are one tensor in the network may be there twice
             other = first.setdefault(name, key)
             one, two = (shards.tensors[own] for own in (other, key))
-            if other != key and name in self.structure.slots_of and not torch.equal(shards.read(one), shards.read(two)):
+            if other != key and name in self.structure.moving and not torch.equal(shards.read(one), shards.read(two)):
                 raise ValueError(
                     f"{checkpoint} holds other numbers as {key} than as {other}, which are one tensor in the traced "
                     "network; expected a checkpoint of a network with shared weights."
                 )
         with torch.no_grad():
             moved = functools.partial(self._weights, element)
-            return write_moved(shards, named, moved, self.structure.slots_of, out)
+            return write_moved(shards, named, moved, self.structure.moving, out)
 
     def _weights(self, element: Element, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield what becomes of the parameters and buffers that move; each may then be overwritten."""
@@ -577,7 +581,8 @@ class Symmetry:
     def tensors(self, network: nn.Module) -> Mapping[str, Tensor]:
         """Return a network's parameters and buffers as the group acts on them, by their first names.
 
-        Where the network reads a parameter as 1 + w and in no other way, that is 1 + w, in double precision.
+        Where the network reads a parameter as 1 + w and in no other way, that is 1 + w, in double precision. Of a
+        parameter that holds several layers, it is the weights of each, as ``flat[40:48]``.
 
         Args:
             network: Of the traced architecture, which is not checked. Its tensors are not copied.

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.proof import double
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
-from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 from lightning_sym.symmetry.watching import watched
 
@@ -325,7 +324,7 @@ def _count_units(symmetry: Symmetry, network: nn.Module, call: Call, notes: list
                 counts[kind] += int(units.sum())
         if not seen:
             blind.append(group.name)
-        counts["duplicated"] = _duplicates(group, network)
+        counts["duplicated"] = _duplicates(group, symmetry.tensors(network))
         result[group.name] = counts
     if blind:
         shown = ", ".join(blind[:3]) + (f" and {len(blind) - 3} more" if len(blind) > 3 else "")
@@ -344,9 +343,8 @@ def _kinds(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {"dead": dead, "always_on": always_on, "constant": (spread <= 1e-12 * y.abs().amax(1)) & ~dead}
 
 
-def _duplicates(group: AxisGroup, network: nn.Module) -> int:
+def _duplicates(group: AxisGroup, tensors: Mapping[str, Tensor]) -> int:
     """Count units whose incoming weights and bias are a positive multiple of those of an earlier unit."""
-    tensors = state_tensors(network)
     own = [place for place in group.occurrences if place.is_parameter]
     if not own:
         return 0

@@ -421,7 +421,7 @@ def _move(symmetry: Group, element: Element, network: nn.Module) -> None:
     tensors = state_tensors(network)
     state = network.state_dict(keep_vars=True)
     held = {id(tensor) for tensor in state.values()}
-    if all(id(tensors[name]) in held for name in symmetry.structure.slots_of):
+    if all(id(tensors[name]) in held for name in symmetry.structure.moving):
         for name, tensor in symmetry._weights(element, tensors):
             tensors[name].copy_(tensor)
         network.load_state_dict(state)

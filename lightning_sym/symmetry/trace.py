@@ -27,6 +27,7 @@ from lightning_sym.symmetry.tracing.expansion import expand
 from lightning_sym.symmetry.tracing.labels import Labels, find_labels
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
+from lightning_sym.symmetry.tracing.pieces import cut_parameters, unlike_pieces
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.tensors import Tensors
@@ -108,21 +109,41 @@ def trace_symmetry(
         check_network(network)
         tensors = Tensors.of(network)
         examples = examples if tensors.weightless else on_device_of(network, examples)
-        trace = functools.partial(_captured, network, cuts)
-        captures = [lengthened(examples, number, trace) or trace(call) for number, call in enumerate(examples)]
-        for note in tensors.unused(captures):
+        trace = _Tracer(network, cuts)
+        captures = trace.agreeing(
+            [lengthened(examples, number, trace) or trace(call) for number, call in enumerate(examples)]
+        )
+        for note in tensors.cut(captures).unused(captures):
             warnings.warn(note, stacklevel=2)
         derive = functools.partial(
-            _derived, network, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
+            _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
         prove = check and not tensors.weightless
         return proven(network, captures, trace, derive, tolerance) if prove else derive(captures)
 
 
-def _captured(network: nn.Module, cuts: Cuts | None, call: Call) -> Capture:
-    """Capture a network on a call, and bring it to its normal form."""
-    captured = capture(network, call, leaf_types(), cuts=cuts)
-    return normalise(expand(captured), own_operations())
+class _Tracer:
+    """Captures a network on calls, and brings it to its normal form.
+
+    Args:
+        network: The network.
+        cuts: See :func:`trace_symmetry`.
+    """
+
+    def __init__(self, network: nn.Module, cuts: Cuts | None) -> None:
+        self.network, self._cuts = network, cuts
+        self._whole: set[str] = set()  # parameters that are not cut into pieces
+
+    def __call__(self, call: Call) -> Capture:
+        captured = expand(capture(self.network, call, leaf_types(), cuts=self._cuts))
+        cut_parameters(captured, self._whole)
+        return normalise(captured, own_operations())
+
+    def agreeing(self, captures: Sequence[Capture]) -> Sequence[Capture]:
+        """Return captures that read the same pieces of each parameter: of others, those that read it as it is."""
+        unlike = unlike_pieces(captures)
+        self._whole |= unlike
+        return [self(captured.call) for captured in captures] if unlike else captures
 
 
 class Added(NamedTuple):
@@ -175,7 +196,7 @@ def _shifts_of(captures: Sequence[Capture], tensors: Tensors, labels: Labels, gr
 
 
 def _derived(
-    network: nn.Module,
+    trace: _Tracer,
     tensors: Tensors,
     examples: Sequence[Call],
     captures: Sequence[Capture],
@@ -188,7 +209,7 @@ def _derived(
     """Derive the symmetry of a network from its operations; see :func:`trace_symmetry`.
 
     Args:
-        network: The network.
+        trace: What captures the network.
         tensors: Its tensors.
         examples: The calls that the user gave.
         captures: The network in normal form, on each of these and on further ones.
@@ -197,6 +218,8 @@ def _derived(
         check: Likewise.
         output: Likewise.
     """
+    captures = trace.agreeing(captures)
+    tensors, network = tensors.cut(captures), trace.network
     labels = find_labels(captures, tensors, affine=affine, lengths=len(examples))
     group = find_group(labels)
     parameters = {*tensors.parameters}

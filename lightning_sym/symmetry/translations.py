@@ -225,7 +225,7 @@ def folded(structure: Structure) -> Translations:
     for part in space.parts.placed:
         lead = part.at.ndim - len(space.parts.shapes[part.name])
         own = entry[part.at]
-        places = np.nonzero(own >= 0)
+        places = np.nonzero(np.atleast_1d(own) >= 0)
         for axis in range(own.ndim - lead):
             if own.shape[lead + axis] > 1:
                 fold(part.name, axis, own[places], places[lead + axis])

@@ -36,7 +36,6 @@ SHORT: dict[str, Collection[str]] = {
     "positions": {"lookup"},
     "attention, learned biases": {"embedding"},
     "bottleneck with a batch norm": EVERY,
-    "one flat parameter": EVERY,
 }
 
 

@@ -177,21 +177,26 @@ MODELS: dict[str, Model] = {
     "googlenet": Model(None, 57, None, 2 * 7280, 7280, notes=1, options=(("init_weights", False),)),
     # The first depthwise convolution has the first convolution's channels; 16 expansions, 7 streams, the last layer.
     "mobilenet_v2": Model({32: 2, 16: 1, 96: 2, 24: 1, 144: 2, 192: 3, 64: 1, 384: 4, 576: 3, 160: 1, 960: 3, 320: 1,
-        1280: 1}, 25, None, 17056 + 712, 17056 + 712),
-    # Norms 6056, streams 16 + 24 + 40 + 48 + 96, ReLUs 16 + 2 x 72 + 2 x 88, and 592 squeezed channels.
+        1280: 1}, 25, None, 17056 + 712, 17056 + 712,
+        shifts=16 + 2 * 24 + 3 * 32 + 4 * 64 + 3 * 96 + 3 * 160 + 320),
+    # Norms 6056, streams 16 + 24 + 40 + 48 + 96, ReLUs 16 + 2 x 72 + 2 x 88, and 592 squeezed channels. Shifts: what
+    # the norms at the ends of the blocks add, and the next norm's running mean takes off.
     "mobilenet_v3_small": Model({8: 1, 16: 2, 24: 2, 32: 1, 40: 2, 48: 1, 64: 2, 72: 2, 88: 1, 96: 2, 120: 1, 144: 3,
-        240: 2, 288: 1, 576: 3, 1024: 1}, 27, None, 6056 + 224 + 336 + 592, 6056 + 224),
+        240: 2, 288: 1, 576: 3, 1024: 1}, 27, None, 6056 + 224 + 336 + 592, 6056 + 224,
+        shifts=16 + 2 * 24 + 3 * 40 + 2 * 48 + 3 * 96),
     # SiLU everywhere: magnitudes in front of norms and in the seven streams only.
-    "efficientnet_b0": Model(None, 40, None, 21008 + 784, 21008 + 784),
+    "efficientnet_b0": Model(None, 40, None, 21008 + 784, 21008 + 784,
+        shifts=16 + 2 * 24 + 2 * 40 + 3 * 80 + 3 * 112 + 4 * 192 + 320),
     # Per block: gamma of the norm, layer scale, and one sign in front of the norm. Streams meet norms: one sign each.
     "convnext_tiny": Model({96: 1, 192: 1, 384: 4, 768: 4, 1536: 9, 3072: 3}, 22, None, 2 * 6624 + 672 + 768,
-        2 * 6624 + 672 + 768 + 18 + 4 + 1, shifts=40391, image=64),
+        2 * 6624 + 672 + 768 + 18 + 4 + 1, shifts=40391 + 1000, image=64),
     # Squeezed channels 8 + 12 + 3 x 26 + 6 x 52 + 5 x 110. Two groups of w channels per block, in w / 8 groups of 8.
     "regnet_y_400mf": Model(None, 53, log10_factorials({32: 1, 48: 1, 104: 1, 208: 1, 440: 1, 12: 1, 52: 6, 110: 5,
         26: 3 + 6, 55: 6, 6: 1, 13: 3, 8: 1 + 2 * (6 + 3 * 13 + 6 * 26 + 6 * 55)}), 13576 + 32 + 2 * 4248 + 800 + 960,
         13576, shifts=48 + 104 + 208 + 440),
     # Per channel of the 13 plain branches six magnitudes and four signs; the three wide blocks' first branches 2 + 2.
-    "shufflenet_v2_x0_5": Model(None, 80, 4884.77, 696 * 6 + 168 * 10 + 48 + 2048, 696 * 4 + 168 * 7 + 24 + 1024),
+    "shufflenet_v2_x0_5": Model(None, 80, 4884.77, 696 * 6 + 168 * 10 + 48 + 2048, 696 * 4 + 168 * 7 + 24 + 1024,
+        shifts=696 + 168 * 2),
     # 25 norms; 12 layers with 12 heads of 64; one sign of the stream; rotations. Shifts: docs/theory/intertwiners.md,
     # 3.6; patches, class token and 5 positions against one another and to their means; the last norm and the head.
     "vit_b_16": Model(None, 37, log10_factorials({3072: 12, 12: 12}), 25 * 768 + 12 * 1536,

@@ -19,6 +19,7 @@ from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.normalise import normalise
+from lightning_sym.symmetry.tracing.pieces import cut_parameters
 
 EXACT = 1e-10
 # Singular values, relative to the largest.
@@ -27,8 +28,12 @@ ZERO = 1e-9
 
 def translations(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Translations, Charts]:
     """Return what may be added to tensors, and in which charts."""
-    captured = normalise(capture(network, Call.of(inputs)))
-    return find_translations([captured], state_tensors(network), constant_names(network)), captured.charts
+    captured = capture(network, Call.of(inputs))
+    cut_parameters(captured, set())
+    captured = normalise(captured)
+    charts = Charts(captured.charts, captured.pieces)
+    tensors = dict(charted(state_tensors(network), Charts({}, charts.pieces)))
+    return find_translations([captured], tensors, constant_names(network)), charts
 
 
 def acted(
@@ -61,7 +66,9 @@ def vectors_of(found: Translations, tensors: Mapping[str, Tensor], names: Sequen
 def moving_parameters(found: Translations, charts: Charts, network: nn.Module) -> Tensor:
     """Return tangents that move parameters alone, as vectors."""
     tensors = dict(charted(network.state_dict(), charts))
-    vectors = vectors_of(found, tensors, [name for name, _ in network.named_parameters()])
+    vectors = vectors_of(
+        found, tensors, [own for name, _ in network.named_parameters() for own in charts.names_of(name)]
+    )
     statistics = vectors_of(found, tensors, [n for n, b in network.named_buffers() if b.is_floating_point()])
     if not vectors.numel() or not statistics.numel():
         return vectors

@@ -15,7 +15,6 @@ from lightning_sym.symmetry.canonical.form import balanced_element
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.views import ConvertedTensors
 
 _AT_ONCE = 2**20  # so many numbers are compared at once
@@ -32,7 +31,7 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
             symmetry.require(network)
         except ValueError as error:
             raise ValueError(f"{which} is not of the traced architecture: {error}.") from error
-        for name, tensor in state_tensors(network).items():
+        for name, tensor in symmetry.tensors(network).items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
             if tensor.is_floating_point() and name in symmetry.parameter_names:

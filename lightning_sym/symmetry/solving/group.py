@@ -183,7 +183,9 @@ def _on_values(solved: _Solved, structure: Structure) -> Structure:
         inside = atoms[blocks.number_of[atoms] >= len(solved.orbits.roots)]
         orbits += [blocks.number_of[inside[group]] for group in sorted_groups(solved.colour[inside])]
     orbits += [part for numbers in blocks.parents for part in numbers.T]
-    columns = columns_of(orbits, blocks.number_of[positions.atom[at]], positions, at)
+    columns = columns_of(
+        orbits, blocks.number_of[positions.atom[at]], positions, at, solved.colour[solved.orbits.roots]
+    )
     firsts = itertools.accumulate((positions.places[index].label.size for index in positions.named), initial=0)
     known = positions.of_planes.within(slice(positions.own, None))
     return replace(

@@ -102,7 +102,9 @@ def sorted_groups(keys: Ints | Hashes) -> list[Ints]:
     return sorted(groups, key=lambda group: int(group[0]))
 
 
-def columns_of(units: Sequence[Ints], unit: Ints, positions: Positions, at: slice | Ints) -> list[Ints]:
+def columns_of(
+    units: Sequence[Ints], unit: Ints, positions: Positions, at: slice | Ints, colour: Hashes | None = None
+) -> list[Ints]:
     """Return for each orbit at which positions each unit stands, in one order for all its units.
 
     Args:
@@ -110,6 +112,8 @@ def columns_of(units: Sequence[Ints], unit: Ints, positions: Positions, at: slic
         unit: For each of some positions, the unit that stands there.
         positions: Where units are seen.
         at: Which positions these are.
+        colour: For each of the first units, where it stands, if orbits were joined: tags tell units of one colour only
+            in one order.
 
     Returns:
         Numbers among these positions, each of shape (units, columns).
@@ -119,7 +123,11 @@ def columns_of(units: Sequence[Ints], unit: Ints, positions: Positions, at: slic
     for own in units:
         starts, ends = (np.searchsorted(ordered, own, side=side) for side in ("left", "right"))
         matrix = order[starts[:, None] + np.arange((ends - starts).min())]
-        columns.append(matrix[:, np.argsort(matrix[0])])  # tags are in no order
+        everything: list[Any] = [slice(None)]
+        known = colour is not None and own.max(initial=0) < len(colour)
+        for alike in sorted_groups(colour[own]) if colour is not None and known else everything:
+            matrix[alike] = matrix[alike][:, np.argsort(matrix[alike][0])]  # tags are in no order
+        columns.append(matrix)
     return columns
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped, stored
-from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, run_step
@@ -24,13 +24,8 @@ _CLOSE = 1e-9
 
 def is_data(r: Rewriter, node: fx.Node) -> bool:
     """Whether a node is made of nothing but what goes into the network."""
-    seen, left = {node}, [node]
-    while left:
-        one = left.pop()
-        if one in r.capture.states or r.made_of(one) == "weights":
-            return False
-        left += [given for given in one.all_input_nodes if given not in seen]
-        seen.update(one.all_input_nodes)
+    if any(one in r.capture.states or r.made_of(one) == "weights" for one in ancestors(node)):
+        return False
     return r.made_of(node) == "inputs"
 
 
@@ -61,7 +56,6 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
     else:
         return None
     for step in reversed(way):
-        assert not isinstance(step.target, str)
         mean = r.insert(step.target, mean, *step.args[1:], **step.kwargs)
     return mean
 

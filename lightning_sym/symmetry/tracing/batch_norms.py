@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Step, run_step
@@ -126,14 +126,10 @@ def _chain(r: Rewriter, node: fx.Node) -> list[Step]:
 
 def _states(r: Rewriter, steps: list[Step], start: fx.Node) -> list[fx.Node]:
     inside = {start, *(step.node for step in steps)}
-    waiting = [given for step in steps for given in step.node.all_input_nodes if given not in inside]
-    seen = dict.fromkeys(waiting)
-    while waiting:
-        for given in waiting.pop().all_input_nodes:
-            if given not in seen:
-                seen[given] = None
-                waiting.append(given)
-    return [node for node in seen if node in r.capture.states]
+    outside = [given for step in steps for given in step.node.all_input_nodes if given not in inside]
+    return [
+        node for node in dict.fromkeys(one for given in outside for one in ancestors(given)) if node in r.capture.states
+    ]
 
 
 # What it does.

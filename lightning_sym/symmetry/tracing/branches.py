@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.contractions import VIEWS, numbers_of, reshaped, source_of
-from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.contractions import VIEWS, reshaped, source_of
+from lightning_sym.symmetry.tracing.nodes import argument, memories_of, numbers_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
@@ -17,13 +17,12 @@ _LARGE = 2**22  # elements of a value that are numbered
 _ELEMENTWISE = {"neg", "where", "masked_fill", "mT"} | operations(
     Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST
 )
-_PRODUCTS = {"matmul", "scaled_dot_product_attention"}
 _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
 # How many axes follow the value among the arguments.
 _AXES = {"transpose": 2, "flatten": 2, "select": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
 _AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
 # Without one of these, the parts of a value may as well stay where they are.
-_TOGETHER = {"softmax", "log_softmax", "layer_norm", "rms_norm", "linear", *_PRODUCTS, *_SUMS}
+_TOGETHER = {"softmax", "log_softmax", "layer_norm", "rms_norm", "linear", "matmul", *_SUMS}
 
 
 class _Lifted(NamedTuple):
@@ -171,11 +170,10 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
     """Return an operation with a new first axis, along which stand what it was in each branch; None if it has none."""
     value, rest = args[0], [arg.node for arg in args[1:]]
     rank = len(r.shape(node))
-    assert not isinstance(node.target, str)
-    if name in _ELEMENTWISE | _PRODUCTS:
+    if name in _ELEMENTWISE | {"matmul"}:
         # Sizes are matched from the last axis on: the new one has to be in front of all.
         own = [_wide(r, arg, rank) if arg.along else arg.node for arg in args]
-        if name in _PRODUCTS:  # and what units share has an axis for them
+        if name == "matmul":  # and what units share has an axis for them
             own = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in own]
         return r.insert(node.target, *own, **node.kwargs)
     if not value.along or any(arg.along for arg in args[1:] if name not in ("layer_norm", "rms_norm")):

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.base import Cuts
+from lightning_sym.symmetry.charts import Piece
 from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, tensors_of
 from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
@@ -119,6 +120,7 @@ class Capture:
         buffers: The names of the states that are no parameters.
         charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place: a
             number, or one for each element of a vector.
+        pieces: By parameter that is read in pieces, all of these, if the graph has them in the parameter's place.
         call: The call that was captured.
     """
 
@@ -132,6 +134,7 @@ class Capture:
     folded: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
     charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
+    pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     call: Call = field(default_factory=Call)
 
 

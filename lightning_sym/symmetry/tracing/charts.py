@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import argument, moved
+from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.sums import summed, terms_of

@@ -28,7 +28,8 @@ def _still(trace: Trace, label: Label) -> Label:
     return label.scaled_by(scale)
 
 
-def _without_scale(trace: Trace, value: Value) -> Value:
+def without_scale(trace: Trace, value: Value) -> Value:
+    """Return what moves with the units of a value, but does not see their scales (comparisons, indices)."""
     return value.with_labels(*(_still(trace, label) for label in value.labels))
 
 
@@ -64,7 +65,7 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
             trace.fix(value.with_labels(label), CHOSEN)
 
     def index(shape: tuple[int, ...]) -> Value:
-        return replace(_without_scale(trace, _placed(outside, axis, shape, value.ndim)), chooses=chooses)
+        return replace(without_scale(trace, _placed(outside, axis, shape, value.ndim)), chooses=chooses)
 
     if isinstance(meta, Tensor):
         return index(trace.output_shape())

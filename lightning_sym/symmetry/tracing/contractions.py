@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.invisible import argument, memories_of
+from lightning_sym.symmetry.tracing.nodes import argument, memories_of, numbers_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
@@ -320,18 +320,6 @@ def _with_constant(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) 
     return reshaped(r, r.insert(aten.mul.Tensor, summed, number), r.shape(node))
 
 
-def addmm(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite `addmm`, `baddbmm` and `addmv`."""
-    added, first, second = node.args[:3]
-    alpha, beta = (node.kwargs.get(name, 1) for name in ("alpha", "beta"))
-    product = r.insert(aten.matmul.default, first, second)
-    if alpha != 1:
-        product = r.insert(aten.mul.Tensor, product, alpha)
-    if beta != 1:
-        added = r.insert(aten.mul.Tensor, added, beta)
-    return r.insert(aten.add.Tensor, product, added)
-
-
 def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
     """Return the letters of all axes in an equation, those behind dots too; None if one stands twice in a term."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
@@ -375,37 +363,6 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if rewritten is None and plain != equation:
         return r.insert(aten.einsum.default, plain, [first, second])
     return rewritten
-
-
-def tensordot(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite `tensordot` and `inner`."""
-    first, second = node.args[:2]
-    ranks = [len(r.shape(part)) for part in (first, second)]
-    one, two = string.ascii_lowercase[: ranks[0]], list(string.ascii_uppercase[: ranks[1]])
-    axes: Any = node.args[2:4] if r.name(node) == "tensordot" else ([-1], [-1])
-    if not min(ranks) or len(axes) != 2:
-        return None
-    for at, to in zip(*axes, strict=True):
-        two[to] = one[at]
-    out = "".join(letter for letter in [*one, *two] if (letter in one) != (letter in two))
-    return r.insert(aten.einsum.default, f"{one},{''.join(two)}->{out}", [first, second])
-
-
-def multi_dot(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite `linalg_multi_dot` and `chain_matmul`, the first two first."""
-    values: Any = node.args[0]
-    result = values[0]
-    for value in values[1:]:
-        result = r.insert(aten.matmul.default, result, value)
-    return result if len(values) > 1 else None
-
-
-def bilinear(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite `bilinear`: a value times a weight is a matrix for each of the other's."""
-    first, second, weight, bias = (argument(node, at, name) for at, name in enumerate(("a", "b", "c", "bias")))
-    lead = string.ascii_lowercase[: len(r.shape(first)) - 1]
-    result = r.insert(aten.einsum.default, f"{lead}X,ZXY,{lead}Y->{lead}Z", [first, weight, second])
-    return result if bias is None else r.insert(aten.add.Tensor, result, bias)
 
 
 def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -484,7 +441,6 @@ def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | N
     for value, other in (parts, parts[::-1]):
         number = r.number(other)
         if number is not None and r.shape(value) == r.shape(node.args[0]):
-            assert not isinstance(node.target, str)
             return r.insert(aten.mul.Tensor, r.insert(node.target, value, *node.args[1:], **node.kwargs), number)
     return None
 
@@ -562,14 +518,6 @@ def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if value is None or weight is None:
         return None
     return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
-
-
-def numbers_of(tensor: Tensor) -> Tensor:
-    """Return which element of its memory each element of a tensor is."""
-    numbers = torch.full((), tensor.storage_offset())
-    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
-        numbers = numbers[..., None] + torch.arange(size) * step
-    return numbers
 
 
 def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:

@@ -13,32 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_sym.symmetry.tracing.choice_rules import picked
+from lightning_sym.symmetry.tracing.choice_rules import picked, without_scale
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.joining import MET
 from lightning_sym.symmetry.tracing.memory import choose, overwrite
+from lightning_sym.symmetry.tracing.nodes import axes_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.rules import fix_choice, pointwise, register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value, filled, numbered, values_in
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
 # Elementwise operations.
-
-
-@register_rule("aten::prelu", "aten::_prelu_kernel")
-def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
-    # The slopes go with their channels; they are not scaled.
-    axis = 1 if value.ndim > 1 else 0
-    for label in slope.labels:
-        trace.constraints.fix_scales(label.scale)
-    if math.prod(slope.shape) > 1:
-        slope = slope.on([axis], value.ndim) if slope.ndim == 1 else slope
-        value = trace.join(value, slope, product=True)
-    else:
-        for label in slope.labels:
-            trace.constraints.fix_units(label.atom.ravel())
-    return trace.elementwise(value, positive_scales=True)
 
 
 @register_rule(Trait.CAST, "aten::neg")
@@ -91,14 +77,7 @@ def _exponential(trace: Trace, value: Value) -> Value:
     if not _has_bias(trace.node.all_input_nodes[0]):
         return passed
     with trace.constraints.explain(f"{trace.where}: makes factors of what biases add, which scales could undo"):
-        return value.with_labels(*(_held(trace, label) for label in passed.labels))
-
-
-def _held(trace: Trace, label: Label) -> Label:
-    """Return units with scales of their own, which are fixed."""
-    scale = trace.constraints.scales_like(label.scale)
-    trace.constraints.fix_scales(scale)
-    return label.scaled_by(scale)
+        return without_scale(trace, passed)
 
 
 def _has_bias(node: fx.Node) -> bool:
@@ -172,8 +151,7 @@ def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
         if name in operations(Trait.CAST) and user.args[0] is node:
             common &= _summed_axes(user, rank)
         elif name in operations(Trait.SUM):
-            axes = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
-            common &= _gone(axes, rank)
+            common &= reduced(user, rank)
         else:
             return set()
     return common
@@ -219,7 +197,7 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
         power: 2 for the square.
         centred: Whether the mean is taken off.
     """
-    shape, gone = trace.output_shape(), _gone(axes, value.ndim)
+    shape, gone = trace.output_shape(), axes_of(axes, value.ndim)
     keep = len(shape) == value.ndim
     labels = []
     for label in value.labels:
@@ -259,34 +237,6 @@ def _of_parts(trace: Trace, label: Label, gone: set[int]) -> Label:
 register_rule("aten::add", "aten::sub", "aten::rsub")(_binary(product=False))
 register_rule("aten::mul")(_binary(product=True))
 register_rule("aten::div")(_binary(product=True, divide=True))
-
-
-# Complex numbers, of two real ones each: a unit fills both.
-
-
-@register_rule("aten::view_as_complex")
-def _as_complex(trace: Trace, value: Value) -> Value:
-    last, labels = value.ndim - 1, []
-    for label in value.labels:
-        label = trace.constraints.resolve(label)
-        if last in label.axes:
-            axes = label.axes[:-1]
-            real, imaginary = (label.moved(axes, lambda part, at=at: part[..., at]) for at in (0, 1))  # type: ignore[misc]
-            trace.constraints.equate([(real.scale, 1.0), (imaginary.scale, -1.0)])
-            label = trace.constraints.same_units(real, imaginary)
-        labels.append(label)
-    return Value(trace.output_shape(), tuple(labels))
-
-
-@register_rule("aten::view_as_real")
-def _as_real(trace: Trace, value: Value) -> Value:
-    labels = []
-    for label in value.labels:
-        label = trace.constraints.resolve(label)
-        wide = label.moved((*label.axes, value.ndim), lambda part: np.stack([part, part], -1))
-        tag = trace.constraints.derive_tags(wide.tag, np.indices(wide.atom.shape)[-1])
-        labels.append(Label(wide.axes, wide.atom, tag, wide.scale))
-    return trace.disjoint(Value(trace.output_shape(), tuple(labels)))
 
 
 def _chosen(trace: Trace, mask: Value, one: Any, two: Any) -> Value | None:
@@ -344,12 +294,6 @@ def _any_step(trace: Trace, value: Value, axis: int) -> Value:
     return step
 
 
-@register_rule("aten::log_sigmoid", "aten::log_sigmoid_forward")
-def _log_sigmoid(trace: Trace, value: Value) -> Any:
-    result = trace.permutations_only(value)
-    return result if isinstance(trace.node.meta["val"], Tensor) else [result, Value(value.shape)]
-
-
 @register_rule("aten::where")
 def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
     values = [part for part in (one, two) if isinstance(part, Value)]
@@ -373,29 +317,12 @@ def _compare(trace: Trace, one: Value, two: Any) -> Value:
         return trace.permutations_only(trace.join(one, two, product=False))
     if two != 0:
         return trace.permutations_only(one)
-    return _unscaled(trace, trace.elementwise(one, positive_scales=True))
-
-
-def _unscaled(trace: Trace, value: Value) -> Value:
-    """Return what moves with the units of a value, but does not see their positive scales (comparisons, indices)."""
-    labels = []
-    for label in value.labels:
-        labels.append(_held(trace, label))
-    return value.with_labels(*labels)
+    return without_scale(trace, trace.elementwise(one, positive_scales=True))
 
 
 @register_rule("aten::maximum", "aten::minimum")
 def _maximum(trace: Trace, one: Value, two: Value) -> Value:
     return trace.elementwise(trace.join(one, two, product=False), positive_scales=True)
-
-
-@register_rule("aten::glu")
-def _glu(trace: Trace, value: Value, axis: int = -1) -> Value:
-    first, second = trace.move(value, lambda t: torch.chunk(t, 2, axis))
-    for half in (first, second):
-        for label in half.labels:
-            trace.see(label)
-    return trace.join(first, trace.permutations_only(second), product=True)
 
 
 # Data movement: labels follow the coordinates.
@@ -536,7 +463,7 @@ def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     single = isinstance(trace.node.meta["val"], Tensor)
     value = trace.tied(value, range(-count, 0))
     value = trace.elementwise(Value(trace.output_shape(None if single else 0), value.labels), positive_scales=True)
-    return value if single else [value, _unscaled(trace, value)]
+    return value if single else [value, without_scale(trace, value)]
 
 
 @register_rule(Trait.SUM)
@@ -547,12 +474,6 @@ def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, *
 @register_rule("aten::amax", "aten::amin")
 def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
     return summed_over(trace, trace.elementwise(value, positive_scales=True), axes or None)
-
-
-def _gone(axes: Any, rank: int) -> set[int]:
-    """Return the axes over which an operation sums: the given ones, or all."""
-    axes = range(rank) if axes is None else [axes] if isinstance(axes, int) else axes
-    return {axis % rank for axis in axes} or set(range(rank))
 
 
 def summed_over(
@@ -570,7 +491,7 @@ def summed_over(
     squares = _is_square(trace.node.all_input_nodes[0]) if squares is None else squares
     shape = trace.output_shape() if shape is None else shape
     keep = len(shape) == value.ndim
-    gone = _gone(axes, value.ndim)
+    gone = axes_of(axes, value.ndim)
     labels = []
     for label in value.labels:
         label = trace.constraints.resolve(label)

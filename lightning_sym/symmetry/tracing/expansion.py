@@ -17,9 +17,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.tracing import written_out  # noqa: F401 (it registers rules)
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
-from lightning_sym.symmetry.tracing.memory import written_by
+from lightning_sym.symmetry.tracing.nodes import between, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import (
@@ -169,7 +168,7 @@ class Expansion:
             before = self.node.prev
             with contextlib.suppress(ValueError):
                 moved = self.compute(function, value)
-                if all(map(self._moves, _between(before, self.node))):
+                if all(map(self._moves, between(before, self.node))):
                     return moved
         probe = function(torch.zeros(value.shape, dtype=torch.int64))
         if isinstance(probe, Tensor):
@@ -296,12 +295,12 @@ class _Replacement(Expansion):
         try:
             results = self._results()
         except NotWrittenError as reason:
-            for own in reversed(_between(before, node)):
+            for own in reversed(between(before, node)):
                 self.rewriter.erase(own)
             node.target, node.meta["rule_of"] = self._target, self.operation
             self.note(f"its rule {reason}, so that shifts, norms and rotations are not followed through it")
             return False
-        for own in _between(before, node):
+        for own in between(before, node):
             if is_own(own.target, self.rewriter.kept):
                 own.meta["within"] = within | {node.target}
         self._keep_demands(before, results)
@@ -354,7 +353,7 @@ class _Replacement(Expansion):
 
     def _keep_demands(self, before: fx.Node, results: Sequence[fx.Node]) -> None:
         """Keep what a rule demands of values that are read no more, and fix what it does not mention."""
-        written = [node for node in _between(before, self.node) if node not in self._nothing]
+        written = [node for node in between(before, self.node) if node not in self._nothing]
         read = {given for node in written for given in node.all_input_nodes} | set(results)
         for node in self._demands:
             if not node.users and node not in results:
@@ -378,14 +377,6 @@ class _Replacement(Expansion):
         if self.rewriter.writes_into(old) or self.rewriter.writes_into(new):
             new = self.rewriter.insert(aten.clone.default, new)
         self.rewriter.replace(old, new)
-
-
-def _between(before: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """Return what stands between two nodes."""
-    found = []
-    while (before := before.next) is not node:
-        found.append(before)
-    return found
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.contractions import VIEWS, layout, numbers_of
-from lightning_sym.symmetry.tracing.invisible import memories_of
+from lightning_sym.symmetry.tracing.contractions import VIEWS, layout
+from lightning_sym.symmetry.tracing.nodes import memories_of, numbers_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_sym.symmetry.charts import Charts
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import charts_of
+from lightning_sym.symmetry.tracing.pieces import pieces_of
 from lightning_sym.symmetry.tracing.stacks import unstack
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.values import Value
@@ -16,13 +18,13 @@ class Labels(NamedTuple):
 
     Attributes:
         walk: The demands, and the labels of tensors and of values that have a name.
-        charts: What is added to tensors wherever the network reads them.
+        charts: What is added to tensors wherever the network reads them, and which it reads in pieces.
         kept: The tensors to which nothing may be added: in no state dict, or in several charts.
         stacked: The tensors that hold members with units of their own.
     """
 
     walk: Walk
-    charts: dict[str, float | tuple[float, ...]]
+    charts: Charts
     kept: set[str]
     stacked: set[str]
 
@@ -45,4 +47,4 @@ def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, 
     walk.finish()
     stacked, hidden = unstack(walk.stacks, walk.axis_labels)
     walk.taps = {mark: value for mark, value in walk.taps.items() if mark.name not in hidden}
-    return Labels(walk, charts, tensors.unsaved | unlike, stacked)
+    return Labels(walk, Charts(charts, pieces_of(captures)), tensors.unsaved | unlike, stacked)

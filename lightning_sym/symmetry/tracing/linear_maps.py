@@ -315,11 +315,12 @@ class _Respeller:
             insert, held = self.rewriter.insert, self.rewriter.hold
             kind = region.end.meta["val"].dtype
             other = insert(aten.index_select.default, start, found.axis, held(found.partner))
-            products = (
+            products = [
                 insert(aten.mul.Tensor, value, held(factor.to(kind)))
                 for value, factor in ((start, found.own), (other, found.other))
-            )
-            return insert(aten.add.Tensor, *products)
+                if bool(factor.any())
+            ]
+            return products[0] if len(products) == 1 else insert(aten.add.Tensor, *products)
 
         return self._put(region.end, put)
 

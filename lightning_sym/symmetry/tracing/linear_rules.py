@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from lightning_sym.symmetry.tracing.choice_rules import taken_at
 from lightning_sym.symmetry.tracing.constraints import Label
@@ -299,27 +299,6 @@ def _batch_norm(
     return _affine(trace, value, weight, bias, [1])
 
 
-@register_rule("aten::instance_norm")
-def _instance_norm(
-    trace: Trace,
-    value: Value,
-    weight: Value | None,
-    bias: Value | None,
-    mean: Value | None,
-    variance: Value | None,
-    use_input: bool,
-    momentum: float,
-    epsilon: float,
-    *args: Any,
-) -> Value:
-    if not use_input:
-        return _batch_norm(trace, value, weight, bias, mean, variance, False, momentum, epsilon)
-    for state in (mean, variance):
-        if state is not None:
-            trace.fix(state)
-    return _affine(trace, _normalised_over(trace, value, range(2, value.ndim), epsilon), weight, bias, [1])
-
-
 @register_rule("aten::layer_norm")
 def _layer_norm(
     trace: Trace,
@@ -371,44 +350,3 @@ def _group_norm(
         # A group of one channel is divided by its own deviation, over places.
         value = value.with_labels(_normalised(trace, label, epsilon, parents if size > 1 else None))
     return _affine(trace, value, weight, bias, [1])
-
-
-# Attention.
-
-
-def _repeated(trace: Trace, value: Value, times: int) -> Value:
-    """Repeat each head, for queries in groups."""
-
-    def repeat(tensor: Tensor) -> Tensor:
-        return tensor.repeat_interleave(times, -3)
-
-    return value if times == 1 else trace.carry(value, trace.move(value, repeat), repeat)
-
-
-@register_rule("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_for_cpu")
-def _attention(
-    trace: Trace,
-    query: Value,
-    key: Value,
-    value: Value,
-    mask: Value | None = None,
-    dropout: float = 0.0,
-    causal: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Softmax(Q K^T) V per head: queries against keys cancel, values pass, heads move as blocks.
-
-    See docs/theory/intertwiners.md, 2.5.
-    """
-    rank = query.ndim
-    if kwargs.get("enable_gqa"):
-        key, value = (_repeated(trace, part, query.shape[-3] // part.shape[-3]) for part in (key, value))
-    batch = list(range(rank - 2))
-    scores = (*query.shape[:-1], key.shape[-2])
-    logits = trace.contract(query, [*batch, rank - 2, None], key, [*batch, rank - 1, None], scores)
-    if mask is not None:
-        logits = trace.join(logits, mask, product=False)
-    weights = trace.permutations_only(logits)
-    for label in weights.labels:
-        trace.see(label)
-    return trace.contract(weights, [*batch, rank - 2, None], value, [*batch, None, rank - 1], trace.output_shape())

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.constraints import Label
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.nodes import numbers_of, written_by
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.vocabulary import Trace
 
@@ -39,15 +39,6 @@ class Memory:
     def _memory(cls, place: Place) -> int:
         return int(cls._tensor(place).untyped_storage()._cdata)
 
-    @classmethod
-    def _elements(cls, place: Place) -> Tensor:
-        """Return the numbers of the elements of memory that a tensor shows, in its shape."""
-        tensor = cls._tensor(place)
-        elements = torch.full((), tensor.storage_offset())
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            elements = elements[..., None] + torch.arange(size) * stride
-        return elements
-
     def hold(self, node: fx.Node) -> None:
         """Note where the results of an operation lie."""
         value = node.meta.get("val") if self._written else None
@@ -73,7 +64,7 @@ class Memory:
             environment[node] = value
 
         places = self._places[self._memory((target, None))]
-        elements = {place: self._elements(place) for place in places}
+        elements = {place: numbers_of(self._tensor(place)) for place in places}
         written = elements[target, None]
         if all(torch.equal(own, written) for own in elements.values()):
             for place in places:
@@ -105,23 +96,6 @@ class Memory:
                 show(place, updated)
             elif bool(torch.isin(own, written).any()):
                 show(place, part(number_of[own]))
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors into which an operation writes."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or node.op != "call_function":
-        return []
-    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
-    given |= node.kwargs
-    written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    flat = [target for part in written for target in (part if isinstance(part, (list, tuple)) else [part])]
-    return [target for target in flat if isinstance(target, fx.Node)]
-
-
-def replaces(node: fx.Node) -> bool:
-    """Return whether an operation puts values in the place of its first argument's, without reading these."""
-    return name_of(node) in operations(Trait.REPLACE) and True not in (*node.args[3:4], node.kwargs.get("accumulate"))
 
 
 def overwrite(trace: Trace, base: Value, where: Tensor, new: Value) -> Value:

@@ -128,28 +128,6 @@ class Mixture:
 
         return self._then(make, by_position=by_position, mixed=mixed)
 
-    def as_complex(self) -> "Mixture":
-        """Return complex numbers of two real ones on the last axis."""
-
-        def make() -> list[Term]:
-            parts = ((index.unbind(-1), factor.unbind(-1)) for index, factor in self.terms)
-            return [
-                Term(index[part], factor[part] * unit) for index, factor in parts for part, unit in enumerate((1, 1j))
-            ]
-
-        return self._then(make)
-
-    def as_real(self) -> "Mixture":
-        """Return the real and the imaginary parts on a further axis."""
-
-        def make() -> list[Term]:
-            return [
-                Term(index[..., None].expand(*index.shape, 2), torch.view_as_real(factor.to(torch.complex128).clone()))
-                for index, factor in self.terms
-            ]
-
-        return self._then(make)
-
 
 def added(mixtures: Sequence[Mixture], signs: Sequence[float]) -> Mixture:
     """Return the sum of mixtures of one base, each times a number, with broadcasting."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from lightning_sym.symmetry.tracing import written_out
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
 from lightning_sym.symmetry.tracing.branches import together
@@ -17,14 +18,11 @@ from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_b
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     added_layers,
-    addmm,
-    bilinear,
     einsum,
     joined,
     joined_layers,
     layout,
     matmul,
-    multi_dot,
     narrow_convolution,
     outer_product,
     permuted,
@@ -32,13 +30,11 @@ from lightning_sym.symmetry.tracing.contractions import (
     shown,
     stored,
     summed_product,
-    tensordot,
 )
 from lightning_sym.symmetry.tracing.filling import join_parts
-from lightning_sym.symmetry.tracing.invisible import argument, moved, reduced
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.memory import replaces, written_by
-from lightning_sym.symmetry.tracing.operations import Trait, operations, out_of_place, places_of
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument, moved, reduced, replaces, written_by
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
@@ -61,6 +57,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     Returns:
         The capture.
     """
+    _write_apart(capture, kept)
     join_parts(capture, kept)
     _remove_writes(Rewriter(capture, kept))
     rewriter = Rewriter(capture, kept)
@@ -85,17 +82,33 @@ def _spell(rewriter: Rewriter) -> None:
         rewriter.share()
 
 
+def _without_write(node: fx.Node) -> Any:
+    """Return the operation that leaves its first argument alone, of one that writes into nothing else; else None."""
+    target: Any = node.target
+    if replaces(node) or written_by(node) != list(node.args[:1]):
+        return None
+    other = out_of_place(target)
+    if other is target or other._schema.is_mutable:
+        return None
+    one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+    return other if one.shape == two.shape and one.dtype == two.dtype else None  # it computes in the type it writes
+
+
+def _write_apart(capture: Capture, kept: Collection[str]) -> None:
+    """Let copies write what operations that are others in a row put into their arguments."""
+    nodes = [node for node in capture.graph.nodes if name_of(node) in written_out.FUNCTIONS and written_by(node)]
+    r = Rewriter(capture, kept) if nodes else None
+    for node in nodes:
+        if r is not None and r.plain_name(node) and r.is_frozen(node) and (other := _without_write(node)) is not None:
+            r.at = node
+            new = r.insert(other, *node.args, **node.kwargs)
+            r.replace(node, r.insert(aten.copy_.default, node.args[0], new))
+
+
 def _remove_writes(r: Rewriter) -> None:
     """Put operations that leave their arguments alone in the place of those whose writes nobody else sees."""
     for node in list(r.graph.nodes):
-        target: Any = node.target
-        if not r.name(node) or replaces(node) or written_by(node) != list(node.args[:1]):
-            continue
-        other = out_of_place(target)
-        if other is target or other._schema.is_mutable:
-            continue
-        one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
-        if one.shape == two.shape and one.dtype == two.dtype:  # it computes in the type that it writes
+        if r.name(node) and (other := _without_write(node)) is not None:
             node.target = other
 
 
@@ -177,21 +190,7 @@ def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     mask = r.insert(aten.logical_not.default, mask) if r.name(value) == "masked_fill" else mask
     product = r.insert(aten.mul.Tensor, shown, r.insert(aten.to.dtype, mask, shown.meta["val"].dtype))
-    assert not isinstance(node.target, str)
     return r.insert(node.target, product, *node.args[1:])
-
-
-def _with_product(target: Any) -> Rewrite:
-    """Return a rewrite of `addcmul` or `addcdiv`."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
-        added, one, two = node.args[:3]
-        product, factor = r.insert(target, one, two), argument(node, 3, "value", 1)
-        if factor != 1:
-            product = r.insert(aten.mul.Tensor, product, factor)
-        return r.insert(aten.add.Tensor, added, product)
-
-    return rewrite
 
 
 def _reversed_difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -239,30 +238,11 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(reduce, rows, [1])
 
 
-def _saved_statistics(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite an instance norm that uses saved statistics as a batch norm."""
-    value, gain, bias, mean, variance, own = node.args[:6]
-    if own or mean is None or variance is None:
-        return None
-    return r.insert(aten.batch_norm.default, value, gain, bias, mean, variance, False, *node.args[6:])
-
-
-def _cosine(r: Rewriter, node: fx.Node) -> fx.Node:
-    """Rewrite cosines as products of normalised vectors."""
-    axis, eps = argument(node, 2, "dim", 1), argument(node, 3, "eps", 1e-8)
-    vectors = []
-    for value in node.args[:2]:
-        norm = r.insert(aten.linalg_vector_norm.default, value, 2, [axis], True)
-        vectors.append(r.insert(aten.div.Tensor, value, r.insert(aten.clamp_min.default, norm, eps)))
-    return r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, *vectors), [axis])
-
-
 def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums and differences with a factor."""
     alpha = node.kwargs.get("alpha", 1)
     if alpha == 1 or not isinstance(node.args[1], fx.Node):
         return None
-    assert not isinstance(node.target, str)
     return r.insert(node.target, node.args[0], r.insert(aten.mul.Tensor, node.args[1], alpha))
 
 
@@ -275,7 +255,6 @@ def _broadcast(r: Rewriter, node: fx.Node) -> fx.Node | None:
         other = node.args[1 - at]
         if len(r.shape(source)) and np.broadcast_shapes(r.shape(source), r.shape(other)) == r.shape(node):
             args = (source, other) if at == 0 else (other, source)
-            assert not isinstance(node.target, str)
             return r.insert(node.target, *args, *node.args[2:], **node.kwargs)
     return None
 
@@ -391,13 +370,9 @@ def _made_like(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _of_integers(r: Rewriter, node: fx.Node) -> bool:
     """Whether a node is made of nothing but the integers that go in: no choice of the network's."""
-    seen, left = {node}, [node]
-    while left:
-        for given in left.pop().all_input_nodes:
-            if given not in seen:
-                seen.add(given)
-                left.append(given)
-    values = (leaf for one in seen for leaf in pytree.tree_leaves(one.meta.get("val")) if isinstance(leaf, Tensor))
+    values = (
+        leaf for one in ancestors(node) for leaf in pytree.tree_leaves(one.meta.get("val")) if isinstance(leaf, Tensor)
+    )
     return not any(value.is_floating_point() for value in values)
 
 
@@ -502,7 +477,6 @@ def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
         vector = stored(r, bias, [at])
         if vector in r.capture.states:
             rest = {name: value for name, value in layer.kwargs.items() if name != "bias"}
-            assert not isinstance(layer.target, str)
             return r.insert(layer.target, *layer.args[:2], vector, *layer.args[3:], **rest)
     return None
 
@@ -517,7 +491,6 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
-        assert not isinstance(node.target, str)
         found = stored(r, bias, [0])
         if found in r.capture.states:
             return r.insert(node.target, *node.args[:2], found, *node.args[3:], **rest)
@@ -635,7 +608,6 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     sizes, kind = r.shape(value)[-2:], node.meta["val"].dtype
     ones = r.insert(aten.full.default, list(sizes), 1.0, dtype=kind, device=node.meta["val"].device)
-    assert not isinstance(node.target, str)
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
@@ -649,7 +621,6 @@ def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
             kind, sizes = node.meta["val"].dtype, r.shape(mask)
             filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
-            assert not isinstance(node.target, str)
             filled = r.insert(node.target, filled, mask, number)
             return r.insert(aten.expand.default, filled, list(r.shape(node)))
         inverted = False
@@ -767,15 +738,10 @@ _EARLIER: dict[str, Rewrite] = {
     **dict.fromkeys(("narrow", "getitem"), _as_part),
 }
 _REWRITES: dict[str, Rewrite] = {
+    **written_out.REWRITES,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), addmm),
-    **dict.fromkeys(("tensordot", "inner"), tensordot),
-    **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), multi_dot),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     "einsum": einsum,
-    "bilinear": bilinear,
-    "cosine_similarity": _cosine,
-    "instance_norm": _saved_statistics,
     **dict.fromkeys(("sum", "prod"), _total),
     **dict.fromkeys(operations(Trait.SOFTMAX), unseen),
     "add": _sum,
@@ -790,8 +756,6 @@ _REWRITES: dict[str, Rewrite] = {
     "im2col": _windows,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
-    "addcmul": _with_product(aten.mul.Tensor),
-    "addcdiv": _with_product(aten.div.Tensor),
     "multiply": _arithmetic(aten.mul.Tensor),
     **dict.fromkeys(("true_divide", "divide"), _arithmetic(aten.div.Tensor)),
     "subtract": _arithmetic(aten.sub.Tensor),

@@ -10,14 +10,14 @@ from typing import Any
 from torch import fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.invisible import argument, reduced, shape_of
+from lightning_sym.symmetry.tracing.nodes import argument, reduced, shape_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 _SUMS = {"add", "sub"}
 _PASSED = operations(Trait.CAST) | {"neg"}
 _MOVED = _PASSED | operations(Trait.MOVE)
 _HANDED_ON = _MOVED | operations(Trait.POOL) | {"getitem"}
-_PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3), "instance_norm": (1, 2)}
+_PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3)}
 _BATCH_NORMS = {"batch_norm", "cudnn_batch_norm"}
 
 

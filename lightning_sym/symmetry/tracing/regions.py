@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.invisible import argument, moved
 from lightning_sym.symmetry.tracing.measuring import Measured, measured
+from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, moved_by, run_step
@@ -30,7 +30,6 @@ _MOST_NODES = 48  # of a region
 _MOST_FAILURES = 4  # values that are tried in vain as the one of which a region is made
 _LOW = -1e3  # the exponential of what is so much lower than all else is zero
 
-_OTHERS = {"group_norm", "cosine_similarity"}
 _OF_GROUP_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
 
 
@@ -94,10 +93,10 @@ class _Recogniser:
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
         """Replace the region that ends in a node, if there is one; return the node at which to go on."""
-        if (name := self.rewriter.name(node)) in _OTHERS:
+        if (name := self.rewriter.name(node)) == "group_norm":
             self.rewriter.at = node
             try:
-                new: fx.Node | None = getattr(self, f"_{name}")(node)
+                new = self._group_norm(node)
             except NoSpellingError:
                 return None
             if new is not None:
@@ -143,23 +142,6 @@ class _Recogniser:
             return None
         weight, bias, eps = (argument(node, at, key, default) for at, key, default in _OF_GROUP_NORM)
         return self._insert(aten.layer_norm.default, node.args[0], [shape[1]], weight, bias, eps)
-
-    def _cosine_similarity(self, node: fx.Node) -> fx.Node | None:
-        """A cosine is a sum of products of what both are divided by their length."""
-        shapes = [_size(value) or () for value in node.args[:2]]
-        rank = max(len(shape) for shape in shapes)
-        axis = argument(node, 2, "dim", 1) % rank
-        sizes = {shape[axis - rank] for shape in shapes if len(shape) >= rank - axis}
-        if len(sizes) != 1 or any(len(shape) < rank - axis for shape in shapes):
-            return None
-        units = []
-        values: Any = node.args[:2]
-        for value, shape in zip(values, shapes, strict=True):
-            layout = _Layout(shape, Measured("rms", (axis - rank + len(shape),)))
-            units.append(layout.put(self._insert, value, None, None))
-        product = self._insert(aten.mul.Tensor, *units)
-        total = self._insert(aten.sum.dim_IntList, product, [axis])
-        return self._insert(aten.mul.Tensor, total, 1 / sizes.pop())
 
     def _pulled_in(self, node: fx.Node) -> fx.Node | None:
         """Divide what a linear map takes by its length, where the map's result is divided by this length."""
@@ -371,7 +353,7 @@ class _Recogniser:
         names = [self.rewriter.name(step.node) for step in steps]
         told = {"layer": ("layer_norm",), "rms": ("rms_norm",)}.get(found.kind, (found.kind, f"_{found.kind}"))
         told = ("group_norm",) if found.split is not None and found.kind == "layer" else told
-        known = [name for name in names if name in told or name == "instance_norm"]
+        known = [name for name in names if name in told]
         others = [name for name in names if name not in known and name not in _CASTS | _MOVEMENTS]
         return len(known) == 1 and not others
 

@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name
-from lightning_sym.symmetry.tracing.invisible import memories_of, shared_memory
-from lightning_sym.symmetry.tracing.memory import written_by
+from lightning_sym.symmetry.tracing.nodes import between, memories_of, shared_memory, written_by
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Returns what stands for an operation, if it is of the spelling that this rewrites; None if it is not.
@@ -68,16 +67,17 @@ class Rewriter:
         # Whatever is written into a result later, an operation makes the same of what it reads.
         if node in self._frozen and (node is not self.at or self._shares(node)):
             return ""
-        if self._is_kept(node.target) or node.kwargs.get("out") is not None:
+        if self.is_kept(node.target) or node.kwargs.get("out") is not None:
             return ""
         return operation_name(node.target).removesuffix("_")
 
     def plain_name(self, node: Any) -> str:
         """Return the name of an operation, whoever sees what it writes, without the mark of writing in place."""
-        plain = isinstance(node, fx.Node) and node.op == "call_function" and not self._is_kept(node.target)
+        plain = isinstance(node, fx.Node) and node.op == "call_function" and not self.is_kept(node.target)
         return operation_name(node.target).removesuffix("_") if plain else ""
 
-    def _is_kept(self, target: Any) -> bool:
+    def is_kept(self, target: Any) -> bool:
+        """Whether a user has a rule for an operation."""
         schema = getattr(target, "_schema", None)
         return schema is not None and schema.name.removesuffix("_") in self.kept
 
@@ -126,7 +126,7 @@ class Rewriter:
         fixed = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
         if (
             not fixed
-            or self._is_kept(target)
+            or self.is_kept(target)
             or torch.Tag.nondeterministic_seeded in target.tags
             or "empty" in target._schema.name
         ):
@@ -181,7 +181,7 @@ class Rewriter:
         Raises:
             NoSpellingError: If a user has a rule for it, or it does not take these arguments (of mixed precision).
         """
-        if self._is_kept(target):
+        if self.is_kept(target):
             raise NoSpellingError
         return self._put(target, args, kwargs)
 
@@ -324,9 +324,13 @@ class Rewriter:
         for user in list(base.users):
             if user not in written:
                 user.replace_input_with(base, new)
-        for at, mark in enumerate(self.capture.marks):
-            if mark.node is base:
-                self.capture.marks[at] = replace(mark, node=new)
+        order = {node: place for place, node in enumerate(self.graph.nodes)}
+        gone = {base, *written}
+        self.capture.marks[:] = [  # what memory holds before it is full is named no longer
+            replace(mark, node=new) if mark.node is base else mark
+            for mark in self.capture.marks
+            if mark.node not in gone or (mark.node is base and order[mark.after] >= order[new])
+        ]
         for node in [*reversed(written), base]:
             for at, mark in enumerate(self.capture.marks):
                 if mark.after is node:
@@ -451,7 +455,7 @@ class Rewriter:
                     new = None
                 if new is not None and (_kind(new) != _kind(node) or not self._may_replace(node, new)):
                     new = None
-                put_in = self._put_in(before, node)
+                put_in = between(before, node)
                 for one in reversed(put_in):
                     if one is not new and not one.users and not one._erased:
                         self.erase(one)
@@ -462,14 +466,6 @@ class Rewriter:
                     changes += 1
             node = following
         return changes
-
-    @staticmethod
-    def _put_in(before: fx.Node, node: fx.Node) -> list[fx.Node]:
-        """Return what stands between two nodes."""
-        found = []
-        while (before := before.next) is not node:
-            found.append(before)
-        return found
 
 
 class NoSpellingError(Exception):

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label, Sighting
 from lightning_sym.symmetry.tracing.coordinates import core
+from lightning_sym.symmetry.tracing.nodes import axes_of
 from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
 from lightning_sym.symmetry.tracing.values import Members, Value, values_in
@@ -290,9 +291,7 @@ def _contracted(name: str, args: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _summed(number: Tensor, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Any:
-    axes = args[1] if len(args) > 1 else kwargs.get("dim")
-    axes = range(number.ndim) if axes is None else [axes] if isinstance(axes, int) else axes
-    gone = sorted({axis % number.ndim for axis in axes} or range(number.ndim), reverse=True)
+    gone = sorted(axes_of(args[1] if len(args) > 1 else kwargs.get("dim"), number.ndim), reverse=True)
     if any(_varies(number, axis) for axis in gone):
         return _LEFT
     for axis in gone:

@@ -1,7 +1,6 @@
 """The group of one network, as arrays."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
+from lightning_sym.symmetry.charts import Charts
 from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.copies import Copies, arriving
 from lightning_sym.symmetry.tracing.numbering import flat
@@ -87,8 +87,7 @@ class Structure:
         tilts: What layer norms' biases and their readers may change together, behind rotations.
         planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
-        charts: Tensors that the network reads with a number added, or with one for each element of a vector: the group
-            acts on the sum.
+        charts: Tensors that the network reads with numbers added, or in pieces: the group acts on sums and pieces.
     """
 
     slots: tuple[Slot, ...]
@@ -110,7 +109,7 @@ class Structure:
     rotations: tuple[Rotation, ...] = ()
     tilts: tuple[Tilt, ...] = ()
     planes: tuple[Ints, ...] = ()
-    charts: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
+    charts: Charts = field(default_factory=Charts)
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""
@@ -187,6 +186,12 @@ class Structure:
         for slot in self.slots:
             found.setdefault(slot.tensor, []).append(slot)
         return found
+
+    @cached_property
+    def moving(self) -> tuple[str, ...]:
+        """The names of the tensors in which something moves, as the network holds them."""
+        owners = self.charts.owners
+        return tuple(dict.fromkeys(owners.get(name, name) for name in self.slots_of))
 
     @cached_property
     def cell_of(self) -> Ints:

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped, shown, stored
-from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
@@ -136,7 +136,6 @@ def _with_bias(r: Rewriter, layer: Term, bias: fx.Node) -> fx.Node | None:
     if vector not in r.capture.states:
         return None
     rest = {key: value for key, value in node.kwargs.items() if key != "bias"}
-    assert not isinstance(node.target, str)
     return r.insert(node.target, *node.args[:2], vector, *node.args[3:], **rest)
 
 
@@ -146,7 +145,6 @@ def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if r.name(weight) != "mul" or not r.only_for(weight, node) or "transpose" in name or argument(node, 6, "", 1) != 1:
         return None
     assert isinstance(weight, fx.Node)
-    assert not isinstance(node.target, str)
     for matrix, gain in _factors(weight):
         own, sizes = r.shape(matrix), r.shape(gain)
         if shown(r, matrix)[0] not in r.capture.states or own != r.shape(weight) or r.made_of(gain) != "weights":
@@ -252,7 +250,6 @@ def unseen(r: Rewriter, node: fx.Node) -> fx.Node | None:
     value: Any = node.args[0]
     axis = argument(node, 1, "dim") % len(r.shape(value)) - len(r.shape(value))
     kept = _without_common(r, value, axis)
-    assert not isinstance(node.target, str)
     return None if kept is None else r.insert(node.target, kept, *node.args[1:], **node.kwargs)
 
 
@@ -270,7 +267,6 @@ def _without_common(r: Rewriter, value: fx.Node, axis: int) -> fx.Node | None:
         if alike and (not isinstance(common, fx.Node) or _states(r, common) <= _states(r, kept)):
             return kept
         if (rest := _without_common(r, kept, axis)) is not None:
-            assert not isinstance(value.target, str)
             turned = kept is not value.args[0]
             return r.insert(value.target, *((common, rest) if turned else (rest, common)), **value.kwargs)
     return None
@@ -278,10 +274,4 @@ def _without_common(r: Rewriter, value: fx.Node, axis: int) -> fx.Node | None:
 
 def _states(r: Rewriter, node: fx.Node) -> set[fx.Node]:
     """Return the weights of which a node is made."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        for given in waiting.pop().all_input_nodes:
-            if given not in seen:
-                seen.add(given)
-                waiting.append(given)
-    return {one for one in seen if one in r.capture.states}
+    return {one for one in ancestors(node) if one in r.capture.states}

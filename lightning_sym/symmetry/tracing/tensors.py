@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.tracing.capture import Capture, constant_names, state_tensors
+from lightning_sym.symmetry.tracing.pieces import pieces_of
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
 
 
@@ -31,6 +33,14 @@ class Tensors(NamedTuple):
         parameters = [name for name, _ in network.named_parameters() if name in states]
         states |= constant_values(network) if weightless else {}
         return cls(states, parameters, constant_names(network), weightless)
+
+    def cut(self, captures: Sequence[Capture]) -> "Tensors":
+        """Return these with the pieces of parameters that captures read in pieces."""
+        charts = Charts({}, pieces_of(captures))
+        if not charts.pieces:
+            return self
+        parameters = [own for name in self.parameters for own in charts.names_of(name)]
+        return self._replace(states=dict(charted(self.states, charts)), parameters=parameters)
 
     def unused(self, captures: Sequence[Capture]) -> list[str]:
         """Say which parameters no operation reads."""

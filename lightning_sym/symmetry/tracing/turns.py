@@ -16,7 +16,7 @@ from lightning_sym.symmetry.tracing.constraints import Constraints, Label
 from lightning_sym.symmetry.tracing.mixtures import Labelled, Mixture, Planes, added, find_planes, joined
 from lightning_sym.symmetry.tracing.values import Value, values_in
 
-_CLOSING = ("add", "sub", "cat", "view_as_real")
+_CLOSING = ("add", "sub", "cat")
 
 
 def mixture_of(value: Value) -> Mixture:
@@ -35,9 +35,6 @@ def mixed(node: fx.Node, arguments: Sequence[Any], keywords: dict[str, Any]) -> 
     first = arguments[0]
     if name == "neg" and first.labels:
         return mixture_of(first).times(torch.tensor(-1.0))
-    if name in ("view_as_complex", "view_as_real") and first.labels:
-        own = mixture_of(first)
-        return own.as_complex() if name == "view_as_complex" else own.as_real() if own.opened else None
     if name == "mul" and len(arguments) == 2:
         return _product(*arguments)
     if name in ("add", "sub") and len(arguments) == 2 and any(_is_open(value) for value in arguments):

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
-from lightning_sym.symmetry.tracing.invisible import moved
+from lightning_sym.symmetry.tracing.nodes import moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 

@@ -12,7 +12,8 @@ from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, writ
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark
 from lightning_sym.symmetry.tracing.choice_rules import tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
-from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
+from lightning_sym.symmetry.tracing.memory import Memory
+from lightning_sym.symmetry.tracing.nodes import replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of

@@ -1,16 +1,41 @@
-"""Operations of torch that are others in a row: one function each, whose operations are followed in their place.
+"""Operations of torch that are others in a row: one function each, whose operations take their place.
 
 An operation that nothing knows yet is known everywhere after one entry here (docs/theory/tracing.md, 6).
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+import string
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.rules import register_rule
-from lightning_sym.symmetry.tracing.vocabulary import Rule
+from lightning_sym.symmetry.tracing.nodes import between
+from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
+
+Written = Callable[..., Tensor]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    logits = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+    return logits.softmax(-1) @ value
 
 
 def _difference(
@@ -33,24 +58,93 @@ def _distances(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = 
     return result
 
 
-FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
-    "aten::lerp": lambda start, end, weight: start + weight * (end - start),
-    "aten::outer": lambda x, y: x.unsqueeze(-1) * y,
-    "aten::ger": lambda x, y: x.unsqueeze(-1) * y,
-    "aten::hypot": lambda x, y: (x.square() + y.square()).sqrt(),
-    "aten::linalg_vecdot": lambda x, y, *, dim=-1: (x * y).sum(dim),
-    "aten::diff": _difference,
-    "aten::pairwise_distance": _distance,
-    "aten::cdist": _distances,
+def _cosine(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    one, two = (each / torch.linalg.vector_norm(each, 2, dim, keepdim=True).clamp_min(eps) for each in (x, y))
+    product: Tensor = (one * two).sum(dim)
+    return product
+
+
+def _gated(x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+def _instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    own_statistics: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool = False,
+) -> Tensor:
+    if own_statistics:
+        return torch.group_norm(x, x.shape[1], weight, bias, eps)
+    return torch.batch_norm(x, weight, bias, mean, variance, False, momentum, eps, cudnn)
+
+
+def _leaking(x: Tensor, slope: Tensor) -> Tensor:
+    wide = slope.reshape(-1, *[1] * (x.ndim - 2)) if slope.numel() > 1 and x.ndim > 1 else slope
+    return x.relu() - wide * (-x).relu()
+
+
+def _matrix_product(added: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _times(x @ y, alpha) + _times(added, beta)
+
+
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result = torch.einsum("...x,zxy,...y->...z", x, weight, y)
+    return result if bias is None else result + bias
+
+
+def _over(x: Tensor, y: Tensor, ours: Sequence[int], theirs: Sequence[int]) -> Tensor:
+    """Sum the products over some axes of both."""
+    one, two = list(string.ascii_lowercase[: x.ndim]), list(string.ascii_uppercase[: y.ndim])
+    for at, to in zip(ours, theirs, strict=True):
+        two[to] = one[at]
+    out = (letter for letter in [*one, *two] if (letter in one) != (letter in two))
+    return torch.einsum(f"{''.join(one)},{''.join(two)}->{''.join(out)}", x, y)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
+FUNCTIONS: Mapping[str, Written] = {
+    "addcdiv": lambda x, one, two, *, value=1: x + _times(one / two, value),
+    "addcmul": lambda x, one, two, *, value=1: x + _times(one * two, value),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), _matrix_product),
+    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), lambda factors: functools.reduce(torch.matmul, factors)),
+    "bilinear": _bilinear,
+    "cdist": _distances,
+    "cosine_similarity": _cosine,
+    "diff": _difference,
+    "glu": _gated,
+    "hypot": lambda x, y: (x.square() + y.square()).sqrt(),
+    "instance_norm": _instance_norm,
+    "lerp": lambda start, end, weight: start + weight * (end - start),
+    "linalg_vecdot": lambda x, y, *, dim=-1: (x * y).sum(dim),
+    **dict.fromkeys(("outer", "ger"), lambda x, y: x.unsqueeze(-1) * y),
+    "pairwise_distance": _distance,
+    "inner": lambda x, y: _over(x, y, [-1], [-1]),
+    "tensordot": _over,
+    "prelu": _leaking,
+    "scaled_dot_product_attention": _attention,
 }
 
 
-def _computing(function: Callable[..., Tensor]) -> Rule:
-    def rule(trace: Any, *args: Any, **kwargs: Any) -> Any:
-        return trace.compute(function, *args, **kwargs)
+def _rewrite(function: Written) -> Rewrite:
+    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
+        first = node.prev
+        try:
+            result: fx.Node = r.write(function, *node.args, **node.kwargs)
+        except ValueError:
+            return None
+        return None if any(r.is_kept(own.target) for own in between(first, node)) else result
 
-    return rule
+    return rewrite
 
 
-for _name, _function in FUNCTIONS.items():
-    register_rule(_name)(_computing(_function))
+REWRITES: Mapping[str, Rewrite] = {name: _rewrite(function) for name, function in FUNCTIONS.items()}

@@ -194,7 +194,7 @@ class Interpreter(Layers):
             living = self.numbers(value) is not None or bool(self._living(value))
             if "demand" in node.meta:
                 self._demanded(node, value, where, living=living)
-            elif living and name not in operations(Trait.POINTWISE) | {"prelu"}:
+            elif living and name not in operations(Trait.POINTWISE):
                 self.system.note(f"{name} in {where}: nothing is added to what it takes")
         if isinstance(val, (list, tuple)):
             return [
@@ -249,22 +249,18 @@ class Interpreter(Layers):
 
 
 _RULES: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(operations(Trait.JOIN), Interpreter._added),
-    **dict.fromkeys(("mul", "multiply"), Interpreter._mul),
-    **dict.fromkeys(("div", "true_divide", "divide"), Interpreter._div),
+    **dict.fromkeys(("add", "sub", "rsub"), Interpreter._added),
+    "mul": Interpreter._mul,
+    "div": Interpreter._div,
     "neg": Interpreter._neg,
-    "lerp": Interpreter._lerp,
     "linear": Interpreter._linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), Interpreter._matmul),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), Interpreter._addmm),
+    "matmul": Interpreter._matmul,
     "einsum": Interpreter._einsum,
-    "tensordot": Interpreter._tensordot,
     "embedding": Interpreter._embedding,
     **dict.fromkeys(operations(Trait.CONVOLVE), Interpreter._convolution),
-    "scaled_dot_product_attention": Interpreter._attention,
     **dict.fromkeys(("layer_norm", "rms_norm"), Interpreter._layer_norm),
     "group_norm": Interpreter._group_norm,
-    **dict.fromkeys(("instance_norm", "batch_norm"), Interpreter._own_norm),
+    "batch_norm": Interpreter._batch_norm,
     **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
     **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Interpreter._spread),

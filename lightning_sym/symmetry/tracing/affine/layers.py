@@ -11,7 +11,7 @@ from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.products import Products, listed
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
-from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import name_of
 
 _VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
@@ -57,8 +57,8 @@ class Layers(Products):
         result = self.move(own, regroup(parted, x.shape))[0]
         return self._affine(result, argument(node, 2, "weight"), argument(node, 3, "bias"), node)
 
-    def _own_norm(self, node: fx.Node) -> Any:
-        """Instance norm and batch norm: by their own statistics, or by running ones."""
+    def _batch_norm(self, node: fx.Node) -> Any:
+        """Batch norm by its own statistics, or by running ones."""
         x = self._value(node.args[0])
         if x is None or not x.varies:
             return None
@@ -68,8 +68,7 @@ class Layers(Products):
             for own in (self._value(mean), self._value(variance)):
                 if own is not None:
                     self.fix(own)
-            batch = [0] if name_of(node) == "batch_norm" else []
-            result = self.normalise(x, [*batch, *range(2, x.rank)], mean=True)
+            result = self.normalise(x, [0, *range(2, x.rank)], mean=True)
         else:
             self._follow(x, self._of_channels(self._value(mean), x.rank))
             if (own := self._value(variance)) is not None:

@@ -1,6 +1,5 @@
 """Sums, products and contractions: which method each operation is, and with which arguments."""
 
-import math
 import string
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +8,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from lightning_sym.symmetry.tracing.affine.algebra import permutation, regroup
+from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Value
-from lightning_sym.symmetry.tracing.invisible import argument
+from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import name_of, places_of
 
 _LETTERS = string.ascii_letters
@@ -65,7 +64,7 @@ class Products(Contractions):
         if len(node.args) < 2 or not isinstance(alpha, (int, float)):
             return None
         name = name_of(node)
-        by = {"add": (1.0, alpha), "sub": (1.0, -alpha), "subtract": (1.0, -alpha), "rsub": (-alpha, 1.0)}[name]
+        by = {"add": (1.0, alpha), "sub": (1.0, -alpha), "rsub": (-alpha, 1.0)}[name]
         return self._sum(node, node.args[0], node.args[1], by)
 
     def _sum(self, node: fx.Node, first: Any, second: Any, by: Sequence[float]) -> Any:
@@ -106,10 +105,6 @@ class Products(Contractions):
     def _neg(self, node: fx.Node) -> Any:
         value = self._value(node.args[0])
         return None if value is None else self.scale(value, -1.0, node)
-
-    def _lerp(self, node: fx.Node) -> Any:
-        weight = self.constants.number(node.args[2])
-        return None if weight is None else self._sum(node, node.args[0], node.args[1], (1 - weight, weight))
 
     # Contractions.
 
@@ -157,13 +152,6 @@ class Products(Contractions):
                     y = self.broadcast(own, shape)
         return self.contract(x, y, f"{one}wy,{two}yz->{lead}wz", node)
 
-    def _addmm(self, node: fx.Node) -> Any:
-        bias, x, y = (self._value(given) for given in node.args[:3])
-        if bias is None or x is None or y is None:
-            return None
-        beta, alpha = (float(node.kwargs.get(key, 1)) for key in ("beta", "alpha"))  # type: ignore[arg-type]
-        return self.add(bias, self._product(x, y, None), node, (beta, alpha))
-
     def _einsum(self, node: fx.Node) -> Any:
         equation, factors = str(node.args[0]).replace(" ", ""), [self._value(own) for own in node.args[1]]  # type: ignore[union-attr]
         if len(factors) != 2 or "->" not in equation or any(own is None for own in factors):
@@ -184,19 +172,6 @@ class Products(Contractions):
         if any(len(set(letters)) < len(letters) for letters in (first, second)):
             return None
         return self.contract(one, two, f"{first},{second}->{out}", node)
-
-    def _tensordot(self, node: fx.Node) -> Any:
-        x, y = self._value(node.args[0]), self._value(node.args[1])
-        if x is None or y is None:
-            return None
-        one, two = list(_LETTERS[: x.rank]), list(_LETTERS[x.rank : x.rank + y.rank])
-        ours, theirs = node.args[2], node.args[3]
-        gone = set()
-        for i, j in zip(ours, theirs, strict=True):  # type: ignore[arg-type]
-            two[j % y.rank] = one[i % x.rank]
-            gone.add(one[i % x.rank])
-        out = [letter for letter in one + two if letter not in gone]
-        return self.contract(x, y, f"{''.join(one)},{''.join(two)}->{''.join(out)}", node)
 
     def _embedding(self, node: fx.Node) -> Any:
         table, index = self._value(node.args[0]), self._value(node.args[1])
@@ -231,29 +206,6 @@ class Products(Contractions):
             result = self.convolve(x, w, shape, groups=int(groups), padded=padded or transposed,
                                    out=1 if transposed else 0)  # type: ignore[call-overload]  # fmt: skip
         return self._with_bias(result, argument(node, 2, "bias"), node, count)
-
-    def _attention(self, node: fx.Node) -> Any:
-        query, key, value = (self._value(given) for given in node.args[:3])
-        mask = self._value(argument(node, 3, "attn_mask"))
-        if query is None or key is None or value is None:
-            return None
-        if query.shape[:-3] != key.shape[:-3]:
-            return None
-        if query.rank > 2 and query.shape[-3] != key.shape[-3]:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = (self._repeated(own, times) for own in (key, value))
-        size = query.rank
-        scores = self._product(query, self.move(key, permutation(key.shape, [*range(size - 2), size - 1, size - 2]))[0],
-                               None)  # fmt: skip
-        if mask is not None and mask.learned:
-            scale = argument(node, 6, "scale") or 1 / math.sqrt(query.shape[-1])
-            scores = self.add(scores, mask, None, (scale, 1.0))
-        weights = self.softmax(scores, scores.rank - 1, log=False)
-        return self._product(weights, value, None)
-
-    def _repeated(self, value: Value, times: int) -> Value:
-        after = (*value.shape[:-3], value.shape[-3] * times, *value.shape[-2:])
-        return self.move(value, Move("other", value.shape, after, lambda t: t.repeat_interleave(times, -3)))[0]
 
 
 def listed(given: Any, count: int) -> list[int]:

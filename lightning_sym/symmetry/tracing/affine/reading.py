@@ -11,7 +11,7 @@ from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
-from lightning_sym.symmetry.tracing.invisible import shared_memory
+from lightning_sym.symmetry.tracing.nodes import shared_memory
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 
@@ -167,8 +167,6 @@ def _contracts(node: fx.Node, given: fx.Node) -> bool:
         return given is node.args[1]
     if name == "embedding":
         return given is node.args[0]
-    if name in ("addmm", "baddbmm", "addmv"):
-        return given in node.args[1:3]
     return name in operations(Trait.CONTRACT)
 
 

@@ -1,16 +1,12 @@
-"""What is asked of the nodes of a captured graph: names, shapes, arguments, memory that is written into."""
+"""What is asked of the nodes of a captured graph: shapes, arguments, memory that is written into."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import operation_name
-
-
-def name_of(node: fx.Node) -> str:
-    """Return the name of a node's operation, without the mark of writing in place."""
-    return operation_name(node.target).removesuffix("_") if node.op == "call_function" else node.op
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
@@ -26,7 +22,7 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
 
 def moved(node: fx.Node, tensor: Tensor) -> Any:
     """Run an operation that only moves elements on another tensor; None if it needs tensors besides."""
-    if any(isinstance(other, fx.Node) for other in torch.utils._pytree.tree_leaves((node.args[1:], node.kwargs))):
+    if any(isinstance(other, fx.Node) for other in pytree.tree_leaves((node.args[1:], node.kwargs))):
         return None
     if name_of(node) in ("view", "_unsafe_view"):
         shape: Any = node.args[1]
@@ -42,7 +38,7 @@ def shared_memory(graph: fx.Graph) -> set[fx.Node]:
     written: set[int] = set()
     for node, place in nodes.items():
         memories = memories_of(node)
-        for target in _written(node):
+        for target in written_by(node):
             for memory in memories_of(target):
                 others = [other for other in by_memory.get(memory, ()) if other is not target]
                 late = any(nodes[user] > place for other in (target, *others) for user in other.users)
@@ -55,24 +51,61 @@ def shared_memory(graph: fx.Graph) -> set[fx.Node]:
 
 def memories_of(node: fx.Node) -> set[int]:
     """Return which memory the tensors lie in that a node makes."""
-    values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    values = pytree.tree_leaves(node.meta.get("val"))
     dense = (value for value in values if isinstance(value, Tensor) and value.layout == torch.strided)
     return {int(value.untyped_storage()._cdata) for value in dense}
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors into which an operation writes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.op != "call_function" or not schema.is_mutable:
         return []
-    found = []
-    for index, own in enumerate(node.target._schema.arguments):
-        if own.alias_info is not None and own.alias_info.is_write:
-            given = argument(node, index, own.name)
-            found += [leaf for leaf in torch.utils._pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
+    written = [
+        argument(node, at, own.name)
+        for at, own in enumerate(schema.arguments)
+        if own.alias_info and own.alias_info.is_write
+    ]
+    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node)]
+
+
+def replaces(node: fx.Node) -> bool:
+    """Return whether an operation puts values in the place of its first argument's, without reading these."""
+    return name_of(node) in operations(Trait.REPLACE) and True not in (*node.args[3:4], node.kwargs.get("accumulate"))
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """Return which element of its memory each element of a tensor is."""
+    numbers = torch.full((), tensor.storage_offset())
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        numbers = numbers[..., None] + torch.arange(size) * step
+    return numbers
+
+
+def ancestors(node: fx.Node) -> dict[fx.Node, None]:
+    """Return all that a node is made of, itself first."""
+    found, left = {node: None}, [node]
+    while left:
+        new = [given for given in left.pop().all_input_nodes if given not in found]
+        found |= dict.fromkeys(new)
+        left += new
     return found
+
+
+def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """Return what stands between two nodes."""
+    found = []
+    while (first := first.next) is not last:
+        found.append(first)
+    return found
+
+
+def axes_of(axes: Any, rank: int) -> set[int]:
+    """Return the axes over which a sum goes: the given ones, or all."""
+    axes = range(rank) if axes is None else [axes] if isinstance(axes, int) else axes
+    return {axis % rank for axis in axes} or set(range(rank))
 
 
 def reduced(node: fx.Node, rank: int) -> set[int]:
     """Return the axes over which a mean or sum goes."""
-    axes = argument(node, 1, "dim")
-    axes = range(rank) if axes is None else [axes] if isinstance(axes, int) else axes
-    return {axis % rank for axis in axes} or set(range(rank))
+    return axes_of(argument(node, 1, "dim"), rank)
