@@ -75,7 +75,7 @@ def needlessly_fixed(constraints: Constraints, axis_labels: Mapping[str, Sequenc
     free = solve(constraints.scales, constraints.magnitude_equations, flat(others))
     standing = flat([label.scale for labels in axis_labels.values() for label in labels])
     shown = np.bincount(free[standing].indices, minlength=free.shape[1]) > 0
-    notes = {}
+    notes: dict[str, None] = {}
     for first, last, note in constraints.explained:
         if shown[free[flat(constraints.fixed_magnitudes[first:last])].indices].any():
             notes[note] = None

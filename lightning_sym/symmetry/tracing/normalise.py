@@ -33,10 +33,11 @@ from lightning_sym.symmetry.tracing.contractions import (
 )
 from lightning_sym.symmetry.tracing.filling import join_parts
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.nodes import ancestors, argument, moved, reduced, replaces, written_by
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced, replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place, places_of
+from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
-from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewrite, Rewriter
+from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
 
 aten = torch.ops.aten
@@ -70,7 +71,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     read_behind_layers(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
-    while rewriter.rewrite(_EARLIER):
+    while rewriter.rewrite(EARLIER):
         pass
     return capture
 
@@ -665,78 +666,6 @@ def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
     return False
 
 
-def _as_part(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite one of the parts into which a value is cut, of which some are not read, as a slice or one place."""
-    if r.name(node) == "narrow":
-        axis, first, size = (argument(node, place + 1, name) for place, name in enumerate(("dim", "start", "length")))
-        return r.insert(aten.slice.Tensor, node.args[0], axis, first, first + size)
-    cut, item = node.args
-    if r.plain_name(cut) not in operations(Trait.PARTS) or not isinstance(item, int):
-        return None
-    assert isinstance(cut, fx.Node)
-    value, alone = cut.args[0], r.plain_name(cut) == "unbind"
-    axis = argument(cut, 1 if alone else 2, "dim", 0) % len(r.shape(value))
-    sizes = [1 if alone else part.shape[axis] for part in cut.meta["val"]]
-    if {user.args[1] for user in cut.users} >= {*range(len(sizes))}:
-        return None
-    first = sum(sizes[:item])
-    if alone:
-        return r.insert(aten.select.int, value, axis, first)
-    return r.insert(aten.slice.Tensor, value, axis, first, first + sizes[item])
-
-
-def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a part of what acts element by element: it acts on that part, and nothing is asked of the rest.
-
-    Weights stay whole: a slice of one says that a longer input may read more of it.
-    """
-    value, axis = node.args[0], node.args[1] if len(node.args) > 1 else 0
-    if r.name(value) not in _ELEMENTWISE or r.is_marked(value) or node.kwargs or value.kwargs.keys() - {"alpha"}:
-        return None
-    if isinstance(axis, (list, tuple)):  # of an index
-        if any(place is not None for place in axis[:-1]) or r.made_of(axis[-1]) != "constants":
-            return None
-        axis = len(axis) - 1
-    if not isinstance(axis, int) or r.shape(node) == r.shape(value):
-        return None
-    rank = len(r.shape(value))
-    axis %= rank
-    if list(value.users) != [node] and _covered(r, value, axis):
-        return None
-
-    def part(item: Any) -> Any:
-        own = axis - rank + len(r.shape(item))
-        if not isinstance(item, fx.Node) or own < 0:
-            return item
-        if r.made_of(item) == "weights":
-            raise NoSpellingError
-        if r.shape(item)[own] == 1:
-            return r.insert(aten.select.int, item, own, 0) if r.name(node) == "select" else item
-        if r.name(node) == "index":
-            return r.insert(node.target, item, [*[None] * own, node.args[1][-1]])
-        return r.insert(node.target, item, own, *node.args[2:])
-
-    return r.insert(value.target, *(part(item) for item in value.args), **value.kwargs)
-
-
-def _covered(r: Rewriter, value: fx.Node, axis: int) -> bool:
-    """Whether the parts of a value along an axis that are read hold all of it."""
-    rank, size = len(r.shape(value)), r.shape(value)[axis]
-    numbers, read = torch.arange(size).reshape([-1 if at == axis else 1 for at in range(rank)]), set()
-    for user in value.users:
-        cut = r.name(user) in ("slice", "select") and not user.kwargs and len(user.args) > 1
-        if not cut or user.args[1] % rank != axis:  # type: ignore[operator]
-            return True
-        read |= {*moved(user, numbers).flatten().tolist()}
-    return len(read) == size
-
-
-_ELEMENTWISE = operations(Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT) | {"neg"}
-# What is done last: before, norms and the like are recognised by what they do to all of a value.
-_EARLIER: dict[str, Rewrite] = {
-    **dict.fromkeys(("slice", "select", "index", "index_select"), _part_first),
-    **dict.fromkeys(("narrow", "getitem"), _as_part),
-}
 _REWRITES: dict[str, Rewrite] = {
     **written_out.REWRITES,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),

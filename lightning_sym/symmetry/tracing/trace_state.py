@@ -59,7 +59,7 @@ class TraceState:
         self.absorbed_before: tuple[tuple[str, str, int, float], ...] = ()
         self.walks = 0
         self.made_of_states: dict[int, Any] = {}
-        self.made_by: dict[int, fx.Node] = {}
+        self.made_by: dict[str | int, fx.Node] = {}
         self.lengths: set[int] = set()
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
         self.uses: Counter[str] = Counter()

@@ -266,7 +266,7 @@ class Trace(Joining):
                 part = step(part)
             whole = whole + torch.where(part > 0, part + number[id(root)], part)
         one = whole.expand(value.shape).movedim(axis, -1).reshape(-1, value.shape[axis])[0]
-        return len(one[one > 0].unique()) < int((one > 0).sum())
+        return len(set(one[one > 0].tolist())) < int((one > 0).sum())
 
     def _undone(
         self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]], *, alone: bool
