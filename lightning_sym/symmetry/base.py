@@ -29,7 +29,7 @@ from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.statistics import buffer_rank
+from lightning_sym.symmetry.statistics import buffer_rank, counted_twice
 from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
@@ -175,8 +175,11 @@ class Symmetry(ElementGroup):
         mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
         mixing += sum(rotation.dimension for rotation in self.structure.rotations)
         mixing += sum(tilt.size for tilt in self.structure.tilts) + self.structure.phases
-        twice = self.structure.unread if self.shifts else 0
-        return self.scales - inside + mixing + self.shifts - twice
+        return self.scales - inside + mixing + self.shifts - self._counted_twice
+
+    @cached_property
+    def _counted_twice(self) -> int:
+        return counted_twice(self.structure, {name: shape for name, (shape, _) in self.layout.items()})
 
     @cached_property
     def log10_permutations(self) -> float:

@@ -109,6 +109,8 @@ class Constraints:
     copies: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
     occurrences: list[Sighting] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    explained: list[tuple[int, int, str]] = field(default_factory=list)
+    unread: list[tuple[Ints, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
@@ -247,6 +249,13 @@ class Constraints:
             self.fixed_magnitudes.append(scale.ravel())
         if signs:
             self.fixed_signs.append(scale.ravel())
+
+    @contextlib.contextmanager
+    def explain(self, note: str) -> Iterator[None]:
+        """Say why scales are fixed within; the note is shown if nothing else fixes them."""
+        first = len(self.fixed_magnitudes)
+        yield
+        self.explained.append((first, len(self.fixed_magnitudes), note))
 
     def restrict(self, label: Label) -> None:
         """Say that an operation met these units which no mixture of units passes."""

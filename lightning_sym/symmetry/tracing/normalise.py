@@ -35,6 +35,7 @@ from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced, replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
+from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
@@ -67,6 +68,8 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     read_behind_layers(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
+    while rewriter.rewrite(EARLIER):
+        pass
     return capture
 
 

@@ -61,6 +61,7 @@ class TraceState:
         self.absorbed_before: tuple[tuple[str, str, int, float], ...] = ()
         self.walks = 0
         self.made_of_states: dict[int, Any] = {}
+        self.made_by: dict[str | int, fx.Node] = {}
         self.lengths: set[int] = set()
         self._growing: tuple[Capture | None, dict[fx.Node, list[frozenset[int]]]] = None, {}
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
@@ -79,7 +80,12 @@ class TraceState:
     @property
     def where(self) -> str:
         """The operation at hand and the module that it is in."""
-        module, operation = self.capture.modules.get(self.node), self.node.meta.get("written_for") or self.operation
+        return self.where_is(self.node)
+
+    def where_is(self, node: fx.Node) -> str:
+        """Return the operation of a node and the module that it is in."""
+        told = (node.meta.get(own) for own in ("written_for", "rule_of"))
+        operation, module = next(filter(None, told), operation_name(node.target)), self.capture.modules.get(node)
         return f"{operation} in {module}" if module else operation
 
     def note(self, text: str) -> None:

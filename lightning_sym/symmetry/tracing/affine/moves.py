@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, places, thinned
+from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD)
@@ -242,7 +243,7 @@ def _parts(node: fx.Node, name: str, size: int, axis: int) -> list[tuple[int, in
     first = node.args[2] if len(node.args) > 2 else None
     if not isinstance(first, int) or not size:
         return []
-    begin, step = first % size if -size <= first < size else size, node.args[4] if len(node.args) > 4 else 1
+    begin, step = first % size if -size <= first < size else size, argument(node, 4, "step", 1)
     count = 1 if name == "select" else int(val.shape[axis])
     if step == 1:
         return [(begin, begin + count)]

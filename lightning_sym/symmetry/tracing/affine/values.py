@@ -242,7 +242,8 @@ def _joined(pairs: Ints) -> Ints:
     _, label = sparse.csgraph.connected_components(graph, False)
     _, first = np.unique(label, return_index=True)
     least = numbers[first[label]]
-    return np.stack([numbers, least], 1)[numbers != least]
+    apart: Ints = np.stack([numbers, least], 1)[numbers != least]
+    return apart
 
 
 class Unknowns:
