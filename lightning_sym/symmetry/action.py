@@ -13,7 +13,7 @@ from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, odd, on_axes, together
 from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.elements import Element, Tap
-from lightning_sym.symmetry.groups import GroupElement
+from lightning_sym.symmetry.intertwiners import GroupElement
 from lightning_sym.symmetry.phases import phases_of, turn
 from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.structure import Slot, Structure

@@ -47,7 +47,7 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
         group: Its group without shifts.
         wanted: Whether there are to be shifts.
     """
-    structure, values, _ = group
+    structure, values, *_ = group
     # A bias that absorbs the constant of a flipped unit cannot absorb a change of the mean, too.
     flipped = [weight for _, weight, _, _ in structure.absorbed]
     states, kept = tensors.states, labels.kept

@@ -17,6 +17,8 @@ from lightning_sym.symmetry.lengths import lengthened
 from lightning_sym.symmetry.self_test import proven
 from lightning_sym.symmetry.shifts import find_shifts
 from lightning_sym.symmetry.solving.group import find_group
+from lightning_sym.symmetry.solving.unread import wide_matrices
+from lightning_sym.symmetry.statistics import free_positions
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import find_labels
@@ -141,12 +143,15 @@ def _derived(
     group = find_group(labels)
     parameters = {*tensors.parameters}
     added = find_shifts(captures, tensors, labels, group, wanted=shifts)
+    free = free_positions(added.structure, {name: tuple(tensor.shape) for name, tensor in tensors.states.items()})
+    unread = [note for note, positions in group.unread.items() if not free[positions].all()]
+    unread += wide_matrices(added.structure, tensors.states)
     symmetry = Symmetry(
         added.structure,
         added.values,
         labels.walk.taps,
         network,
-        [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *added.notes],
+        [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *unread, *added.notes],
         constants=tensors.constants(captures),
         examples=examples,
         shown=added.shown,

@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.contractions import reshaped, stored
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, run_step
+from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, run_step
 
 aten = torch.ops.aten
 _MOVES, _CASTS = operations(Trait.MOVE), operations(Trait.CAST)
@@ -126,7 +126,6 @@ def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: f
         return False
     (source,) = given
     order = [one for one in r.graph.nodes if one in steps]
-    constants = Constants()
     numbers = [
         0,
         1,
@@ -136,10 +135,11 @@ def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: f
     if product is not None:
         value = product.args[1]
         values[value] = torch.ones(r.shape(value), dtype=torch.float64)  # type: ignore[index]
+    get = Constants(values)
     try:
         for step in order:
-            values[step] = run_step(Step.of(step), lambda one: values[one] if one in values else constants(one))
-    except (RuntimeError, TypeError, ValueError, IndexError, UnknownError, KeyError):
+            values[step] = run_step(Step.of(step), get)
+    except NOT_ON_NUMBERS:
         return False
     result = values[node] if product is not None else values[node].sum(axis)
     result = result[~result.isnan()]  # nothing is over no terms

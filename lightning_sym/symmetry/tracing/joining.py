@@ -1,5 +1,6 @@
 """What sums and products, element by element, demand of the units of both sides."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from lightning_sym.symmetry.tracing.constraints import Ints, Label, counted
 from lightning_sym.symmetry.tracing.coordinates import coordinates, rows_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.placing import Placing
 from lightning_sym.symmetry.tracing.values import Value
 
@@ -16,6 +18,9 @@ def _places(label: Label, axes: Sequence[int]) -> Ints:
     shape = label.atom.shape
     sizes = [size if axis in axes else 1 for axis, size in zip(label.axes, shape, strict=True)]
     return np.broadcast_to(np.arange(int(np.prod(sizes))).reshape(sizes), shape)
+
+
+MET = "meets numbers that are the same for all inputs, which biases could take up"
 
 
 class Joining(Placing):
@@ -318,7 +323,14 @@ class Joining(Placing):
             self.constraints.fix_units(alone, counted("meets numbers that tell units apart", alone, "place"))
             tag = self.constraints.derive_tags(label.tag, kind)
             self.see(Label(label.axes, label.atom, tag, label.scale))
+        if not added and not value.by_size and 0 < (dead := label.atom[~nonzero]).size < label.size:
+            note = f"{self.where}: multiplies {len(np.unique(dead))} units by zero, whose weights the group only scales"
+            self.constraints.unread.append((dead, note))
         if added:
             self.constraints.keep_ones(label)
-            self.constraints.fix_scales(label.scale[nonzero])
+            chosen = name_of(self.node) in operations(Trait.EQUALISE)  # the constant stands in some places only
+            same = nonzero.any() and not chosen and not (rows != rows[:, :1]).any() and not (varying and value.by_size)
+            note = f"{self.where}: {counted(MET, label.atom[nonzero], 'scale')}"
+            with self.constraints.explain(note) if same else contextlib.nullcontext():
+                self.constraints.fix_scales(label.scale[nonzero])
         return label

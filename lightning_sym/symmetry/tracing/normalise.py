@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -17,10 +16,8 @@ from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
-    added_layers,
     einsum,
     joined,
-    joined_layers,
     layers_of_parts,
     layout,
     matmul,
@@ -37,7 +34,8 @@ from lightning_sym.symmetry.tracing.filling import join_parts
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced, replaces, written_by
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place, places_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
+from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
@@ -70,6 +68,8 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     read_behind_layers(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
+    while rewriter.rewrite(EARLIER):
+        pass
     return capture
 
 
@@ -110,27 +110,7 @@ def _remove_writes(r: Rewriter) -> None:
             node.target = other
 
 
-# Other names, and operations that are two others.
-
-
-def _renamed(target: Any) -> Rewrite:
-    """Return a rewrite to another name of the same operation."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
-        return r.insert(target, *node.args, **node.kwargs)
-
-    return rewrite
-
-
-def _arithmetic(target: Any) -> Rewrite:
-    """Return a rewrite to another name of addition, subtraction, product or quotient."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
-        if node.kwargs.get("rounding_mode") is not None:
-            return None
-        return r.insert(target, *node.args, **{k: v for k, v in node.kwargs.items() if k == "alpha"})
-
-    return rewrite
+# Operations that are two others.
 
 
 def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -164,8 +144,6 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     total: fx.Node = values[0]
     for value in values[1:]:
         total = r.insert(aten.add.Tensor if added else aten.mul.Tensor, total, value)
-    if len(values) == 1:
-        return None
     axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
     has, wanted = r.name(stack) == "cat", len(r.shape(node)) == len(r.shape(stack))
     if has and not wanted:
@@ -248,19 +226,6 @@ def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(node.target, node.args[0], r.insert(aten.mul.Tensor, node.args[1], alpha))
 
 
-def _broadcast(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums and products with a value that is expanded, though it would be anyway."""
-    for at, given in enumerate(node.args[:2]):
-        if r.name(given) not in ("expand", "expand_as") or r.writes_into(given):  # type: ignore[arg-type]
-            continue
-        source = given.args[0]  # type: ignore[union-attr]
-        other = node.args[1 - at]
-        if len(r.shape(source)) and np.broadcast_shapes(r.shape(source), r.shape(other)) == r.shape(node):
-            args = (source, other) if at == 0 else (other, source)
-            return r.insert(node.target, *args, *node.args[2:], **node.kwargs)
-    return None
-
-
 def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums with 0, and products with 1."""
     neutral = 0 if r.name(node) in ("add", "sub") else 1
@@ -271,19 +236,8 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _signed(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums and differences with the negative of something."""
-    one, two = node.args[:2]
-    adds = r.name(node) == "add"
-    if r.name(two) == "neg":
-        return r.insert(aten.sub.Tensor if adds else aten.add.Tensor, one, two.args[0])  # type: ignore[union-attr]
-    if adds and r.name(one) == "neg" and isinstance(two, fx.Node):
-        return r.insert(aten.sub.Tensor, two, one.args[0])  # type: ignore[union-attr]
-    return None
-
-
 def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_scaled_sum, _neutral, _broadcast, gathered, _signed):
+    for rewrite in (_scaled_sum, _neutral, gathered):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -291,7 +245,7 @@ def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite products with 1, the negative of weights, a reciprocal, and sums times one over their number of terms."""
-    if (same := _neutral(r, node) or _broadcast(r, node) or _mean(r, node)) is not None:
+    if (same := _neutral(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
         if r.name(two) == "reciprocal" and isinstance(one, fx.Node) and r.only_for(two, node):
@@ -321,39 +275,6 @@ def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if alike and r.shape(node) == r.shape(total) and node.meta["val"].dtype == total.meta["val"].dtype:
             return r.insert(aten.mean.dim, total.args[0], axes, argument(total, 2, "keepdim", False))
     return None
-
-
-def _pool(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite pooling of everything into one place."""
-    count = places_of(r.name(node))
-    if set(r.shape(node)[-count:]) != {1}:
-        return None
-    if "adaptive" not in r.name(node):
-        size, padding = argument(node, 1, "kernel_size"), argument(node, 3, "padding", 0)
-        given = [size] * count if isinstance(size, int) else list(size) * (count // len(size))
-        if tuple(given) != r.shape(node.args[0])[-count:] or any(
-            padding if isinstance(padding, (list, tuple)) else [padding]
-        ):
-            return None
-    return reshaped(r, r.insert(aten.mean.dim, node.args[0], list(range(-count, 0))), r.shape(node))
-
-
-def _mean_of_moved(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the mean over axes of a permuted value."""
-    moved, axes = node.args[0], argument(node, 1, "dim")
-    if r.name(moved) not in operations(Trait.PERMUTE) or not r.only_for(moved, node):
-        return None
-    if not axes or argument(node, 2, "keepdim"):
-        return None
-    assert isinstance(moved, fx.Node)
-    rank = len(r.shape(moved))
-    target: Any = moved.target
-    marked = target(torch.empty(tuple(range(rank)), device="meta"), *moved.args[1:], **moved.kwargs)
-    order = list(marked.shape)
-    gone = sorted(order[axis] for axis in reduced(node, rank))
-    kept = [axis for axis in range(rank) if axis not in gone]
-    result = r.insert(node.target, moved.args[0], gone, False, **node.kwargs)
-    return permuted(r, result, [kept.index(axis) for axis in order if axis not in gone])
 
 
 # Constants, and tables.
@@ -455,31 +376,6 @@ def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     for rewrite in (*_SUMS, masked_product, added_branches):
         if (new := rewrite(r, node)) is not None:
             return new
-    return None
-
-
-def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Let a vector that is added to what a linear layer or convolution puts out be its bias."""
-    for layer, bias in (node.args[:2], node.args[1::-1]):
-        name = r.name(layer)
-        is_layer = name == "linear" or name.startswith("conv")
-        if not is_layer or not isinstance(bias, fx.Node) or not r.only_for(layer, node):
-            continue
-        assert isinstance(layer, fx.Node)
-        if argument(layer, 2, "bias") is not None or r.shape(layer) != r.shape(node):
-            continue
-        count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
-        sizes, whole = r.shape(bias), r.shape(layer)
-        at = len(sizes) - 1 - count
-        if at < 0 or sizes[at] != whole[-1 - count] or r.made_of(bias) != "weights":
-            continue
-        steps = bias.meta["val"].stride()
-        if any(size > 1 and step for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)) if axis != at):
-            continue
-        vector = stored(r, bias, [at])
-        if vector in r.capture.states:
-            rest = {name: value for name, value in layer.kwargs.items() if name != "bias"}
-            return r.insert(layer.target, *layer.args[:2], vector, *layer.args[3:], **rest)
     return None
 
 
@@ -606,7 +502,7 @@ def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
 
 
 def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite parts of a value that are put together again as they were, and layers whose weights are such parts."""
+    """Rewrite parts of a value that are put together again as they were, and parts that were made alike."""
     parts: Any = node.args[0]
     axis = argument(node, 1, "dim", 0)
     if len(parts) > 1 and all(part is parts[0] for part in parts) and r.made_of(parts[0]) == "inputs":
@@ -614,7 +510,7 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     whole = joined(r, parts, axis)
     if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
         return whole
-    return joined_layers(r, node) or together(r, node)
+    return together(r, node)
 
 
 def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
@@ -677,7 +573,7 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
-_SUMS = (_scaled_sum, _neutral, _broadcast, _biased, added_layers, gathered, _signed, factored)
+_SUMS = (_scaled_sum, _neutral, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
     **written_out.REWRITES,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
@@ -687,10 +583,8 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(operations(Trait.SOFTMAX), unseen),
     "add": _sum,
     "sub": _difference,
-    "mean": _mean_of_moved,
     "mul": _product,
     "div": _quotient,
-    **dict.fromkeys(operations(Trait.POOL), _pool),
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
@@ -700,10 +594,6 @@ _REWRITES: dict[str, Rewrite] = {
     "diag": _matrix_diagonal,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
-    "multiply": _arithmetic(aten.mul.Tensor),
-    **dict.fromkeys(("true_divide", "divide"), _arithmetic(aten.div.Tensor)),
-    "subtract": _arithmetic(aten.sub.Tensor),
-    **dict.fromkeys(("concat", "concatenate"), _renamed(aten.cat.default)),
     "stack": _stack,
     "getitem": _item,
     **dict.fromkeys(VIEWS, _undone),

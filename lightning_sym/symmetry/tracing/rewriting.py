@@ -200,6 +200,8 @@ class Rewriter:
         self._learn(node)
         if self.at in self.capture.modules:
             self.capture.modules[node] = self.capture.modules[self.at]
+        if "written_for" in self.at.meta:
+            node.meta["written_for"] = self.at.meta["written_for"]
         return node
 
     def write(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -464,6 +466,28 @@ class Rewriter:
                     following = next((one for one in put_in if not one._erased), following)
                     self.replace(node, new)
                     changes += 1
+            node = following
+        return changes
+
+    def rewrite_from_the_end(self, rule: Callable[[fx.Node], fx.Node | None]) -> int:
+        """Go through the graph from its end, so that the largest parts of it are rewritten first.
+
+        Args:
+            rule: Puts something in the place of the operation at hand and all that only it reads; returns the node at
+                which to go on, None if it rewrites nothing.
+
+        Returns:
+            The number of changes.
+        """
+        changes, node = 0, next(iter(reversed(self.graph.nodes)))
+        while node.op != "root":
+            following, self.at = node.prev, node
+            try:
+                new = rule(node) if node.users else None
+            except NoSpellingError:
+                new = None
+            if new is not None:
+                changes, following = changes + 1, new
             node = following
         return changes
 

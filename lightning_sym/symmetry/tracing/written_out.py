@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.nodes import between
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 
@@ -162,16 +163,20 @@ FUNCTIONS: Mapping[str, Written] = {
     **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), lambda factors: functools.reduce(torch.matmul, factors)),
     "bilinear": _bilinear,
     "cdist": _distances,
+    **dict.fromkeys(("concat", "concatenate"), torch.cat),
     "cosine_similarity": _cosine,
     "diff": _difference,
+    **dict.fromkeys(("divide", "true_divide"), torch.div),
     "glu": _gated,
     "hypot": lambda x, y: (x.square() + y.square()).sqrt(),
     "instance_norm": _instance_norm,
     "lerp": lambda start, end, weight: start + weight * (end - start),
     "linalg_vecdot": lambda x, y, *, dim=-1: (x * y).sum(dim),
+    "multiply": torch.mul,
     **dict.fromkeys(("outer", "ger"), lambda x, y: x.unsqueeze(-1) * y),
     "pairwise_distance": _distance,
     "inner": lambda x, y: _over(x, y, [-1], [-1]),
+    "subtract": torch.sub,
     "tensordot": _over,
     "prelu": _leaking,
     "scaled_dot_product_attention": _attention,
@@ -181,6 +186,7 @@ FUNCTIONS: Mapping[str, Written] = {
 def _rewrite(function: Written) -> Rewrite:
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
         first = node.prev
+        node.meta.setdefault("written_for", operation_name(node.target))  # notes name what the network calls
         try:
             result: fx.Node = r.write(function, *node.args, **node.kwargs)
         except ValueError:

@@ -142,11 +142,7 @@ class Layers(Products):
         axes = range(x.rank) if axes in (None, []) else [axes] if isinstance(axes, int) else axes
         axes = [axis % x.rank for axis in axes]
         self.alike(x, axes)
-        val = node.meta["val"]
-        if not isinstance(val, (list, tuple)):
-            return Value(tuple(val.shape), True, learned=x.learned)
-        keep = len(val[1].shape) == x.rank
-        return [Value(tuple(val[0].shape), True, learned=x.learned), self.reduce(x, axes, None, mean=True, keep=keep)]
+        return Value(tuple(node.meta["val"].shape), True, learned=x.learned)
 
     def _pooled(self, node: fx.Node) -> Any:
         """Means, maxima and interpolations over what is the same everywhere."""
@@ -250,11 +246,6 @@ class Layers(Products):
         values = [value for value in found if value is not None and 0 not in value.shape]
         rank = len(shape)
         axis: Any = argument(node, 1, "dim", 0)
-        if name_of(node) == "stack":
-            axis = axis % rank
-            values = [
-                self.move(v, regroup(v.shape, (*v.shape[:axis], 1, *v.shape[axis:])), v.node)[0] for v in values
-            ]  # fmt: skip
         axis = axis % rank
         if any(value.rank != rank for value in values):
             return None
