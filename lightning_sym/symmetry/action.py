@@ -255,8 +255,8 @@ class Action:
         if len(stacked) == 1:  # as a tensor of one axis for all units of all members
             axes = stacked[0].axes
             slots = [_beside(slot, axes) for slot in slots]
+            added = [Summand(together(summand.whole.expand(tensor.shape), axes)) for summand in added]
             tensor = together(tensor, axes)
-            added = [Summand(together(summand.whole, axes)) for summand in added]
         elif stacked:
             return self._moved_in_stack(tensor, slots, power)
         result = tensor.detach()

@@ -337,10 +337,23 @@ def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[lis
     return terms, out.replace("...", dots)
 
 
+def _of_one(r: Rewriter, equation: str, value: fx.Node) -> fx.Node | None:
+    """Return the sum of a value over the letters that are not in the result, with the others in another order."""
+    if (found := _letters(r, equation, [value])) is None:
+        return None
+    (term,), out = found
+    gone = [axis for axis, letter in enumerate(term) if letter not in out]
+    value = r.insert(aten.sum.dim_IntList, value, gone) if gone else value
+    kept = [letter for letter in term if letter in out]
+    return permuted(r, value, [kept.index(letter) for letter in out])
+
+
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums of products of two values or more, the first two first."""
     equation: Any = node.args[0]
     values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    if len(values) == 1:
+        return _of_one(r, equation, values[0])
     found = _letters(r, equation, values) if len(values) > 1 else None
     if found is None:
         return None
@@ -518,6 +531,28 @@ def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if value is None or weight is None:
         return None
     return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
+
+
+def layers_of_parts(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a layer of parts that are put together, whose weights are, too: the sum of a layer of each part."""
+    (value, weight), bias = node.args[:2], argument(node, 2, "bias")
+    if r.name(value) != "cat" or r.name(weight) != "cat" or r.made_of(weight) != "weights":
+        return None
+    parts, weights = value.args[0], weight.args[0]  # type: ignore[union-attr]
+    last = len(r.shape(value)) - 1
+    if argument(value, 1, "dim", 0) % (last + 1) != last or argument(weight, 1, "dim", 0) % 2 != 1:  # type: ignore[arg-type]
+        return None
+    if [r.shape(part)[-1] for part in parts] != [r.shape(part)[-1] for part in weights]:  # type: ignore[union-attr]
+        return None
+    if any(r.made_of(part) == "constants" and r.number(part) != 0 for part in parts):  # type: ignore[union-attr]
+        return None  # a column of ones: a bias
+    layers = [r.insert(aten.linear.default, *pair) for pair in zip(parts, weights, strict=True)]  # type: ignore[arg-type]
+    if bias is not None:
+        layers[0] = r.insert(aten.linear.default, *layers[0].args, bias)
+    total = layers[0]
+    for layer in layers[1:]:
+        total = r.insert(aten.add.Tensor, total, layer)
+    return total
 
 
 def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:

@@ -174,6 +174,12 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
             trace.constraints.fix_scales(whole.scale, magnitudes=False)
             labels.append(whole.on(tuple(a if keep else a - sum(g < a for g in gone) for a in kept)))
             continue
+        if label.axes and not kept:  # beside other units, which the norms tell apart (prototypes)
+            trace.constraints.keep_norm(label)
+            if centred:
+                trace.constraints.keep_ones(label)
+            trace.constraints.fix_scales(label.scale, signs=centred)
+            continue
         one = value.with_labels(label)
         (own,) = trace.elementwise(one, positive_scales=True, signs=True, exponent=power, even=True).labels
         own = _of_parts(trace, own, gone) if gone & set(own.axes) else own

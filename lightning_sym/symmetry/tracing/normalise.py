@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing import written_out
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
-from lightning_sym.symmetry.tracing.branches import together
+from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
@@ -21,6 +21,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     einsum,
     joined,
     joined_layers,
+    layers_of_parts,
     layout,
     matmul,
     narrow_convolution,
@@ -31,8 +32,10 @@ from lightning_sym.symmetry.tracing.contractions import (
     stored,
     summed_product,
 )
+from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import join_parts
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
+from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced, replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place, places_of
 from lightning_sym.symmetry.tracing.regions import recognise
@@ -40,9 +43,6 @@ from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
 
 aten = torch.ops.aten
-_LOW = -1e3  # the softmax of what is so much lower than all else is zero
-_LOWEST = -1e30  # to which nothing can be added
-_FAR = 6  # operations between a mask and its softmax at most
 
 
 def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
@@ -199,10 +199,14 @@ def _reversed_difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite one of the two results of `var_mean` and `std_mean`, or the first one of `embedding_bag`."""
+    """Rewrite one of several results, as of `var_mean`."""
     both, item = node.args
     if r.name(both) == "embedding_bag" and item == 0:
         return _bag(r, both)  # type: ignore[arg-type]
+    if r.name(both) in CHOICES:
+        return chosen_value(r, node)
+    if r.name(both) == "broadcast_tensors":
+        return r.insert(aten.expand.default, both.args[0][item], list(r.shape(node)))  # type: ignore[union-attr, index]
     if r.name(both) not in ("var_mean", "std_mean"):
         return None
     assert isinstance(both, fx.Node)
@@ -448,7 +452,7 @@ def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_scaled_sum, _neutral, _broadcast, _biased, added_layers, gathered, _signed, factored):
+    for rewrite in (*_SUMS, masked_product, added_branches):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -485,7 +489,10 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     is_plain = name.startswith("conv") and "transpose" not in name
     if is_plain and (narrow := narrow_convolution(r, node)) is not None:
         return narrow
-    if name == "linear" and (rewritten := _one_hot(r, node) or outer_product(r, node)) is not None:
+    if (
+        name == "linear"
+        and (rewritten := _one_hot(r, node) or outer_product(r, node) or layers_of_parts(r, node)) is not None
+    ):
         return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
@@ -516,6 +523,43 @@ def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, moved, r.shape(node))
 
 
+def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the norm of a value without its mean: a layer norm."""
+    difference, sizes = node.args[:2]
+    if r.name(difference) != "sub" or len(difference.args) != 2 or difference.kwargs:  # type: ignore[union-attr]
+        return None
+    value, mean = difference.args  # type: ignore[union-attr]
+    if r.name(mean) != "mean" or not isinstance(mean, fx.Node) or mean.args[0] is not value:
+        return None
+    assert isinstance(sizes, (list, tuple))
+    assert isinstance(value, fx.Node)
+    rank = len(r.shape(value))
+    if reduced(mean, rank) != set(range(rank - len(sizes), rank)) or len(r.shape(mean)) != rank:
+        return None
+    if r.name(node) == "layer_norm":
+        return r.insert(aten.layer_norm.default, value, *node.args[1:], **node.kwargs)
+    eps = argument(node, 3, "eps")
+    eps = torch.finfo(node.meta["val"].dtype).eps if eps is None else eps
+    return r.insert(aten.layer_norm.default, value, sizes, argument(node, 2, "weight"), None, eps)
+
+
+def _vector_norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite norms of vectors: along one axis, or of all elements."""
+    order, axes, keep = (argument(node, 1 + at, key) for at, key in enumerate(("ord", "dim", "keepdim")))
+    axes = [axes] if isinstance(axes, int) else axes
+    flat = axes is None and order is None
+    if (not flat and len(axes or [0] * len(r.shape(node.args[0]))) != 1) or isinstance(order, str):
+        return None
+    return r.insert(aten.linalg_vector_norm.default, node.args[0], 2 if order is None else order, axes, bool(keep))
+
+
+def _matrix_diagonal(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the diagonal of a matrix."""
+    if len(r.shape(node.args[0])) != 2:
+        return None
+    return r.insert(aten.diagonal.default, node.args[0], argument(node, 1, "diagonal", 0))
+
+
 def _same_shape(target: Any) -> Rewrite:
     """Return a rewrite of an operation that takes a shape from another value."""
 
@@ -534,7 +578,22 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
         held = before.meta.get("val")
         if isinstance(held, Tensor) and layout(held) == layout(value):
             return before
+        if isinstance(held, Tensor) and before is not node.args[0] and (part := _part_of(held, value)) is not None:
+            return r.insert(aten.slice.Tensor, before, *part)
     return None
+
+
+def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
+    """Return on which axis of a value another one is a slice of it, from where to where; None if it is none."""
+    differing = [axis for axis in range(value.ndim) if value.shape[axis] != whole.shape[axis : axis + 1].numel()]
+    if whole.ndim != value.ndim or len(differing) != 1 or not value.numel():
+        return None
+    (axis,) = differing
+    start, rest = divmod(int(value.storage_offset() - whole.storage_offset()), max(whole.stride(axis), 1))
+    end = start + value.shape[axis]
+    if rest or start < 0 or end > whole.shape[axis]:
+        return None
+    return (axis, start, end) if layout(whole.narrow(axis, start, end - start)) == layout(value) else None
 
 
 def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -609,60 +668,7 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
-# Masks.
-
-
-def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a mask before a softmax: it adds a number so low that nothing is left, or nothing."""
-    if r.name(node) == "masked_fill":
-        value, mask, number = node.args[:3]
-        if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
-            kind, sizes = node.meta["val"].dtype, r.shape(mask)
-            filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
-            filled = r.insert(node.target, filled, mask, number)
-            return r.insert(aten.expand.default, filled, list(r.shape(node)))
-        inverted = False
-    else:
-        mask, value, number = node.args[:3]
-        inverted = r.number(number) is None
-        if inverted:
-            value, number = number, value
-    low = r.number(number)
-    if not isinstance(value, fx.Node) or not isinstance(mask, fx.Node) or low is None or not low <= _LOW:
-        return None
-    if r.shape(value) != r.shape(node) or value.meta["val"].dtype != node.meta["val"].dtype:
-        return None
-    if r.made_of(value) != "inputs" or (r.name(node) == "where" and inverted and not isinstance(value, fx.Node)):
-        return None
-    if not _leads_to_softmax(r, node, low):
-        return None
-    kind = value.meta["val"].dtype
-    zeros = r.insert(aten.full.default, list(r.shape(mask)), 0.0, dtype=kind)
-    if r.name(node) == "where" and not inverted:
-        mask = r.insert(aten.logical_not.default, mask)
-    added = r.insert(aten.masked_fill.Scalar, zeros, mask, low)
-    return r.insert(aten.add.Tensor, value, added)
-
-
-def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
-    """Whether nothing but a softmax reads a value, to which others may be added before.
-
-    Its logarithm shows low numbers, but nothing that was added to the lowest ones.
-    """
-    for _ in range(_FAR):
-        if len(node.users) != 1:
-            return False
-        (user,) = node.users
-        if r.name(user) in operations(Trait.SOFTMAX):
-            return "log" not in r.name(user) or low < _LOWEST
-        if r.name(user) not in operations(Trait.CAST) | {"add", "masked_fill", "where"}:
-            return False
-        if r.shape(user) != r.shape(node):
-            return False
-        node = user
-    return False
-
-
+_SUMS = (_scaled_sum, _neutral, _broadcast, _biased, added_layers, gathered, _signed, factored)
 _REWRITES: dict[str, Rewrite] = {
     **written_out.REWRITES,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
@@ -680,6 +686,9 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
     "im2col": _windows,
+    "linalg_norm": _vector_norm,
+    **dict.fromkeys(("rms_norm", "layer_norm"), _norm_of_centred),
+    "diag": _matrix_diagonal,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
     "multiply": _arithmetic(aten.mul.Tensor),
@@ -692,5 +701,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
     "expand_as": _same_shape(aten.expand.default),
     "cat": _cat,
-    **dict.fromkeys(("masked_fill", "where"), _mask),
+    **dict.fromkeys(("masked_fill", "where"), spelled_mask),
+    "nan_to_num": of_softmax,
+    **REWRITES,
 }

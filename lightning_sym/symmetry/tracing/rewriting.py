@@ -85,7 +85,7 @@ class Rewriter:
         """Return the shape of the tensor that a node makes; a number has none.
 
         Raises:
-            KeyError: If it makes something else.
+            NoTensorError: If it makes something else.
         """
         if not isinstance(node, fx.Node):
             return ()
@@ -472,6 +472,10 @@ class NoSpellingError(Exception):
     """An operation that was to be put in does not take its arguments, or a user has a rule for it."""
 
 
+class NoTensorError(NoSpellingError, KeyError):
+    """A node that makes a list, or no tensor at all, stands where a tensor is needed."""
+
+
 def _kind(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
     tensor = _tensor(node)
     return tensor.shape, tensor.dtype
@@ -483,8 +487,12 @@ def _held(node: fx.Node) -> Any:
 
 
 def _tensor(node: fx.Node) -> Tensor:
-    """Return the tensor without data that a node makes."""
+    """Return the tensor without data that a node makes.
+
+    Raises:
+        NoTensorError: If it makes several, or none.
+    """
     value = _held(node)
     if not isinstance(value, Tensor):
-        raise KeyError(f"{node} makes no tensor")
+        raise NoTensorError(f"{node} makes no tensor")
     return value

@@ -112,7 +112,50 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
+def _beside(axis: int, rank: int) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return what joins tensors along an axis, those of fewer axes with further ones."""
+
+    def function(tensors: Sequence[Tensor]) -> Tensor:
+        wide = [tensor.reshape(1, -1) if rank > 1 and tensor.ndim < 2 else tensor for tensor in tensors]
+        wide = [tensor.unsqueeze(-1) if tensor.ndim < rank else tensor for tensor in wide]
+        return torch.cat(wide, axis if wide[0].ndim > axis else 0)
+
+    return function
+
+
+def _columns(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor for tensor in tensors], 1)
+
+
+def _kronecker(x: Tensor, y: Tensor) -> Tensor:
+    rank = max(x.ndim, y.ndim)
+    x, y = (tensor.reshape(*[1] * (rank - tensor.ndim), *tensor.shape) for tensor in (x, y))
+    sizes = [one * two for one, two in zip(x.shape, y.shape, strict=True)]
+    for axis in range(rank):
+        x, y = x.unsqueeze(2 * axis + 1), y.unsqueeze(2 * axis)
+    return (x * y).reshape(sizes)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / _norm_except(v, 2, dim))
+
+
+def _norm_except(v: Tensor, pow: float = 2, dim: int = 0) -> Tensor:
+    axes = [axis for axis in range(v.ndim) if axis != dim] if dim != -1 else None
+    result: Tensor = torch.linalg.vector_norm(v, pow, axes, dim != -1)
+    return result
+
+
 FUNCTIONS: Mapping[str, Written] = {
+    "logaddexp": lambda x, y: (x.exp() + y.exp()).log(),
+    "hstack": _beside(1, 1),
+    "vstack": _beside(0, 2),
+    "row_stack": _beside(0, 2),
+    "dstack": _beside(2, 3),
+    "column_stack": _columns,
+    "kron": _kronecker,
+    "_weight_norm": _weight_norm,
+    "norm_except_dim": _norm_except,
     "addcdiv": lambda x, one, two, *, value=1: x + _times(one / two, value),
     "addcmul": lambda x, one, two, *, value=1: x + _times(one * two, value),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _matrix_product),

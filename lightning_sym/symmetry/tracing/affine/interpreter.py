@@ -265,6 +265,8 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "batch_norm": Interpreter._batch_norm,
     **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
     **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
+    **dict.fromkeys(("amax", "amin", "logsumexp"), Interpreter._extremum),
+    **dict.fromkeys(("maximum", "minimum"), Interpreter._larger),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Interpreter._spread),
     **dict.fromkeys(operations(Trait.POOL | Trait.MAX_POOL | Trait.RESIZE | Trait.NEAREST), Interpreter._pooled),
     "masked_fill": Interpreter._filled,
