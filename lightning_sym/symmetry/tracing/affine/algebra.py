@@ -116,7 +116,7 @@ class Algebra:
             return result if isinstance(result, list) else [result]
 
         if move.alone and (move.before[move.axis] in self.system.lengths or move.cut_to(self.system.lengths)):
-            self.system.lengths.add(move.after[move.axis])
+            self.system.lengths |= move.taken
         if (axis := self._cut_to_length(value, move)) is not None:
             self.alike(value, [axis], seen=False)
         summands = [own for own in (value.translation, *value.more) if own is not None]

@@ -80,6 +80,12 @@ class Move:
             for begin, end in inner
         )
 
+    @property
+    def taken(self) -> set[int]:
+        """The sizes of the parts that a cut takes, if it leaves their axis."""
+        sizes = set() if self.drops else {end - begin for begin, end in self.parts}
+        return {len(self.parts)} if sizes == {1} else sizes
+
     def __call__(self, array: Tensor, lead: int = 0) -> Any:
         """Move a thin array, with leading axes in front of the value's own."""
         if self.kind == "groups":
