@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Floats, on_axes
@@ -46,6 +47,51 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
     return rank_of(sparse.hstack(moved).tocsr()) + _mixing(
         structure, {slot.offset for own in slots.values() for slot in own}
     )
+
+
+def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> NDArray[np.bool_]:
+    """Return the positions of parameters of which shifts move all entries, each by itself: nothing reads these.
+
+    Args:
+        structure: The group.
+        shapes: The shapes of all parameters and buffers, by name.
+    """
+    rows = structure.slots[-1].rows.stop if structure.slots else 0
+    free = np.zeros(rows, bool)
+    if not structure.shifts.moves_one_by_one:
+        return free
+    names = sorted(name for name in structure.shifts.names if structure.slots_of.get(name))
+    rates = structure.shifts.generic.rates(names)
+    moving = sparse.vstack([rates[name] for name in names]).tocsc()
+    moving.eliminate_zeros()
+    alone = np.zeros(moving.shape[0], bool)  # each moved by an entry of the shift that moves nothing else
+    alone[moving.indices[moving.indptr[:-1][np.diff(moving.indptr) == 1]]] = True
+    last = np.cumsum([rates[name].shape[0] for name in names])
+    for name, own in zip(names, np.split(alone, last[:-1]), strict=True):
+        own = own.reshape(shapes[name])
+        for slot in structure.slots_of[name]:
+            others = tuple(axis for axis in range(own.ndim) if axis not in slot.axes)
+            free[slot.rows] = own.all(others).ravel()
+    return free
+
+
+def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the dimension of the scales and matrices that are shifts as well: of units that nothing reads.
+
+    Args:
+        structure: The group.
+        shapes: The shapes of all parameters and buffers, by name.
+    """
+    free = free_positions(structure, shapes)
+    if not free.any():
+        return 0
+    forms = structure.magnitudes[: len(free)]
+    shared = rank_of(forms.copy()) - rank_of(forms[~free].tocsr())
+    orbit_of = {int(unit): index for index, units in enumerate(structure.orbits) for unit in units}
+    for cell in structure.dense:
+        at = structure.columns[orbit_of[int(cell[0])]][structure.place_in_orbit[cell]]
+        shared += (len(cell) ** 2 - len(cell)) * bool(free[at[at < len(free)]].all())
+    return shared
 
 
 def _mixing(structure: Structure, offsets: Collection[int]) -> int:

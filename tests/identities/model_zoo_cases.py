@@ -72,10 +72,10 @@ def hugging_face(
 
 
 def causal(family: str, tied: bool | None = None, **settings: Any) -> Model:
-    common = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    common: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if tied is not None:
         common["tie_word_embeddings"] = tied
-    return hugging_face(family, settings.pop("head", "ForCausalLM"), **common, **settings)
+    return hugging_face(family, settings.pop("head", "ForCausalLM"), **common | settings)
 
 
 LLAMA: dict[str, Any] = {

@@ -11,9 +11,10 @@ from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
 from lightning_sym.symmetry.solving.nesting import find_nesting
 from lightning_sym.symmetry.solving.refinement import Orbits, colours, columns_of, refine, sorted_groups
 from lightning_sym.symmetry.solving.replicas import Folded, copies_of, fold_replicas, sheets_at
-from lightning_sym.symmetry.solving.scales import Table, scales_at, solve_scales, tabulate
+from lightning_sym.symmetry.solving.scales import Table, needlessly_fixed, scales_at, solve_scales, tabulate
 from lightning_sym.symmetry.solving.streams import find_dense, find_met, find_rotations
 from lightning_sym.symmetry.solving.units import Positions, merge_units
+from lightning_sym.symmetry.solving.unread import unread_units
 from lightning_sym.symmetry.tracing.copies import Copies
 from lightning_sym.symmetry.tracing.labels import Labels
 from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, flat
@@ -31,11 +32,13 @@ class Group(NamedTuple):
         structure: The group on parameters and buffers.
         values: The same group on the values inside the network that have a name.
         notes: What limits it.
+        unread: Notes on units that nothing reads, and their positions: shifts may move all of their weights.
     """
 
     structure: Structure
     values: Structure
     notes: list[str]
+    unread: dict[str, Ints]
 
 
 class _Solved(NamedTuple):
@@ -73,6 +76,7 @@ def find_group(labels: Labels) -> Group:
     walk, constraints = labels.walk, labels.walk.constraints
     _give_back(constraints.atoms)
     by_variable = solve_scales(constraints)
+    held = needlessly_fixed(constraints, walk.axis_labels)
     for equations in (constraints.magnitude_equations, constraints.sign_equations):
         equations.clear()  # of large networks they fill as much memory as anything that follows
     _give_back(constraints.atoms)
@@ -90,7 +94,7 @@ def find_group(labels: Labels) -> Group:
     _give_back(constraints.atoms)
     orbits = refine(positions, forms, colour, nesting)
     blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
-    dense, unread = find_dense(constraints, positions, orbits, forms)
+    dense = find_dense(constraints, positions, orbits, forms)
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales, signs = (tabulate(orbits.columns, own, end) for own in forms)
     del forms
@@ -109,7 +113,10 @@ def find_group(labels: Labels) -> Group:
         f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"
     ] * bool(scales.left_out or signs.left_out)
     return Group(
-        replace(structure, charts=labels.charts, unread=unread), values, [*constraints.notes, *left_out, *why_not]
+        replace(structure, charts=labels.charts),
+        values,
+        [*constraints.notes, *held, *left_out, *why_not],
+        unread_units(structure, positions, orbits, constraints, walk.tensors),
     )
 
 

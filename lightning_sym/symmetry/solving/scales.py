@@ -1,6 +1,6 @@
 """Scales and signs: which stay free, how they act at every position, and which of them belong to each unit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +59,27 @@ def solve_scales(constraints: Constraints) -> Forms:
         solve(constraints.scales, constraints.magnitude_equations, flat(scales)),
         solve(constraints.scales, constraints.sign_equations, flat(signs), modulo_two=True),
     )
+
+
+def needlessly_fixed(constraints: Constraints, axis_labels: Mapping[str, Sequence[Label]]) -> list[str]:
+    """Return the notes of what alone fixes scales of parameters, see :meth:`Constraints.explain`.
+
+    Args:
+        constraints: All demands.
+        axis_labels: By parameter or buffer, its labels.
+    """
+    own = {index for first, last, _ in constraints.explained for index in range(first, last)}
+    if not own:
+        return []
+    others = [zeros for index, zeros in enumerate(constraints.fixed_magnitudes) if index not in own]
+    free = solve(constraints.scales, constraints.magnitude_equations, flat(others))
+    standing = flat([label.scale for labels in axis_labels.values() for label in labels])
+    shown = np.bincount(free[standing].indices, minlength=free.shape[1]) > 0
+    notes: dict[str, None] = {}
+    for first, last, note in constraints.explained:
+        if shown[free[flat(constraints.fixed_magnitudes[first:last])].indices].any():
+            notes[note] = None
+    return [*notes]
 
 
 def scales_at(positions: Positions, forms: Forms) -> Forms:

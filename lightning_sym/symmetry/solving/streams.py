@@ -63,9 +63,7 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
     return Met(normed, centred, held, cells, orbits.unit_of[nesting.gains])
 
 
-def find_dense(
-    constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms
-) -> tuple[tuple[Ints, ...], int]:
+def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> tuple[Ints, ...]:
     """Find cells of units that only linear operations touch: any invertible matrix mixes them.
 
     Args:
@@ -73,31 +71,19 @@ def find_dense(
         positions: Where units are seen.
         orbits: The units.
         forms: Scales and signs by position.
-
-    Returns:
-        The cells, and the dimension of the matrices and scales of units that nothing reads, or that nothing writes:
-        all weights of these are free, so that shifts hold these matrices.
     """
     seen = (constraints.restricted, constraints.normed, constraints.centred, constraints.gained)
     restricted = positions.marked(*itertools.chain(*seen), *(label.atom for label in positions.grouped.values()))
-    result, unread, often = [], 0, forms.magnitudes[: positions.own].getnnz(0)
+    result = []
     for group, cell, matrix, moves in zip(orbits.units, orbits.cells, orbits.columns, orbits.movable, strict=True):
         # Matrices of size 1 are scales with signs.
-        if not moves or restricted[orbits.roots[group]].any():
+        if not moves or restricted[orbits.roots[group]].any() or np.bincount(cell).min() == 1:
             continue
         members = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
         acting = [own_exponents(forms.magnitudes, matrix[own]) for own in members]
-        known = [own for own in acting if own is not None and (np.abs(own) == 1).all()]
-        if len(known) < len(acting):
-            continue
-        for own, by in zip(members, known, strict=True):
-            places = matrix[own].ravel()
-            rows = forms.magnitudes[places[places < positions.own]]
-            if len(np.unique(by)) == 1 and often[np.unique(rows.indices)].sum() == rows.nnz:
-                unread += len(own) ** 2
-        if np.bincount(cell).min() > 1:
+        if all(own is not None and (np.abs(own) == 1).all() for own in acting):
             result += [group[own] for own in members]
-    return tuple(result), unread
+    return tuple(result)
 
 
 def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:

@@ -109,6 +109,8 @@ class Constraints:
     copies: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
     occurrences: list[Sighting] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    explained: list[tuple[int, int, str]] = field(default_factory=list)
+    unread: list[tuple[Ints, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
@@ -248,6 +250,13 @@ class Constraints:
         if signs:
             self.fixed_signs.append(scale.ravel())
 
+    @contextlib.contextmanager
+    def explain(self, note: str) -> Iterator[None]:
+        """Say why scales are fixed within; the note is shown if nothing else fixes them."""
+        first = len(self.fixed_magnitudes)
+        yield
+        self.explained.append((first, len(self.fixed_magnitudes), note))
+
     def restrict(self, label: Label) -> None:
         """Say that an operation met these units which no mixture of units passes."""
         self.restricted.append(label.atom.ravel())
@@ -271,19 +280,11 @@ class Constraints:
         """Say that an operation sees what these units have in common: mixtures must leave the vector of ones alone."""
         self.centred.append(label.atom.ravel())
 
-    def number_of(self, label: Label, power: float = 1.0, *, even: bool = False) -> Label:
-        """Return the label of one number that is made of all units of a label, such as their mean or norm.
-
-        Args:
-            label: The units, which must have one scale in common.
-            power: To which power the number has it.
-            even: Whether the number does not see signs.
-        """
+    def number_of(self, label: Label) -> Label:
+        """Return the label of one number that is made of all units of a label, which must have one scale in common."""
         number = self.fresh((), ())
         whole = np.full(label.scale.shape, int(number.scale))
-        self.equate([(whole, 1.0), (label.scale, -power)], signs=not even)
-        if even:
-            self.fix_scales(number.scale, magnitudes=False)
+        self.equate([(whole, 1.0), (label.scale, -1.0)])
         return number
 
     def fix(self, label: Label) -> None:

@@ -4,17 +4,19 @@ See docs/theory/intertwiners.md, 2.2.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_sym.symmetry.tracing.choice_rules import picked, without_scale
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
+from lightning_sym.symmetry.tracing.joining import MET
 from lightning_sym.symmetry.tracing.memory import choose, overwrite
 from lightning_sym.symmetry.tracing.nodes import axes_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
@@ -33,6 +35,8 @@ def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
         fix_choice(trace, value)
         value = replace(value, chooses=None)
     if isinstance(before, Tensor) and before.is_floating_point() and not after.is_floating_point():
+        if value.labels:
+            trace.note("rounds, so that small changes of what it takes change nothing, which no group says")
         return replace(trace.permutations_only(value), chooses=value.chooses)
     passed = Value(
         value.shape,
@@ -67,6 +71,37 @@ def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
     return trace.elementwise(value, positive_scales=True, signs=whole, even=exponent % 2 == 0, exponent=float(exponent))
 
 
+@register_rule("aten::exp", "aten::exp2")
+def _exponential(trace: Trace, value: Value) -> Value:
+    passed = trace.permutations_only(value)
+    if not _has_bias(trace.node.all_input_nodes[0]):
+        return passed
+    with trace.constraints.explain(f"{trace.where}: makes factors of what biases add, which scales could undo"):
+        return without_scale(trace, passed)
+
+
+def _has_bias(node: fx.Node) -> bool:
+    """Whether a value is that of a layer with a bias."""
+    return name_of(node) in operations(Trait.CONTRACT) and len(node.args) > 2 and node.args[2] is not None
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether a node adds values up, or takes a multiple of one by a number."""
+    multiple = name_of(node) in operations(Trait.PRODUCT) and isinstance(node.args[1], (int, float))
+    return multiple or name_of(node) in operations(Trait.JOIN) | {"neg"}
+
+
+def _layers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield what the layers read whose multiples are added up to make a value, and their weights."""
+    name = name_of(node)
+    if name in operations(Trait.CONTRACT) - {"matmul", "bmm", "einsum"} and isinstance(node.args[1], fx.Node):
+        given, weight = node.args[:2] if name != "embedding" else reversed(node.args[:2])
+        yield given, weight  # type: ignore[misc]
+    elif _adds(node):
+        for part in node.all_input_nodes:
+            yield from _layers(part)
+
+
 def _binary(product: bool, divide: bool = False) -> Rule:
     def rule(trace: Trace, one: Any, two: Any, *args: Any, **kwargs: Any) -> Value:
         if kwargs.get("rounding_mode"):
@@ -76,6 +111,10 @@ def _binary(product: bool, divide: bool = False) -> Rule:
                 return filled(0.0, trace.output_shape())
             if product and not divide and one is two:
                 return _squared(trace, one)
+            if not product and not any(map(_adds, trace.node.users)):
+                read = Counter(given for given, _ in {*_layers(trace.node)})
+                if max(read.values(), default=1) > 1:
+                    trace.note("adds layers that read one value, of which only the sum counts")
             gain = trace.gain_in(two) or (None if divide else trace.gain_in(one)) if product else None
             return trace.join(one, two, product=product, divide=divide, gain=gain)
         value = one if isinstance(one, Value) else two
@@ -83,7 +122,10 @@ def _binary(product: bool, divide: bool = False) -> Rule:
             return trace.elementwise(value, positive_scales=True, signs=True, exponent=-1.0)
         if product or (isinstance(two, (int, float)) and two == 0):
             return Value(value.shape, tuple(trace.constraints.resolve(label) for label in value.labels))
-        return trace.permutations_only(value)
+        if not value.labels or not _has_bias(trace.node.all_input_nodes[0]):
+            return trace.permutations_only(value)
+        with trace.constraints.explain(f"{trace.where}: {MET}"):
+            return trace.permutations_only(value)
 
     return rule
 
@@ -173,6 +215,12 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
             trace.constraints.equate([(common, 1.0), (label.scale, -power)], signs=False)
             trace.constraints.fix_scales(whole.scale, magnitudes=False)
             labels.append(whole.on(tuple(a if keep else a - sum(g < a for g in gone) for a in kept)))
+            continue
+        if label.axes and not kept:  # beside other units, which the norms tell apart (prototypes)
+            trace.constraints.keep_norm(label)
+            if centred:
+                trace.constraints.keep_ones(label)
+            trace.constraints.fix_scales(label.scale, signs=centred)
             continue
         one = value.with_labels(label)
         (own,) = trace.elementwise(one, positive_scales=True, signs=True, exponent=power, even=True).labels
@@ -334,7 +382,9 @@ def _is_cut_to_length(trace: Trace, value: Value) -> bool:
     meta = trace.node.meta["val"]
     if not isinstance(meta, Tensor) or meta.ndim != value.ndim:
         return False
-    return any(new < old and new in trace.lengths for new, old in zip(meta.shape, value.shape, strict=True))
+    sizes = enumerate(zip(meta.shape, value.shape, strict=True))
+    cut = {axis for axis, (new, old) in sizes if new < old and new in trace.lengths}
+    return bool(cut) and not cut <= trace.growing(trace.node.args[0])
 
 
 @register_rule("aten::pad", "aten::constant_pad_nd")
@@ -354,11 +404,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     shape = trace.output_shape()
     axis %= len(shape)
     values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
-    spread = trace.constraints.spread  # a unit that fills a whole tensor lives on the axis of joining as well
-    values = [
-        replace(v, labels=tuple(label if label.axes else spread(label, axis, v.shape[axis]) for label in v.labels))
-        for v in values
-    ]
+    values = [_spread(trace, value, axis) for value in values]
     along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
     kinds = {label.axes for label in along if label is not None}
     if len(kinds) > 1:
@@ -400,6 +446,16 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     return trace.disjoint(Value(shape, tuple(result)))
 
 
+def _spread(trace: Trace, value: Value, axis: int) -> Value:
+    """Let a unit that fills a whole tensor live on the axis of joining, if no others do."""
+    if any(axis in label.axes for label in value.labels):
+        return value
+    spread = trace.constraints.spread
+    return replace(
+        value, labels=tuple(own if own.axes else spread(own, axis, value.shape[axis]) for own in value.labels)
+    )
+
+
 def _side_by_side(trace: Trace, values: Sequence[Value], axis: int, shape: tuple[int, ...]) -> Value:
     """Join values whose units live on different axes, as all heads share some keys: each is written where it goes."""
     every = torch.arange(math.prod(shape)).reshape(shape)
@@ -429,25 +485,27 @@ def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, *
     return summed_over(trace, value, axes)
 
 
+@register_rule("aten::logsumexp")
+def _logsumexp(trace: Trace, value: Value, axes: Any, keepdim: bool = False) -> Value:
+    return summed_over(trace, trace.permutations_only(value), axes, squares=False)
+
+
 @register_rule("aten::amax", "aten::amin")
 def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
     return summed_over(trace, trace.elementwise(value, positive_scales=True), axes or None)
 
 
-def summed_over(
-    trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None = None, *, squares: bool | None = None
-) -> Value:
+def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None = None) -> Value:
     """Return what is left of a value when it is summed (or averaged) over some axes.
 
     Args:
         trace: The trace.
         value: Any value.
         axes: Over which axes; None for all.
-        shape: The result's shape; by default that of the operation at hand.
         squares: Whether the value holds squares; by default as the operation at hand says.
     """
     squares = _is_square(trace.node.all_input_nodes[0]) if squares is None else squares
-    shape = trace.output_shape() if shape is None else shape
+    shape = trace.output_shape()
     keep = len(shape) == value.ndim
     gone = axes_of(axes, value.ndim)
     labels = []

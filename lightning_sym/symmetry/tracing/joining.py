@@ -1,5 +1,6 @@
 """What sums and products, element by element, demand of the units of both sides."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from lightning_sym.symmetry.tracing.constraints import Ints, Label, counted
 from lightning_sym.symmetry.tracing.coordinates import coordinates, rows_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.placing import Placing
 from lightning_sym.symmetry.tracing.values import Value
 
@@ -16,6 +18,9 @@ def _places(label: Label, axes: Sequence[int]) -> Ints:
     shape = label.atom.shape
     sizes = [size if axis in axes else 1 for axis, size in zip(label.axes, shape, strict=True)]
     return np.broadcast_to(np.arange(int(np.prod(sizes))).reshape(sizes), shape)
+
+
+MET = "meets numbers that are the same for all inputs, which biases could take up"
 
 
 class Joining(Placing):
@@ -257,7 +262,11 @@ class Joining(Placing):
         if other.concrete is not None:
             constant = replace(other, shape=shape, concrete=other.concrete.expand(shape))
             return self.beside_constant(label, constant, added=not product)
-        varies = any(self._varies(other, axis - len(shape) + other.ndim) for axis in label.axes)
+        along = [axis for axis in label.axes if self._varies(other, axis - len(shape) + other.ndim)]
+        varies = bool(along)
+        if product and varies and self._parted(label, along):  # another factor for each head: heads stay
+            self.constraints.fix_units(self.parts(label, along, mixtures=True).atom)
+            return label
         if varies:
             self.constraints.fix_units(label.atom.ravel())
             self.constraints.restrict(label)
@@ -265,6 +274,14 @@ class Joining(Placing):
             self.constraints.keep_ones(label)
             self.constraints.fix_scales(label.scale)
         return None if varies and not product else label
+
+    @staticmethod
+    def _parted(label: Label, axes: Sequence[int]) -> bool:
+        """Whether each unit stands at one place of some of a label's axes, and several stand there."""
+        if len(axes) == len(label.axes):
+            return False
+        pairs = np.unique(np.stack([label.atom.ravel(), _places(label, axes).ravel()]), axis=1)
+        return bool(pairs.shape[1] == len(np.unique(label.atom)))
 
     @staticmethod
     def _varies(value: Value, axis: int) -> bool:
@@ -306,7 +323,14 @@ class Joining(Placing):
             self.constraints.fix_units(alone, counted("meets numbers that tell units apart", alone, "place"))
             tag = self.constraints.derive_tags(label.tag, kind)
             self.see(Label(label.axes, label.atom, tag, label.scale))
+        if not added and not value.by_size and 0 < (dead := label.atom[~nonzero]).size < label.size:
+            note = f"{self.where}: multiplies {len(np.unique(dead))} units by zero, whose weights the group only scales"
+            self.constraints.unread.append((dead, note))
         if added:
             self.constraints.keep_ones(label)
-            self.constraints.fix_scales(label.scale[nonzero])
+            chosen = name_of(self.node) in operations(Trait.EQUALISE)  # the constant stands in some places only
+            same = nonzero.any() and not chosen and not (rows != rows[:, :1]).any() and not (varying and value.by_size)
+            note = f"{self.where}: {counted(MET, label.atom[nonzero], 'scale')}"
+            with self.constraints.explain(note) if same else contextlib.nullcontext():
+                self.constraints.fix_scales(label.scale[nonzero])
         return label

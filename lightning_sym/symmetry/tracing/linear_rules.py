@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from lightning_sym.symmetry.tracing.choice_rules import taken_at
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.elementwise_rules import summed_over
-from lightning_sym.symmetry.tracing.operations import Trait, places_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.vocabulary import Trace
@@ -243,6 +244,11 @@ def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: f
     return value.with_labels(*labels)
 
 
+def _bias_before(node: Any) -> Any:
+    """Return the bias of the layer that makes a value, None if it has none."""
+    return node.args[2] if name_of(node) in operations(Trait.CONTRACT) and len(node.args) > 2 else None
+
+
 @register_rule("aten::batch_norm", "aten::cudnn_batch_norm")
 def _batch_norm(
     trace: Trace,
@@ -279,6 +285,10 @@ def _batch_norm(
         trace.constraints.equate([(own.scale, 1.0), (label.scale, -1.0)])
         if state.state is None:
             trace.fix(state)
+    if trace.operation == "batch_norm" and isinstance(shared := trace.node.args[3], fx.Node):
+        calls = [node for node in shared.users if node.target is trace.node.target]
+        if len({_bias_before(node.args[0]) for node in calls}) > 1:
+            trace.note("layers share its running mean, so that their biases stay fixed")
     if variance.state is not None:
         known = trace.kinds.setdefault(variance.state, ("variance", epsilon))
         if known != ("variance", epsilon):
@@ -329,6 +339,12 @@ def _group_norm(
 ) -> Value:
     value = trace.tied(value, range(2, value.ndim))
     label = trace.label(value, 1)
+    # Of weights, the first axis has units, too: each is divided by its own deviations.
+    rows = tuple(_normalised(trace, own, epsilon) for own in value.labels if own.axes and 1 not in own.axes)
+    for own in value.labels:
+        if 1 in own.axes and len(own.axes) > 1:
+            trace.fix(value.with_labels(own), "units on several axes are normalised in groups")
+    value = value.with_labels(*rows)
     if label is not None:
         size = value.shape[1] // groups
         parents = np.arange(value.shape[1]) // size
@@ -338,5 +354,5 @@ def _group_norm(
             if size > 1:
                 trace.constraints.block(coarse.atom[parents], label.atom)
         # A group of one channel is divided by its own deviation, over places.
-        value = value.with_labels(_normalised(trace, label, epsilon, parents if size > 1 else None))
+        value = value.with_labels(*rows, _normalised(trace, label, epsilon, parents if size > 1 else None))
     return _affine(trace, value, weight, bias, [1])

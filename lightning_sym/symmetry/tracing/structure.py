@@ -88,8 +88,6 @@ class Structure:
         planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
         charts: Tensors that the network reads with numbers added, or in pieces: the group acts on sums and pieces.
-        unread: The dimension of matrices and scales of units that nothing reads: all their weights are free, so that
-            shifts hold these directions, too.
     """
 
     slots: tuple[Slot, ...]
@@ -112,7 +110,6 @@ class Structure:
     tilts: tuple[Tilt, ...] = ()
     planes: tuple[Ints, ...] = ()
     charts: Charts = field(default_factory=Charts)
-    unread: int = 0
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""

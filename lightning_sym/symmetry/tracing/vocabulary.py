@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,9 @@ from lightning_sym.symmetry.tracing.placing import ALONG
 from lightning_sym.symmetry.tracing.values import Value, numbered
 
 Rule = Callable[..., Any]
+FIXED_MATRIX = "sums units times fixed numbers, behind which they keep no scale in common"
+_MANY = 2**22  # elements of a value that are numbered
+TWICE = "reads units more than once, so that only sums of its weights count"
 
 
 class OnlyUnlabelledError(TypeError):
@@ -181,11 +186,16 @@ class Trace(Joining):
         blocks: Label | None = None
         if one_label is not None and two_label is not None:
             blocks = self._undone(values, (one_label, two_label), axes, alone=not (first.labels or second.labels))
+            for value, other, axis in ((one, two, summed[0]), (two, one, summed[1])):
+                if other.state is not None and self._holds_twice(value, axis):
+                    self.note(TWICE)
         else:
             for value, label, other in ((values[0], inner[0], two), (values[1], inner[1], one)):
                 # Zeros (an initial state) accept anything.
                 if label is not None and not other.is_zero:
-                    self.fix(value.with_labels(label))
+                    fixed = other.concrete is not None and self.constraints.explain(f"{self.where}: {FIXED_MATRIX}")
+                    with fixed or contextlib.nullcontext():
+                        self.fix(value.with_labels(label))
         one_side = not (first.labels and second.labels)  # the map is linear in it
         with self.constraints.unrestricted() if one_side else contextlib.nullcontext():
             result = self.join(first, second, product=True)
@@ -242,6 +252,21 @@ class Trace(Joining):
         for step in path:
             part = step(part)
         return torch.equal(part, part.narrow(axis, 0, 1).expand_as(part))
+
+    @staticmethod
+    def _holds_twice(value: Value, axis: int) -> bool:
+        """Whether a value has one element at several places of an axis."""
+        roots = {id(root): math.prod(root.shape) for root, _ in value.sources}
+        if not roots or math.prod(value.shape) <= sum(roots.values()) or math.prod(value.shape) > _MANY:
+            return False
+        number, whole = dict(zip(roots, itertools.accumulate(roots.values(), initial=0), strict=False)), torch.zeros(())
+        for root, path in value.sources:
+            part = coordinates(root.shape, range(root.ndim))
+            for step in path:
+                part = step(part)
+            whole = whole + torch.where(part > 0, part + number[id(root)], part)
+        one = whole.expand(value.shape).movedim(axis, -1).reshape(-1, value.shape[axis])[0]
+        return len(set(one[one > 0].tolist())) < int((one > 0).sum())
 
     def _undone(
         self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]], *, alone: bool

@@ -62,7 +62,7 @@ class Walk(Trace):
         self.stacks.sizes |= stacked(capture, self.tensors) if self.walks == 0 else {}
         self.capture = capture
         self.walks += 1
-        self.made_of_states = {}
+        self.made_of_states, self.made_by = {}, {}
         varying: set[fx.Node] = set(capture.inputs)
         self.lengths = lengths_of(capture.inputs)
         self.absorbed_before = tuple(self.absorbed)
@@ -101,6 +101,7 @@ class Walk(Trace):
             else:
                 result = self._operate(node, environment)
                 environment[node] = result
+                self.made_by |= {id(v): node for v in values_in(result) if v.labels and not v.sources}
                 if any(argument in varying for argument in node.all_input_nodes):
                     varying.add(node)
                 else:
@@ -182,9 +183,10 @@ class Walk(Trace):
             if (root.state is not None) != states:
                 continue
             del self.reads[key]
-            if () in paths or not (states or key in self.made_of_states):
+            if () in paths:
                 continue
-            for label in root.labels:
+            # Of a matrix whose elements are units now, these count, not those of its axes.
+            for label in self.axis_labels[str(key)] if key in self.joint else root.labels:
                 reached = np.zeros(label.size + 1, bool)
                 for path in paths:
                     part = coordinates(root.shape, label.axes)
@@ -192,11 +194,21 @@ class Walk(Trace):
                         part = step(part)
                     reached[core(part).long().reshape(-1).numpy()] = True
                 missed = int((~reached[1:]).sum())
-                if missed:
+                if missed and not (states or key in self.made_of_states):
+                    maker = self.made_by.get(key)
+                    if maker is not None and _made_for(maker):
+                        note = (
+                            f"{self.where_is(maker)}: nothing reads {missed} of {label.size} units, so that more of "
+                            "their weights is free than the group moves"
+                        )
+                        self.constraints.unread.append((label.atom[~reached[1:].reshape(label.atom.shape)], note))
+                elif missed:
                     # Where a part is left out, a shorter input may leave out more; several examples tell what is.
                     left = label.at(~reached[1:].reshape(label.atom.shape))
                     self.constraints.fix(label if self.examples == 1 else left)
-                    where = f"{root.state}{list(label.axes)}" if root.state is not None else "what is made of weights"
+                    maker = self.made_by.get(key)
+                    where = "what is made of weights" if maker is None else f"what {self.where_is(maker)} makes"
+                    where = where if root.state is None else f"{root.state}{list(label.axes)}"
                     self.constraints.notes[
                         f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
                     ] = None
@@ -244,3 +256,29 @@ class Walk(Trace):
             return Value(tuple(tensor.shape), concrete=tensor, by_size=by_size or part)
 
         return torch.utils._pytree.tree_map_only(Tensor, wrapped, result)
+
+
+def _made_for(node: fx.Node) -> bool:
+    """Whether layers write into a value for which nothing else reads them, unit by unit."""
+    left = [node]
+    while left:
+        if name_of(node := left.pop()) not in _UNIT_BY_UNIT:
+            return False
+        for given in node.all_input_nodes:
+            if len(given.users) == 1 and name_of(given) in operations(Trait.CONTRACT):
+                return True
+            left += [given] * (len(given.users) == 1 and given.op == "call_function")
+    return False
+
+
+_UNIT_BY_UNIT = {"neg"} | operations(
+    Trait.POINTWISE
+    | Trait.JOIN
+    | Trait.PRODUCT
+    | Trait.SUM
+    | Trait.POOL
+    | Trait.MAX_POOL
+    | Trait.MOVE
+    | Trait.CAST
+    | Trait.NORM
+)

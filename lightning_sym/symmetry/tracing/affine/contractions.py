@@ -160,10 +160,15 @@ class Contractions(Algebra):
             self.system.fixed.add(name)
             return result
         family = self.system.family(name, split[0])
+        windows = self._windows(value, weights) if not padded and out == 0 else None
+        rows = None if windows is None else self._rows(windows, weights, by, split[0])
         self.system.read.add(name)
+        if windows is not None and rows is not None:
+            self._multiples_of_rows(result, windows, weights, by, rows)
         for axes, other in self.system.families[name].items():
-            for rows in other.rows.values():
-                self.unknowns.vanish(rows.numbers)
+            for own in other.rows.values():
+                if own is not rows:
+                    self.unknowns.vanish(own.numbers)
             if axes != split[0]:
                 self.unknowns.vanish(other.directions)
         directions = self.unknowns.living(self._placed(family.directions, weights, by))
@@ -171,6 +176,21 @@ class Contractions(Algebra):
             whole = [1 if letter == "z" else size for letter, size in zip(by.out, shape, strict=True)]
             result.drifts[self.system.source()] = Drift(places(whole), directions[None])
         return result
+
+    @staticmethod
+    def _windows(value: Value, weights: Value) -> Value | None:
+        """Return what a kernel meets, where a relation of the channels holds at each of its places."""
+        relation, kernel = value.relation, weights.shape[2:]
+        if relation is None or relation.axes != {1}:
+            return None
+        count = math.prod(kernel)
+        total = Total(relation.total.segments * count)
+        total.before = relation.total, torch.arange(total.segments) // count
+        segments = relation.segments * count + torch.arange(count).reshape(1, 1, *kernel)
+        axes = frozenset(range(1, 2 + len(kernel)))
+        return Value(
+            (*value.shape[:2], *kernel), True, relation=Relation(axes, segments, relation.coefficient, total)
+        )  # fmt: skip
 
     def _through_kernel(self, numbers: Tensor, weights: Value, by: Sum, groups: int, channels: int) -> Tensor:
         """Take what is added to all places alike through a kernel."""

@@ -334,6 +334,13 @@ class Translations:
         """What elements do to named values inside the network."""
         return {} if self.parts is None else self.parts.shown
 
+    @cached_property
+    def moves_one_by_one(self) -> bool:
+        """Whether one output of a weight may be changed and no other, as where nothing reads it."""
+        if self.parts is None:
+            return False
+        return any((self.generic.patterns(part).getnnz(0) == 1).any() for part in self.parts.writers)
+
     def named(self, kind: str) -> set[str]:
         """Return the first tensors of all entries of a kind."""
         return {own.name for own in self.kinds if own.kind == kind}

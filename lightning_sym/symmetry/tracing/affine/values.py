@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
-_MOST = 2**22  # unknowns: larger networks would take minutes
+_MOST = 2**23  # unknowns: larger networks would take minutes
 
 
 class Atom(NamedTuple):
@@ -242,8 +242,8 @@ def _joined(pairs: Ints) -> Ints:
     _, label = sparse.csgraph.connected_components(graph, False)
     _, first = np.unique(label, return_index=True)
     least = numbers[first[label]]
-    joined: Ints = np.stack([numbers, least], 1)[numbers != least]
-    return joined
+    apart: Ints = np.stack([numbers, least], 1)[numbers != least]
+    return apart
 
 
 class Unknowns:

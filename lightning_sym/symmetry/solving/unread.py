@@ -1,0 +1,116 @@
+"""Says which weights are freer than the group: what meets zeros only or is not read, and kernels of linear layers."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from lightning_sym.symmetry.described import listed
+from lightning_sym.symmetry.solving.refinement import Orbits
+from lightning_sym.symmetry.solving.units import Positions
+from lightning_sym.symmetry.tracing.constraints import Constraints
+from lightning_sym.symmetry.tracing.numbering import Ints
+from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
+
+
+def unread_units(
+    structure: Structure,
+    positions: Positions,
+    orbits: Orbits,
+    constraints: Constraints,
+    tensors: Mapping[str, Tensor],
+) -> dict[str, Ints]:
+    """Say where a unit's scale is undone nowhere: all of its weights are free, and the group only scales them.
+
+    What is divided by its own norm or deviation has such a scale, too, and loses nothing.
+
+    Args:
+        structure: The group on parameters and buffers.
+        positions: Where units are seen.
+        orbits: Which of them may change places.
+        constraints: What operations demand.
+        tensors: Parameters and buffers by name; shapes count.
+
+    Returns:
+        Notes, and the positions of which each of them speaks.
+    """
+    forms = structure.magnitudes.tocoo()
+    slots = [slot for slot in structure.slots if slot.size]
+    if not slots:
+        return {}
+    shares = [np.full(slot.size, tensors[slot.tensor].numel() // slot.size) for slot in slots]
+    several = np.concatenate(shares) > 1  # one number that is scaled is free
+    several |= np.diff(structure.magnitudes.indptr)[: len(several)] == 0
+    notes = {
+        note: np.flatnonzero(several & positions.marked(atoms)[positions.standing[: len(several)]])
+        for atoms, note in constraints.unread
+    }
+    if not forms.nnz:
+        return notes
+    rows, generators = forms.row, forms.col
+    of_slot = np.repeat(np.arange(len(slots)), [slot.size for slot in slots])[rows]
+    everywhere = np.concatenate([slot.unit.ravel() for slot in slots])
+    unit = everywhere[rows]
+    value = np.array([(slot.kind, slot.epsilon) == VALUE for slot in slots])[of_slot]
+    # Behind their own norm units stay where they are, or are read without the scale.
+    normed = (positions.marked(*constraints.normed) | positions.fixed)[orbits.roots]
+    stands = np.bincount(everywhere[everywhere >= 0], minlength=len(normed))
+    count = forms.shape[1]
+    lone = np.bincount(generators[~value | (unit < 0)], minlength=count) == 0
+    least, most = np.full(count, len(orbits.roots)), np.full(count, -1)
+    np.minimum.at(least, generators, unit)
+    np.maximum.at(most, generators, unit)
+    lone &= (least == most) & (most >= 0) & (most < len(normed))
+    lone[lone] &= ~normed[most[lone]] & (stands[most[lone]] == np.bincount(generators, minlength=count)[lone])
+    pairs = np.unique(np.stack([unit[unit >= 0], generators[unit >= 0]]), axis=1)
+    lone[lone] &= np.bincount(pairs[0], minlength=len(normed))[most[lone]] == 1
+    for sign in (1, -1):  # of what stands in front of a unit and what reads it, the exponents differ in sign
+        lone &= (np.bincount(generators[forms.data * sign > 0], minlength=count) == 0) | (
+            np.bincount(generators[forms.data * sign < 0], minlength=count) == 0
+        )
+    entries = np.array([tensors[slot.tensor].numel() // max(slot.size, 1) for slot in slots])[of_slot]
+    lone &= np.bincount(generators, entries, minlength=count) > 1
+    for index in np.unique(of_slot[lone[generators]]):
+        slot, here = slots[index], lone[generators] & (of_slot == index)
+        notes[
+            f"{slot.tensor}{list(slot.axes)}: {len(np.unique(unit[here]))} of {slot.size} places meet zeros only, or "
+            "nothing reads them, so that all their weights are free; the group only scales them"
+        ] = np.unique(rows[here])
+    return notes
+
+
+def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Say which units that matrices mix are more than the numbers in front of or behind them.
+
+    Of k units behind m numbers and in front of n, the matrices leave (m - k) (k - n) directions out; where that is
+    negative, so many of the matrices change nothing.
+
+    Args:
+        structure: The group on parameters and buffers, with its shifts: biases that these move are no numbers in front.
+        tensors: Parameters and buffers by name; shapes count.
+    """
+    if not structure.dense:
+        return []
+    firsts = {int(cell[0]): number for number, cell in enumerate(structure.dense)}
+    number = np.full(structure.units + 1, -1)  # the last is for positions without a unit
+    number[[*firsts]] = [*firsts.values()]
+    met: list[list[tuple[Slot, int, int]]] = [[] for _ in structure.dense]
+    for slot in structure.slots:
+        of_cell = number[slot.unit.ravel()]
+        for place in np.flatnonzero(of_cell >= 0):
+            exponents = structure.magnitudes[slot.offset + place].data
+            if len(exponents):
+                met[of_cell[place]].append((slot, int(exponents[0] < 0), tensors[slot.tensor].numel() // slot.size))
+    notes: dict[str, None] = {}
+    for cell, seen in zip(structure.dense, met, strict=True):
+        if min(sum(count for _, at, count in seen if at == side and count > 1) for side in (0, 1)) >= len(cell):
+            continue  # of any network but a small one, as of the others biases have to be asked for
+        seen = [(slot, at, n) for slot, at, n in seen if n > 1 or slot.tensor not in structure.shifts.names]
+        least, most = sorted(sum(count for _, at, count in seen if at == side) for side in (0, 1))
+        if 0 < least < len(cell) != most:
+            places = dict.fromkeys(f"{slot.tensor}{list(slot.axes)}" for slot, _, _ in seen)
+            notes[
+                f"{listed([*places])}: of {len(cell)} units only {least} numbers go in or come out, so that what else "
+                "is free there depends on the weights"
+            ] = None
+    return [*notes]

@@ -1,0 +1,88 @@
+"""Takes parts of values before what acts element by element, so that nothing is asked of what is cut off."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_sym.symmetry.tracing.nodes import argument, moved
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewrite, Rewriter
+
+aten = torch.ops.aten
+
+
+def _as_part(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite one of the parts into which a value is cut, of which some are not read, as a slice or one place."""
+    if r.name(node) == "narrow":
+        axis, first, size = (argument(node, place + 1, name) for place, name in enumerate(("dim", "start", "length")))
+        return r.insert(aten.slice.Tensor, node.args[0], axis, first, first + size)
+    cut: Any = node.args[0]
+    item: Any = node.args[1]
+    if r.plain_name(cut) not in operations(Trait.PARTS) or not isinstance(item, int):
+        return None
+    value, alone = cut.args[0], r.plain_name(cut) == "unbind"
+    axis = argument(cut, 1 if alone else 2, "dim", 0) % len(r.shape(value))
+    sizes = [1 if alone else part.shape[axis] for part in cut.meta["val"]]
+    if {user.args[1] for user in cut.users} >= {*range(len(sizes))}:
+        return None
+    first = sum(sizes[:item])
+    if alone:
+        return r.insert(aten.select.int, value, axis, first)
+    return r.insert(aten.slice.Tensor, value, axis, first, first + sizes[item])
+
+
+def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a part of what acts element by element: it acts on that part, and nothing is asked of the rest.
+
+    Weights stay whole: a slice of one says that a longer input may read more of it.
+    """
+    value: Any = node.args[0]
+    axis: Any = node.args[1] if len(node.args) > 1 else 0
+    if r.name(value) not in _ELEMENTWISE or r.is_marked(value) or node.kwargs or value.kwargs.keys() - {"alpha"}:
+        return None
+    if isinstance(axis, (list, tuple)):  # of an index
+        if any(place is not None for place in axis[:-1]) or r.made_of(axis[-1]) != "constants":
+            return None
+        axis = len(axis) - 1
+    if not isinstance(axis, int) or r.shape(node) == r.shape(value):
+        return None
+    rank = len(r.shape(value))
+    axis %= rank
+    if list(value.users) != [node] and _covered(r, value, axis):
+        return None
+
+    def part(item: Any) -> Any:
+        own = axis - rank + len(r.shape(item))
+        if not isinstance(item, fx.Node) or own < 0:
+            return item
+        if r.made_of(item) == "weights":
+            raise NoSpellingError
+        if r.shape(item)[own] == 1:
+            return r.insert(aten.select.int, item, own, 0) if r.name(node) == "select" else item
+        if r.name(node) == "index":
+            return r.insert(node.target, item, [*[None] * own, node.args[1][-1]])  # type: ignore[index]
+        return r.insert(node.target, item, own, *node.args[2:])
+
+    return r.insert(value.target, *(part(item) for item in value.args), **value.kwargs)
+
+
+def _covered(r: Rewriter, value: fx.Node, axis: int) -> bool:
+    """Whether the parts of a value along an axis that are read hold all of it."""
+    rank, size = len(r.shape(value)), r.shape(value)[axis]
+    numbers = torch.arange(size).reshape([-1 if at == axis else 1 for at in range(rank)])
+    read: set[int] = set()
+    for user in value.users:
+        cut = r.name(user) in ("slice", "select") and not user.kwargs and len(user.args) > 1
+        if not cut or user.args[1] % rank != axis:  # type: ignore[operator]
+            return True
+        read |= {*moved(user, numbers).flatten().tolist()}
+    return len(read) == size
+
+
+_ELEMENTWISE = operations(Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT) | {"neg"}
+# What is done last: before, norms and the like are recognised by what they do to all of a value.
+EARLIER: dict[str, Rewrite] = {
+    **dict.fromkeys(("slice", "select", "index", "index_select"), _part_first),
+    **dict.fromkeys(("narrow", "getitem"), _as_part),
+}
