@@ -516,6 +516,7 @@ SHIFTS = {
             "position_parameter",
             "rnn",
             "lerp",
+            "maximum",
             "softmax_over_units",
         ],
         8,
