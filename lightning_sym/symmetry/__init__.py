@@ -6,13 +6,8 @@ from lightning_sym.symmetry.canonical.form import Balance, CanonicalForm, balanc
 from lightning_sym.symmetry.channels import ChannelGroup
 from lightning_sym.symmetry.dimension import LocalDimension, local_dimension
 from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
-from lightning_sym.symmetry.groups import (
-    INTERTWINER_GROUPS,
-    GroupElement,
-    IntertwinerGroup,
-    intertwiner_group,
-    measure,
-)
+from lightning_sym.symmetry.groups import INTERTWINER_GROUPS, intertwiner_group, measure
+from lightning_sym.symmetry.intertwiners import GroupElement, IntertwinerGroup
 from lightning_sym.symmetry.matching.activations import ActivationMoments, activation_matching
 from lightning_sym.symmetry.matching.distance import OrbitDistance, orbit_distance
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching

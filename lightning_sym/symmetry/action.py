@@ -13,7 +13,7 @@ from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, odd, on_axes, together
 from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.elements import Element, Tap
-from lightning_sym.symmetry.groups import GroupElement
+from lightning_sym.symmetry.intertwiners import GroupElement
 from lightning_sym.symmetry.phases import phases_of, turn
 from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
@@ -255,8 +255,8 @@ class Action:
         if len(stacked) == 1:  # as a tensor of one axis for all units of all members
             axes = stacked[0].axes
             slots = [_beside(slot, axes) for slot in slots]
+            added = [Summand(together(summand.whole.expand(tensor.shape), axes)) for summand in added]
             tensor = together(tensor, axes)
-            added = [Summand(together(summand.whole, axes)) for summand in added]
         elif stacked:
             return self._moved_in_stack(tensor, slots, power)
         result = tensor.detach()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.groups import IntertwinerGroup
+from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Ints = NDArray[np.int64]

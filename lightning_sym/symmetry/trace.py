@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
@@ -16,23 +15,16 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.checking import check_network, examples_of
 from lightning_sym.symmetry.lengths import lengthened
 from lightning_sym.symmetry.self_test import proven
-from lightning_sym.symmetry.solving.group import Group, find_group
+from lightning_sym.symmetry.shifts import find_shifts
+from lightning_sym.symmetry.solving.group import find_group
 from lightning_sym.symmetry.solving.unread import wide_matrices
 from lightning_sym.symmetry.statistics import free_positions
-from lightning_sym.symmetry.tracing.affine.space import Shown, Translations
-from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import Capture, capture
-from lightning_sym.symmetry.tracing.expansion import expand
-from lightning_sym.symmetry.tracing.labels import Labels, find_labels
-from lightning_sym.symmetry.tracing.normalise import normalise
+from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.labels import find_labels
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
-from lightning_sym.symmetry.tracing.pieces import cut_parameters, unlike_pieces
-from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
-from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.tensors import Tensors
-from lightning_sym.symmetry.tracing.tilt_search import find_tilts
-from lightning_sym.symmetry.translations import folded
+from lightning_sym.symmetry.tracing.tracer import Tracer
 
 
 def trace_symmetry(
@@ -109,7 +101,7 @@ def trace_symmetry(
         check_network(network)
         tensors = Tensors.of(network)
         examples = examples if tensors.weightless else on_device_of(network, examples)
-        trace = _Tracer(network, cuts)
+        trace = Tracer(network, cuts)
         captures = trace.agreeing(
             [lengthened(examples, number, trace) or trace(call) for number, call in enumerate(examples)]
         )
@@ -122,81 +114,8 @@ def trace_symmetry(
         return proven(network, captures, trace, derive, tolerance) if prove else derive(captures)
 
 
-class _Tracer:
-    """Captures a network on calls, and brings it to its normal form.
-
-    Args:
-        network: The network.
-        cuts: See :func:`trace_symmetry`.
-    """
-
-    def __init__(self, network: nn.Module, cuts: Cuts | None) -> None:
-        self.network, self._cuts = network, cuts
-        self._whole: set[str] = set()  # parameters that are not cut into pieces
-
-    def __call__(self, call: Call) -> Capture:
-        captured = expand(capture(self.network, call, leaf_types(), cuts=self._cuts))
-        cut_parameters(captured, self._whole)
-        return normalise(captured, own_operations())
-
-    def agreeing(self, captures: Sequence[Capture]) -> Sequence[Capture]:
-        """Return captures that read the same pieces of each parameter: of others, those that read it as it is."""
-        unlike = unlike_pieces(captures)
-        self._whole |= unlike
-        return [self(captured.call) for captured in captures] if unlike else captures
-
-
-class Added(NamedTuple):
-    """A group with what may be added to weights, and with tilts.
-
-    Attributes:
-        structure: The group on parameters and buffers.
-        values: The same group on the values inside the network that have a name.
-        shown: What shifts do to these values.
-        notes: What limits shifts and tilts.
-        common_shift: Counts the shifts that a softmax behind the outputs does not see besides; None without shifts.
-    """
-
-    structure: Structure
-    values: Structure
-    shown: dict[str, Shown]
-    notes: list[str]
-    common_shift: Callable[[], int] | None
-
-
-def _shifts_of(captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool) -> Added:
-    """Find what may be added to weights, and the layer norms that are tilted.
-
-    Args:
-        captures: The network in normal form, on one example or several.
-        tensors: Its tensors.
-        labels: What its operations demand.
-        group: Its group without shifts.
-        wanted: Whether there are to be shifts.
-    """
-    structure, values, *_ = group
-    # A bias that absorbs the constant of a flipped unit cannot absorb a change of the mean, too.
-    flipped = [weight for _, weight, _, _ in structure.absorbed]
-    states, kept = tensors.states, labels.kept
-    found, shapes = Translations(), {name: _without_values(tensor) for name, tensor in states.items()}
-    find = functools.partial(find_translations, captures, constants=kept, fixed=labels.stacked, keep=flipped)
-    if wanted:
-        found = find(states)
-    structure = replace(structure, shifts=found)
-    tilts, notes = find_tilts(structure, values, found.normed)
-    structure, values = (replace(each, tilts=tuple(tilts)) for each in (structure, values))
-    shifts = folded(structure)
-    structure, values = (replace(each, shifts=shifts) for each in (structure, values))
-
-    def common_shift() -> int:
-        """Return how many more shifts a softmax behind the outputs does not see."""
-        return find(shapes, outputs=True).dimension - found.dimension
-
-    return Added(structure, values, found.shown, [*notes, *found.notes], common_shift if wanted else None)
-
-
 def _derived(
-    trace: _Tracer,
+    trace: Tracer,
     tensors: Tensors,
     examples: Sequence[Call],
     captures: Sequence[Capture],
@@ -223,7 +142,7 @@ def _derived(
     labels = find_labels(captures, tensors, affine=affine, lengths=len(examples))
     group = find_group(labels)
     parameters = {*tensors.parameters}
-    added = _shifts_of(captures, tensors, labels, group, wanted=shifts)
+    added = find_shifts(captures, tensors, labels, group, wanted=shifts)
     free = free_positions(added.structure, {name: tuple(tensor.shape) for name, tensor in tensors.states.items()})
     unread = [note for note, positions in group.unread.items() if not free[positions].all()]
     unread += wide_matrices(added.structure, tensors.states)
@@ -251,9 +170,3 @@ def _left_out(captures: Sequence[Capture], output: str | int | None) -> list[str
     kept = "logits" if output is None else output
     note = f"of the outputs {kept} stays the same, {', '.join(names)} may change (output=... chooses)"
     return [note] if names else []
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same kind and shape without memory."""
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty

@@ -158,12 +158,20 @@ class _Carrier:
 
 def pivots(matrix: sparse.csr_matrix) -> Ints:
     """Return as many independent rows of a matrix as it has columns: such that have one entry, if possible."""
-    rows = np.flatnonzero(np.diff(matrix.indptr) == 1)
-    columns, first = np.unique(matrix.indices[matrix.indptr[rows]], return_index=True)
-    found = rows[first]
-    left = np.setdiff1d(np.arange(matrix.shape[1]), columns)
+    rest, left = matrix, np.arange(matrix.shape[1])
+    found = columns = np.zeros(0, np.int64)
+    while len(left):  # what has one entry is told, and what else has one then
+        rows = np.flatnonzero(np.diff(rest.indptr) == 1)
+        sizes = np.abs(rest.data[rest.indptr[rows]])
+        if len(found):
+            rows = rows[np.argsort(-sizes, kind="stable")][: np.count_nonzero(sizes >= _NOTHING)]
+        told, first = np.unique(rest.indices[rest.indptr[rows]], return_index=True)
+        if not len(told):
+            break
+        found, columns = np.concatenate([found, rows[first]]), np.concatenate([columns, left[told]])
+        keep = np.setdiff1d(np.arange(len(left)), told)
+        rest, left = rest[:, keep].tocsr(), left[keep]
     if len(left):  # entangled
-        rest = matrix[:, left].tocsr()
         some = np.flatnonzero(np.diff(rest.indptr))
         dense = rest[some].toarray()
         chosen = []

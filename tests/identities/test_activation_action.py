@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from lightning_sym.stitching import Crossing
 from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
-from lightning_sym.symmetry import trace as trace_module
 from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.tracing import tracer
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, capture, state_tensors
 
 torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def check_every_value(
         captures.append(marked(capture(*arguments, **keywords)))
         return captures[-1]
 
-    monkeypatch.setattr(trace_module, "capture", keep)
+    monkeypatch.setattr(tracer, "capture", keep)
     symmetry = trace_symmetry(network, example, **settings)
 
     def values(network: nn.Module) -> dict[str, Tensor]:

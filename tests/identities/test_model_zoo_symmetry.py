@@ -130,3 +130,18 @@ def test_the_guide_lists_what_stays_fixed() -> None:
     assert {reason for reasons in STAYS_FIXED.values() for reason in reasons} == set(MEANING)
     guide = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     assert listed() in guide, f"docs/transformers.md should hold\n{listed()}"
+
+
+def test_rows_of_a_table_of_distances_that_longer_inputs_read_are_not_counted() -> None:
+    """At 6 tokens 11 of 64 rows are read, and the others may be anything; 32 tokens read all but the first."""
+    torch.manual_seed(0)
+    network = TRANSFORMERS["deberta"].make().double()
+    table = network.deberta.encoder.rel_embeddings.weight
+    assert trace_symmetry(network, input_ids=torch.randint(30, (2, 6)), check=False).dimension == 821
+
+    def read(tokens: int) -> int:
+        logits = network(input_ids=torch.randint(30, (2, tokens))).logits
+        (gradient,) = torch.autograd.grad((logits * torch.randn_like(logits)).sum(), [table])
+        return int(gradient.any(1).sum())
+
+    assert (read(6), read(32)) == (11, 63)

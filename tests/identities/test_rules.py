@@ -561,6 +561,10 @@ def test_a_rule_for_an_operation_gives_all_that_torch_would() -> None:
 
 # Operations of torch that are others in a row: the operation, and these.
 WRITTEN_OUT: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "glu": (
+        lambda s, a, b: s.c(nn.functional.glu(torch.cat([a, b], -1))),
+        lambda s, a, b: s.c(a * b.sigmoid()),
+    ),
     "lerp": (lambda s, a, b: s.c(torch.lerp(a, b, s.w)), lambda s, a, b: s.c(a + s.w * (b - a))),
     "lerp in place": (lambda s, a, b: s.c((a * 1).lerp_(b, 0.3)), lambda s, a, b: s.c(a + 0.3 * (b - a))),
     "lerp in place, read again": (lambda s, a, b: s.c(a.lerp_(b, 0.3) + a), lambda s, a, b: s.c(2 * a + 0.6 * (b - a))),

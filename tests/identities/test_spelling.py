@@ -12,18 +12,19 @@ from collections.abc import Callable, Collection
 import pytest
 import torch
 from further_spelling_cases import FURTHER
-from helpers import one_in
+from helpers import of, one_in, parameter
 from spelled_layers import ANGLES, COS, SIN
-from spelling_cases import FUNCTIONS, Function, rotary
-from torch import Tensor
+from spelling_cases import FUNCTIONS, Function, rotary, steps
+from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
+from tried_spelling_cases import TRIED
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
 torch.set_num_threads(1)
 
-ALL = FUNCTIONS | FURTHER
+ALL = FUNCTIONS | FURTHER | TRIED
 LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
 # Rounding of float64 in outputs that are computed in another order.
 EXACT = 1e-11
@@ -133,6 +134,40 @@ def test_what_looks_like_a_spelling_has_the_group_of_its_own_function(name: str)
     rows = jacobian(function)
     values = torch.linalg.svdvals(rows)
     assert symmetry.dimension <= rows.shape[1] - int((values > ZERO * values[0]).sum())
+
+
+# A matrix of which an operation shows a diagonal, or rows in another shape: 6 inputs, 8 units, 5 outputs.
+PARTS: dict[str, Callable[..., Tensor]] = {
+    "diagonal": lambda s, x: s.b(torch.relu(s.a(x) + s.p.diagonal()[None])),
+    "diag": lambda s, x: s.b(torch.relu(s.a(x) + torch.diag(s.p))),
+    "other diagonal": lambda s, x: s.b(torch.relu(s.a(x) + s.p.flip(0).diagonal())),
+    "diagonal between layers": lambda s, x: s.b(s.a(x) + s.p.diagonal()),
+    "diagonal of gains": lambda s, x: s.b(torch.tanh(s.a(x) * s.p.diagonal())),
+    "rows": lambda s, x: s.b(torch.relu(s.a(x) + s.p[: x.shape[1]])),
+    "flat rows": lambda s, x: s.b(torch.relu(s.a(x) + s.p.reshape(-1)[: 8 * x.shape[1]].reshape(-1, 8))),
+    "flat rows, narrow": lambda s, x: s.b(torch.relu(s.a(x) + s.p.flatten().narrow(0, 0, 8 * x.shape[1]).view(-1, 8))),
+    "flat columns": lambda s, x: s.b(torch.relu(s.a(x) + s.p.T.flatten()[: 8 * x.shape[1]].view(-1, 8))),
+    "group norm": lambda s, x: s.b(
+        torch.tanh(F.linear(x, F.group_norm(s.a.weight, 2), s.a.bias) + F.group_norm(s.p, 1)[0])
+    ),
+}
+
+
+@functools.cache
+def of_parts(name: str, shifts: bool) -> Symmetry:
+    parts = {"a": of(nn.Linear, 6, 8), "b": of(nn.Linear, 8, 5), "p": parameter(8, 8)}
+    function = Function(parts, steps(6), 0, {name: PARTS[name]})
+    torch.manual_seed(3)
+    return trace_symmetry(function.network(name), function.inputs(2), shifts=shifts)
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_matrix_have_no_more_than_the_function(name: str, shifts: bool) -> None:
+    symmetry = of_parts(name, shifts)
+    assert symmetry.worst_error < symmetry.tolerance
+    if "rows" in name:  # scales, and the bias of the first layer against the table
+        assert symmetry.dimension == of_parts("rows", shifts).dimension == (16 if shifts else 8)
 
 
 def test_what_is_listed_as_short_is_a_spelling() -> None:

@@ -5,6 +5,7 @@ the right rule for the same module and the same example, it has to succeed.
 """
 
 import copy
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, assert_refused, of, sequential
+from helpers import Program, assert_refused, of, parameter, sequential
 from symmetry_family_cases import EXACT, L, difference, evaluate
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -454,3 +455,25 @@ def test_causal_mask_of_a_transformer_of_torch_is_no_data(is_causal: bool | None
     assert symmetry.dimension == linear + shifts
     if is_causal is not False:
         assert_right(make, network, symmetry, [torch.randn(3, t, 5, dtype=torch.float64) for t in (1, 5, 8)], EXACT)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_class_token_beside_the_mean_of_rows_behind_registers(pooled: bool) -> None:
+    """A row of a sequence has units of two kinds: its place, and its channels, on which it is joined with others."""
+
+    def function(s: Any, x: Tensor) -> Any:
+        h = torch.cat([s.cls.expand(len(x), 1, 6), s.registers.expand(len(x), 2, 6), s.e(x)], 1)
+        h = ((s.q(h) @ s.k(h).mT).softmax(-1) @ s.v(h)).tanh()
+        return s.b(torch.cat([h[:, :3].mean(1) if pooled else h[:, 0], h[:, 3:].mean(1)], 1))
+
+    parts = {"e": of(L, 8, 6), **{name: of(L, 6, 6) for name in "qkv"}, "b": of(L, 12, 13)}
+    make = program(function, cls=parameter(1, 1, 6), registers=parameter(1, 2, 6), **parts)
+    torch.manual_seed(0)
+    network = make().double().eval()
+    symmetry = trace_symmetry(network, torch.randn(2, 4, 8, dtype=torch.float64))
+    # Matrices of the stream, and of queries and keys; the keys' bias, which the softmax does not see, and the first
+    # layer's with both parameters, which the other biases take off.
+    assert symmetry.dimension == 2 * 6**2 + 6 + 6
+    # Units of the hyperbolic tangent and the registers are permuted: behind these stand as many rows as the input has.
+    assert math.isclose(symmetry.log10_permutations, math.log10(math.factorial(6) * 2))
+    assert_right(make, network, symmetry, [torch.randn(3, t, 8, dtype=torch.float64) for t in (1, 4, 7)], EXACT)

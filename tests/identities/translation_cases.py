@@ -142,6 +142,48 @@ added(
     table=parameter(9, 9),
 )
 
+# Tokens in front of as many rows as the input is long: a longer input has more rows, but takes no more of them.
+for cut_name, cut in {
+    "slice": lambda h: h[:, 2:],
+    "narrow": lambda h: h.narrow(1, 2, 4),
+    "split": lambda h: h.split([2, 4], 1)[1],
+    "behind a transposition": lambda h: h.mT[..., 2:].mT,
+    "of a stack": lambda h: torch.stack([h, h], 1)[:, 0, 2:],
+    "of what is flipped": lambda h: h.flip(1)[:, :4],
+}.items():
+    for pool_name, dimension, pool in (
+        ("relu and mean", 40, lambda h: h.relu().mean(1)),
+        ("mean and relu", 64, lambda h: h.mean(1).relu()),
+    ):
+        added(
+            f"tokens, {cut_name}, {pool_name}",
+            lambda s, x, cut=cut, pool=pool: s.b(
+                pool(cut(torch.cat([s.cls.expand(len(x), 2, 8), s.a(x)], 1) + s.positions))
+            ),
+            dimension,
+            others=[(3, 4, 5)],
+            cls=parameter(1, 2, 8),
+            positions=parameter(6, 8),
+        )
+# Rows of something else, of which a longer input takes more.
+for cut_name, cut in {
+    "slice": lambda h, size: h[:, :size],
+    "narrow": lambda h, size: h.narrow(1, 0, size),
+    "split": lambda h, size: h.split([size, 9 - size], 1)[0],
+    "last": lambda h, size: h[:, -size:],
+    "rest": lambda h, size: h[:, size:],
+    "row": lambda h, size: h[:, size - 1 : size],
+    "select": lambda h, size: h[:, size - 1][:, None],
+    "unbind": lambda h, size: h.unbind(1)[size - 1][:, None],
+}.items():
+    added(
+        f"rows of a sum, {cut_name}",
+        lambda s, x, cut=cut: s.b(cut(s.a(x.mean(1, keepdim=True)) + s.pos, x.shape[1]).sum(1).relu()),
+        8,
+        others=[(3, 4, 5), (2, 7, 5), (1, 2, 5)],
+        **TABLE,
+    )
+
 # Weights of which it reads more.
 CUT = {"example": (2, 4, 5), "others": [(2, 7, 5), (2, 3, 5), (2, 9, 5)], "w": parameter(9, 5), "v": parameter(2, 9)}
 added("width cut, norm", lambda s, x: layer_norm(x.mean(1) @ s.w[: x.shape[1]].T) @ s.v[:, : x.shape[1]].T, 5, **CUT)

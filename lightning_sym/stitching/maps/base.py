@@ -12,7 +12,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.moments import FeatureMoments
 from lightning_sym.symmetry.channels import ChannelGroup
-from lightning_sym.symmetry.groups import IntertwinerGroup
+from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 
 Mode = Literal["soft", "hard"]
 PERMUTATIONS = IntertwinerGroup("permutations", positive_scales=False, signs=False)

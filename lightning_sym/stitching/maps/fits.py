@@ -8,7 +8,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_sym.stitching.maps.moments import FeatureMoments
-from lightning_sym.symmetry.groups import IntertwinerGroup
+from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 
 
 def least_squares(moments: FeatureMoments) -> Tensor:

@@ -37,8 +37,8 @@ class Gauged:
         self.scale = np.exp(plan.forms @ log_scale)
         self.sign = np.ones(plan.total)
 
-    def weight(self, name: str, *, whole: bool = False) -> Floats:
-        """Return a tensor under the scales and signs; `whole` with what is not shown."""
+    def weight(self, name: str) -> Floats:
+        """Return a tensor under the scales and signs, without what is not shown."""
         value: Floats = self.tensors[name].detach().to("cpu", torch.float64).numpy()
         for slot in self.slots[name]:
             scale, sign, shown = (_spread(own, slot, value.ndim) for own in (self.scale, self.sign, self.shown))
@@ -46,7 +46,7 @@ class Gauged:
                 value = scale**2 * (value + slot.epsilon) - slot.epsilon
             elif not (scale == 1).all() or not (sign == 1).all():
                 value = value * (scale * sign)
-            if not whole and not shown.all():
+            if not shown.all():
                 value = value * shown
         return value
 

@@ -15,10 +15,10 @@ from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.balanced import along, squared_distance, working
 from lightning_sym.symmetry.translations import nearest
 
+_MOST_SWEEPS = 20  # passes over all columns
 
-def refined(
-    symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, device: torch.device, sweeps: int = 20
-) -> Element:
+
+def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, device: torch.device) -> Element:
     r"""Adjust magnitudes to a reference: cyclic descent on |a - g b|^2 over the generators.
 
     As a function of one factor f, with exponents +1 and -1 only, the square is
@@ -33,7 +33,6 @@ def refined(
         b: The network that is moved.
         element: Moves `b`.
         device: Where inner products are computed, in the dtypes of `a`.
-        sweeps: Most passes over all columns.
 
     Returns:
         The element with other magnitudes and shifts.
@@ -46,7 +45,7 @@ def refined(
         return element
     descent = _MagnitudeDescent(symmetry, target, begin, plans)
     whole = descent.distance(descent.numbers)
-    for _ in range(sweeps):
+    for _ in range(_MOST_SWEEPS):
         won = sum(descent.improve(plan) for plan in plans)
         whole -= won
         if won <= 1e-4 * whole:

@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.contractions import reshaped, stored
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, run_step
+from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, run_step
 
 aten = torch.ops.aten
 _MOVES, _CASTS = operations(Trait.MOVE), operations(Trait.CAST)
@@ -34,13 +34,19 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
     total, count = node.args[:2]
     if not isinstance(total, fx.Node) or not isinstance(count, fx.Node) or r.shape(total) != r.shape(node):
         return None
-    if not _is_sum(r, count) or not is_data(r, count):
-        return None
     way: list[fx.Node] = []
     while r.name(total) in _MOVES and isinstance(total, fx.Node):
         way.append(total)
         total = total.args[0]
-    if (found := _scattered_mean(r, node, total, count)) is not None:
+    logits = _logits(r, total.args[0]) if r.name(total) == "matmul" else None  # type: ignore[union-attr]
+    if not _is_sum(r, count) or (logits is None and not is_data(r, count)):
+        return None
+    if logits is not None:
+        weights, values = total.args  # type: ignore[union-attr]
+        if not _sums_to_one(r, node, total, weights):  # type: ignore[arg-type]
+            return None
+        mean = r.insert(aten.matmul.default, r.insert(aten.softmax.int, logits, -1), values)
+    elif (found := _scattered_mean(r, node, total, count)) is not None:
         mean = found
     elif r.name(total) == "matmul":
         weights, values = total.args  # type: ignore[union-attr]
@@ -58,6 +64,21 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
     for step in reversed(way):
         mean = r.insert(step.target, mean, *step.args[1:], **step.kwargs)
     return mean
+
+
+def _logits(r: Rewriter, weights: Any) -> fx.Node | None:
+    """Return of what some weights are the exponentials; None if they are none."""
+    way: list[fx.Node] = []
+    while r.name(weights) in _MOVES and isinstance(weights, fx.Node):
+        way.append(weights)
+        weights = weights.args[0]
+    if r.name(weights) != "exp":
+        return None
+    logits = weights.args[0]
+    for step in reversed(way):
+        assert not isinstance(step.target, str)
+        logits = r.insert(step.target, logits, *step.args[1:], **step.kwargs)
+    return logits  # type: ignore[no-any-return]
 
 
 def _shares(r: Rewriter, weights: fx.Node, axis: int) -> fx.Node:
@@ -105,7 +126,6 @@ def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: f
         return False
     (source,) = given
     order = [one for one in r.graph.nodes if one in steps]
-    constants = Constants()
     numbers = [
         0,
         1,
@@ -115,10 +135,11 @@ def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: f
     if product is not None:
         value = product.args[1]
         values[value] = torch.ones(r.shape(value), dtype=torch.float64)  # type: ignore[index]
+    get = Constants(values)
     try:
         for step in order:
-            values[step] = run_step(Step.of(step), lambda one: values[one] if one in values else constants(one))
-    except (RuntimeError, TypeError, ValueError, IndexError, UnknownError, KeyError):
+            values[step] = run_step(Step.of(step), get)
+    except NOT_ON_NUMBERS:
         return False
     result = values[node] if product is not None else values[node].sum(axis)
     result = result[~result.isnan()]  # nothing is over no terms

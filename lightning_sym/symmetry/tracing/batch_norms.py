@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations
-from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
-from lightning_sym.symmetry.tracing.running import Step, run_step
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, run_step
 
 aten = torch.ops.aten
 _ARITHMETIC = {"add", "sub", "mul", "div"}
@@ -47,17 +47,10 @@ def recognise_batch_norms(rewriter: Rewriter) -> int:
     Returns:
         The number of changes.
     """
-    capture, changes = rewriter.capture, 0
+    capture = rewriter.capture
     if not any(name in capture.buffers for name in capture.states.values()):
         return 0
-    node = next(iter(reversed(rewriter.graph.nodes)))
-    while node.op != "root":
-        before = node.prev
-        if (new := _rewritten(rewriter, node)) is not None:
-            rewriter.replace(node, new)
-            changes, before = changes + 1, new
-        node = before
-    return changes
+    return rewriter.rewrite_from_the_end(lambda node: _rewritten(rewriter, node))
 
 
 def _rewritten(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -68,11 +61,9 @@ def _rewritten(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if not _is_affine(r, steps[0].node) or sum(_is_affine(r, step.node) for step in steps) < 2:
             continue
         if (found := _found(r, start, steps)) is not None:
-            r.at = node
-            try:
-                return _put(r, start, steps, found)
-            except NoSpellingError:
-                return None
+            new = _put(r, start, steps, found)
+            r.replace(node, new)
+            return new
     return None
 
 
@@ -156,7 +147,7 @@ def _found(r: Rewriter, start: fx.Node, steps: list[Step]) -> _Found | None:
         try:
             with torch.no_grad():
                 factor, added = _effect(r, start, steps, numbers)
-        except (RuntimeError, TypeError, ValueError, KeyError):
+        except NOT_ON_NUMBERS:
             return None
         draws.append((numbers, factor, added))
     for axis in (axis for axis, own in enumerate(shape) if own == size[0]):
@@ -181,17 +172,7 @@ def _roles(states: list[fx.Node], saved: list[fx.Node]) -> Iterator[tuple[Any, .
 def _effect(r: Rewriter, start: fx.Node, steps: list[Step], numbers: dict[fx.Node, Tensor]) -> tuple[Tensor, Tensor]:
     """Return by what operations multiply each element of the value that goes in, and what they add to it."""
     known: dict[fx.Node, Any] = dict(numbers)
-
-    def get(node: fx.Node) -> Any:
-        if node not in known:
-            if node.op == "get_attr":
-                held = getattr(node.graph.owning_module, str(node.target))
-                known[node] = held.double() if held.is_floating_point() else held
-            elif node.op != "call_function":
-                raise KeyError(node)
-            else:
-                known[node] = run_step(Step.of(node), get)
-        return known[node]
+    get = Constants(known)
 
     def run(value: Tensor, moved: bool = False) -> Tensor:
         known[start] = value

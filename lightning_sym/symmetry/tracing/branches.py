@@ -47,15 +47,47 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, r.insert(aten.permute.default, lifted.node, order), r.shape(node))
 
 
+def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of what experts make, one after the other: made by all at once."""
+    if r.writes_into(node) or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
+        return None
+    leaves: list[Any] = []
+    readers: list[fx.Node] = []
+    waiting: list[tuple[Any, fx.Node]] = [(given, node) for given in reversed(node.args[:2])]
+    while waiting:
+        value, reader = waiting.pop()
+        if r.name(value) == "add" and r.only_for(value, reader) and not value.kwargs:
+            waiting += [(given, value) for given in reversed(value.args[:2])]
+        else:
+            leaves.append(value)
+            readers.append(reader)
+    leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # of Python's sum
+    if len(leaves) < 2 or node.kwargs or any(r.shape(leaf) != r.shape(node) for leaf in leaves):
+        return None
+    branches = _Branches(r)
+    lifted = branches.lift(leaves, readers)
+    if lifted is None or not lifted.along or not branches.experts:
+        return None
+    return r.insert(aten.sum.dim_IntList, lifted.node, [0])
+
+
+def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the value of which some values are all parts, with these along a new first axis; None if they are not."""
+    found = _Branches(r).parts_of_one(nodes)
+    return None if found is None else found.node
+
+
 class _Branches:
     """Branches of a network that do the same, each to its part of something.
 
     Attributes:
         mixes: Whether they do more to what they take than to move it, or to apply a function to each element.
+        experts: The values that layers make of which each branch has its own, of one stack of weights.
     """
 
     def __init__(self, r: Rewriter) -> None:
         self.r, self.mixes = r, False
+        self.experts: set[fx.Node] = set()
         self.known: dict[tuple[fx.Node, ...], _Lifted | None] = {}
 
     def lift(self, nodes: Sequence[Any], readers: Sequence[fx.Node]) -> _Lifted | None:
@@ -74,7 +106,7 @@ class _Branches:
             if len(self.known) == _MOST:
                 return None
             self.known[key] = None
-            found = self._constants(nodes) or self._pieces(nodes) or self._repeated(nodes)
+            found = self._constants(nodes) or self.parts_of_one(nodes) or self._repeated(nodes)
             self.known[key] = found or self._operation(nodes, readers)
         return self.known[key]
 
@@ -89,7 +121,7 @@ class _Branches:
         wide = [self.r.insert(aten.unsqueeze.default, node, 0) for node in nodes]
         return _Lifted(self.r.insert(aten.cat.default, wide, 0), True)
 
-    def _pieces(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
+    def parts_of_one(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
         """Return the value of which each branch has a part, its parts along a new first axis."""
         values: list[Any] = [node.meta.get("val") for node in nodes]
         if any(not isinstance(value, Tensor) or value.shape != values[0].shape for value in values):
@@ -140,6 +172,8 @@ class _Branches:
             return None
         if any(isinstance(value, fx.Node) for value in first.kwargs.values()):
             return None
+        if not isinstance(first.meta.get("val"), Tensor):
+            return None  # a list of parts
         shapes = {r.shape(node) for node in nodes}
         args: list[_Lifted] = []
         for given in zip(*(node.args for node in nodes), strict=True):
@@ -148,9 +182,27 @@ class _Branches:
             args.append(own)
         if len(shapes) > 1 or not any(arg.along for arg in args):
             return None
-        lifted = _lifted(r, first, name, args)
+        lifted = self._expert(first, args) if name == "linear" else None
+        lifted = lifted or _lifted(r, first, name, args)
+        if lifted is not None and any(arg.node in self.experts for arg in args if isinstance(arg.node, fx.Node)):
+            self.experts.add(lifted)
         self.mixes = self.mixes or (lifted is not None and name in _TOGETHER)
         return None if lifted is None else _Lifted(lifted, True)
+
+    def _expert(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
+        """Return a layer with weights of its own in each branch, of one value or of what such layers make."""
+        r, (value, weight, *bias) = self.r, args
+        if not weight.along or (value.along and value.node not in self.experts) or len(r.shape(weight.node)) != 3:
+            return None
+        rank = len(r.shape(node))
+        turned = r.insert(aten.permute.default, weight.node, [0, 2, 1])
+        count, *sizes = r.shape(turned)
+        turned = reshaped(r, turned, [count, *[1] * (rank - 2), *sizes])
+        result = r.insert(aten.matmul.default, value.node, turned)
+        if bias and bias[0].node is not None:
+            result = r.insert(aten.add.Tensor, result, _wide(r, bias[0], rank) if bias[0].along else bias[0].node)
+        self.experts.add(result)
+        return result
 
 
 _Cut = list[tuple[Callable[..., Any], tuple[Any, ...]]]

@@ -280,19 +280,11 @@ class Constraints:
         """Say that an operation sees what these units have in common: mixtures must leave the vector of ones alone."""
         self.centred.append(label.atom.ravel())
 
-    def number_of(self, label: Label, power: float = 1.0, *, even: bool = False) -> Label:
-        """Return the label of one number that is made of all units of a label, such as their mean or norm.
-
-        Args:
-            label: The units, which must have one scale in common.
-            power: To which power the number has it.
-            even: Whether the number does not see signs.
-        """
+    def number_of(self, label: Label) -> Label:
+        """Return the label of one number that is made of all units of a label, which must have one scale in common."""
         number = self.fresh((), ())
         whole = np.full(label.scale.shape, int(number.scale))
-        self.equate([(whole, 1.0), (label.scale, -power)], signs=not even)
-        if even:
-            self.fix_scales(number.scale, magnitudes=False)
+        self.equate([(whole, 1.0), (label.scale, -1.0)])
         return number
 
     def fix(self, label: Label) -> None:

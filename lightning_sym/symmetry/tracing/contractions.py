@@ -259,9 +259,7 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     rewritten = _with_diagonal(r, first, second)
     if rewritten is not None:
         return rewritten
-    if made == {"constants", "inputs"}:
-        rewritten = _with_constant(r, node, first, second)
-    elif made == {"weights", "inputs"}:
+    if made == {"weights", "inputs"}:
         rewritten = _with_weights(r, first, second)
     elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
         rewritten = _as_row(r, first, second)
@@ -305,21 +303,6 @@ def _with_weights(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | Non
     return contract(r, f"{one}{rows}X", f"{two}X{columns}", f"{batch}{rows}{columns}", first, second)
 
 
-def _with_constant(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> fx.Node | None:
-    """Rewrite a product with a row or column that is one number everywhere."""
-    value, axis, number = second, -2, r.number(first)
-    if number is None:
-        value, axis, number = first, -1, r.number(second)
-    if (
-        number is None
-        or len(r.shape(value)) < 2
-        or math.prod(r.shape(second if axis == -1 else first)) != r.shape(value)[axis]
-    ):
-        return None
-    summed = r.insert(aten.sum.dim_IntList, value, [axis], True)
-    return reshaped(r, r.insert(aten.mul.Tensor, summed, number), r.shape(node))
-
-
 def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
     """Return the letters of all axes in an equation, those behind dots too; None if one stands twice in a term."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
@@ -337,10 +320,23 @@ def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[lis
     return terms, out.replace("...", dots)
 
 
+def _of_one(r: Rewriter, equation: str, value: fx.Node) -> fx.Node | None:
+    """Return the sum of a value over the letters that are not in the result, with the others in another order."""
+    if (found := _letters(r, equation, [value])) is None:
+        return None
+    (term,), out = found
+    gone = [axis for axis, letter in enumerate(term) if letter not in out]
+    value = r.insert(aten.sum.dim_IntList, value, gone) if gone else value
+    kept = [letter for letter in term if letter in out]
+    return permuted(r, value, [kept.index(letter) for letter in out])
+
+
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums of products of two values or more, the first two first."""
     equation: Any = node.args[0]
     values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    if len(values) == 1:
+        return _of_one(r, equation, values[0])
     found = _letters(r, equation, values) if len(values) > 1 else None
     if found is None:
         return None
@@ -473,51 +469,29 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return contract(r, letters, matrix, out, value, weight, bias)
 
 
-# Layers in pieces.
+# Parts of values.
 
 
-def _layers(r: Rewriter, parts: Sequence[Any], user: fx.Node) -> list[list[Any]] | None:
-    """Return value, weight and bias of linear layers that only one operation reads; None if some are none."""
-    found = []
-    for part in parts:
-        bias, reader = None, user
-        if r.name(part) == "add" and r.only_for(part, user) and len(r.shape(part.args[1])) == 1:
-            reader = part
-            part, bias = reader.args
-        if r.name(part) != "linear" or not r.only_for(part, reader):
-            return None
-        own = argument(part, 2, "bias")
-        if own is not None and bias is not None:
-            return None
-        found.append([*part.args[:2], bias if own is None else own])
-    return found
-
-
-def joined_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite layers of one value, one beside the other, whose weights are parts of one matrix."""
-    parts, axis = node.args[0], argument(node, 1, "dim", 0)
-    assert isinstance(parts, (list, tuple))
-    layers = _layers(r, parts, node) if axis % len(r.shape(node)) == len(r.shape(node)) - 1 else None
-    if layers is None or any(layer[0] is not layers[0][0] for layer in layers):
+def layers_of_parts(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a layer of parts that are put together, whose weights are, too: the sum of a layer of each part."""
+    (value, weight), bias = node.args[:2], argument(node, 2, "bias")
+    if r.name(value) != "cat" or r.name(weight) != "cat" or r.made_of(weight) != "weights":
         return None
-    weights, biases = ([layer[at] for layer in layers] for at in (1, 2))
-    weight = joined(r, weights, 0)
-    bias = None if biases[0] is None else joined(r, biases, 0) if None not in biases else node
-    if weight is None or bias is node or (bias is None and any(one is not None for one in biases)):
+    parts, weights = value.args[0], weight.args[0]  # type: ignore[union-attr]
+    last = len(r.shape(value)) - 1
+    if argument(value, 1, "dim", 0) % (last + 1) != last or argument(weight, 1, "dim", 0) % 2 != 1:  # type: ignore[arg-type]
         return None
-    return r.insert(aten.linear.default, layers[0][0], weight, *([] if bias is None else [bias]))
-
-
-def added_layers(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of layers of parts of one value, whose weights are parts of one matrix."""
-    layers = _layers(r, node.args[:2], node) if node.kwargs.get("alpha", 1) == 1 else None
-    if layers is None or None not in (layers[0][2], layers[1][2]):
+    if [r.shape(part)[-1] for part in parts] != [r.shape(part)[-1] for part in weights]:  # type: ignore[union-attr]
         return None
-    bias = layers[0][2] or layers[1][2]
-    value, weight = joined(r, [layer[0] for layer in layers], -1), joined(r, [layer[1] for layer in layers], 1)
-    if value is None or weight is None:
-        return None
-    return r.insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
+    if any(r.made_of(part) == "constants" and r.number(part) != 0 for part in parts):  # type: ignore[union-attr]
+        return None  # a column of ones: a bias
+    layers = [r.insert(aten.linear.default, *pair) for pair in zip(parts, weights, strict=True)]  # type: ignore[arg-type]
+    if bias is not None:
+        layers[0] = r.insert(aten.linear.default, *layers[0].args, bias)
+    total = layers[0]
+    for layer in layers[1:]:
+        total = r.insert(aten.add.Tensor, total, layer)
+    return total
 
 
 def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:

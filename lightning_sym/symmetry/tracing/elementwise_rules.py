@@ -216,6 +216,12 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
             trace.constraints.fix_scales(whole.scale, magnitudes=False)
             labels.append(whole.on(tuple(a if keep else a - sum(g < a for g in gone) for a in kept)))
             continue
+        if label.axes and not kept:  # beside other units, which the norms tell apart (prototypes)
+            trace.constraints.keep_norm(label)
+            if centred:
+                trace.constraints.keep_ones(label)
+            trace.constraints.fix_scales(label.scale, signs=centred)
+            continue
         one = value.with_labels(label)
         (own,) = trace.elementwise(one, positive_scales=True, signs=True, exponent=power, even=True).labels
         own = _of_parts(trace, own, gone) if gone & set(own.axes) else own
@@ -376,7 +382,9 @@ def _is_cut_to_length(trace: Trace, value: Value) -> bool:
     meta = trace.node.meta["val"]
     if not isinstance(meta, Tensor) or meta.ndim != value.ndim:
         return False
-    return any(new < old and new in trace.lengths for new, old in zip(meta.shape, value.shape, strict=True))
+    sizes = enumerate(zip(meta.shape, value.shape, strict=True))
+    cut = {axis for axis, (new, old) in sizes if new < old and new in trace.lengths}
+    return bool(cut) and not cut <= trace.growing(trace.node.args[0])
 
 
 @register_rule("aten::pad", "aten::constant_pad_nd")
@@ -396,11 +404,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     shape = trace.output_shape()
     axis %= len(shape)
     values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
-    spread = trace.constraints.spread  # a unit that fills a whole tensor lives on the axis of joining as well
-    values = [
-        replace(v, labels=tuple(label if label.axes else spread(label, axis, v.shape[axis]) for label in v.labels))
-        for v in values
-    ]
+    values = [_spread(trace, value, axis) for value in values]
     along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
     kinds = {label.axes for label in along if label is not None}
     if len(kinds) > 1:
@@ -442,6 +446,16 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     return trace.disjoint(Value(shape, tuple(result)))
 
 
+def _spread(trace: Trace, value: Value, axis: int) -> Value:
+    """Let a unit that fills a whole tensor live on the axis of joining, if no others do."""
+    if any(axis in label.axes for label in value.labels):
+        return value
+    spread = trace.constraints.spread
+    return replace(
+        value, labels=tuple(own if own.axes else spread(own, axis, value.shape[axis]) for own in value.labels)
+    )
+
+
 def _side_by_side(trace: Trace, values: Sequence[Value], axis: int, shape: tuple[int, ...]) -> Value:
     """Join values whose units live on different axes, as all heads share some keys: each is written where it goes."""
     every = torch.arange(math.prod(shape)).reshape(shape)
@@ -476,20 +490,17 @@ def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = Fals
     return summed_over(trace, trace.elementwise(value, positive_scales=True), axes or None)
 
 
-def summed_over(
-    trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None = None, *, squares: bool | None = None
-) -> Value:
+def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None = None) -> Value:
     """Return what is left of a value when it is summed (or averaged) over some axes.
 
     Args:
         trace: The trace.
         value: Any value.
         axes: Over which axes; None for all.
-        shape: The result's shape; by default that of the operation at hand.
         squares: Whether the value holds squares; by default as the operation at hand says.
     """
     squares = _is_square(trace.node.all_input_nodes[0]) if squares is None else squares
-    shape = trace.output_shape() if shape is None else shape
+    shape = trace.output_shape()
     keep = len(shape) == value.ndim
     gone = axes_of(axes, value.ndim)
     labels = []

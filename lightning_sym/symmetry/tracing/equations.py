@@ -80,7 +80,7 @@ def solve(
                 factor[high] = -rows.data[pair] / rows.data[pair + 1]
             _compress(root, factor)
         else:
-            rows, defined, definition = _eliminated(rows)
+            rows, defined, definition = _eliminated(_once(rows))
             definitions.append((defined, definition))
     bound = zero[root] | (root != np.arange(number))
     for defined, _ in definitions:
@@ -95,6 +95,24 @@ def solve(
     forms.data[np.abs(forms.data) < 1e-9] = 0
     forms.eliminate_zeros()
     return forms
+
+
+def _once(rows: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return the equations without those that are multiples of others, as captures of other lengths repeat them."""
+    start, length = rows.indptr[:-1], np.diff(rows.indptr)
+    number = np.repeat(np.arange(len(length)), length)
+    scaled = np.round(rows.data / rows.data[start[number]], 9)
+    key = (rows.indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    key = (key ^ (key >> np.uint64(29)) ^ scaled.view(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+    _, first, which = np.unique(
+        np.add.reduceat(key ^ (key >> np.uint64(32)), start), return_index=True, return_inverse=True
+    )
+    like = first[which]
+    alike = length == length[like]
+    there = np.where(alike[number], start[like[number]] - start[number], 0) + np.arange(len(scaled))
+    entries = (rows.indices[there] == rows.indices) & (scaled[there] == scaled)
+    alike &= np.logical_and.reduceat(entries, start)
+    return rows[~alike | (like == np.arange(len(like)))]
 
 
 def _eliminated(rows: sparse.csr_matrix) -> tuple[sparse.csr_matrix, Ints, sparse.csr_matrix]:

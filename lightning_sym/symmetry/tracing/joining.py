@@ -262,7 +262,11 @@ class Joining(Placing):
         if other.concrete is not None:
             constant = replace(other, shape=shape, concrete=other.concrete.expand(shape))
             return self.beside_constant(label, constant, added=not product)
-        varies = any(self._varies(other, axis - len(shape) + other.ndim) for axis in label.axes)
+        along = [axis for axis in label.axes if self._varies(other, axis - len(shape) + other.ndim)]
+        varies = bool(along)
+        if product and varies and self._parted(label, along):  # another factor for each head: heads stay
+            self.constraints.fix_units(self.parts(label, along, mixtures=True).atom)
+            return label
         if varies:
             self.constraints.fix_units(label.atom.ravel())
             self.constraints.restrict(label)
@@ -270,6 +274,14 @@ class Joining(Placing):
             self.constraints.keep_ones(label)
             self.constraints.fix_scales(label.scale)
         return None if varies and not product else label
+
+    @staticmethod
+    def _parted(label: Label, axes: Sequence[int]) -> bool:
+        """Whether each unit stands at one place of some of a label's axes, and several stand there."""
+        if len(axes) == len(label.axes):
+            return False
+        pairs = np.unique(np.stack([label.atom.ravel(), _places(label, axes).ravel()]), axis=1)
+        return bool(pairs.shape[1] == len(np.unique(label.atom)))
 
     @staticmethod
     def _varies(value: Value, axis: int) -> bool:

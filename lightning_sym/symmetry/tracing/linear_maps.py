@@ -8,7 +8,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -19,9 +19,10 @@ from lightning_sym.symmetry.tracing.layers import Layer, find_layer
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.pairings import find_pairing
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
-from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, run_step
+from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, is_plain_operation, run_step
 
 aten = torch.ops.aten
+FoundT = TypeVar("FoundT")
 
 _PRODUCTS = (operations(Trait.CONTRACT) - {"embedding", "bilinear"}) | {"mul"}
 _WINDOWS = {"unfold", "im2col"}
@@ -33,8 +34,6 @@ _TOGETHER = {"cat", "view_as_real", "einsum", "matmul", "linear"} | operations(T
 _MOVED = _WINDOWS | _CUTS | operations(Trait.MOVE)
 _LINEAR = {"neg", "div", "sum", "mean", "getitem"} | _MOVED | _PRODUCTS | _POOLS | _COMPLEX
 _LINEAR |= operations(Trait.CAST | Trait.JOIN | Trait.CAT)
-# What cannot be run on numbers alone.
-_NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError)
 _ROUNDING = 1e-12
 _MOST_NODES = 400  # of a region
 _MOST_FAILURES = 6  # regions that begin at one value and are tried in vain
@@ -83,16 +82,15 @@ class _Respeller:
         self.order = {node: place for place, node in enumerate(self.graph.nodes)}
 
     def run(self) -> int:
-        """Go through the graph from its end, so that the largest regions are found first."""
-        changes, node = 0, next(iter(reversed(self.graph.nodes)))
-        while node.op != "root":
-            before, self.rewriter.at = node.prev, node
-            if node.users and (first := self._rewritten(node)) is not None:
-                changes += 1
-                before = first.prev
-                self._number()
-            node = before
-        return changes
+        """Replace all regions."""
+        return self.rewriter.rewrite_from_the_end(self._respelled)
+
+    def _respelled(self, node: fx.Node) -> fx.Node | None:
+        first = self._rewritten(node)
+        if first is None:
+            return None
+        self._number()
+        return first.prev
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
         """Replace the region that ends in a node, if there is one; return the first operation in its place."""
@@ -108,7 +106,8 @@ class _Respeller:
                     find = self._contracted
                 elif self._is_sum(region):
                     find = self._summed
-                if (first := find(region)) is not None:
+                put = _on_numbers(find, region)
+                if put is not None and (first := self._put(node, put)) is not None:
                     return first
                 continue
             if best is not None and self.rewriter.name(best[0]) not in _MOVED:
@@ -118,7 +117,7 @@ class _Respeller:
             cuts = sum(self.rewriter.name(step) in _CUTS | _WINDOWS for step in region.steps)
             if best is not None and cuts == most:
                 continue
-            if (found := self._layer(region)) is not None:
+            if (found := _on_numbers(self._layer, region)) is not None:
                 best, most = (start, *found), cuts
             elif best is None:
                 self.failures[start] = self.failures.get(start, 0) + 1
@@ -212,15 +211,12 @@ class _Respeller:
             return None
         made = self._function(region)
         rest = {bias: torch.zeros(self.rewriter.shape(bias), dtype=torch.float64) for bias in biases}
-        try:
-            layer = find_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
-            if layer is None or not biases:
-                return None if layer is None else (layer, weight, None)
-            numbers = torch.arange(1, len(rest[biases[0]]) + 1, dtype=torch.float64)
-            ones = torch.ones(shapes[1], dtype=torch.float64)
-            added = made({start: torch.zeros(shapes[0], dtype=torch.float64), weight: ones, biases[0]: numbers})
-        except _NOT_ON_NUMBERS:
-            return None
+        layer = find_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
+        if layer is None or not biases:
+            return None if layer is None else (layer, weight, None)
+        numbers = torch.arange(1, len(rest[biases[0]]) + 1, dtype=torch.float64)
+        ones = torch.ones(shapes[1], dtype=torch.float64)
+        added = made({start: torch.zeros(shapes[0], dtype=torch.float64), weight: ones, biases[0]: numbers})
         return (layer, weight, biases[0]) if layer.adds(added, numbers) else None
 
     def _function(self, region: _Region) -> Callable[[dict[fx.Node, Tensor]], Tensor]:
@@ -247,17 +243,13 @@ class _Respeller:
         smaller = math.prod(self.rewriter.shape(region.end)) < math.prod(self.rewriter.shape(region.starts[0]))
         return smaller and (moved or not _ADDED.isdisjoint(names))
 
-    def _summed(self, region: _Region) -> fx.Node | None:
-        """Put a mean in the place of a region that sums over whole axes."""
+    def _summed(self, region: _Region) -> Callable[[], fx.Node] | None:
+        """Return what puts a mean in the place of a region that sums over whole axes."""
         (start,), shape = region.starts, self.rewriter.shape(region.end)
         made, own = self._function(region), self.rewriter.shape(start)
         if math.prod(own) > _MOST_ELEMENTS:
             return None
-        try:
-            found = find_sum(lambda x: made({start: x}), own, shape)
-        except _NOT_ON_NUMBERS:
-            return None
-        if found is None:
+        if (found := find_sum(lambda x: made({start: x}), own, shape)) is None:
             return None
         factor = found.factor * math.prod(own[axis] for axis in found.axes)
 
@@ -265,10 +257,10 @@ class _Respeller:
             mean = reshaped(self.rewriter, self.rewriter.insert(aten.mean.dim, start, found.axes), shape)
             return mean if abs(factor - 1) < _ROUNDING else self.rewriter.insert(aten.mul.Tensor, mean, factor)
 
-        return self._put(region.end, put)
+        return put
 
-    def _contracted(self, region: _Region) -> fx.Node | None:
-        """Put a sum of products in the place of a region that adds products of parts of two values."""
+    def _contracted(self, region: _Region) -> Callable[[], fx.Node] | None:
+        """Return what puts a sum of products in the place of a region that adds products of parts of two values."""
         one, two = region.starts
         products = [step for step in region.steps if self.rewriter.name(step) in _PRODUCTS]
         shapes = [self.rewriter.shape(node) for node in (one, two, region.end)]
@@ -280,11 +272,7 @@ class _Respeller:
         if len(of_values) < 2 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
             return None
         made = self._function(region)
-        try:
-            found = find_contraction(lambda x, y: made({one: x, two: y}), *shapes)
-        except _NOT_ON_NUMBERS:
-            return None
-        if found is None:
+        if (found := find_contraction(lambda x, y: made({one: x, two: y}), *shapes)) is None:
             return None
 
         def put() -> fx.Node:
@@ -292,10 +280,10 @@ class _Respeller:
             total = reshaped(self.rewriter, total, shapes[2])
             return total if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, total, found.factor)
 
-        return self._put(region.end, put)
+        return put
 
-    def _paired(self, region: _Region) -> fx.Node | None:
-        """Put products with constants in the place of a region that pairs coordinates, as rotary positions do."""
+    def _paired(self, region: _Region) -> Callable[[], fx.Node] | None:
+        """Return what puts products with constants in the place of a region that pairs coordinates."""
         (start,), shape = region.starts, self.rewriter.shape(region.end)
         names = {self.rewriter.name(step) for step in region.steps}
         if shape != self.rewriter.shape(start) or math.prod(shape) > _MOST_ELEMENTS or names.isdisjoint(_PRODUCTS):
@@ -303,12 +291,7 @@ class _Respeller:
         if names.isdisjoint(_TOGETHER):
             return None
         made = self._function(region)
-        try:
-            with torch.no_grad():
-                found = find_pairing(lambda x: made({start: x}), shape)
-        except _NOT_ON_NUMBERS:
-            return None
-        if found is None:
+        if (found := find_pairing(lambda x: made({start: x}), shape)) is None:
             return None
 
         def put() -> fx.Node:
@@ -322,7 +305,16 @@ class _Respeller:
             ]
             return products[0] if len(products) == 1 else insert(aten.add.Tensor, *products)
 
-        return self._put(region.end, put)
+        return put
+
+
+def _on_numbers(find: Callable[[_Region], FoundT | None], region: _Region) -> FoundT | None:
+    """Return what is found by running a region on numbers; None if it does not run on these alone."""
+    try:
+        with torch.no_grad():
+            return find(region)
+    except NOT_ON_NUMBERS:
+        return None
 
 
 def _is_real(node: fx.Node) -> bool:

@@ -339,6 +339,12 @@ def _group_norm(
 ) -> Value:
     value = trace.tied(value, range(2, value.ndim))
     label = trace.label(value, 1)
+    # Of weights, the first axis has units, too: each is divided by its own deviations.
+    rows = tuple(_normalised(trace, own, epsilon) for own in value.labels if own.axes and 1 not in own.axes)
+    for own in value.labels:
+        if 1 in own.axes and len(own.axes) > 1:
+            trace.fix(value.with_labels(own), "units on several axes are normalised in groups")
+    value = value.with_labels(*rows)
     if label is not None:
         size = value.shape[1] // groups
         parents = np.arange(value.shape[1]) // size
@@ -348,5 +354,5 @@ def _group_norm(
             if size > 1:
                 trace.constraints.block(coarse.atom[parents], label.atom)
         # A group of one channel is divided by its own deviation, over places.
-        value = value.with_labels(_normalised(trace, label, epsilon, parents if size > 1 else None))
+        value = value.with_labels(*rows, _normalised(trace, label, epsilon, parents if size > 1 else None))
     return _affine(trace, value, weight, bias, [1])

@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -12,15 +11,14 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing import written_out
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
-from lightning_sym.symmetry.tracing.branches import together
+from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
-    added_layers,
     einsum,
     joined,
-    joined_layers,
+    layers_of_parts,
     layout,
     matmul,
     narrow_convolution,
@@ -31,19 +29,18 @@ from lightning_sym.symmetry.tracing.contractions import (
     stored,
     summed_product,
 )
+from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import join_parts
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
+from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced, replaces, written_by
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place, places_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
 
 aten = torch.ops.aten
-_LOW = -1e3  # the softmax of what is so much lower than all else is zero
-_LOWEST = -1e30  # to which nothing can be added
-_FAR = 6  # operations between a mask and its softmax at most
 
 
 def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
@@ -113,27 +110,7 @@ def _remove_writes(r: Rewriter) -> None:
             node.target = other
 
 
-# Other names, and operations that are two others.
-
-
-def _renamed(target: Any) -> Rewrite:
-    """Return a rewrite to another name of the same operation."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
-        return r.insert(target, *node.args, **node.kwargs)
-
-    return rewrite
-
-
-def _arithmetic(target: Any) -> Rewrite:
-    """Return a rewrite to another name of addition, subtraction, product or quotient."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
-        if node.kwargs.get("rounding_mode") is not None:
-            return None
-        return r.insert(target, *node.args, **{k: v for k, v in node.kwargs.items() if k == "alpha"})
-
-    return rewrite
+# Operations that are two others.
 
 
 def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -167,8 +144,6 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     total: fx.Node = values[0]
     for value in values[1:]:
         total = r.insert(aten.add.Tensor if added else aten.mul.Tensor, total, value)
-    if len(values) == 1:
-        return None
     axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
     has, wanted = r.name(stack) == "cat", len(r.shape(node)) == len(r.shape(stack))
     if has and not wanted:
@@ -202,10 +177,14 @@ def _reversed_difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite one of the two results of `var_mean` and `std_mean`, or the first one of `embedding_bag`."""
+    """Rewrite one of several results, as of `var_mean`."""
     both, item = node.args
     if r.name(both) == "embedding_bag" and item == 0:
         return _bag(r, both)  # type: ignore[arg-type]
+    if r.name(both) in CHOICES:
+        return chosen_value(r, node)
+    if r.name(both) == "broadcast_tensors":
+        return r.insert(aten.expand.default, both.args[0][item], list(r.shape(node)))  # type: ignore[union-attr, index]
     if r.name(both) not in ("var_mean", "std_mean"):
         return None
     assert isinstance(both, fx.Node)
@@ -247,19 +226,6 @@ def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(node.target, node.args[0], r.insert(aten.mul.Tensor, node.args[1], alpha))
 
 
-def _broadcast(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums and products with a value that is expanded, though it would be anyway."""
-    for at, given in enumerate(node.args[:2]):
-        if r.name(given) not in ("expand", "expand_as") or r.writes_into(given):  # type: ignore[arg-type]
-            continue
-        source = given.args[0]  # type: ignore[union-attr]
-        other = node.args[1 - at]
-        if len(r.shape(source)) and np.broadcast_shapes(r.shape(source), r.shape(other)) == r.shape(node):
-            args = (source, other) if at == 0 else (other, source)
-            return r.insert(node.target, *args, *node.args[2:], **node.kwargs)
-    return None
-
-
 def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums with 0, and products with 1."""
     neutral = 0 if r.name(node) in ("add", "sub") else 1
@@ -270,19 +236,8 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _signed(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums and differences with the negative of something."""
-    one, two = node.args[:2]
-    adds = r.name(node) == "add"
-    if r.name(two) == "neg":
-        return r.insert(aten.sub.Tensor if adds else aten.add.Tensor, one, two.args[0])  # type: ignore[union-attr]
-    if adds and r.name(one) == "neg" and isinstance(two, fx.Node):
-        return r.insert(aten.sub.Tensor, two, one.args[0])  # type: ignore[union-attr]
-    return None
-
-
 def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_scaled_sum, _neutral, _broadcast, gathered, _signed):
+    for rewrite in (_scaled_sum, _neutral, gathered):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -290,7 +245,7 @@ def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite products with 1, the negative of weights, a reciprocal, and sums times one over their number of terms."""
-    if (same := _neutral(r, node) or _broadcast(r, node) or _mean(r, node)) is not None:
+    if (same := _neutral(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
         if r.name(two) == "reciprocal" and isinstance(one, fx.Node) and r.only_for(two, node):
@@ -320,39 +275,6 @@ def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if alike and r.shape(node) == r.shape(total) and node.meta["val"].dtype == total.meta["val"].dtype:
             return r.insert(aten.mean.dim, total.args[0], axes, argument(total, 2, "keepdim", False))
     return None
-
-
-def _pool(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite pooling of everything into one place."""
-    count = places_of(r.name(node))
-    if set(r.shape(node)[-count:]) != {1}:
-        return None
-    if "adaptive" not in r.name(node):
-        size, padding = argument(node, 1, "kernel_size"), argument(node, 3, "padding", 0)
-        given = [size] * count if isinstance(size, int) else list(size) * (count // len(size))
-        if tuple(given) != r.shape(node.args[0])[-count:] or any(
-            padding if isinstance(padding, (list, tuple)) else [padding]
-        ):
-            return None
-    return reshaped(r, r.insert(aten.mean.dim, node.args[0], list(range(-count, 0))), r.shape(node))
-
-
-def _mean_of_moved(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the mean over axes of a permuted value."""
-    moved, axes = node.args[0], argument(node, 1, "dim")
-    if r.name(moved) not in operations(Trait.PERMUTE) or not r.only_for(moved, node):
-        return None
-    if not axes or argument(node, 2, "keepdim"):
-        return None
-    assert isinstance(moved, fx.Node)
-    rank = len(r.shape(moved))
-    target: Any = moved.target
-    marked = target(torch.empty(tuple(range(rank)), device="meta"), *moved.args[1:], **moved.kwargs)
-    order = list(marked.shape)
-    gone = sorted(order[axis] for axis in reduced(node, rank))
-    kept = [axis for axis in range(rank) if axis not in gone]
-    result = r.insert(node.target, moved.args[0], gone, False, **node.kwargs)
-    return permuted(r, result, [kept.index(axis) for axis in order if axis not in gone])
 
 
 # Constants, and tables.
@@ -451,34 +373,9 @@ def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_scaled_sum, _neutral, _broadcast, _biased, added_layers, gathered, _signed, factored):
+    for rewrite in (*_SUMS, masked_product, added_branches):
         if (new := rewrite(r, node)) is not None:
             return new
-    return None
-
-
-def _biased(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Let a vector that is added to what a linear layer or convolution puts out be its bias."""
-    for layer, bias in (node.args[:2], node.args[1::-1]):
-        name = r.name(layer)
-        is_layer = name == "linear" or name.startswith("conv")
-        if not is_layer or not isinstance(bias, fx.Node) or not r.only_for(layer, node):
-            continue
-        assert isinstance(layer, fx.Node)
-        if argument(layer, 2, "bias") is not None or r.shape(layer) != r.shape(node):
-            continue
-        count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
-        sizes, whole = r.shape(bias), r.shape(layer)
-        at = len(sizes) - 1 - count
-        if at < 0 or sizes[at] != whole[-1 - count] or r.made_of(bias) != "weights":
-            continue
-        steps = bias.meta["val"].stride()
-        if any(size > 1 and step for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)) if axis != at):
-            continue
-        vector = stored(r, bias, [at])
-        if vector in r.capture.states:
-            rest = {name: value for name, value in layer.kwargs.items() if name != "bias"}
-            return r.insert(layer.target, *layer.args[:2], vector, *layer.args[3:], **rest)
     return None
 
 
@@ -488,7 +385,10 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     is_plain = name.startswith("conv") and "transpose" not in name
     if is_plain and (narrow := narrow_convolution(r, node)) is not None:
         return narrow
-    if name == "linear" and (rewritten := _one_hot(r, node) or outer_product(r, node)) is not None:
+    if (
+        name == "linear"
+        and (rewritten := _one_hot(r, node) or outer_product(r, node) or layers_of_parts(r, node)) is not None
+    ):
         return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
@@ -519,6 +419,52 @@ def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, moved, r.shape(node))
 
 
+def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the norm of a value without its mean, perhaps with its axes in another order: a layer norm."""
+    moves: list[fx.Node] = []
+    difference = node.args[0]
+    while r.name(difference) in operations(Trait.PERMUTE) and isinstance(difference, fx.Node):
+        moves.insert(0, difference)
+        difference = difference.args[0]
+    if r.name(difference) != "sub" or len(difference.args) != 2 or difference.kwargs:  # type: ignore[union-attr]
+        return None
+    value, mean = difference.args  # type: ignore[union-attr]
+    if r.name(mean) != "mean" or not isinstance(mean, fx.Node) or mean.args[0] is not value:
+        return None
+    sizes: Any = node.args[1]
+    rank = len(r.shape(value))
+    order = torch.empty(tuple(range(rank)), device="meta")
+    for move in moves:
+        target: Any = move.target
+        order = target(order, *move.args[1:], **move.kwargs)
+    if reduced(mean, rank) != {*order.shape[rank - len(sizes) :]} or len(r.shape(mean)) != rank:
+        return None
+    for move in moves:
+        value = r.insert(move.target, value, *move.args[1:], **move.kwargs)
+    if r.name(node) == "layer_norm":
+        return r.insert(aten.layer_norm.default, value, *node.args[1:], **node.kwargs)
+    eps = argument(node, 3, "eps")
+    eps = torch.finfo(node.meta["val"].dtype).eps if eps is None else eps
+    return r.insert(aten.layer_norm.default, value, sizes, argument(node, 2, "weight"), None, eps)
+
+
+def _vector_norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite norms of vectors: along one axis, or of all elements."""
+    order, axes, keep = (argument(node, 1 + at, key) for at, key in enumerate(("ord", "dim", "keepdim")))
+    axes = [axes] if isinstance(axes, int) else axes
+    flat = axes is None and order is None
+    if (not flat and len(axes or [0] * len(r.shape(node.args[0]))) != 1) or isinstance(order, str):
+        return None
+    return r.insert(aten.linalg_vector_norm.default, node.args[0], 2 if order is None else order, axes, bool(keep))
+
+
+def _matrix_diagonal(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the diagonal of a matrix."""
+    if len(r.shape(node.args[0])) != 2:
+        return None
+    return r.insert(aten.diagonal.default, node.args[0], argument(node, 1, "diagonal", 0))
+
+
 def _same_shape(target: Any) -> Rewrite:
     """Return a rewrite of an operation that takes a shape from another value."""
 
@@ -537,11 +483,26 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
         held = before.meta.get("val")
         if isinstance(held, Tensor) and layout(held) == layout(value):
             return before
+        if isinstance(held, Tensor) and before is not node.args[0] and (part := _part_of(held, value)) is not None:
+            return r.insert(aten.slice.Tensor, before, *part)
     return None
 
 
+def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
+    """Return on which axis of a value another one is a slice of it, from where to where; None if it is none."""
+    differing = [axis for axis in range(value.ndim) if value.shape[axis] != whole.shape[axis : axis + 1].numel()]
+    if whole.ndim != value.ndim or len(differing) != 1 or not value.numel():
+        return None
+    (axis,) = differing
+    start, rest = divmod(int(value.storage_offset()) - int(whole.storage_offset()), max(whole.stride(axis), 1))
+    end = start + value.shape[axis]
+    if rest or start < 0 or end > whole.shape[axis]:
+        return None
+    return (axis, start, end) if layout(whole.narrow(axis, start, end - start)) == layout(value) else None
+
+
 def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite parts of a value that are put together again as they were, and layers whose weights are such parts."""
+    """Rewrite parts of a value that are put together again as they were, and parts that were made alike."""
     parts: Any = node.args[0]
     axis = argument(node, 1, "dim", 0)
     if len(parts) > 1 and all(part is parts[0] for part in parts) and r.made_of(parts[0]) == "inputs":
@@ -549,7 +510,7 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     whole = joined(r, parts, axis)
     if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
         return whole
-    return joined_layers(r, node) or together(r, node)
+    return together(r, node)
 
 
 def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
@@ -612,60 +573,7 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
-# Masks.
-
-
-def _mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a mask before a softmax: it adds a number so low that nothing is left, or nothing."""
-    if r.name(node) == "masked_fill":
-        value, mask, number = node.args[:3]
-        if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
-            kind, sizes = node.meta["val"].dtype, r.shape(mask)
-            filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
-            filled = r.insert(node.target, filled, mask, number)
-            return r.insert(aten.expand.default, filled, list(r.shape(node)))
-        inverted = False
-    else:
-        mask, value, number = node.args[:3]
-        inverted = r.number(number) is None
-        if inverted:
-            value, number = number, value
-    low = r.number(number)
-    if not isinstance(value, fx.Node) or not isinstance(mask, fx.Node) or low is None or not low <= _LOW:
-        return None
-    if r.shape(value) != r.shape(node) or value.meta["val"].dtype != node.meta["val"].dtype:
-        return None
-    if r.made_of(value) != "inputs" or (r.name(node) == "where" and inverted and not isinstance(value, fx.Node)):
-        return None
-    if not _leads_to_softmax(r, node, low):
-        return None
-    kind = value.meta["val"].dtype
-    zeros = r.insert(aten.full.default, list(r.shape(mask)), 0.0, dtype=kind)
-    if r.name(node) == "where" and not inverted:
-        mask = r.insert(aten.logical_not.default, mask)
-    added = r.insert(aten.masked_fill.Scalar, zeros, mask, low)
-    return r.insert(aten.add.Tensor, value, added)
-
-
-def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
-    """Whether nothing but a softmax reads a value, to which others may be added before.
-
-    Its logarithm shows low numbers, but nothing that was added to the lowest ones.
-    """
-    for _ in range(_FAR):
-        if len(node.users) != 1:
-            return False
-        (user,) = node.users
-        if r.name(user) in operations(Trait.SOFTMAX):
-            return "log" not in r.name(user) or low < _LOWEST
-        if r.name(user) not in operations(Trait.CAST) | {"add", "masked_fill", "where"}:
-            return False
-        if r.shape(user) != r.shape(node):
-            return False
-        node = user
-    return False
-
-
+_SUMS = (_scaled_sum, _neutral, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
     **written_out.REWRITES,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
@@ -675,25 +583,24 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(operations(Trait.SOFTMAX), unseen),
     "add": _sum,
     "sub": _difference,
-    "mean": _mean_of_moved,
     "mul": _product,
     "div": _quotient,
-    **dict.fromkeys(operations(Trait.POOL), _pool),
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
     "im2col": _windows,
+    "linalg_norm": _vector_norm,
+    **dict.fromkeys(("rms_norm", "layer_norm"), _norm_of_centred),
+    "diag": _matrix_diagonal,
     **dict.fromkeys(("tril", "triu"), _triangle),
     "rsub": _reversed_difference,
-    "multiply": _arithmetic(aten.mul.Tensor),
-    **dict.fromkeys(("true_divide", "divide"), _arithmetic(aten.div.Tensor)),
-    "subtract": _arithmetic(aten.sub.Tensor),
-    **dict.fromkeys(("concat", "concatenate"), _renamed(aten.cat.default)),
     "stack": _stack,
     "getitem": _item,
     **dict.fromkeys(VIEWS, _undone),
     **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
     "expand_as": _same_shape(aten.expand.default),
     "cat": _cat,
-    **dict.fromkeys(("masked_fill", "where"), _mask),
+    **dict.fromkeys(("masked_fill", "where"), spelled_mask),
+    "nan_to_num": of_softmax,
+    **REWRITES,
 }

@@ -125,15 +125,20 @@ class Placing(TraceState):
         self, value: Value, moved: Sequence[Tensor], function: Callable[[Tensor], Tensor], filled_by_zero: bool
     ) -> Value:
         """Return where the labels of a value are after its coordinates were moved, for each label those on its axes."""
-        labels = (
-            self._moved(value, label, part, function, filled_by_zero)
-            for label, part in zip(value.labels, moved, strict=False)
-        )
-        kept = tuple(label for label in labels if label is not None)
+
+        def labels(*, met: bool) -> tuple[Label, ...]:
+            found = (
+                self._moved(value, label, part, function, filled_by_zero, met=met)
+                for label, part in zip(value.labels, moved, strict=False)
+            )
+            return tuple(label for label in found if label is not None)
+
+        kept = labels(met=False)
         if _share_axes(kept):
             joint = self._jointly(value, function)
             if joint is not None:
                 return joint
+            kept = labels(met=True)
         result = self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state))
         return replace(result, state=None, chooses=value.chooses)
 
@@ -200,8 +205,19 @@ class Placing(TraceState):
         part: Tensor,
         function: Callable[[Tensor], Tensor],
         filled_by_zero: bool,
+        *,
+        met: bool = False,
     ) -> Label | None:
-        """Return where a label is, from where the coordinates on its axes went."""
+        """Return where a label is, from where the coordinates on its axes went.
+
+        Args:
+            value: What is moved.
+            label: One of its labels.
+            part: Where the coordinates on the label's axes are now.
+            function: What moves it.
+            filled_by_zero: As in `move`.
+            met: Whether other labels came to live on the same axes, so that each unit shows some of its places only.
+        """
         if part.numel() == 0:
             return None
         if value.state is not None and label.size == 1 and value.ndim > 1:
@@ -222,12 +238,18 @@ class Placing(TraceState):
             return label.moved(label.axes if kept else (), lambda array: np.reshape(array.reshape(-1)[at], shape))
         moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
         filler = position < 0
-        met = np.bincount(position[~filler])
-        if met.max(initial=0) > 1:
+        times = np.bincount(position[~filler])
+        if met and times.max(initial=0) == 1:  # a diagonal: of each unit another place
+            code = self._copies(value, label, axes, position, function)
+            if len(np.unique(code)) > 1:
+                self.constraints.restrict(label)
+                tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
+                moved = Label(moved.axes, moved.atom, tag, moved.scale)
+        if times.max(initial=0) > 1:
             same = self._same(value, axes, function)
             codes = self._copies(value, label, axes, position, function)
             _, first, again = np.unique(same, return_index=True, return_inverse=True)
-            if np.count_nonzero(met) < len(np.unique(same[~filler])):
+            if np.count_nonzero(times) < len(np.unique(same[~filler])):
                 code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
                 tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
                 moved = Label(moved.axes, moved.atom, tag, moved.scale)

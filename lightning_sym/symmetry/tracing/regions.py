@@ -17,8 +17,15 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.measuring import Measured, measured
 from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
-from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
-from lightning_sym.symmetry.tracing.running import Constants, Step, UnknownError, is_plain_operation, moved_by, run_step
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.running import (
+    NOT_ON_NUMBERS,
+    Constants,
+    Step,
+    is_plain_operation,
+    moved_by,
+    run_step,
+)
 
 aten = torch.ops.aten
 
@@ -74,15 +81,8 @@ class _Recogniser:
         self.known: dict[Hashable, Measured | None] = {}
 
     def run(self) -> int:
-        """Go through the graph from its end, so that the largest regions are found first."""
-        changes, node = 0, next(iter(reversed(self.graph.nodes)))
-        while node.op != "root":
-            before = node.prev
-            if node.users and (new := self._rewritten(node)) is not None:
-                changes += 1
-                before = new
-            node = before
-        return changes
+        """Replace all regions."""
+        return self.rewriter.rewrite_from_the_end(self._rewritten)
 
     def _insert(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Put an operation before the one at hand."""
@@ -94,23 +94,13 @@ class _Recogniser:
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
         """Replace the region that ends in a node, if there is one; return the node at which to go on."""
         if (name := self.rewriter.name(node)) == "group_norm":
-            self.rewriter.at = node
-            try:
-                new = self._group_norm(node)
-            except NoSpellingError:
-                return None
-            if new is not None:
+            if (new := self._group_norm(node)) is not None:
                 self.rewriter.replace(node, new)
             return new
         if name not in _LAST:
             return None
-        if name in ("mul", "div"):
-            try:
-                new = self._pulled_in(node)
-            except NoSpellingError:
-                return None
-            if new is not None:
-                return new
+        if name in ("mul", "div") and (new := self._pulled_in(node)) is not None:
+            return new
         for region in self._regions(node):
             best: tuple[Measured, fx.Node, list[Step]] | None = None
             failures = 0
@@ -123,14 +113,11 @@ class _Recogniser:
                 elif best is None or _is_larger(found, best[0]):
                     best = found, start, steps
             if best is not None and not self._is_plain(region, *best):
-                self.rewriter.at, before = node, node.prev
-                try:
-                    new = self._put(region, *best)
-                except NoSpellingError:
-                    return None
+                before = node.prev
+                new = self._put(region, *best)
                 if new is None:
                     continue
-                first = _after(before)
+                first = before.next
                 self.rewriter.replace(node, new)
                 return first.prev
         return None
@@ -170,7 +157,6 @@ class _Recogniser:
         self, node: fx.Node, result: fx.Node, place: int, found: Measured, others: list[tuple[Any, int]]
     ) -> fx.Node:
         """Put the map of a normalised argument, times other factors, in the place of a product."""
-        self.rewriter.at = node
         value: Any = result.args[place]
         source, turned = self._turned(value)
         new = self._scaled(_Layout(_size(source) or (), found).put(self._insert, source, None, None), found)
@@ -308,7 +294,7 @@ class _Recogniser:
             try:
                 with torch.no_grad():
                     self.known[key] = measured(function, _size(start) or ())
-            except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, UnknownError):
+            except NOT_ON_NUMBERS:
                 self.known[key] = None  # what cannot be run on numbers alone is no norm that could be found
         return self.known[key]
 
@@ -534,10 +520,6 @@ def _is_larger(new: Measured, old: Measured) -> bool:
     same = replace(new, kind=old.kind, eps=old.eps) == old
     close = abs(new.eps - old.eps) <= 1e-5 * max(new.eps, old.eps)
     return same and close and (new.kind == old.kind or (new.kind, old.kind) == ("layer", "rms"))
-
-
-def _after(node: fx.Node) -> fx.Node:
-    return node.next
 
 
 def _size(node: Any) -> tuple[int, ...] | None:

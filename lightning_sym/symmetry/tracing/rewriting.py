@@ -85,7 +85,7 @@ class Rewriter:
         """Return the shape of the tensor that a node makes; a number has none.
 
         Raises:
-            KeyError: If it makes something else.
+            NoTensorError: If it makes something else.
         """
         if not isinstance(node, fx.Node):
             return ()
@@ -200,6 +200,8 @@ class Rewriter:
         self._learn(node)
         if self.at in self.capture.modules:
             self.capture.modules[node] = self.capture.modules[self.at]
+        if "written_for" in self.at.meta:
+            node.meta["written_for"] = self.at.meta["written_for"]
         return node
 
     def write(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -467,9 +469,35 @@ class Rewriter:
             node = following
         return changes
 
+    def rewrite_from_the_end(self, rule: Callable[[fx.Node], fx.Node | None]) -> int:
+        """Go through the graph from its end, so that the largest parts of it are rewritten first.
+
+        Args:
+            rule: Puts something in the place of the operation at hand and all that only it reads; returns the node at
+                which to go on, None if it rewrites nothing.
+
+        Returns:
+            The number of changes.
+        """
+        changes, node = 0, next(iter(reversed(self.graph.nodes)))
+        while node.op != "root":
+            following, self.at = node.prev, node
+            try:
+                new = rule(node) if node.users else None
+            except NoSpellingError:
+                new = None
+            if new is not None:
+                changes, following = changes + 1, new
+            node = following
+        return changes
+
 
 class NoSpellingError(Exception):
     """An operation that was to be put in does not take its arguments, or a user has a rule for it."""
+
+
+class NoTensorError(NoSpellingError, KeyError):
+    """A node that makes a list, or no tensor at all, stands where a tensor is needed."""
 
 
 def _kind(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
@@ -483,8 +511,12 @@ def _held(node: fx.Node) -> Any:
 
 
 def _tensor(node: fx.Node) -> Tensor:
-    """Return the tensor without data that a node makes."""
+    """Return the tensor without data that a node makes.
+
+    Raises:
+        NoTensorError: If it makes several, or none.
+    """
     value = _held(node)
     if not isinstance(value, Tensor):
-        raise KeyError(f"{node} makes no tensor")
+        raise NoTensorError(f"{node} makes no tensor")
     return value

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
 
-from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
+from lightning_sym.symmetry.groups import intertwiner_group
+from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Leaf, first_names, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
 from lightning_sym.symmetry.tracing.values import Value, values_in
@@ -120,9 +121,7 @@ def rule_for(target: Any) -> Rule:
     if name in _RULES:
         return _RULES[name]
     target = out_of_place(target)
-    if is_pointwise(target):
-        return functools.partial(pointwise, target)
-    return functools.partial(_untagged, target) if name.startswith("aten::") else unknown
+    return functools.partial(pointwise, target) if is_pointwise(target) or name.startswith("aten::") else unknown
 
 
 def results_of(trace: Trace) -> Any:
@@ -143,16 +142,6 @@ def fix_choice(trace: Trace, value: Value) -> None:
     """Fix the units that integers name, if they do."""
     if value.chooses is not None:
         trace.fix(value.with_labels(value.chooses), CHOSEN)
-
-
-def _untagged(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
-    """Some elementwise operations are not marked as such; measuring them tells."""
-    values = values_in((args, kwargs))
-    shape = getattr(trace.node.meta.get("val"), "shape", None)
-    if len(values) != 1 or values[0] not in args or shape is None or tuple(shape) != values[0].shape:
-        return unknown(trace, *args, **kwargs)
-    group = _measured_group(target, trace, values[0], args, kwargs)
-    return unknown(trace, *args, **kwargs) if group is None else _by_group(trace, values[0], group)
 
 
 def _measured_group(target: Any, trace: Trace, value: Value, args: Any, kwargs: Any) -> IntertwinerGroup | None:
@@ -337,11 +326,20 @@ def _measured(
 
 
 def pointwise(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
-    """A pointwise operation without a rule of its own: measured if it has one tensor, else units tied, scales fixed."""
-    values = values_in((args, kwargs))
-    if len(values) == 1 and values[0] in args:
+    """A pointwise operation without a rule of its own: measured if it has one tensor, else units tied, scales fixed.
+
+    Some elementwise operations are not marked as such; measuring them tells.
+    """
+    values, meta = values_in((args, kwargs)), trace.node.meta.get("val")
+    alone = len(values) == 1 and values[0] in args
+    if alone and isinstance(meta, Tensor) and tuple(meta.shape) == values[0].shape:
         group = _measured_group(target, trace, values[0], args, kwargs)
-        return trace.permutations_only(values[0]) if group is None else _by_group(trace, values[0], group)
+        if group is not None:
+            return _by_group(trace, values[0], group)
+    if not is_pointwise(target):
+        return unknown(trace, *args, **kwargs)
+    if alone:
+        return trace.permutations_only(values[0])
     result: Value | None = None
     if any(value.labels for value in values):
         trace.note("combines several tensors in a way that is not known; units may change places, scales are fixed")

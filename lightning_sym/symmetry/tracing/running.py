@@ -28,11 +28,19 @@ class UnknownError(Exception):
     """A constant without a value."""
 
 
-class Constants:
-    """The values of what no input and no weight changes, in float64 where they are floating-point numbers."""
+# What cannot be run on numbers alone.
+NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, KeyError, UnknownError)
 
-    def __init__(self) -> None:
-        self._known: dict[fx.Node, Any] = {}
+
+class Constants:
+    """The values of what no input and no weight changes, in float64 where they are floating-point numbers.
+
+    Args:
+        known: Values in the place of inputs and weights; grows.
+    """
+
+    def __init__(self, known: dict[fx.Node, Any] | None = None) -> None:
+        self._known: dict[fx.Node, Any] = {} if known is None else known
 
     def __call__(self, node: fx.Node) -> Any:
         """Return the value of what no input and no weight changes.

@@ -13,19 +13,24 @@ OF_NO_SIZE = {"repeat", "copy", "fill", "zero", "eq", "ne"} | operations(
 OF_NO_SIZE |= operations(Trait.LINEAR | Trait.POINTWISE | Trait.ORDER | Trait.SOFTMAX)
 
 
-def lengths_of(inputs: Sequence[fx.Node], features: Mapping[fx.Node, Collection[int]] | None = None) -> set[int]:
-    """Return the sizes of the inputs' axes that may be other ones: not of the batch, nor of features of a vector.
+def growing_inputs(
+    inputs: Sequence[fx.Node], features: Mapping[fx.Node, Collection[int]] | None = None
+) -> dict[fx.Node, frozenset[int]]:
+    """Return the inputs' axes that may have other sizes: not those of the batch, nor of features of a vector.
 
     Args:
         inputs: The inputs.
         features: Further axes that always have the size that they have.
     """
     fixed = features or {}
-    tensors = [(node.meta["val"], fixed.get(node, ())) for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+    tensors = [(node, node.meta["val"]) for node in inputs if isinstance(node.meta.get("val"), Tensor)]
     return {
-        size
-        for t, own in tensors
+        node: frozenset(range(1, t.ndim)) - set(fixed.get(node, ()))
+        for node, t in tensors
         if t.ndim > 2 or not t.is_floating_point()
-        for axis, size in enumerate(t.shape)
-        if axis and axis not in own
     }
+
+
+def lengths_of(inputs: Sequence[fx.Node], features: Mapping[fx.Node, Collection[int]] | None = None) -> set[int]:
+    """Return the sizes of the inputs' axes that may have other sizes; arguments as those of `growing_inputs`."""
+    return {node.meta["val"].shape[axis] for node, axes in growing_inputs(inputs, features).items() for axis in axes}

@@ -10,7 +10,9 @@ from torch import Tensor, fx, nn
 
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
 from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, counted
+from lightning_sym.symmetry.tracing.growing import growing_axes
 from lightning_sym.symmetry.tracing.mixtures import Mixture
+from lightning_sym.symmetry.tracing.sizes import growing_inputs
 from lightning_sym.symmetry.tracing.values import Path, Value
 
 
@@ -61,6 +63,7 @@ class TraceState:
         self.made_of_states: dict[int, Any] = {}
         self.made_by: dict[str | int, fx.Node] = {}
         self.lengths: set[int] = set()
+        self._growing: tuple[Capture | None, dict[fx.Node, list[frozenset[int]]]] = None, {}
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
         self.uses: Counter[str] = Counter()
         self.gains: Counter[str] = Counter()
@@ -81,12 +84,19 @@ class TraceState:
 
     def where_is(self, node: fx.Node) -> str:
         """Return the operation of a node and the module that it is in."""
-        module, operation = self.capture.modules.get(node), node.meta.get("rule_of") or operation_name(node.target)
+        told = (node.meta.get(own) for own in ("written_for", "rule_of"))
+        operation, module = next(filter(None, told), operation_name(node.target)), self.capture.modules.get(node)
         return f"{operation} in {module}" if module else operation
 
     def note(self, text: str) -> None:
         """Tell the user something about the operation at hand."""
         self.constraints.notes[f"{self.where}: {text}"] = None
+
+    def growing(self, node: Any) -> frozenset[int]:
+        """Return the axes of a tensor that are longer for a longer input."""
+        if self._growing[0] is not self.capture:
+            self._growing = self.capture, growing_axes(self.capture.graph, growing_inputs(self.capture.inputs))
+        return self._growing[1].get(node, [frozenset()])[0]
 
     # Values.
 

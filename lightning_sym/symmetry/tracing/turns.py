@@ -52,7 +52,7 @@ def _product(one: Any, two: Any) -> Mixture | None:
     own = mixture_of(value)
     if isinstance(factor, (int, float)):
         return own.times(torch.tensor(float(factor))) if own.opened else None
-    known = factor.known if isinstance(factor, Value) and not factor.labels else None
+    known = factor.concrete if isinstance(factor, Value) and not factor.labels else None
     if known is None:
         return None
     # Along which axes of the value, from the end, the constant is not the same.

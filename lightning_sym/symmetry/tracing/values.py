@@ -69,11 +69,6 @@ class Value:
         return len(self.shape)
 
     @property
-    def known(self) -> Tensor | None:
-        """Its values, if nothing acts on it and they are known."""
-        return self.concrete
-
-    @property
     def is_zero(self) -> bool:
         """Whether this is a constant full of zeros, for inputs of any size."""
         return self.concrete is not None and not self.by_size and not bool(self.concrete.any())

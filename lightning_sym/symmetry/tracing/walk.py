@@ -185,7 +185,8 @@ class Walk(Trace):
             del self.reads[key]
             if () in paths:
                 continue
-            for label in root.labels:
+            # Of a matrix whose elements are units now, these count, not those of its axes.
+            for label in self.axis_labels[str(key)] if key in self.joint else root.labels:
                 reached = np.zeros(label.size + 1, bool)
                 for path in paths:
                     part = coordinates(root.shape, label.axes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.nodes import between
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 
@@ -112,23 +113,70 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
+def _beside(axis: int, rank: int) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return what joins tensors along an axis, those of fewer axes with further ones."""
+
+    def function(tensors: Sequence[Tensor]) -> Tensor:
+        wide = [tensor.reshape(1, -1) if rank > 1 and tensor.ndim < 2 else tensor for tensor in tensors]
+        wide = [tensor.unsqueeze(-1) if tensor.ndim < rank else tensor for tensor in wide]
+        return torch.cat(wide, axis if wide[0].ndim > axis else 0)
+
+    return function
+
+
+def _columns(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor for tensor in tensors], 1)
+
+
+def _kronecker(x: Tensor, y: Tensor) -> Tensor:
+    rank = max(x.ndim, y.ndim)
+    x, y = (tensor.reshape(*[1] * (rank - tensor.ndim), *tensor.shape) for tensor in (x, y))
+    sizes = [one * two for one, two in zip(x.shape, y.shape, strict=True)]
+    for axis in range(rank):
+        x, y = x.unsqueeze(2 * axis + 1), y.unsqueeze(2 * axis)
+    return (x * y).reshape(sizes)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / _norm_except(v, 2, dim))
+
+
+def _norm_except(v: Tensor, pow: float = 2, dim: int = 0) -> Tensor:
+    axes = [axis for axis in range(v.ndim) if axis != dim] if dim != -1 else None
+    result: Tensor = torch.linalg.vector_norm(v, pow, axes, dim != -1)
+    return result
+
+
 FUNCTIONS: Mapping[str, Written] = {
+    "logaddexp": lambda x, y: (x.exp() + y.exp()).log(),
+    "hstack": _beside(1, 1),
+    "vstack": _beside(0, 2),
+    "row_stack": _beside(0, 2),
+    "dstack": _beside(2, 3),
+    "column_stack": _columns,
+    "kron": _kronecker,
+    "_weight_norm": _weight_norm,
+    "norm_except_dim": _norm_except,
     "addcdiv": lambda x, one, two, *, value=1: x + _times(one / two, value),
     "addcmul": lambda x, one, two, *, value=1: x + _times(one * two, value),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _matrix_product),
     **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), lambda factors: functools.reduce(torch.matmul, factors)),
     "bilinear": _bilinear,
     "cdist": _distances,
+    **dict.fromkeys(("concat", "concatenate"), torch.cat),
     "cosine_similarity": _cosine,
     "diff": _difference,
+    **dict.fromkeys(("divide", "true_divide"), torch.div),
     "glu": _gated,
     "hypot": lambda x, y: (x.square() + y.square()).sqrt(),
     "instance_norm": _instance_norm,
     "lerp": lambda start, end, weight: start + weight * (end - start),
     "linalg_vecdot": lambda x, y, *, dim=-1: (x * y).sum(dim),
+    "multiply": torch.mul,
     **dict.fromkeys(("outer", "ger"), lambda x, y: x.unsqueeze(-1) * y),
     "pairwise_distance": _distance,
     "inner": lambda x, y: _over(x, y, [-1], [-1]),
+    "subtract": torch.sub,
     "tensordot": _over,
     "prelu": _leaking,
     "scaled_dot_product_attention": _attention,
@@ -138,6 +186,7 @@ FUNCTIONS: Mapping[str, Written] = {
 def _rewrite(function: Written) -> Rewrite:
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
         first = node.prev
+        node.meta.setdefault("written_for", operation_name(node.target))  # notes name what the network calls
         try:
             result: fx.Node = r.write(function, *node.args, **node.kwargs)
         except ValueError:

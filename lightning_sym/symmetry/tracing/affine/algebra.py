@@ -146,14 +146,12 @@ class Algebra:
 
     def _cut_to_length(self, value: Value, move: Move) -> int | None:
         """Return the axis of which a move takes a part that is as long as an input: a longer one has more of it."""
-        if move.kind != "cut" or value.shape[move.axis] in self.system.lengths or not value.moves:
+        if move.kind != "cut" or move.grows or not value.moves:
+            return None
+        if not value.varies and value.shape[move.axis] in self.system.lengths:
             return None
         if value.origin is not None:  # how much of a parameter is read is known before
             return None
-        if move.drops:  # the row of the last step
-            return (
-                move.axis if not value.varies and move.at is not None and move.at + 1 in self.system.lengths else None
-            )
         return move.axis if move.cut_to(self.system.lengths) else None
 
     @staticmethod

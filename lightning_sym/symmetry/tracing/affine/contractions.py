@@ -1,6 +1,7 @@
 """Sums of products of two values over common axes: what is added to one is taken through the other."""
 
 import math
+import string
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightning_sym.symmetry.tracing.affine.values import (
     Relation,
     Total,
     Value,
+    distinct,
     places,
     varying,
 )
@@ -158,10 +160,15 @@ class Contractions(Algebra):
             self.system.fixed.add(name)
             return result
         family = self.system.family(name, split[0])
+        windows = self._windows(value, weights) if not padded and out == 0 else None
+        rows = None if windows is None else self._rows(windows, weights, by, split[0])
         self.system.read.add(name)
+        if windows is not None and rows is not None:
+            self._multiples_of_rows(result, windows, weights, by, rows)
         for axes, other in self.system.families[name].items():
-            for rows in other.rows.values():
-                self.unknowns.vanish(rows.numbers)
+            for own in other.rows.values():
+                if own is not rows:
+                    self.unknowns.vanish(own.numbers)
             if axes != split[0]:
                 self.unknowns.vanish(other.directions)
         directions = self.unknowns.living(self._placed(family.directions, weights, by))
@@ -169,6 +176,21 @@ class Contractions(Algebra):
             whole = [1 if letter == "z" else size for letter, size in zip(by.out, shape, strict=True)]
             result.drifts[self.system.source()] = Drift(places(whole), directions[None])
         return result
+
+    @staticmethod
+    def _windows(value: Value, weights: Value) -> Value | None:
+        """Return what a kernel meets, where a relation of the channels holds at each of its places."""
+        relation, kernel = value.relation, weights.shape[2:]
+        if relation is None or relation.axes != {1}:
+            return None
+        count = math.prod(kernel)
+        total = Total(relation.total.segments * count)
+        total.before = relation.total, torch.arange(total.segments) // count
+        segments = relation.segments * count + torch.arange(count).reshape(1, 1, *kernel)
+        axes = frozenset(range(1, 2 + len(kernel)))
+        return Value(
+            (*value.shape[:2], *kernel), True, relation=Relation(axes, segments, relation.coefficient, total)
+        )  # fmt: skip
 
     def _through_kernel(self, numbers: Tensor, weights: Value, by: Sum, groups: int, channels: int) -> Tensor:
         """Take what is added to all places alike through a kernel."""
@@ -195,23 +217,34 @@ class Contractions(Algebra):
         if not weights.learned and self._linear_size(numbers, weights, by) <= _MOST:
             self._include(result, self._linear_form(numbers[None], weights, by))
             return
-        sizes = dict(zip(by.two, weights.shape, strict=True))
-        whole = [
-            sizes.get(letter, size) if letter in by.two else size
-            for letter, size in zip(by.one, numbers.shape, strict=True)
-        ]
-        thin = dict(zip(by.one, numbers.shape, strict=True))
-        shape = tuple(sizes[letter] if letter in by.two else thin[letter] for letter in by.out)
-        key = ("through", self._weight_key(weights), by.equation, tuple(numbers.shape), numbers.numpy().tobytes())
+        self._include(result, self._derived(numbers, weights, by))
 
-        equation = f"...{by.one},{by.two}->...{by.out}"
-        evaluate = ByProduct(self._node(weights), weights.shape, equation, tuple(whole))
+    def _derived(self, numbers: Tensor, weights: Value, by: Sum) -> Tensor:
+        """Return derived unknowns for a contraction with weights: one each for all places with the same unknowns."""
+        free = [letter for letter in by.out if letter not in by.two]
+        given, made = ([letter for letter in letters if letter in by.two] for letters in (by.one, by.out))
+        moved = numbers.permute([by.one.index(letter) for letter in free + given])
+        rows = moved.reshape(-1, *moved.shape[len(free) :])
+        flat = rows.reshape(len(rows), -1).numpy()
+        first, like = distinct([flat])
+        some = flat[first].any(1)  # of nothing nothing is made
+        source, place = rows[first[some]], np.where(some, np.cumsum(some) - 1, -1)
+        front = next(letter for letter in string.ascii_letters if letter not in by.one + by.two)
+        by_place = Sum("".join([front, *given]), by.two, "".join([front, *made]))
+        sizes = dict(zip(by.two, weights.shape, strict=True))
+        whole = (len(source), *(sizes[letter] for letter in given))
+        shape = (len(source), *(sizes[letter] for letter in made))
+        key = "through", self._weight_key(weights), by_place.equation, tuple(source.shape), source.numpy().tobytes()
+        equation = f"...{by_place.one},{by_place.two}->...{by_place.out}"
+        evaluate = ByProduct(self._node(weights), weights.shape, equation, whole)
         unseen = None
-        if weights.origin is not None and (family := self._family(weights, by)) is not None:
-            unseen = self._placed(family.directions, weights, by)
-        blocks = self._blocks(by, shape, tuple(numbers.shape))
-        made = self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
-        self._include(result, made)
+        if weights.origin is not None and (family := self._family(weights, by_place)) is not None:
+            unseen = self._placed(family.directions, weights, by_place)
+        blocks = places(shape).reshape(len(source), -1), places(source.shape).reshape(len(source), -1)
+        found = self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, unseen=unseen)
+        found = torch.cat([found, torch.zeros_like(found[:1])])[place[like]]
+        found = found.reshape(*moved.shape[: len(free)], *shape[1:])
+        return found.permute([(free + made).index(letter) for letter in by.out])
 
     def _is_cut(self, weights: Value, by: Sum) -> bool:
         """Whether a sum goes over an axis of a weight of which only a part is read."""
@@ -220,18 +253,6 @@ class Contractions(Algebra):
         partial = self.system.partial.get(weights.origin[0], frozenset())
         gone = {by.two.index(letter) for letter in by.gone}
         return any(varying(own) & gone for axis, own in enumerate(weights.origin[1]) if axis in partial)
-
-    @staticmethod
-    def _blocks(by: Sum, made: tuple[int, ...], given: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return the places of a result and of its first factor, by those that the weights do not touch."""
-        free = [letter for letter in by.out if letter not in by.two]
-        parts = []
-        for letters, shape in ((by.out, made), (by.one, given)):
-            order = [letters.index(letter) for letter in free]
-            order += [axis for axis in range(len(letters)) if axis not in order]
-            count = math.prod(shape[letters.index(letter)] for letter in free)
-            parts.append(places(shape).permute(order).reshape(count, -1))
-        return parts[0], parts[1]
 
     def _node(self, value: Value) -> Made:
         assert value.node is not None

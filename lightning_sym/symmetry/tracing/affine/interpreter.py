@@ -226,12 +226,12 @@ class Interpreter(Layers):
     def _all_is_taken(self, node: fx.Node, move: Move) -> bool:
         """Whether other cuts take the parts of a value that one leaves, as of queries, keys and values in one."""
         source: Any = node.args[0]
-        shape = [size if axis == move.axis else 1 for axis, size in enumerate(move.before)]
         taken = torch.zeros(move.before[move.axis], dtype=torch.bool)
         for user in source.users:
             own = move_of(user, name_of(user), move.before, self.constants.known) if name_of(user) in MOVES else None
             if own is not None and own.alone and own.axis == move.axis:
-                taken[own(torch.arange(len(taken)).reshape(shape)).reshape(-1)] = True
+                for begin, end in own.parts:
+                    taken[begin:end] = True
         return bool(taken.all())
 
     def _moved(self, node: fx.Node, name: str, first: Any) -> Any:
@@ -244,6 +244,8 @@ class Interpreter(Layers):
             return self._looked_up(node, name, first)
         if move.alone and self._all_is_taken(node, move):
             move = replace(move, alone=False)
+        if first.varies and first.moves and move.cut_to(self.system.lengths):
+            move = replace(move, grows=self.constants.grows(node.args[0], move.axis))
         results = self.move(first, move, node)
         return results if isinstance(node.meta["val"], (list, tuple)) else results[0]
 
@@ -263,11 +265,13 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "batch_norm": Interpreter._batch_norm,
     **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
     **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
-    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Interpreter._spread),
+    **dict.fromkeys(("amax", "amin", "logsumexp"), Interpreter._extremum),
+    **dict.fromkeys(("maximum", "minimum"), Interpreter._larger),
+    **dict.fromkeys(("var", "std"), Interpreter._spread),
     **dict.fromkeys(operations(Trait.POOL | Trait.MAX_POOL | Trait.RESIZE | Trait.NEAREST), Interpreter._pooled),
     "masked_fill": Interpreter._filled,
     "where": Interpreter._where,
-    **dict.fromkeys(operations(Trait.CAT), Interpreter._cat),
+    "cat": Interpreter._cat,
     "any_step": Interpreter._step,
     "lightning_sym::any_step": Interpreter._step,
 }

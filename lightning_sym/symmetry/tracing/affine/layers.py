@@ -102,6 +102,37 @@ class Layers(Products):
         keep = len(node.meta["val"].shape) == x.rank
         return self.reduce(x, [axis % x.rank for axis in axes], node, mean=name_of(node) == "mean", keep=keep)
 
+    def _extremum(self, node: fx.Node) -> Any:
+        """The largest element along axes, or the logarithm of a sum of exponentials: moves as all of them do."""
+        x = self._value(node.args[0])
+        if x is None or not x.varies:
+            return None
+        axes: Any = argument(node, 1, "dim")
+        axes = range(x.rank) if axes in (None, []) else [axes] if isinstance(axes, int) else axes
+        axes = [axis % x.rank for axis in axes]
+        self.alike(x, axes)
+        keep = len(node.meta["val"].shape) == x.rank
+        return self.reduce(x.with_(relation=None), axes, None, mean=True, keep=keep)
+
+    def _larger(self, node: fx.Node) -> Any:
+        """The larger one of two values: moves as both do."""
+        x, y = (self._value(given) for given in node.args[:2])
+        if x is None or y is None or not x.varies or not y.varies:
+            return None
+        shape = tuple(node.meta["val"].shape)
+        x, y = self.broadcast(x, shape), self.broadcast(y, shape)
+        for drift in (*x.drifts.values(), *y.drifts.values()):
+            self.unknowns.vanish(drift.numbers)
+        one, two = self.numbers(x), self.numbers(y)
+        result = Value(shape, True, learned=x.learned or y.learned)
+        if one is None or two is None:
+            self.unknowns.vanish(one)
+            self.unknowns.vanish(two)
+        else:
+            self.unknowns.equate(one, two)
+            result.translation = one if one.numel() > two.numel() else two
+        return result
+
     def _spread(self, node: fx.Node) -> Any:
         """Variances and standard deviations: blind to what is the same along their axes."""
         x = self._value(node.args[0])
@@ -111,11 +142,7 @@ class Layers(Products):
         axes = range(x.rank) if axes in (None, []) else [axes] if isinstance(axes, int) else axes
         axes = [axis % x.rank for axis in axes]
         self.alike(x, axes)
-        val = node.meta["val"]
-        if not isinstance(val, (list, tuple)):
-            return Value(tuple(val.shape), True, learned=x.learned)
-        keep = len(val[1].shape) == x.rank
-        return [Value(tuple(val[0].shape), True, learned=x.learned), self.reduce(x, axes, None, mean=True, keep=keep)]
+        return Value(tuple(node.meta["val"].shape), True, learned=x.learned)
 
     def _pooled(self, node: fx.Node) -> Any:
         """Means, maxima and interpolations over what is the same everywhere."""
@@ -133,8 +160,6 @@ class Layers(Products):
         if linear and any(listed(padding, count)):
             linear = False
             self.fix(x)
-        if isinstance(val, (list, tuple)):
-            return None
         result = Value(shape, True, learned=x.learned)
         if x.relation is not None and linear and x.relation.axes.isdisjoint(axes):
             result.relation = x.relation
@@ -147,6 +172,8 @@ class Layers(Products):
                 continue
             sizes = [shape[axis] if axis in axes else size for axis, size in enumerate(drift.function.shape)]
             result.drifts[self.system.source()] = Drift(places(sizes), drift.numbers)
+        if isinstance(val, (list, tuple)):  # of maxima, and where they are
+            return [result, *(Value(tuple(own.shape), True, learned=x.learned) for own in val[1:])]
         return result
 
     # Choices.
@@ -219,11 +246,6 @@ class Layers(Products):
         values = [value for value in found if value is not None and 0 not in value.shape]
         rank = len(shape)
         axis: Any = argument(node, 1, "dim", 0)
-        if name_of(node) == "stack":
-            axis = axis % rank
-            values = [
-                self.move(v, regroup(v.shape, (*v.shape[:axis], 1, *v.shape[axis:])), v.node)[0] for v in values
-            ]  # fmt: skip
         axis = axis % rank
         if any(value.rank != rank for value in values):
             return None

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, thinned
-from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, places, thinned
+from lightning_sym.symmetry.tracing.nodes import argument
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD)
 
@@ -51,8 +52,9 @@ class Move:
         order: Of a permutation: which axis each axis was.
         axis: Of a cut.
         drops: Whether a cut takes its axis away.
-        alone: Whether a cut takes one part, and leaves the others to be taken by other cuts, or by none.
-        at: At which place of its axis a cut begins.
+        alone: Whether a cut takes some parts, and leaves the others to be taken by other cuts, or by none.
+        parts: Where each part that a cut takes begins and ends on its axis.
+        grows: Whether the axis of a cut is longer for a longer input.
     """
 
     kind: str
@@ -64,13 +66,19 @@ class Move:
     axis: int = 0
     drops: bool = False
     alone: bool = False
-    at: int | None = None
+    parts: Sequence[tuple[int, int]] = ()
+    grows: bool = False
 
     def cut_to(self, lengths: Collection[int]) -> bool:
-        """Whether a cut begins at a place, or takes as many places, as an input is long."""
-        if self.kind != "cut" or not self.alone or self.after[self.axis] == self.before[self.axis]:
+        """Whether a part that a cut takes begins, ends, or is as large, as an input is long."""
+        if self.kind != "cut" or not self.alone:
             return False
-        return self.after[self.axis] in lengths or (bool(self.at) and self.at in lengths)
+        size = self.before[self.axis]
+        inner = [(begin, end) for begin, end in self.parts if end - begin < size]
+        return any(
+            begin in lengths or (end in lengths and end < size) or (end - begin in lengths and not self.drops)
+            for begin, end in inner
+        )
 
     def __call__(self, array: Tensor, lead: int = 0) -> Any:
         """Move a thin array, with leading axes in front of the value's own."""
@@ -87,13 +95,18 @@ class Move:
             if self.kind == "other" or axis == self.axis:
                 whole[lead + axis] = size
         flat = array.expand(whole).reshape(-1, *whole[lead:])
-        results = [self.run(part) for part in flat]
-        if isinstance(results[0], (list, tuple)):
-            return [self._joined(parts, array, lead, thin) for parts in zip(*results, strict=True)]
-        return self._joined(results, array, lead, thin)
+        # Behind leading axes, all are moved at once: as their places are. What comes from nowhere is 0.
+        source = flat[0] if len(flat) == 1 else places(whole[lead:]) + 1
+        made = self.run(source)
+        results = list(made) if isinstance(made, (list, tuple)) else [made]
+        if len(flat) > 1:
+            rows = torch.cat([flat.new_zeros(len(flat), 1), flat.flatten(1)], 1)
+            results = [rows[:, own.reshape(-1)].reshape(-1, *own.shape) for own in results]
+        front = array.shape[:lead]
+        results = [self._joined(own.reshape(*front, *own.shape[len(flat) > 1 :]), lead, thin) for own in results]
+        return results if isinstance(made, (list, tuple)) else results[0]
 
-    def _joined(self, parts: Sequence[Tensor], array: Tensor, lead: int, thin: bool) -> Tensor:
-        result = torch.stack(list(parts)).reshape([*array.shape[:lead], *parts[0].shape])
+    def _joined(self, result: Tensor, lead: int, thin: bool) -> Tensor:
         if self.kind == "other":
             return thinned(result, lead)
         if self.drops:
@@ -205,13 +218,33 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
         axis = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
         assert isinstance(axis, int)
         axis %= len(before)
-        first = node.args[2] if name in ("select", "slice", "narrow") and len(node.args) > 2 else None
-        at = first % before[axis] if isinstance(first, int) and before[axis] else None
-        drops, alone = name in ("select", "unbind"), name in ("slice", "narrow")
-        return Move("cut", before, after, run, axis=axis, drops=drops, alone=alone, at=at)
+        parts = _parts(node, name, before[axis], axis)
+        drops = name in ("select", "unbind")
+        used = {user.args[1] for user in node.users if name_of(user) == "getitem" and user.users}
+        several = name in operations(Trait.PARTS)
+        if several:
+            parts = [part for index, part in enumerate(parts) if index in used]
+        alone = not several or len(used) < len(first)
+        return Move("cut", before, after, run, axis=axis, drops=drops, alone=alone, parts=parts)
     if name in operations(Trait.PAD):
         sizes: Any = node.args[1]
         if name == "pad" and len(node.args) > 2 and node.args[2] != "constant":
             return None
         return Move("other", before, after, lambda t: torch.nn.functional.pad(t, list(sizes)))
     return Move("other", before, after, run)
+
+
+def _parts(node: fx.Node, name: str, size: int, axis: int) -> list[tuple[int, int]]:
+    """Return where the parts of a cut begin and end."""
+    val: Any = node.meta["val"]
+    if name in operations(Trait.PARTS):
+        sizes = [1 if name == "unbind" else int(part.shape[axis]) for part in val]
+        return [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
+    first = node.args[2] if len(node.args) > 2 else None
+    if not isinstance(first, int) or not size:
+        return []
+    begin, step = first % size if -size <= first < size else size, argument(node, 4, "step", 1)
+    count = 1 if name == "select" else int(val.shape[axis])
+    if step == 1:
+        return [(begin, begin + count)]
+    return [(at, at + 1) for at in range(begin, begin + count * int(step), int(step))]

@@ -154,21 +154,13 @@ class Products(Contractions):
 
     def _einsum(self, node: fx.Node) -> Any:
         equation, factors = str(node.args[0]).replace(" ", ""), [self._value(own) for own in node.args[1]]  # type: ignore[union-attr]
-        if len(factors) != 2 or "->" not in equation or any(own is None for own in factors):
+        if len(factors) != 2 or "->" not in equation or "." in equation or any(own is None for own in factors):
             return None
         one, two = factors
         assert one is not None
         assert two is not None
         given, out = equation.split("->")
         first, second = given.split(",")
-        if "..." in equation:
-            free = [letter for letter in string.ascii_uppercase if letter not in equation]
-            counts = [own.rank - len(letters.replace("...", "")) for own, letters in ((one, first), (two, second))]
-            if counts[0] and counts[1]:
-                return None
-            first, second, out = (
-                letters.replace("...", "".join(free[: max(counts)])) for letters in (first, second, out)
-            )
         if any(len(set(letters)) < len(letters) for letters in (first, second)):
             return None
         return self.contract(one, two, f"{first},{second}->{out}", node)

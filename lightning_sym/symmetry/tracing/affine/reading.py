@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,10 @@ from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
+from lightning_sym.symmetry.tracing.growing import growing_axes, of_sizes
 from lightning_sym.symmetry.tracing.nodes import shared_memory
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
-from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
+from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
 _MOST = 2**20  # entries of a parameter that are told apart
 
@@ -30,7 +32,8 @@ class Constants:
     def __init__(self, system: System, capture: Capture, values: Weights) -> None:
         self.system, self.capture, self.values = system, capture, values
         self.unsafe = shared_memory(capture.graph)
-        self.lengths = lengths_of(capture.inputs, _features(capture.inputs))
+        self.inputs = growing_inputs(capture.inputs, _features(capture.inputs))
+        self.lengths = {node.meta["val"].shape[axis] for node, axes in self.inputs.items() for axis in axes}
         self._constant: dict[fx.Node, bool] = {}
         self._sized: dict[fx.Node, bool] = {}
         for node in capture.graph.nodes:
@@ -63,6 +66,20 @@ class Constants:
             return False
         sizes = [own.numel() for own in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(own, Tensor)]
         return any(size < whole.numel() for size in sizes) and self.number(of) is None
+
+    @cached_property
+    def growing(self) -> dict[fx.Node, list[frozenset[int]]]:
+        """The growing axes of each value's results."""
+        sized = {
+            node: of_sizes(tuple(node.meta["val"].shape), self.lengths)
+            for node, own in self._sized.items()
+            if own and isinstance(node.meta.get("val"), Tensor)
+        }
+        return growing_axes(self.capture.graph, {**sized, **self.inputs})
+
+    def grows(self, node: Any, axis: int) -> bool:
+        """Whether an axis of a tensor is longer for a longer input."""
+        return axis in self.growing.get(node, [frozenset()])[0]
 
     def is_constant(self, node: fx.Node) -> bool:
         """Whether a node depends on neither inputs nor weights."""

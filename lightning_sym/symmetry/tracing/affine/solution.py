@@ -55,6 +55,7 @@ class Eliminated:
         rows: As many independent equations.
         zero: Which unknowns are zero.
         forms: All unknowns from the free ones. Shape (unknowns, free).
+        whole: Whether all of this comes from all equations; else `bound` and `rows` come from the first ones.
     """
 
     free: Ints
@@ -62,6 +63,109 @@ class Eliminated:
     rows: Ints
     zero: NDArray[np.bool_]
     forms: sparse.csr_matrix
+    whole: bool = True
+
+    def narrowed(self, equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: Ints) -> "Eliminated":
+        """Solve further equations for free unknowns; see :func:`eliminate`."""
+        forms, more = self.forms, np.flatnonzero(zero & ~self.zero)
+        rows = sparse.vstack([_sum([(equations, forms)], (equations.shape[0], forms.shape[1])), forms[more]]).tocsr()
+        inner = eliminate(rows, np.zeros(len(self.free), bool), priority[self.free])
+        forms = _sum([(forms, inner.forms)], (forms.shape[0], len(inner.free)))
+        return Eliminated(self.free[inner.free], self.bound, self.rows, zero | self.zero, forms, whole=False)
+
+
+class _Elimination:
+    """Equations whose unknowns have been put in the order in which they are defined, the last first.
+
+    Args:
+        zero: Unknowns that are zero.
+        count: How many there are.
+    """
+
+    def __init__(self, zero: NDArray[np.bool_], count: int) -> None:
+        self.zero, self.count = zero, count
+        self.root, self.factor = np.arange(count), np.ones(count)  # multiples of other unknowns
+        self.used: list[Ints] = []
+        self.defined_by: list[Ints] = []
+        self.definitions: list[tuple[Ints, sparse.csr_matrix]] = []
+
+    def put_in(self, rows: sparse.csr_matrix) -> sparse.csr_matrix:
+        """Put in what is known of unknowns: which are zero, or multiples of others."""
+        root = self.root[rows.indices]
+        data = np.where(self.zero[root], 0.0, rows.data * self.factor[rows.indices])
+        if np.array_equal(root, rows.indices) and data.all():
+            return rows
+        return _without_cancelled(sparse.csr_matrix((data, root, rows.indptr.copy()), rows.shape))
+
+    def solve_short(self, rows: sparse.csr_matrix, ids: Ints) -> None:
+        """Solve equations of at most two unknowns."""
+        start, two = rows.indptr[:-1], np.diff(rows.indptr) == 2
+        end = np.where(two, start + 1, start)
+        columns, factors = (np.stack([own[start], own[end]], 1) for own in (rows.indices, rows.data))
+        factors[~two, 1] = 0
+        while len(columns):
+            factors = factors * self.factor[columns]
+            columns = self.root[columns]
+            factors[self.zero[columns]] = 0
+            same = (columns[:, 0] == columns[:, 1]) & (factors != 0).all(1)
+            total = factors[same].sum(1)
+            total[np.abs(total) <= _NOTHING * np.abs(factors[same]).sum(1)] = 0
+            factors[same] = np.stack([total, np.zeros_like(total)], 1)
+            count = (factors != 0).sum(1)
+            if (count == 1).any():
+                self.zero[columns[(count == 1)[:, None] & (factors != 0)]] = True
+                columns, factors, ids = (own[count == 2] for own in (columns, factors, ids))
+                continue
+            columns, factors, ids = (own[count == 2] for own in (columns, factors, ids))
+            turned = columns[:, 0] > columns[:, 1]
+            columns[turned], factors[turned] = columns[turned, ::-1], factors[turned, ::-1]
+            high, first = np.unique(columns[:, 1], return_index=True)
+            self.used.append(ids[first])
+            self.defined_by.append(high)
+            self.root[high] = columns[first, 0]
+            self.factor[high] = -factors[first, 0] / factors[first, 1]
+            _compress(self.root, self.factor)
+            left = np.ones(len(ids), bool)
+            left[first] = False
+            columns, factors, ids = (own[left] for own in (columns, factors, ids))
+
+    def solve(self, rows: sparse.csr_matrix, ids: Ints) -> None:
+        """Solve equations: those of one or two unknowns first, as long as there are any."""
+        while True:
+            rows = self.put_in(rows)
+            length = np.diff(rows.indptr)
+            short = (length == 1) | (length == 2)
+            if short.any():
+                self.solve_short(rows[short], ids[short])
+                rows, ids = rows[length > 2], ids[length > 2]
+                continue
+            rows, ids = rows[length > 2], ids[length > 2]
+            if not rows.shape[0]:
+                return
+            rows, ids, own = _defined(rows, ids)
+            self.definitions.append((own[0], own[1]))
+            self.used.append(own[2])
+            self.defined_by.append(own[0])
+
+    def forms(self, free: Ints) -> sparse.csr_matrix:
+        """Return all unknowns from the free ones. Shape (unknowns, free)."""
+        place = np.full(self.count, -1)
+        place[free] = np.arange(len(free))
+        forms = sparse.identity(len(free), format="csr")
+        for defined, definition in reversed(self.definitions):
+            definition = self.put_in(definition)
+            here = sparse.csr_matrix(
+                (definition.data, place[definition.indices], definition.indptr), (len(defined), forms.shape[0])
+            )
+            place[defined] = forms.shape[0] + np.arange(len(defined))
+            forms = sparse.vstack([forms, _sum([(here, forms)], (len(defined), len(free)))], format="csr")
+        there = np.where(self.zero[self.root], -1, place[self.root])
+        some = there >= 0
+        indptr = np.r_[0, np.cumsum(some)]
+        chosen = sparse.csr_matrix((self.factor[some], there[some], indptr), (self.count, forms.shape[0]))
+        result = (chosen @ forms).tocsr()
+        result.sort_indices()
+        return result
 
 
 def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: Ints) -> Eliminated:
@@ -74,55 +178,30 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
     """
     count = equations.shape[1]
     order = np.lexsort((np.arange(count), priority))  # from here on, the last are defined first
-    rows, ids = equations[:, order], np.arange(equations.shape[0])
-    zero = zero[order].copy()
-    root, factor = np.arange(count), np.ones(count)
-    used: list[Ints] = []
-    defined_by: list[Ints] = []
-    definitions: list[tuple[Ints, sparse.csr_matrix]] = []
-
-    def substitution() -> sparse.csr_matrix:
-        data = np.where(zero[root], 0.0, factor)
-        return sparse.csr_matrix((data, root, np.arange(count + 1)), shape=(count, count))
-
-    while True:
-        rows = _sum([(rows, substitution())], rows.shape)
-        some = np.diff(rows.indptr) > 0
-        rows, ids = rows[some], ids[some]
-        if not rows.shape[0]:
-            break
-        start, length = rows.indptr[:-1], np.diff(rows.indptr)
-        if (single := start[length == 1]).size:
-            zero[rows.indices[single]] = True
-        elif (length == 2).any():
-            at = np.flatnonzero(length == 2)
-            pair = start[at]
-            high, first = np.unique(rows.indices[pair + 1], return_index=True)
-            pair = pair[first]
-            used.append(ids[at[first]])
-            defined_by.append(high)
-            root[high] = rows.indices[pair]
-            factor[high] = -rows.data[pair] / rows.data[pair + 1]
-            _compress(root, factor)
-        else:
-            rows, ids, own = _defined(rows, ids)
-            definitions.append((own[0], own[1].tocsr()))
-            used.append(own[2])
-            defined_by.append(own[0])
-    gone = zero[root]
+    back = np.argsort(order)
+    own = equations.data.copy(), back[equations.indices], equations.indptr.copy()
+    rows = sparse.csr_matrix(own, equations.shape)
+    found = _Elimination(zero[order].copy(), count)
+    found.solve(_without_cancelled(rows), np.arange(equations.shape[0]))
+    gone = found.zero[found.root]
     nothing = np.zeros(0, np.int64)
-    bound, equation = np.concatenate([nothing, *defined_by]), np.concatenate([nothing, *used])
+    bound, equation = np.concatenate([nothing, *found.defined_by]), np.concatenate([nothing, *found.used])
     bound, equation = bound[~gone[bound]], equation[~gone[bound]]
     free = ~gone
     free[bound] = False
     columns = np.flatnonzero(free)
-    forms = _columns(columns, count)
-    for defined, definition in reversed(definitions):
-        made = _sum([(definition, _sum([(substitution(), forms)], forms.shape))], (len(defined), len(columns)))
-        forms = forms + _columns(defined, count) @ made
-    forms = _sum([(substitution(), forms)], forms.shape)
-    back = np.argsort(order)
-    return Eliminated(order[columns], order[bound], equation, gone[back], forms[back])
+    return Eliminated(order[columns], order[bound], equation, gone[back], found.forms(columns)[back])
+
+
+def _without_cancelled(rows: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Add up what stands in the same place of a matrix, which is changed, without what is left of terms that cancel."""
+    size = sparse.csr_matrix((np.abs(rows.data), rows.indices.copy(), rows.indptr.copy()), rows.shape)
+    for own in (rows, size):
+        own.has_canonical_format = own.has_sorted_indices = False
+        own.sum_duplicates()
+    rows.data[np.abs(rows.data) <= _NOTHING * size.data] = 0
+    rows.eliminate_zeros()
+    return rows
 
 
 def _sum(
@@ -172,13 +251,28 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     held = np.add.reduceat(chosen[rows.indices].astype(np.int64), rows.indptr[:-1])
     taken = np.sort(taken[held[taken] == 1])
     defined, by = pivot[taken], rows.data[rows.indptr[1:][taken] - 1]
-    replacing = (sparse.diags(-1 / by) @ rows[taken]).tocsr()  # -1 at the unknown itself
+    own = rows[taken]
+    number = np.repeat(np.arange(len(taken)), np.diff(own.indptr))
+    others = own.indices != defined[number]
+    definition = sparse.csr_matrix(
+        ((-own.data / by[number])[others], (number[others], own.indices[others])), (len(taken), rows.shape[1])
+    )
     left = np.ones(rows.shape[0], bool)
     left[taken] = False
     rows, ids, gone = rows[left], ids[left], ids[taken]
-    if rows.shape[0]:
-        rows = _sum([(rows, None), (rows @ _columns(defined, rows.shape[1]), replacing)], rows.shape)
-    return rows, ids, (defined, replacing + _columns(defined, rows.shape[1]).T, gone)
+    place = np.full(rows.shape[1], -1)
+    place[defined] = np.arange(len(defined))
+    inside = place[rows.indices] >= 0
+    holds = np.logical_or.reduceat(inside, rows.indptr[:-1]) if rows.nnz else np.zeros(0, bool)
+    if holds.any():
+        some, inside = rows[holds], inside[np.repeat(holds, np.diff(rows.indptr))]
+        number = np.repeat(np.arange(some.shape[0]), np.diff(some.indptr))
+        one, two = (number[inside], place[some.indices[inside]]), (number[~inside], some.indices[~inside])
+        factors = sparse.csr_matrix((some.data[inside], one), (some.shape[0], len(defined)))
+        rest = sparse.csr_matrix((some.data[~inside], two), some.shape)
+        rows = sparse.vstack([rows[~holds], _sum([(rest, None), (factors, definition)], some.shape)], format="csr")
+        ids = np.concatenate([ids[~holds], ids[holds]])
+    return rows, ids, (defined, definition, gone)
 
 
 class Solution:
@@ -207,20 +301,29 @@ class Solution:
         )
         weights = Weights(system, generic)
         equations, counted = matrix_of(system, weights), len(unknowns.equations)
+        priority = self._priority()
+        self.solved = eliminate(equations, self._zero(), priority)
         while True:
-            zero = unknowns.zero[: unknowns.count].copy()
-            zero[0] = True
-            if len(unknowns.equations) > counted:
-                equations = sparse.vstack([equations, matrix_of(system, weights, counted)]).tocsr()
-                counted = len(unknowns.equations)
-            self.solved = eliminate(equations, zero, self._priority())
-            if not self._constrained():
+            if self._constrained():
+                more = matrix_of(system, weights, counted)
+                equations, counted = sparse.vstack([equations, more]).tocsr(), len(unknowns.equations)
+                self.solved = self.solved.narrowed(more, self._zero(), priority)
+            elif self.solved.whole:
                 break
+            else:
+                priority = self._priority()
+                self.solved = eliminate(equations, self._zero(), priority)
         kinds = self.kinds[self.solved.free]
         free = self.solved.free
         self.shifts: Ints = free[(kinds != DERIVED) & (kinds != DIRECTIONS)]
         self.directions: Ints = free[kinds == DIRECTIONS]
         self.passing: Ints = free[kinds == DERIVED]
+
+    def _zero(self) -> NDArray[np.bool_]:
+        unknowns = self.system.unknowns
+        zero: NDArray[np.bool_] = unknowns.zero[: unknowns.count].copy()
+        zero[0] = True
+        return zero
 
     def _priority(self) -> Ints:
         """Return in which order equations define unknowns, the last first.
@@ -248,7 +351,11 @@ class Solution:
         return priority
 
     def _constrained(self) -> bool:
-        """Let derived unknowns vanish of which equations demand something, for these hold for all weights."""
+        """Let derived unknowns vanish of which equations demand something, for these hold for all weights.
+
+        Returns:
+            Whether there are any. What depends on which unknowns are free is looked for in whole solutions only.
+        """
         forms, free, zero = self.solved.forms, self.solved.free, self.system.unknowns.zero
         column = np.full(forms.shape[0], -1)
         column[free] = np.arange(len(free))
@@ -265,6 +372,8 @@ class Solution:
                 alive.append(own)
         if int(zero.sum()) > before or len(self.system.unknowns.equations) > equations:
             return True
+        if not self.solved.whole:
+            return False
         for own in self._circular(alive, column):
             zero[own.numbers.numpy().ravel()] = zero[own.source.numpy().ravel()] = True
         for pair in self.system.products:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
 from torch import Tensor, fx
 
 Ints = NDArray[np.int64]
@@ -20,7 +21,7 @@ Shape = tuple[int, ...]
 DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
-_MOST = 2**22  # unknowns: larger networks would take minutes
+_MOST = 2**23  # unknowns: larger networks would take minutes
 
 
 class Atom(NamedTuple):
@@ -205,6 +206,46 @@ def thinned(array: Tensor, lead: int = 0) -> Tensor:
     return array
 
 
+def distinct(entries: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Find which entries several arrays tell apart.
+
+    Args:
+        entries: Arrays of as many entries, behind which there may be one more axis.
+
+    Returns:
+        The first of each kind of entries, rising, and which of these each entry is like.
+    """
+    count = len(entries[0])
+    if any(own.ndim == 1 and bool((own[1:] > own[:-1]).all()) for own in entries):
+        return np.arange(count), np.arange(count)
+    generator, key = np.random.default_rng(0), np.zeros(count, np.uint64)
+    for own in entries:
+        flat = own.reshape(count, -1).astype(np.uint64)
+        key = (key ^ (key >> np.uint64(29))) + flat @ (
+            generator.integers(2**62, size=flat.shape[1], dtype=np.uint64) * 2 + 1
+        )
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    first, inverse = first[order], np.argsort(order)[inverse.reshape(-1)]
+    if all(np.array_equal(own, own[first[inverse]]) for own in entries):
+        return first, inverse
+    return np.arange(count), np.arange(count)  # two kinds have one key: then all count as different
+
+
+def _joined(pairs: Ints) -> Ints:
+    """Return as few pairs as have to be equal for all of them to be: each with the least of those that are equal."""
+    numbers, place = np.unique(pairs, return_inverse=True)
+    if len(numbers) > len(pairs):
+        return pairs
+    one, two = place.reshape(pairs.shape).T
+    graph = sparse.csr_matrix((np.ones(len(pairs)), (one, two)), (len(numbers), len(numbers)))
+    _, label = sparse.csgraph.connected_components(graph, False)
+    _, first = np.unique(label, return_index=True)
+    least = numbers[first[label]]
+    apart: Ints = np.stack([numbers, least], 1)[numbers != least]
+    return apart
+
+
 class Unknowns:
     """Unknowns by number, and linear equations that they obey; number 0 is nothing."""
 
@@ -213,6 +254,7 @@ class Unknowns:
         self.blocks: list[tuple[int, int]] = [(0, DERIVED)]  # where each block begins, and its kind
         self.zero = np.ones(1, bool)
         self.equations: list[tuple[Ints, list[tuple[float, list[tuple[Atom, int, Ints]]]]]] = []
+        self._sums: dict[Any, Ints] = {}
 
     def fresh(self, shape: Sequence[int], kind: int) -> Tensor:
         """Return new unknowns."""
@@ -267,11 +309,22 @@ class Unknowns:
                 result = np.where(alone & here, entries, result)
         at = np.flatnonzero(present.any(0) & ~plain)
         if len(at):
-            new = self.fresh((len(at),), SUMS).numpy()
-            result[at] = new
-            coefficients = [(1.0, []), *((-by.factor, self._at(by, shape, at)) for _, by in terms)]
-            self.equations.append((np.stack([new, *(own[at] for own in stacked)], 1), coefficients))
+            found = [[own[at] for own in stacked]]
+            found += [[own * here[at] for *_, own in self._at(by, shape, at)]
+                      for here, (_, by) in zip(present, terms, strict=True)]  # fmt: skip
+            first, like = distinct([own for each in found for own in each])
+            coefficients = [(-by.factor, self._at(by, shape, at[first])) for _, by in terms]
+            result[at] = self._sum(np.stack([own[at[first]] for own in stacked], 1), coefficients)[like]
         return torch.from_numpy(result).reshape(shape)
+
+    def _sum(self, numbers: Ints, terms: list[tuple[float, list[tuple[Atom, int, Ints]]]]) -> Ints:
+        """Return unknowns that with multiples of others sum to zero; the same for the same."""
+        by = tuple((factor, *((atom, power, at.tobytes()) for atom, power, at in items)) for factor, items in terms)
+        key = numbers.tobytes(), by
+        if key not in self._sums:
+            new = self._sums[key] = self.fresh((len(numbers),), SUMS).numpy()
+            self.equations.append((np.c_[new, numbers], [(1.0, []), *terms]))
+        return self._sums[key]
 
     @staticmethod
     def _at(coefficient: Coefficient, shape: Shape, at: Ints) -> list[tuple[Atom, int, Ints]]:
@@ -289,11 +342,8 @@ class Unknowns:
         rows = own.permute(*kept, *axes).reshape(math.prod(own.shape[axis] for axis in kept), -1).numpy()
         result = np.zeros(len(rows), np.int64)
         at = np.flatnonzero(rows.any(1))
-        new = self.fresh((len(at),), SUMS).numpy()
-        result[at] = new
-        self.equations.append(
-            (np.c_[new, rows[at]], [(1.0, []), *[(-1.0, list[tuple[Atom, int, Ints]]())] * rows.shape[1]])
-        )
+        first, like = distinct([rows[at]])
+        result[at] = self._sum(rows[at[first]], [(-1.0, [])] * rows.shape[1])[like]
         return torch.from_numpy(result).reshape([1 if axis in axes else size for axis, size in enumerate(own.shape)])
 
     def equate(self, one: Tensor, two: Tensor) -> None:
@@ -305,4 +355,5 @@ class Unknowns:
         self.zero[pairs[gone.any(1)]] = True
         pairs = pairs[~gone.any(1)]
         if len(pairs):
+            pairs = _joined(pairs)
             self.equations.append((pairs, [(1.0, []), (-1.0, [])]))

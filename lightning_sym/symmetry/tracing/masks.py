@@ -1,0 +1,132 @@
+"""One spelling for masks: a constant that is added in front of a softmax."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from lightning_sym.symmetry.tracing.extrema import larger
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+
+aten = torch.ops.aten
+_LOW = -1e3  # the softmax of what is so much lower than all else is zero
+_LOWEST = -1e30  # to which nothing can be added
+_FAR = 6  # operations between a mask and its softmax at most
+
+
+def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a mask before a softmax: it adds a number so low that nothing is left, or nothing."""
+    if len(node.args) < 3:
+        return None
+    if (same := _hidden_already(r, node)) is not None:
+        return same
+    if r.name(node) == "masked_fill":
+        value, mask, number = node.args[:3]
+        if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
+            kind, sizes = node.meta["val"].dtype, r.shape(mask)
+            filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
+            assert not isinstance(node.target, str)
+            filled = r.insert(node.target, filled, mask, number)
+            return r.insert(aten.expand.default, filled, list(r.shape(node)))
+        inverted = False
+    else:
+        if (extremum := larger(r, node)) is not None:
+            return extremum
+        mask, value, number = node.args[:3]
+        inverted = r.number(number) is None
+        if inverted:
+            value, number = number, value
+    low = r.number(number)
+    if not isinstance(value, fx.Node) or not isinstance(mask, fx.Node) or low is None or not low <= _LOW:
+        return None
+    if r.shape(value) != r.shape(node) or value.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    if r.made_of(value) != "inputs" or (r.name(node) == "where" and inverted and not isinstance(value, fx.Node)):
+        return None
+    if not _leads_to_softmax(r, node, low):
+        return None
+    kind = value.meta["val"].dtype
+    zeros = r.insert(aten.full.default, list(r.shape(mask)), 0.0, dtype=kind)
+    if r.name(node) == "where" and not inverted:
+        mask = r.insert(aten.logical_not.default, mask)
+    added = r.insert(aten.masked_fill.Scalar, zeros, mask, low)
+    return r.insert(aten.add.Tensor, value, added)
+
+
+def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
+    """Whether nothing but a softmax reads a value, to which others may be added before.
+
+    Its logarithm shows low numbers, but nothing that was added to the lowest ones.
+    """
+    for _ in range(_FAR):
+        if len(node.users) != 1:
+            return False
+        (user,) = node.users
+        if r.name(user) in operations(Trait.SOFTMAX):
+            return "log" not in r.name(user) or low < _LOWEST
+        if r.name(user) not in operations(Trait.CAST) | {"add", "masked_fill", "where"}:
+            return False
+        if r.shape(user) != r.shape(node):
+            return False
+        node = user
+    return False
+
+
+def _hidden_already(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite zeros that are written where a softmax in front of which the same mask stands is zero anyway."""
+    given: Any = node.args
+    value, mask, number = given[:3] if r.name(node) == "masked_fill" else (given[1], given[0], given[2])
+    shown = r.name(node) == "where"  # there, and nowhere else
+    if r.name(value) not in operations(Trait.SOFTMAX) or "log" in r.name(value) or r.number(number) != 0:
+        return None
+    if not isinstance(mask, fx.Node) or r.shape(value) != r.shape(node) or r.name(value.args[0]) != "add":
+        return None
+    known = r.constant(mask)
+    for added in value.args[0].args[:2]:
+        low = r.constant(added) if isinstance(added, fx.Node) else None
+        if known is not None and low is not None:
+            hidden = (known.bool() != shown).expand(r.shape(node))
+            if bool((low.expand(r.shape(node))[hidden] <= _LOWEST).all()):
+                return value  # type: ignore[no-any-return]
+        if r.name(added) == "masked_fill" and (r.number(added.args[2]) or 0) <= _LOWEST:
+            (one, turned), (two, again) = _positive(r, mask), _positive(r, added.args[1])
+            if one is two and (turned != shown) == again:
+                return value  # type: ignore[no-any-return]
+    return None
+
+
+def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
+    """Return the mask of which another one is the opposite, or itself, and whether it is the opposite."""
+    turned = False
+    while r.name(mask) in ("logical_not", "bitwise_not"):
+        mask, turned = mask.args[0], not turned
+    return mask, turned
+
+
+def of_softmax(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite numbers that are put in the place of what a softmax makes of rows that are masked altogether."""
+    value = node.args[0]
+    return value if r.name(value) in operations(Trait.SOFTMAX) and "log" not in r.name(value) else None  # type: ignore[return-value]
+
+
+def masked_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a product with a mask of zeros and ones to which low numbers are added where it is zero."""
+    for product, added in (node.args[:2], node.args[1::-1]):
+        low = r.constant(added) if isinstance(added, fx.Node) else None
+        if low is None or r.name(product) != "mul" or not r.only_for(product, node) or not bool((low <= _LOW).any()):
+            continue
+        assert isinstance(product, fx.Node)
+        for value, mask in (product.args[:2], product.args[1::-1]):
+            known = r.constant(mask) if isinstance(mask, fx.Node) else None
+            if known is None or not isinstance(value, fx.Node) or r.shape(value) != r.shape(node):
+                continue
+            hidden = (known == 0).expand(shape := np.broadcast_shapes(known.shape, low.shape))
+            least = low.to(known.dtype).expand(shape)
+            if not bool(hidden.any()) or not bool(((known == 1) | hidden).all()):
+                continue
+            most = float(least[hidden].max())
+            if most <= _LOW and _leads_to_softmax(r, node, most):
+                return r.insert(aten.add.Tensor, value, added)
+    return None

@@ -1,0 +1,38 @@
+"""From a network and a call to the network's operations in normal form."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_sym.networks.base import Cuts
+from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import Capture, capture
+from lightning_sym.symmetry.tracing.expansion import expand
+from lightning_sym.symmetry.tracing.normalise import normalise
+from lightning_sym.symmetry.tracing.pieces import cut_parameters, unlike_pieces
+from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
+
+
+class Tracer:
+    """Captures a network on calls, and brings it to its normal form.
+
+    Args:
+        network: The network.
+        cuts: See :func:`~lightning_sym.symmetry.trace_symmetry`.
+    """
+
+    def __init__(self, network: nn.Module, cuts: Cuts | None) -> None:
+        self.network, self._cuts = network, cuts
+        self._whole: set[str] = set()  # parameters that are not cut into pieces
+
+    def __call__(self, call: Call) -> Capture:
+        """Return the operations of the network on a call."""
+        captured = expand(capture(self.network, call, leaf_types(), cuts=self._cuts))
+        cut_parameters(captured, self._whole)
+        return normalise(captured, own_operations())
+
+    def agreeing(self, captures: Sequence[Capture]) -> Sequence[Capture]:
+        """Return captures that read the same pieces of each parameter: of others, those that read it as it is."""
+        unlike = unlike_pieces(captures)
+        self._whole |= unlike
+        return [self(captured.call) for captured in captures] if unlike else captures

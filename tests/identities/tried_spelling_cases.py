@@ -1,0 +1,288 @@
+"""Functions as others wrote them, each in a few spellings; see ``spelling_cases.py``."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from further_spelling_cases import images
+from helpers import of, parameter
+from spelling_cases import Function, Spelled, each, steps
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+L, C = nn.Linear, nn.Conv2d
+
+
+def between(middle: Callable[[Tensor], Tensor]) -> Spelled:
+    return lambda s, x: s.b(middle(s.a(x)))
+
+
+# ---- extrema
+
+
+MAXOUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda h: h.unflatten(-1, (3, 2)).amax(-1),
+    "max": lambda h: h.view(*h.shape[:2], 3, 2).max(-1).values,
+    "maximum": lambda h: torch.maximum(h[..., ::2], h[..., 1::2]),
+    "max of two": lambda h: torch.max(*h.unflatten(-1, (3, 2)).unbind(-1)),
+    "where": lambda h: torch.where(h[..., ::2] > h[..., 1::2], h[..., ::2], h[..., 1::2]),
+    "max_pool1d": lambda h: F.max_pool1d(h, 2),
+    "stack": lambda h: torch.stack([h[..., ::2], h[..., 1::2]]).amax(0),
+    "minus the least": lambda h: -torch.min(-h[..., ::2], -h[..., 1::2]),
+}
+LARGEST: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda h: h.amax(1),
+    "max": lambda h: h.max(dim=1)[0],
+    "adaptive": lambda h: F.adaptive_max_pool1d(h.mT, 1)[..., 0],
+    "max_pool1d": lambda h: F.max_pool1d(h.mT, h.shape[1])[..., 0],
+    "maximum": lambda h: torch.maximum(torch.maximum(h[:, 0], h[:, 1]), h[:, 2]),
+    "topk": lambda h: h.topk(1, 1).values[:, 0],
+    "aminmax": lambda h: torch.aminmax(h, dim=1).max,
+}
+POOLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "max_pool2d": lambda h: F.max_pool2d(h, 2),
+    "with places": lambda h: F.max_pool2d(h, 2, return_indices=True)[0],
+    "adaptive": lambda h: F.adaptive_max_pool2d(h, 2),
+    "amax": lambda h: h.unflatten(2, (2, 2)).unflatten(4, (2, 2)).amax((3, 5)),
+    "windows": lambda h: h.unfold(2, 2, 2).unfold(3, 2, 2).max(-1).values.max(-1).values,
+}
+EXPONENTIALS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logsumexp": lambda h: h.logsumexp(1),
+    "log of sum": lambda h: h.exp().sum(1).log(),
+    "log of mean": lambda h: h.exp().mean(1).log() + math.log(3),
+    "stable": lambda h: (h - h.amax(1, True)).exp().sum(1).log() + h.amax(1),
+}
+
+
+# ---- norms
+
+
+def of_channels(norm: Callable[..., Tensor]) -> Spelled:
+    return lambda s, x: s.b(norm(s.a(x), s.n.weight, s.n.bias, s.n.eps))
+
+
+def first(t: Tensor) -> Tensor:
+    return t[:, None, None]
+
+
+def by_mean_of_squares(h: Tensor, g: Tensor, b: Tensor, e: float) -> Tensor:
+    c = h - h.mean(1, keepdim=True)
+    return first(g) * (c / torch.sqrt(c.pow(2).mean(1, keepdim=True) + e)) + first(b)
+
+
+OF_CHANNELS: dict[str, Callable[..., Tensor]] = {
+    "channels last": lambda h, g, b, e: F.layer_norm(h.permute(0, 2, 3, 1), (4,), g, b, e).permute(0, 3, 1, 2),
+    "by hand": by_mean_of_squares,
+    "places in a row": lambda h, g, b, e: F.layer_norm(h.flatten(2).mT, (4,), g, b, e).mT.view_as(h),
+    "rms of centred": lambda h, g, b, e: (
+        F.rms_norm((h - h.mean(1, True)).movedim(1, -1), (4,), g, e).movedim(-1, 1) + first(b)
+    ),
+}
+
+
+WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "norm": lambda v, g: g * v / v.norm(dim=1, keepdim=True),
+    "normalize": lambda v, g: g * F.normalize(v, dim=1),
+    "_weight_norm": lambda v, g: torch._weight_norm(v, g, 0),
+    "norm_except_dim": lambda v, g: v * (g / torch.norm_except_dim(v, 2, 0)),
+    "linalg": lambda v, g: v * (g / torch.linalg.norm(v, dim=1, keepdim=True)),
+}
+UNITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linalg": lambda h: h / torch.linalg.norm(h, dim=-1, keepdim=True),
+    "einsum": lambda h: h / torch.einsum("btd,btd->bt", h, h).sqrt()[..., None],
+    "clamp": lambda h: h / h.norm(p=2, dim=-1, keepdim=True).clamp(min=1e-12),
+}
+
+
+# ---- attention with one matrix for queries, keys and values
+
+
+AHEAD = torch.ones(3, 3, dtype=torch.bool).triu(1)
+
+
+def queries(s: Any, x: Tensor) -> list[Tensor]:
+    return [part.view(*x.shape[:2], 2, 2).transpose(1, 2) for part in s.w(x).split(4, dim=2)]
+
+
+def attention(weigh: Callable[[Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = queries(s, x)
+        y = weigh(q @ k.transpose(-2, -1) * (1.0 / math.sqrt(k.size(-1)))) @ v
+        return s.o(y.transpose(1, 2).contiguous().view(*x.shape[:2], -1))
+
+    return forward
+
+
+def summed_over_heads(s: Any, x: Tensor) -> Tensor:
+    q, k, v = queries(s, x)
+    weights = (q @ k.mT / math.sqrt(2)).masked_fill(AHEAD, -math.inf).softmax(-1)
+    return torch.einsum("bhtd,ohd->bto", weights @ v, s.o.weight.view(6, 2, 2)) + s.o.bias
+
+
+def heads_in_weights(s: Any, x: Tensor) -> Tensor:
+    q, k, v = torch.einsum("btc,zhdc->zbthd", x, s.w.weight.view(3, 2, 2, 6)) + s.w.bias.view(3, 1, 1, 2, 2)
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * 2**-0.5).masked_fill(AHEAD, -math.inf).softmax(-1)
+    return s.o(torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], -1))
+
+
+def step_by_step(s: Any, x: Tensor) -> Tensor:
+    q, k, v = queries(s, x)
+    read = [
+        (q[:, :, t : t + 1] @ k[:, :, : t + 1].mT / math.sqrt(2)).softmax(-1) @ v[:, :, : t + 1]
+        for t in range(x.shape[1])
+    ]
+    return s.o(torch.cat(read, 2).transpose(1, 2).flatten(2))
+
+
+ATTENTION: dict[str, Spelled] = {
+    "masked_fill": attention(lambda a: a.masked_fill(AHEAD, -math.inf).softmax(-1)),
+    "gpt2": attention(lambda a: (a * (~AHEAD).double() + -1e10 * AHEAD).softmax(-1)),
+    "zeros behind": attention(lambda a: a.masked_fill(AHEAD, -math.inf).softmax(-1).masked_fill(AHEAD, 0.0)),
+    "nan_to_num": attention(lambda a: a.masked_fill(AHEAD, -math.inf).softmax(-1).nan_to_num(0.0)),
+    "log": attention(lambda a: (a + (~AHEAD).double().log()).softmax(-1)),
+    "normalize": attention(lambda a: F.normalize(a.masked_fill(AHEAD, -math.inf).exp(), p=1, dim=-1)),
+    "summed over heads": summed_over_heads,
+    "heads in weights": heads_in_weights,
+    "step by step": step_by_step,
+}
+
+
+def with_a_mask_of_each_head(samples: int) -> tuple[Tensor, ...]:
+    return (*steps(6)(samples), torch.randn(samples, 2, 3, 3, dtype=torch.float64))
+
+
+def masked(s: Any, x: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = queries(s, x)
+    return s.o((((q @ k.mT / math.sqrt(2)) + mask).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def masked_fused(s: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return s.o(F.scaled_dot_product_attention(*queries(s, x), attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+# ---- experts, prototypes, recurrent layers by hand
+
+
+def experts(mix: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
+    return lambda s, x: mix(s, x, s.g(x).softmax(-1))
+
+
+def expert(s: Any, x: Tensor, e: int) -> Tensor:
+    return torch.tanh(x @ s.w[e] + s.c[e]) @ s.v[e]
+
+
+EXPERTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda s, x, g: torch.einsum(
+        "bte,bteo->bto", g, torch.einsum("bteu,euo->bteo", torch.tanh(torch.einsum("bti,eiu->bteu", x, s.w) + s.c), s.v)
+    ),
+    "loop": lambda s, x, g: sum(g[..., e, None] * expert(s, x, e) for e in range(3)),
+    "stack": lambda s, x, g: (torch.stack([expert(s, x, e) for e in range(3)], -2) * g[..., None]).sum(-2),
+    "stack, last axis": lambda s, x, g: (torch.stack([expert(s, x, e) for e in range(3)], -1) @ g[..., None])[..., 0],
+    "matmul": lambda s, x, g: (
+        torch.matmul(torch.tanh(torch.matmul(x[..., None, None, :], s.w) + s.c[:, None]), s.v)[..., 0, :] * g[..., None]
+    ).sum(2),
+}
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda h, p: (h[..., None, :] - p).square().sum(-1),
+    "norm": lambda h, p: (h.unsqueeze(-2) - p).norm(dim=-1) ** 2,
+    "cdist": lambda h, p: torch.cdist(h, p.expand(len(h), -1, -1)) ** 2,
+    "broadcast": lambda h, p: torch.sub(*torch.broadcast_tensors(h[..., None, :], p)).pow(2).sum(-1),
+}
+
+
+def recurrent(step: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h, found = x.new_zeros(len(x), 4), []
+        for t in range(x.shape[1]):
+            h = step(s.r, x[:, t], h)
+            found.append(h)
+        return s.o(torch.stack(found, 1))
+
+    return forward
+
+
+STEPS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "two layers": lambda r, x, h: torch.tanh(
+        F.linear(x, r.weight_ih_l0, r.bias_ih_l0) + F.linear(h, r.weight_hh_l0, r.bias_hh_l0)
+    ),
+    "one layer": lambda r, x, h: torch.tanh(
+        F.linear(torch.cat([x, h], -1), torch.cat([r.weight_ih_l0, r.weight_hh_l0], 1), r.bias_ih_l0 + r.bias_hh_l0)
+    ),
+    "cell": lambda r, x, h: torch.rnn_tanh_cell(
+        x, h, r.weight_ih_l0, r.weight_hh_l0, r.bias_ih_l0, r.bias_hh_l0
+    ),
+}  # fmt: skip
+
+
+def gated(s: Any, x: Tensor) -> Tensor:
+    """An LSTM whose gates are layers of their own."""
+    r, h, c, found = s.r, x.new_zeros(len(x), 3), x.new_zeros(len(x), 3), []
+    for t in range(x.shape[1]):
+        weights = r.weight_ih_l0, r.weight_hh_l0, r.bias_ih_l0, r.bias_hh_l0
+        own = zip(*(part.chunk(4) for part in weights), strict=True)
+        i, f, g, o = (
+            F.linear(torch.cat([x[:, t], h], 1), torch.cat([of_x, of_h], 1), one + two) for of_x, of_h, one, two in own
+        )
+        c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
+        h = o.sigmoid() * c.tanh()
+        found.append(h)
+    return s.o(torch.stack(found, 1))
+
+
+# ---- functions
+
+
+HEADS = {"w": of(L, 6, 12), "o": of(L, 4, 6)}
+SQUEEZED = {"a": of(C, 2, 4, 3), "r": of(L, 4, 3), "e": of(L, 3, 4), "b": of(C, 4, 3, 3)}
+MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h.mean((2, 3)),
+    "einsum": lambda h: torch.einsum("bchw->bc", h) / 16,
+    "adaptive": lambda h: F.adaptive_avg_pool2d(h, 1).flatten(1),
+}
+
+
+def squeezed(mean: Callable[[Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(s.a(x))
+        return s.b(h * s.e(torch.tanh(s.r(mean(h)))).sigmoid()[..., None, None])
+
+    return forward
+
+
+TRIED: dict[str, Function] = {
+    "maxout": Function({"a": of(L, 8, 6), "b": of(L, 3, 4)}, steps(8), 6, each(MAXOUT, between)),
+    "largest step": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, steps(8), 8, each(LARGEST, between)),
+    "largest places": Function({"a": of(C, 2, 3, 3), "b": of(C, 3, 4, 2)}, images(2, 6), 6, each(POOLED, between)),
+    "logsumexp of steps": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, steps(8), 4, each(EXPONENTIALS, between)),
+    "norm of channels into a convolution": Function(
+        {"a": of(C, 2, 4, 3), "n": of(nn.LayerNorm, 4), "b": of(C, 4, 3, 3)}, images(2, 6), 57,
+        each(OF_CHANNELS, of_channels), samples=20,
+    ),
+    "weight norm": Function(
+        {"v": parameter(4, 8), "g": parameter(4, 1), "c": parameter(4), "b": of(L, 4, 5)}, steps(8), 4,
+        each(WEIGHTS, lambda made: lambda s, x: s.b(torch.tanh(F.linear(x, made(s.v, s.g), s.c)))),
+    ),
+    "unit vectors": Function({"a": of(L, 8, 6), "b": of(L, 6, 7)}, steps(8), 16, each(UNITS, between)),
+    "attention, one matrix": Function(HEADS, steps(6), 24, ATTENTION),
+    "attention, a mask of each head": Function(
+        HEADS, with_a_mask_of_each_head, 24, {"added": masked, "fused": masked_fused},
+    ),
+    "experts": Function(
+        {"g": of(L, 8, 3), "w": parameter(3, 8, 4), "c": parameter(3, 4), "v": parameter(3, 4, 5)}, steps(8), 9,
+        each(EXPERTS, experts),
+    ),
+    "prototypes": Function(
+        {"a": of(L, 8, 4), "p": parameter(6, 4)}, steps(8), 10,
+        each(DISTANCES, lambda far: lambda s, x: far(s.a(x), s.p)),
+    ),
+    "recurrent layer": Function(
+        {"r": of(nn.RNN, 6, 4, batch_first=True), "o": of(L, 4, 5)}, steps(6), 4,
+        {"rnn": lambda s, x: s.o(s.r(x)[0])} | each(STEPS, recurrent), samples=60,
+    ),
+    "LSTM": Function(
+        {"r": of(nn.LSTM, 6, 3, batch_first=True), "o": of(L, 3, 5)}, steps(6), 12,
+        {"lstm": lambda s, x: s.o(s.r(x)[0]), "gate by gate": gated}, samples=60,
+    ),
+    "squeeze and excite": Function(SQUEEZED, images(2, 6), 0, each(MEANS, squeezed), samples=60),
+}  # fmt: skip

@@ -1,0 +1,186 @@
+"""Checks that the tangents of one tracer's groups are among those of another one's, in networks of frozen_groups.
+
+The tracer is that of the Python that runs it; the weights are generic, and the same::
+
+    PYTHONPATH=/work/old .venv/bin/python tools/frozen_tangents.py write old/ --only 'timm/vit*'
+    .venv/bin/python tools/frozen_tangents.py compare old/    # exits with 1 if a tangent is in no sum of the new ones
+"""
+
+import argparse
+import fnmatch
+import pickle
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import frozen_groups
+import numpy as np
+import torch
+from scipy import sparse
+from torch import nn
+
+from lightning_sym.symmetry import tangents, trace_symmetry
+
+KINDS = ("scales", "shifts", "rotations", "tilts", "phases", "matrices")
+# Squared lengths of what is left of tangents of length 1, and eigenvalues relative to the largest.
+LEFT, NOTHING = 1e-7, 1e-10
+MOST = 3000  # of a group's dimension, by default
+
+
+class Tangents(NamedTuple):
+    """Tangents of length 1 that move parameters alone, in columns, and the kind of each."""
+
+    vectors: sparse.csc_matrix
+    kinds: list[str]
+    dimension: int
+
+
+def generic(network: nn.Module) -> nn.Module:
+    """Return a network with weights of which none is zero, and none is another one, in double precision."""
+    network, generator = network.double(), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) + 0.05)
+    return network
+
+
+def matrices(symmetry: Any, parameters: dict[str, Any]) -> sparse.csr_matrix:
+    """Return how fast invertible matrices change parameters: one column for each entry of a matrix."""
+    structure, size = symmetry.structure, sum(own.size for own in parameters.values())
+    places: dict[int, list[Any]] = {}
+    for slot in structure.slots:
+        for cells, columns, read in structure.dense_places.get(slot.offset, ()):
+            for at in columns:
+                for cell, own in zip(cells, at, strict=True):
+                    places.setdefault(cell, []).append((slot, own, read))
+    found = [sparse.csr_matrix((size, 0))]
+    for cell, every in places.items():
+        count = len(structure.dense[cell])
+        units = np.eye(count**2).reshape(-1, count, count)
+        changes: dict[str, Any] = {}
+        for slot, at, read in every:
+            if slot.tensor not in parameters or len(slot.axes) > 1:
+                break
+            own = changes.setdefault(slot.tensor, np.zeros((count**2, *parameters[slot.tensor].shape)))
+            rows = np.moveaxis(parameters[slot.tensor], slot.axes[0], 0)[at]
+            moved = np.tensordot(-units.transpose(0, 2, 1) if read else units, rows, 1)
+            np.moveaxis(own, slot.axes[0] + 1, 1)[:, at] += moved
+        else:
+            parts = [
+                sparse.csr_matrix(changes[name].reshape(count**2, -1))
+                if name in changes
+                else sparse.csr_matrix((count**2, own.size))
+                for name, own in parameters.items()
+            ]
+            found.append(sparse.hstack(parts).T)
+    return sparse.hstack(found).tocsr()
+
+
+def found_in(name: str) -> Tangents:
+    """Return the tangents of one network of the corpus."""
+    torch.manual_seed(0)
+    network, inputs = frozen_groups.corpus()[name]()
+    given, keywords = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+    symmetry: Any = trace_symmetry(network, *given, check=False, **keywords)
+    named: Any = dict(generic(network).named_parameters())
+    structure, new = symmetry.structure, hasattr(symmetry.structure, "charts")
+    whole: Any = None
+    if new:
+        from lightning_sym.symmetry.charts import charted
+
+        named, whole = charted(named, structure.charts), charted(tangents.state_tensors(network), structure.charts)
+    parameters = {name: own.detach().double().numpy() for name, own in named.items()}
+    slots = [
+        tangents.tangent_rows(structure.slots_of.get(name, ()), own, structure.magnitudes)
+        for name, own in parameters.items()
+    ]
+    scales = sparse.vstack(slots).tocsr() @ tangents._free_of_statistics(symmetry, frozenset(parameters))
+    shifts: Any = tangents._shifts
+    blocks = [
+        scales,
+        shifts(symmetry, whole, parameters) if new else shifts(symmetry, parameters),
+        tangents._turns(symmetry, parameters),
+        tangents._tilts(symmetry, parameters),
+        tangents._phases(symmetry, parameters),
+        matrices(symmetry, parameters),
+    ]
+    vectors = sparse.hstack(blocks).tocsc()
+    kinds = [kind for kind, block in zip(KINDS, blocks, strict=True) for _ in range(block.shape[1])]
+    lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
+    alive = np.flatnonzero(lengths > NOTHING * lengths.max(initial=0.0))
+    vectors = vectors[:, alive] @ sparse.diags(1 / lengths[alive])
+    return Tangents(vectors.tocsc(), [kinds[at] for at in alive], symmetry.dimension)
+
+
+def independent(vectors: sparse.csc_matrix) -> Any:
+    """Return what makes an orthonormal basis of the space of some vectors."""
+    values, rotation = np.linalg.eigh((vectors.T @ vectors).toarray())
+    used = values > NOTHING * values.max(initial=0.0)
+    return rotation[:, used] / np.sqrt(values[used])
+
+
+def left_of(old: Tangents, new: Tangents) -> Counter[str]:
+    """Return how many old tangents of each kind are no sums of new ones."""
+    parts = independent(new.vectors).T @ (new.vectors.T @ old.vectors).toarray()
+    lengths = np.asarray(old.vectors.multiply(old.vectors).sum(0)).ravel()
+    return Counter(old.kinds[at] for at in np.flatnonzero(lengths - (parts**2).sum(0) > LEFT))
+
+
+def chosen(only: str, most: int) -> Iterator[str]:
+    """Yield the names of the networks that match a pattern and have no larger group."""
+    for name in frozen_groups.corpus():
+        if fnmatch.fnmatch(name, only):
+            record = frozen_groups.measured(name, check=False)
+            if record.get("dimension", most + 1) <= most:
+                yield name
+
+
+def write(folder: Path, only: str, most: int) -> None:
+    """Write the tangents of networks, one file each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in chosen(only, most):
+        try:
+            own = found_in(name)
+        except Exception as error:
+            print(f"{name}: {frozen_groups.sentence(error)}", flush=True)
+            continue
+        (folder / f"{name.replace('/', '__')}.pickle").write_bytes(pickle.dumps((name, tuple(own))))
+        print(f"{name}: {own.vectors.shape[1]} tangents", flush=True)
+
+
+def compare(folder: Path, only: str) -> int:
+    """Print which tangents in a folder are no sums of those that are found now; return 1 if any are, else 0."""
+    counts = Counter[bool]()
+    for file in sorted(folder.glob("*.pickle")):
+        name, own = pickle.loads(file.read_bytes())
+        if fnmatch.fnmatch(name, only):
+            old, new = Tangents(*own), found_in(name)
+            left = left_of(old, new)
+            counts[not left] += 1
+            what = ", ".join(f"{count} {kind}" for kind, count in left.items()) or "nothing"
+            print(f"{name}: dimension {old.dimension} -> {new.dimension}; lost: {what}", flush=True)
+    print(f"of {sum(counts.values())} networks, {counts[True]} have all old tangents")
+    return int(counts[False] > 0)
+
+
+def main() -> int:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("write", "compare"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="*", help="pattern of names, such as 'timm/*'")
+    parser.add_argument("--most", type=int, default=MOST, help="dimension of the largest group")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if given.command == "write":
+        write(given.folder, given.only, given.most)
+        return 0
+    return compare(given.folder, given.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
