@@ -64,8 +64,13 @@ def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]]) ->
     rates = structure.shifts.generic.rates(names)
     moving = sparse.vstack([rates[name] for name in names]).tocsc()
     moving.eliminate_zeros()
-    alone = np.zeros(moving.shape[0], bool)  # each moved by an entry of the shift that moves nothing else
-    alone[moving.indices[moving.indptr[:-1][np.diff(moving.indptr) == 1]]] = True
+    alone, column = np.zeros(moving.shape[0], bool), np.repeat(np.arange(moving.shape[1]), np.diff(moving.indptr))
+    while True:  # an entry of the shift moves it, and besides only what others move alone
+        left = ~alone[moving.indices]
+        single = left & (np.bincount(column[left], minlength=moving.shape[1])[column] == 1)
+        if not single.any():
+            break
+        alone[moving.indices[single]] = True
     last = np.cumsum([rates[name].shape[0] for name in names])
     for name, own in zip(names, np.split(alone, last[:-1]), strict=True):
         own = own.reshape(shapes[name])

@@ -339,6 +339,8 @@ class Translations:
         """Whether one output of a weight may be changed and no other, as where nothing reads it."""
         if self.parts is None:
             return False
+        if any(own.kind == "biases that nothing sees" for own in self.kinds):
+            return True
         return any((self.generic.patterns(part).getnnz(0) == 1).any() for part in self.parts.writers)
 
     def named(self, kind: str) -> set[str]:
