@@ -248,6 +248,7 @@ class IntertwinerGroup:
         scales apart, and offsets, are ours.
 
     Example:
+        >>> from lightning_sym.symmetry.groups import INTERTWINER_GROUPS, measure
         >>> INTERTWINER_GROUPS["relu"] == measure(torch.relu)
         True
         >>> INTERTWINER_GROUPS["relu"].dimension(8)

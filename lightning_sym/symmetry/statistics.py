@@ -1,6 +1,7 @@
 """What a group does to buffers: how many of its dimensions no parameters make up for."""
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +9,11 @@ from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Floats, on_axes
 from lightning_sym.symmetry.tracing.affine.weights import Generic
+from lightning_sym.symmetry.tracing.numbering import Ints
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+_ROUNDING = 1e-9  # relative
+_SMALL = 600  # rows of a block whose column space is looked at
 
 
 def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matrix) -> sparse.csr_matrix:
@@ -49,28 +54,34 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
     )
 
 
-def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> NDArray[np.bool_]:
+def free_positions(
+    structure: Structure, shapes: Mapping[str, Sequence[int]], wanted: Collection[Ints] = ()
+) -> NDArray[np.bool_]:
     """Return the positions of parameters of which shifts move all entries, each by itself: nothing reads these.
+
+    Only where scales or matrices move nothing else, and where it is asked.
 
     Args:
         structure: The group.
         shapes: The shapes of all parameters and buffers, by name.
+        wanted: Further positions.
     """
     rows = structure.slots[-1].rows.stop if structure.slots else 0
-    free = np.zeros(rows, bool)
-    if not structure.shifts.moves_one_by_one:
+    free, asked = np.zeros(rows, bool), np.zeros(rows, bool)
+    some = structure.shifts.may_move_one_by_one
+    may = np.zeros(rows, bool)
+    for slot in structure.slots:
+        may[slot.rows] = slot.tensor in some
+    forms = structure.magnitudes[:rows]
+    everywhere = forms.tocoo()
+    asked[everywhere.row[_vanishing(forms[~may].tocsr())[everywhere.col]]] = True
+    for positions in wanted:
+        asked[positions] = True
+    names = sorted({slot.tensor for slot in structure.slots if slot.tensor in some and asked[slot.rows].any()})
+    if not names:
         return free
-    names = sorted(name for name in structure.shifts.names if structure.slots_of.get(name))
     rates = structure.shifts.generic.rates(names)
-    moving = sparse.vstack([rates[name] for name in names]).tocsc()
-    moving.eliminate_zeros()
-    alone, column = np.zeros(moving.shape[0], bool), np.repeat(np.arange(moving.shape[1]), np.diff(moving.indptr))
-    while True:  # an entry of the shift moves it, and besides only what others move alone
-        left = ~alone[moving.indices]
-        single = left & (np.bincount(column[left], minlength=moving.shape[1])[column] == 1)
-        if not single.any():
-            break
-        alone[moving.indices[single]] = True
+    alone = _alone(sparse.vstack([rates[name] for name in names]).tocsc())
     last = np.cumsum([rates[name].shape[0] for name in names])
     for name, own in zip(names, np.split(alone, last[:-1]), strict=True):
         own = own.reshape(shapes[name])
@@ -110,19 +121,53 @@ def _mixing(structure: Structure, offsets: Collection[int]) -> int:
     return dimension + sum(structure.tilts[index].size for index in tilts) + len(phases)
 
 
+def _vanishing(matrix: sparse.csr_matrix) -> NDArray[np.bool_]:
+    """Return which columns some combination that is zero may hold, and perhaps more."""
+    left, row = np.ones(matrix.shape[1], bool), np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
+    while True:  # the only column that is left in a row is in none
+        held = left[matrix.indices]
+        single = held & (np.bincount(row[held], minlength=matrix.shape[0])[row] == 1)
+        if not single.any():
+            return left
+        left[matrix.indices[single]] = False
+
+
+def _alone(moving: sparse.csc_matrix) -> NDArray[np.bool_]:
+    """Return which rows some combination of columns moves, and no other row; in large blocks, which is seen at once."""
+    moving.eliminate_zeros()
+    alone, column = np.zeros(moving.shape[0], bool), np.repeat(np.arange(moving.shape[1]), np.diff(moving.indptr))
+    while True:  # a column moves it, and besides only what others move alone
+        left = ~alone[moving.indices]
+        single = left & (np.bincount(column[left], minlength=moving.shape[1])[column] == 1)
+        if not single.any():
+            break
+        alone[moving.indices[single]] = True
+    for rows, block in _blocks(moving.tocsr(), _SMALL):
+        if not alone[rows].all():
+            left, values, _ = np.linalg.svd(block, full_matrices=False)
+            alone[rows] = np.square(left[:, values > _ROUNDING * values[0]]).sum(1) > 1 - _ROUNDING
+    return alone
+
+
 def rank_of(matrix: sparse.csr_matrix) -> int:
     """Return the rank of a matrix, the sum of those of its blocks."""
     matrix.eliminate_zeros()
+    return sum(
+        int(np.linalg.matrix_rank(block, tol=_ROUNDING * float(np.abs(block).max()))) for _, block in _blocks(matrix)
+    )
+
+
+def _blocks(matrix: sparse.csr_matrix, most: float = math.inf) -> Iterator[tuple[Ints, Floats]]:
+    """Yield rows that share columns, at most so many, and what stands there; no rows of zeros."""
     rows = matrix.shape[0]
     _, labels = sparse.csgraph.connected_components(sparse.block_array([[None, matrix], [matrix.T, None]]), False)
     order = np.argsort(labels[:rows], kind="stable")
     order = order[np.diff(matrix.indptr)[order] > 0]
-    own = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else []
-    total = 0
-    for block in own:
+    for block in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else []:
+        if len(block) > most:
+            continue
         part = matrix[block]
         used, where = np.unique(part.indices, return_inverse=True)
         dense = np.zeros((len(block), len(used)))
         dense[np.repeat(np.arange(len(block)), np.diff(part.indptr)), where.ravel()] = part.data
-        total += int(np.linalg.matrix_rank(dense, tol=1e-9 * float(np.abs(dense).max())))
-    return total
+        yield block, dense

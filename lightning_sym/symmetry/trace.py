@@ -143,7 +143,8 @@ def _derived(
     group = find_group(labels)
     parameters = {*tensors.parameters}
     added = find_shifts(captures, tensors, labels, group, wanted=shifts)
-    free = free_positions(added.structure, {name: tuple(tensor.shape) for name, tensor in tensors.states.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.states.items()}
+    free = free_positions(added.structure, shapes, group.unread.values())
     unread = [note for note, positions in group.unread.items() if not free[positions].all()]
     unread += wide_matrices(added.structure, tensors.states)
     symmetry = Symmetry(

@@ -4,6 +4,7 @@ Each case is a network in which one module stands for operations that nothing ca
 With a rule it has the group of its twin, which is written in operations of torch.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -611,8 +612,9 @@ def test_operations_that_are_written_out(name: str) -> None:
         torch.manual_seed(1)
         network = Joined(function)
         symmetry = trace_symmetry(network, inputs)
-        # What shifts of one space are called depends on the operations in front.
-        made.append(({**described(symmetry), "shifts": symmetry.shifts}, network(inputs)))
+        # What shifts of one space are called depends on the operations in front, as do the names in notes.
+        notes = tuple(re.sub(r"^\w+: ", "", note) for note in symmetry.notes)
+        made.append(({**described(symmetry), "shifts": symmetry.shifts, "notes": notes}, network(inputs)))
     assert made[0][0] == made[1][0]
     assert torch.allclose(made[0][1], made[1][1], rtol=0, atol=1e-12)
 

@@ -335,13 +335,14 @@ class Translations:
         return {} if self.parts is None else self.parts.shown
 
     @cached_property
-    def moves_one_by_one(self) -> bool:
-        """Whether one output of a weight may be changed and no other, as where nothing reads it."""
+    def may_move_one_by_one(self) -> set[str]:
+        """The tensors of which an entry may be changed that no other entry of the tensor depends on."""
         if self.parts is None:
-            return False
-        if any(own.kind == "biases that nothing sees" for own in self.kinds):
-            return True
-        return any((self.generic.patterns(part).getnnz(0) == 1).any() for part in self.parts.writers)
+            return set()
+        moved = np.diff(self.generic.matrix.indptr) > 0
+        found = {part.name for part in self.parts.free if moved[part.at].any()}
+        singly = (part for part in self.parts.writers if (self.generic.patterns(part).getnnz(0) == 1).any())
+        return found | {part.name for part in singly}
 
     def named(self, kind: str) -> set[str]:
         """Return the first tensors of all entries of a kind."""
