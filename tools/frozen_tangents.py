@@ -91,10 +91,10 @@ def found_in(name: str) -> Tangents:
     if new:
         from lightning_sym.symmetry.charts import charted
 
-        named, whole = charted(named, structure.charts), charted(tangents.state_tensors(network), structure.charts)
+        named, whole = charted(named, structure.charts), charted(tangents.state_tensors(network), structure.charts)  # type: ignore[attr-defined]
     parameters = {name: own.detach().double().numpy() for name, own in named.items()}
     slots = [
-        tangents.tangent_rows(structure.slots_of.get(name, ()), own, structure.magnitudes)
+        tangents.tangent_rows(structure.slots_of.get(name, ()), own, structure.magnitudes)  # type: ignore[attr-defined]
         for name, own in parameters.items()
     ]
     scales = sparse.vstack(slots).tocsr() @ tangents._free_of_statistics(symmetry, frozenset(parameters))
