@@ -207,7 +207,7 @@ class Exact(TorchFunctionMode):
         def double(item: Any) -> Any:
             return torch.float64 if item in (torch.float32, torch.bfloat16) and isinstance(item, torch.dtype) else item
 
-        if function is torch.Tensor.float and args[0].is_floating_point():
+        if function is torch.Tensor.float:
             return args[0].double()
         args = tuple(map(double, args)) if function is torch.Tensor.to else args
         return function(*args, **{key: double(value) for key, value in (kwargs or {}).items()})
