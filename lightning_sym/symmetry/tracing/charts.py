@@ -114,7 +114,9 @@ def read_behind_layers(r: Rewriter) -> None:
         if bias is None or name is None or list(bias.users) != [node] or name in r.capture.charts:
             continue
         behind = _Behind(r, r.shape(node)[-1])
-        if not behind.follow(node, torch.arange(r.shape(node)[-1]).expand(r.shape(node))):
+        if not behind.is_added_to(node) or not behind.follow(
+            node, torch.arange(r.shape(node)[-1]).expand(r.shape(node))
+        ):
             continue
         numbers = behind.numbers.nan_to_num().tolist()
         if not any(numbers):
@@ -141,6 +143,17 @@ class _Behind:
         self.r, self.numbers = r, torch.full((size,), math.nan, dtype=torch.float64)
         self.sums: list[tuple[fx.Node, fx.Node]] = []
         self.passed: set[fx.Node] = set()
+
+    def is_added_to(self, value: fx.Node) -> bool:
+        """Whether any part of a value is read with a number added."""
+        left = [value]
+        for own in left:
+            for user in own.users:
+                if user.target is operator.getitem or self._moves(user, own):
+                    left.append(user)
+                elif self._added(user, own):
+                    return True
+        return False
 
     def follow(self, value: fx.Node, places: Any) -> bool:
         """Look at all that reads a value; return False if not every output is read with one number.
