@@ -187,8 +187,8 @@ MODELS: dict[str, Model] = {
     # SiLU everywhere: magnitudes in front of norms and in the seven streams only.
     "efficientnet_b0": Model(None, 40, None, 21008 + 784, 21008 + 784,
         shifts=16 + 2 * 24 + 2 * 40 + 3 * 80 + 3 * 112 + 4 * 192 + 320),
-    # Per block: gamma of the norm, layer scale, and one sign in front of the norm. Streams meet norms: one sign each. Shifts:
-    # also each place of the kernels of 2 x 2 that read a norm.
+    # Per block: gamma of the norm, layer scale, and one sign in front of the norm. Streams meet norms: one sign each.
+    # Shifts: also each place of the kernels of 2 x 2 that read a norm.
     "convnext_tiny": Model({96: 1, 192: 1, 384: 4, 768: 4, 1536: 9, 3072: 3}, 22, None, 2 * 6624 + 672 + 768,
         2 * 6624 + 672 + 768 + 18 + 4 + 1, shifts=40391 + 1000 + 4 * (192 + 384 + 768), image=64),
     # Squeezed channels 8 + 12 + 3 x 26 + 6 x 52 + 5 x 110. Two groups of w channels per block, in w / 8 groups of 8.
