@@ -2,9 +2,12 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import logging
+import sys
 import traceback
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -321,6 +324,37 @@ def containers_kept(network: nn.Module) -> Iterator[None]:
                 held.extend(content)
 
 
+@contextlib.contextmanager
+def caches_kept(network: nn.Module) -> Iterator[None]:
+    """Empty, afterwards, the caches of functions (``functools.lru_cache``) that were filled on the way.
+
+    Those of the modules' methods, and of functions in the files of their classes, perhaps inside of decorators.
+    """
+    before = [(own, own.cache_info().misses) for own in _caches(network)]
+    try:
+        yield
+    finally:
+        for own, misses in before:
+            if own.cache_info().misses != misses:
+                own.cache_clear()
+
+
+def _caches(network: nn.Module) -> Iterator[Any]:
+    """Yield the caches of functions that the modules of a network may call."""
+    classes = {base for module in network.modules() for base in type(module).__mro__}
+    files = {own.__module__ for own in classes} & sys.modules.keys()
+    spaces = [*map(vars, classes), *(vars(sys.modules[name]) for name in files)]
+    left, seen = [held for space in spaces for held in list(space.values())], set()
+    for held in left:
+        function = getattr(held, "__func__", held)
+        if isinstance(function, functools._lru_cache_wrapper) and id(function) not in seen:
+            yield function
+        elif isinstance(function, types.FunctionType) and id(function) not in seen:  # a decorator holds it perhaps
+            with contextlib.suppress(ValueError):  # a cell is empty yet
+                left += [cell.cell_contents for cell in function.__closure__ or ()]
+        seen.add(id(function))
+
+
 class _Recorder:
     """Forward hooks that note which operations of the graph each module added, and which result is its output."""
 
@@ -488,6 +522,7 @@ def capture(
     states = state_tensors(network)
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_kept(network))
+        stack.enter_context(caches_kept(network))
         stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", _is_causal_as_given))
         network.eval()
         leaves = stack.enter_context(_as_leaves(network, leaf_types, call)) if leaf_types else {}

@@ -37,6 +37,44 @@ def program(function: Any, **parts: Any) -> nn.Module:
     return Program(function, parts)
 
 
+@functools.lru_cache
+def ramp(size: int) -> Tensor:
+    return torch.arange(size) / size
+
+
+def remembered(function: Any) -> Any:
+    """As libraries write it: a decorator around a cache."""
+    cached = functools.lru_cache(function)
+    return functools.wraps(function)(lambda *arguments: cached(*arguments))
+
+
+class Remembering(nn.Module):
+    """Keeps what it computed from the size of its input in caches of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = L(5, 8), L(8, 3)
+
+    @functools.lru_cache  # noqa: B019
+    def bias(self, size: int) -> Tensor:
+        return torch.ones(size)
+
+    @remembered
+    def scale(self, size: int) -> Tensor:
+        return 2 * torch.ones(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x + ramp(x.shape[-1]) * self.scale(5) + self.bias(5))))
+
+
+def test_caches_of_functions_hold_nothing_of_the_trace() -> None:
+    network = Remembering()
+    symmetry = trace_symmetry(network, X)
+    assert symmetry.dimension == 8
+    assert type(network(X).detach()) is Tensor
+    assert not ramp.cache_info().currsize or type(ramp(5)) is Tensor
+
+
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:  # the line to be named
