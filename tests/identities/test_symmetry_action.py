@@ -392,7 +392,7 @@ BLOCK_CASES = {
         IMAGE, [8, 4], 12, 0),
     # Stream 4, expansion 8: in front of the three norms 8 + 8 + 4, and the stream itself.
     "inverted_residual": Case(sequential(of(C, 3, 4, 3), of(InvertedResidual, 4, 4, 1, 2), of(C, 4, 2, 1), FLAT), IMAGE,
-        [4, 8], 24, 24),
+        [4, 8], 24, 24, note="invertible matrices mix these"),
     # Stream 8, gamma of the norm 8, layer scale 8; one sign for the whole depthwise output in front of the norm.
     "convnext": Case(sequential(of(C, 3, 8, 3), of(CNBlock, 8, 0.5, 0.0), of(C, 8, 2, 1), FLAT), IMAGE, [8, 32], 24,
         25),

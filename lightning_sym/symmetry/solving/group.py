@@ -94,7 +94,7 @@ def find_group(labels: Labels) -> Group:
     _give_back(constraints.atoms)
     orbits = refine(positions, forms, colour, nesting)
     blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
-    dense = find_dense(constraints, positions, orbits, forms)
+    dense, between = find_dense(constraints, positions, orbits, forms)
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales, signs = (tabulate(orbits.columns, own, end) for own in forms)
     del forms
@@ -115,7 +115,7 @@ def find_group(labels: Labels) -> Group:
     return Group(
         replace(structure, charts=labels.charts),
         values,
-        [*constraints.notes, *held, *left_out, *why_not],
+        [*constraints.notes, *held, *left_out, *why_not, *between],
         unread_units(structure, positions, orbits, constraints, walk.tensors),
     )
 

@@ -54,6 +54,7 @@ class PlaneFinder:
         # What is of one value: queries, say, but not the keys that they meet.
         self.family = components(number, [*constraints.merges, *constraints.turned])
         held = [*constraints.held, *constraints.normed, *constraints.centred, *constraints.gained]
+        held += constraints.divided
         held += [label.atom for label in grouped]
         stuck = marked(number, coordinate[flat(held)])
         # Blocks to which a coordinate belongs: the two of a plane have the same ones.

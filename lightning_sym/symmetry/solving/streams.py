@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.refinement import Orbits, cell_keys
 from lightning_sym.symmetry.solving.scales import Forms
@@ -49,7 +50,7 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
         nesting: Parents and members of blocks.
     """
     roots = orbits.roots
-    restricted = [*constraints.restricted, *(label.atom for label in positions.grouped.values())]
+    restricted = [*constraints.restricted, *constraints.divided, *(label.atom for label in positions.grouped.values())]
     normed, centred, held = (
         positions.marked(*atoms)[roots] for atoms in (constraints.normed, constraints.centred, restricted)
     )
@@ -63,7 +64,9 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
     return Met(normed, centred, held, cells, orbits.unit_of[nesting.gains])
 
 
-def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> tuple[Ints, ...]:
+def find_dense(
+    constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms
+) -> tuple[tuple[Ints, ...], list[str]]:
     """Find cells of units that only linear operations touch: any invertible matrix mixes them.
 
     Args:
@@ -71,19 +74,34 @@ def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, f
         positions: Where units are seen.
         orbits: The units.
         forms: Scales and signs by position.
+
+    Returns:
+        The cells, and a note on units that batch norms divide: matrices pass these, too, but are not looked for.
     """
-    seen = (constraints.restricted, constraints.normed, constraints.centred, constraints.gained)
+    seen = (constraints.restricted, constraints.normed, constraints.centred)
     restricted = positions.marked(*itertools.chain(*seen), *(label.atom for label in positions.grouped.values()))
-    result = []
+    gained, divided = (positions.marked(*own) for own in (constraints.gained, constraints.divided))
+    result: list[Ints] = []
+    names: list[str] = []
+    more = 0
     for group, cell, matrix, moves in zip(orbits.units, orbits.cells, orbits.columns, orbits.movable, strict=True):
         # Matrices of size 1 are scales with signs.
         if not moves or restricted[orbits.roots[group]].any() or np.bincount(cell).min() == 1:
             continue
         members = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
+        if divided[orbits.roots[group]].any():
+            names.append(positions.places[int(positions.where[matrix[0, 0]])].tensor or "")
+            more += sum(len(own) ** 2 - len(own) for own in members)
+        if (divided | gained)[orbits.roots[group]].any():
+            continue
         acting = [own_exponents(forms.magnitudes, matrix[own]) for own in members]
         if all(own is not None and (np.abs(own) == 1).all() for own in acting):
             result += [group[own] for own in members]
-    return tuple(result)
+    note = (
+        f"only linear layers and batch norms meet the units of {listed(names)}: invertible matrices mix these, too, "
+        f"{more} dimensions more, of which only permutations, signs and scales count"
+    )
+    return tuple(result), [note] if more else []
 
 
 def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:

@@ -104,6 +104,7 @@ class Constraints:
     normed: list[Ints] = field(default_factory=list)
     centred: list[Ints] = field(default_factory=list)
     gained: list[Ints] = field(default_factory=list)
+    divided: list[Ints] = field(default_factory=list)
     blocks: list[tuple[Ints, Ints]] = field(default_factory=list)
     shared_gains: list[tuple[Ints, Ints]] = field(default_factory=list)
     copies: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)

@@ -295,7 +295,9 @@ def _batch_norm(
             trace.fix(variance, "one running variance is used with different eps")
     if label is not None:
         # What is divided out by the running variance is the magnitude: the running mean and variance follow it.
-        value = value.with_labels(_normalised(trace, label, 0.0))
+        with trace.constraints.unrestricted():
+            value = value.with_labels(_normalised(trace, label, 0.0))
+        trace.constraints.divided.append(label.atom.ravel())
     return _affine(trace, value, weight, bias, [1])
 
 

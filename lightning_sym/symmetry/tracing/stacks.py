@@ -408,7 +408,7 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
     ]
     for equations in (constraints.magnitude_equations, constraints.sign_equations):
         equations[:] = [(part.T, c) for variables, c in equations for part in factors.columns(variables.T)]
-    for name in ("restricted", "held", "normed", "centred", "gained"):
+    for name in ("restricted", "held", "normed", "centred", "gained", "divided"):
         setattr(constraints, name, [units.each(ids) for ids in getattr(constraints, name)])
     for name in ("fixed_magnitudes", "fixed_signs"):
         setattr(constraints, name, [factors.each(ids) for ids in getattr(constraints, name)])
