@@ -1,4 +1,4 @@
-"""Tensors as the group acts on them: 1 + w where a network reads that, and the layers that are cut from one parameter.
+"""Coordinates for the group action: 1 + w if a network reads 1 + w, and the layers inside a flat parameter.
 
 See docs/theory/intertwiners.md, 2.2.
 """
@@ -18,9 +18,9 @@ class Piece(NamedTuple):
     """A part of a parameter that a network reads as a tensor.
 
     Attributes:
-        name: What it is called: ``flat[40:48]``.
+        name: Its name: ``flat[40:48]``.
         start: Its first element, in row-major order.
-        shape: The shape in which it is read.
+        shape: The shape that the network reads.
     """
 
     name: str
@@ -29,17 +29,17 @@ class Piece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The element behind its last one."""
+        """The position after its last element."""
         return self.start + math.prod(self.shape)
 
 
 class Charts(NamedTuple):
-    """How the group sees a network's tensors.
+    """Coordinates of a network's tensors for the action of the group.
 
     Attributes:
-        added: By tensor, the number that the network adds to it wherever it reads it; or one for each element of a
+        added: For each tensor, the number that the network adds on every read; or one number for each element of a
             vector.
-        pieces: By parameter that is read piece by piece, all its pieces. The group acts on each.
+        pieces: For each parameter that is read piece by piece, all its pieces. The group acts on each piece.
     """
 
     added: Mapping[str, float | tuple[float, ...]] = {}
@@ -47,13 +47,13 @@ class Charts(NamedTuple):
 
     @property
     def owners(self) -> dict[str, str]:
-        """By the name of each piece, that of the parameter."""
+        """A mapping from the name of each piece to the name of its parameter."""
         return {piece.name: name for name, pieces in self.pieces.items() for piece in pieces}
 
     def parts_of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pieces of a tensor of a parameter's shape, with their names, as views if it is contiguous.
+        """Yield the pieces of a tensor with a parameter's shape, with their names, as views if it is contiguous.
 
-        Only itself, if the parameter is read as it is.
+        A parameter that is not read in pieces yields the tensor itself.
         """
         if name not in self.pieces:
             yield name, tensor
@@ -63,7 +63,7 @@ class Charts(NamedTuple):
             yield piece.name, line[piece.start : piece.stop].view(piece.shape)
 
     def names_of(self, name: str) -> Sequence[str]:
-        """Return what a tensor is called as the group acts on it: the names of its pieces."""
+        """Return the names of a tensor's pieces; its own name if it is not read in pieces."""
         return [piece.name for piece in self.pieces[name]] if name in self.pieces else [name]
 
 
@@ -83,15 +83,15 @@ class _Charted(ConvertedTensors):
 
 
 def charted(tensors: Mapping[str, Tensor], charts: Charts) -> Mapping[str, Tensor]:
-    """Return a network's tensors as the group acts on them.
+    """Convert a network's tensors to the coordinates of the group.
 
     Args:
-        tensors: As the network holds them, by name. Not changed.
-        charts: What is added to which, and which are read in pieces.
+        tensors: The network's tensors by name. Not changed.
+        charts: The added numbers and the pieces.
 
     Returns:
-        The same, where the network reads all of them as they are; else a mapping that makes pieces, and sums in double
-        precision, when asked.
+        `tensors` itself if no chart applies; otherwise a mapping that computes pieces, and sums in double precision, on
+        access.
     """
     return _Charted(tensors, charts) if any(name in tensors for own in charts for name in own) else tensors
 
@@ -99,12 +99,15 @@ def charted(tensors: Mapping[str, Tensor], charts: Charts) -> Mapping[str, Tenso
 def uncharted(
     named: Iterable[tuple[str, Tensor]], charts: Charts, like: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as a network holds them, from what they are as the group acts on them.
+    """Convert tensors from the coordinates of the group back to those of the network.
 
     Args:
-        named: Names and tensors.
-        charts: What is added to which, and which are read in pieces.
-        like: The tensors as the network holds them before, for their dtypes, and pieces that are not given.
+        named: Names and tensors in the coordinates of the group.
+        charts: The added numbers and the pieces.
+        like: The network's current tensors, for the dtypes and for pieces that are not given.
+
+    Yields:
+        Names and tensors of the network.
     """
     owners = charts.owners
     made: dict[str, dict[str, Tensor]] = {}

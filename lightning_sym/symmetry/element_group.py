@@ -1,4 +1,4 @@
-"""Elements of a symmetry as a group: they are drawn, put together and undone, whatever network they act on."""
+"""Group operations on the elements of a symmetry: sampling, composition and inverse, without a network."""
 
 import math
 from dataclasses import replace
@@ -20,11 +20,11 @@ from lightning_sym.symmetry.turning import NO_TURN, random_turn, turns_after, tu
 
 
 class ElementGroup:
-    """A group, and how its elements are made.
+    """A symmetry group with the operations on its elements.
 
     Args:
         structure: The group.
-        fingerprint: Tells its elements from those of others.
+        fingerprint: Identifies the group; elements of other groups are rejected.
     """
 
     def __init__(self, structure: Structure, fingerprint: str) -> None:
@@ -32,21 +32,21 @@ class ElementGroup:
 
     @property
     def units(self) -> int:
-        """The number of units: what a permutation moves."""
+        """The number of units, and the length of a permutation."""
         return self.structure.units
 
     @property
     def scales(self) -> int:
-        """The number of free magnitudes, those inside dense cells included."""
+        """The number of independent scales, including those inside GL(d) blocks."""
         return int(self.structure.magnitudes.shape[1])
 
     @property
     def signs(self) -> int:
-        """The number of free signs, those inside dense cells included."""
+        """The number of independent signs, including those inside GL(d) blocks."""
         return int(self.structure.signs.shape[1])
 
     def identity(self) -> Element:
-        """Return the element that changes nothing."""
+        """Return the identity element."""
         return Element(
             self.fingerprint,
             torch.arange(self.units),
@@ -72,17 +72,17 @@ class ElementGroup:
         """Draw a random element.
 
         Args:
-            generator: Where randomness comes from.
-            scale: Standard deviation of the magnitudes' logarithms (natural), and of the shifts; also of the
-                logarithms of a dense matrix's singular values. 0 leaves all magnitudes alone.
-            permutations: Whether units change places; uniform over all permutations of each cell and of the blocks.
+            generator: Generator of the random numbers; by default the global one.
+            scale: Standard deviation of the natural logarithms of scales and of the singular values of GL(d) matrices,
+                and of the translations. 0 leaves all magnitudes unchanged.
+            permutations: Whether units are permuted, uniformly over all permutations of each cell and of the blocks.
             signs: Whether signs are drawn.
-            mixing: Whether dense cells and streams get random matrices (orthogonal ones are uniform), layer norms
-                tilts, and planes phases (uniform).
-            shifts: Whether shifts are drawn.
+            mixing: Whether GL(d) blocks and streams get random matrices (uniform if orthogonal), layer norms
+                rank-one maps, and rotary pairs phases (uniform).
+            shifts: Whether translations are drawn.
 
         Raises:
-            TypeError: If `generator` is something else.
+            TypeError: If `generator` is neither a generator nor None.
             ValueError: If `scale` is negative or not finite.
         """
         if not (generator is None or isinstance(generator, torch.Generator)):
@@ -103,7 +103,7 @@ class ElementGroup:
         shifts: bool = True,
         most: int | None = None,
     ) -> Element:
-        """Draw an element with a given permutation, whose orthogonal matrices each change so many units at most."""
+        """Draw an element with a given permutation; each orthogonal matrix changes at most `most` units."""
         structure = self.structure
         log_scale = torch.randn(self.scales, dtype=torch.float64, generator=generator) * scale
         sign = torch.ones(self.signs, dtype=torch.float64)
@@ -117,7 +117,7 @@ class ElementGroup:
                 left, right = (random_orthogonal(size, generator) for _ in range(2))
                 matrix = (left * (scale * torch.randn(size, dtype=torch.float64, generator=generator)).exp()) @ right
             dense.append(matrix)
-        # Inside dense cells, the matrices do it all.
+        # Inside GL(d) blocks, the matrices include scales and signs.
         for table, numbers, neutral in ((structure.scale_table, log_scale, 0.0), (structure.sign_table, sign, 1.0)):
             for units, own in zip(structure.orbits, table, strict=True):
                 if structure.cell_of[units[0]] >= 0:
@@ -133,7 +133,7 @@ class ElementGroup:
         return Element(self.fingerprint, order, log_scale, sign, tuple(dense), shift, turns, tilts, phase)
 
     def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Ints:
-        """Draw a permutation of all units, uniform; or one that moves all units that can move: a cycle of each cell."""
+        """Draw a uniform permutation; with `cycles`, one that moves all movable units, in a cycle for each cell."""
         structure = self.structure
         permutation = np.arange(self.units)
         for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
@@ -164,7 +164,7 @@ class ElementGroup:
                 )
 
     def _pulled(self, numbers: Tensor, kind: Literal["scales", "signs"], permutation: Ints) -> Tensor:
-        """Rename generators of the permuted network to those of the network before: what unit p[j] has, j had."""
+        """Reindex generators of the permuted network by those of the original one: unit p[j] gets the number of j."""
         result, structure = numbers.clone(), self.structure
         for orbit, table in enumerate(structure.scale_table if kind == "scales" else structure.sign_table):
             if table.shape[1]:
@@ -173,10 +173,10 @@ class ElementGroup:
         return result
 
     def compose(self, second: Element, first: Element) -> Element:
-        """Return the element that acts as `first` and then `second`.
+        """Return the composition that applies `first`, then `second`.
 
         Raises:
-            ValueError: If one belongs to another network's symmetry.
+            ValueError: If an element belongs to another network's symmetry.
         """
         self._own(second, first)
         permutation = first.permutation.numpy()
@@ -200,20 +200,20 @@ class ElementGroup:
         )
 
     def _cells_after(self, permutation: Ints) -> list[int]:
-        """Return for each dense cell the one in whose place it stands after a permutation."""
+        """Return for each GL(d) block its index after a permutation."""
         first = np.array([cell[0] for cell in self.structure.dense], np.int64)
         after: list[int] = self.structure.cell_of[np.argsort(permutation)[first]].tolist()
         return after
 
     def inverse(self, element: Element) -> Element:
-        """Return the element that undoes another one."""
+        """Return the inverse of an element."""
         self._own(element)
         # (g n)^-1 = g^-1 (g n^-1 g^-1)
         inverse = self._inverse_without_shifts(element)
         return replace(inverse, shift=self._carried(-element.shift, element, inverse))
 
     def _carried(self, shift: Tensor, by: Element, back: Element) -> Tensor:
-        """Return the shift g n g^-1 for the linear part g of an element, given its inverse."""
+        """Return the translation g n g^-1 for the linear part g of an element, given its inverse."""
         if not bool(shift.any()):
             return shift
         action, inverse = Action(self.structure, by), Action(self.structure, back)

@@ -1,4 +1,4 @@
-"""Group elements: permutations with scales, or invertible matrices, and the groups of these that activations have."""
+"""Group elements (permutations with scales, or invertible matrices), and the intertwiner groups of activations."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ REJECT = 1e-2  # one with a larger residual fails; in between it is doubtful and
 
 @dataclass(frozen=True, eq=False)
 class GroupElement:
-    r"""One element ``A = P D``: scales (with signs) first, permutes second; or a dense invertible matrix.
+    r"""A group element ``A = P D``, which scales (with signs) and then permutes; or a dense invertible matrix.
 
-    :math:`(A x)_i = d_{p[i]} x_{p[i]}`: the new place ``i`` receives the old unit ``p[i]``, times that old
-    unit's scale. Elements are compared by their :meth:`matrix`; ``==`` is identity of objects.
+    :math:`(A x)_i = d_{p[i]} x_{p[i]}`: the new position ``i`` receives the old unit ``p[i]`` times the scale of that
+    unit. Compare elements by their :meth:`matrix`; ``==`` compares the identity of objects.
 
     Args:
         permutation: The index vector ``p``. Shape ``[H]``, int64, each of ``0 .. H - 1`` once.
@@ -31,11 +31,11 @@ class GroupElement:
 
     Raises:
         TypeError: If a dtype is wrong.
-        ValueError: If shapes or devices differ, ``permutation`` is not one, or a value is zero or not finite.
+        ValueError: If shapes or devices differ, ``permutation`` is not a permutation, or a value is zero or not finite.
 
     References:
         Godfrey et al. (2022), "On the Symmetries of Deep Learning Models and their Internal Representations",
-        arXiv:2205.14258, section 3. The order of scaling and permuting is ours.
+        arXiv:2205.14258, section 3. The order of scaling and permuting is our convention.
 
     Example:
         >>> a = GroupElement(torch.tensor([1, 0]), torch.tensor([3.0, 2.0]))
@@ -80,7 +80,7 @@ class GroupElement:
 
     @classmethod
     def _of(cls, permutation: Tensor, scale: Tensor, dense: Tensor | None = None) -> Self:
-        """Return an element made from parts that are right by construction, without the checks."""
+        """Return an element from parts that are valid by construction, without checks."""
         element = object.__new__(cls)
         for name, value in (("permutation", permutation), ("scale", scale), ("dense", dense)):
             object.__setattr__(element, name, value)
@@ -88,7 +88,7 @@ class GroupElement:
 
     @classmethod
     def _of_dense(cls, matrix: Tensor) -> Self:
-        """Return the element of an invertible matrix, without the checks."""
+        """Return the element of an invertible matrix, without checks."""
         unit = cls.identity(len(matrix), dtype=matrix.dtype, device=matrix.device)
         return cls._of(unit.permutation, unit.scale, matrix)
 
@@ -101,7 +101,7 @@ class GroupElement:
         Args:
             size: The number of units ``H``, >= 1.
             dtype: Dtype of the scales; floating.
-            device: Where it lives; by default the CPU.
+            device: Device of the element; by default the CPU.
 
         Raises:
             ValueError: If ``size`` < 1.
@@ -112,12 +112,12 @@ class GroupElement:
 
     @classmethod
     def from_matrix(cls, matrix: Tensor, *, tolerance: float | None = None) -> Self:
-        """Return the element with this matrix: as ``P D`` where it has that form, otherwise dense.
+        """Return the element with this matrix: ``P D`` if the matrix has that form, otherwise dense.
 
         Args:
             matrix: Invertible. Shape ``[H, H]``, floating.
-            tolerance: Up to which entries count as zero, relative to the largest of their row, and singular
-                values relative to the largest. Unitless, >= 0; by default 1000 units of rounding of the dtype.
+            tolerance: Largest magnitude that counts as zero: of entries relative to the largest of their row, and of
+                singular values relative to the largest. Unitless, >= 0; by default 1000 units of rounding of the dtype.
 
         Raises:
             TypeError: If the dtype is not floating.
@@ -138,7 +138,7 @@ class GroupElement:
         return len(self.permutation)
 
     def compose(self, other: "GroupElement") -> "GroupElement":
-        """Return ``self`` after ``other``, the element of the matrix product; also written ``self @ other``.
+        """Return the product ``self @ other``, which applies ``other`` first.
 
         Args:
             other: Element of the same size, dtype and device.
@@ -151,7 +151,7 @@ class GroupElement:
             if mine != its:
                 raise ValueError(f"Elements of one {what} can be composed, got {mine} and {its}.")
         if self.dense is not None or other.dense is not None:
-            # apply, so that P D times a dense matrix stays O(H^2)
+            # apply() multiplies P D with a dense matrix in O(H^2)
             return GroupElement._of_dense(self.apply(other.matrix(), dim=0))
         # (A B x)_i = d[p[i]] (B x)_{p[i]} = d[p[i]] e[q[p[i]]] x_{q[p[i]]}: permutation q[p], and the old unit
         # j = q[k] is scaled by e[j], then by d[k].
@@ -162,7 +162,7 @@ class GroupElement:
         return self.compose(other) if isinstance(other, GroupElement) else NotImplemented
 
     def inverse(self) -> "GroupElement":
-        """Return the element that undoes this one. For ``P D``: permutation ``argsort(p)``, scales ``1 / d[p]``."""
+        """Return the inverse. For ``P D``: permutation ``argsort(p)``, scales ``1 / d[p]``."""
         if self.dense is not None:
             return GroupElement._of(self.permutation, self.scale, torch.linalg.inv(self.dense))
         return GroupElement._of(self.permutation.argsort(), 1 / self.scale[self.permutation])
@@ -182,11 +182,11 @@ class GroupElement:
             dim: The axis of the units; for features of a convolution 1.
 
         Returns:
-            A new tensor with the shape and dtype of ``x``: the element is cast to it.
+            A new tensor with the shape and dtype of ``x``; the element is cast to this dtype.
 
         Raises:
             TypeError: If ``x`` is not floating.
-            ValueError: If ``x`` has no such axis, or another size along it.
+            ValueError: If ``x`` has no such axis, or the axis has another size.
         """
         if not (x.dtype.is_floating_point or x.dtype.is_complex):
             raise TypeError(f"A group element acts on floating tensors, got {x.dtype}.")
@@ -216,36 +216,36 @@ class IntertwinerGroup:
 
     :math:`G_\sigma = \{A \in GL_n : \sigma(A x) = B \sigma(x) \text{ for all } x\}` and
     :math:`\varphi(A) = B`. For a non-linear activation every element is ``P D``, a permutation after a diagonal
-    matrix, so the group is given by two answers for one unit: is ``sigma(t x)`` a multiple of ``sigma(x)`` for
-    all ``t > 0``, and for ``t = -1``? Permutations always belong to it.
+    matrix. Two answers for one unit therefore determine the group: is ``sigma(t x)`` a multiple of ``sigma(x)`` for
+    all ``t > 0``, and for ``t = -1``? The group always contains the permutations.
 
-    Two are equal (``==``, and they hash alike) if they are the same group with the same :math:`\varphi`: the
-    name, and how it was found out, do not count.
+    Two objects are equal (``==``, with equal hashes) if they are the same group with the same :math:`\varphi`; the
+    name and the fields of a measurement are ignored.
 
     Args:
         name: Name of the activation.
         positive_scales: Whether ``sigma(t x) = t**exponent sigma(x)`` for all ``t > 0``.
         signs: Whether ``sigma(-x) = sigma(x)`` (``even``), or ``offset - sigma(x)``.
-        dense: The activation is linear: all invertible matrices.
-        permutations: Whether units change places. They do through every activation; at a place in a network they may
-            be held where they are.
-        exponent: Exponent of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which forgets
+        dense: Whether the activation is linear; the group then holds all invertible matrices.
+        permutations: Whether units can be permuted. They can for every activation; a layer of a network may fix
             them.
-        even: :math:`\varphi` forgets the signs.
-        offset: What an affine intertwiner adds for each flipped unit, ``sigma(-x) = offset - sigma(x)``; see
-            :meth:`shift`. 0 for the linear ones. The next bias can absorb it; zero padding and max-pooling
-            in between cannot.
-        measured: It was measured from values, by :func:`measure`, rather than looked up.
-        residual: If measured: the largest relative residual of the identities that were accepted, < 1e-12.
-        margin: If measured: the smallest relative residual of those that were rejected; infinite if none was.
-        reach: If measured: the largest ``abs(x)`` looked at where all values were finite.
+        exponent: Exponent of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which is
+            invariant under them.
+        even: Whether the activation is even, so that :math:`\varphi` drops the signs.
+        offset: The constant that an affine intertwiner adds for each flipped unit: ``sigma(-x) = offset - sigma(x)``.
+            See :meth:`shift`. Linear intertwiners have offset 0. The next bias can absorb the constant, unless zero
+            padding or max-pooling is in between.
+        measured: Whether :func:`measure` determined the group from values; otherwise it was looked up.
+        residual: If measured: the largest relative residual of the accepted identities, < 1e-12.
+        margin: If measured: the smallest relative residual of the rejected identities; infinite without any.
+        reach: If measured: the largest ``abs(x)`` of the grid with finite values only.
 
     Raises:
         ValueError: If the settings contradict each other, for example an exponent without positive scales.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, Definition 3.1, Lemma 3.2 and Table 1. Positive and negative
-        scales apart, and offsets, are ours.
+        Godfrey et al. (2022), arXiv:2205.14258, Definition 3.1, Lemma 3.2 and Table 1. The separation of
+        positive and negative scales and the offsets are our extensions.
 
     Example:
         >>> from lightning_sym.symmetry.groups import INTERTWINER_GROUPS, measure
@@ -285,19 +285,19 @@ class IntertwinerGroup:
 
     @property
     def doubtful(self) -> bool:
-        """Whether an identity was rejected with a residual below 1e-2, so that the group may be too small."""
+        """Whether an identity was rejected with a residual below 1e-2; the group may then be too small."""
         return self.margin < REJECT
 
     @property
     def confidence(self) -> str:
-        """A sentence that says how the group is known.
+        """A sentence on the source of the group and its accuracy.
 
         ``looked up``: a theorem. ``measured``: for each identity (``t = -1``; ``t = 2`` and ``t = 1/pi`` with
         one exponent) the residual is the largest ``abs(sigma(t x) - c sigma(x))`` relative to the larger of the
         two terms, over a fixed grid of ``x``; the sentence gives the worst of the accepted ones and the best of
-        the rejected ones. It is ``doubtful`` if a rejected one lies between 1e-12 and 1e-2: too large for
-        rounding, too small for an identity that plainly fails. Rejecting it is the safe side: every
-        element of the group is right, up to the accepted residual, but the group may be too small.
+        the rejected ones. The group is ``doubtful`` if a rejected residual is between 1e-12 and 1e-2: too large for
+        rounding, too small for an identity that clearly fails. Rejection is the safe choice: each element of the
+        group is right, up to the accepted residual, but the group may be too small.
         """
         if not self.measured:
             return "looked up"
@@ -319,12 +319,12 @@ class IntertwinerGroup:
     ) -> GroupElement:
         """Return a random element.
 
-        A uniform permutation, fair signs and log-normal magnitudes, as far as the group has them. A dense group
-        gives ``U diag(m) V`` with Haar-distributed orthogonal ``U``, ``V`` and such magnitudes ``m``.
+        The permutation is uniform, signs are fair and magnitudes are log-normal, as far as the group has them. A dense
+        group gives ``U diag(m) V`` with Haar-distributed orthogonal ``U``, ``V`` and log-normal magnitudes ``m``.
 
         Args:
             size: The number of units ``H``, >= 1.
-            generator: Generator for the random numbers; the element is made on its device.
+            generator: Generator of the random numbers; it determines the device of the element.
             scale: Standard deviation of the logarithm of the magnitudes, unitless, >= 0; 0 leaves them at 1.
             dtype: Dtype of the scales, floating.
 
@@ -351,12 +351,12 @@ class IntertwinerGroup:
 
         Args:
             element: The element, or a matrix of shape ``[H, H]``, floating.
-            tolerance: Relative: how far magnitudes may be from 1 where they must be 1, how large the entries
-                that must be 0 may be beside the largest of their row, and how small a singular value may be
-                beside the largest. Unitless, >= 0; by default 1000 units of rounding of the dtype.
+            tolerance: Largest deviation from 1 of magnitudes that must be 1, largest ratio of entries that must be 0 to
+                the largest entry of their row, and smallest ratio of the singular values of an invertible matrix to
+                their largest. Unitless, >= 0; by default 1000 units of rounding of the dtype.
 
         Raises:
-            TypeError: If it is neither, or its dtype is not floating.
+            TypeError: If ``element`` is neither, or its dtype is not floating.
             ValueError: If a matrix is not square.
         """
         if isinstance(element, GroupElement):
@@ -375,7 +375,7 @@ class IntertwinerGroup:
         return self.dense and _invertible(matrix, tolerance)
 
     def _admits(self, scale: Tensor, tolerance: float) -> bool:
-        """Return whether these are scales of the group."""
+        """Return whether the group admits these scales."""
         right = scale.isfinite() & (scale != 0)
         if not self.signs:
             right &= scale > 0
@@ -384,18 +384,18 @@ class IntertwinerGroup:
         return bool(right.all())
 
     def phi(self, element: GroupElement) -> GroupElement:
-        r"""Return :math:`\varphi(A)`, by which ``A`` comes out of the activation, but for :meth:`shift`.
+        r"""Return :math:`\varphi(A)`, the action of ``A`` after the activation, up to :meth:`shift`.
 
         That is, :math:`\sigma(A x) = \varphi(A) \sigma(x)` for all ``x``.
 
-        Found from the scales alone, with no matrices: equal to ``sigma(A) sigma(I)^{-1}`` where ``sigma(I)`` is
-        invertible, and right also where it is not (``sigma(0) = sigma(1)``).
+        The scales alone determine the result, without matrices. It equals ``sigma(A) sigma(I)^{-1}`` if ``sigma(I)``
+        is invertible, and is also right if it is not (``sigma(0) = sigma(1)``).
 
         Args:
-            element: Element of the group: phi is a homomorphism on the group only.
+            element: Element of the group; phi is a homomorphism on the group only.
 
         Returns:
-            An element of the same size, dtype and device; ``element`` itself where phi changes nothing.
+            An element of the same size, dtype and device; ``element`` itself if phi changes nothing.
 
         Raises:
             ValueError: If the element does not belong to the group.
@@ -423,8 +423,8 @@ class IntertwinerGroup:
             element: Element of the group.
 
         Returns:
-            Shape ``[H]``, indexed by the new place, dtype and device of the scales. All zero unless the group
-            was asked for with ``affine=True``.
+            Shape ``[H]``, indexed by the new position, dtype and device of the scales. All zero unless the group
+            was requested with ``affine=True``.
         """
         return self.offset * (element.scale[element.permutation] < 0).to(element.scale.dtype)
 
@@ -434,7 +434,7 @@ class IntertwinerGroup:
         return size**2 if self.dense else size if self.positive_scales else 0
 
     def _elements(self) -> str:
-        """Return what the elements are, in words."""
+        """Describe the elements in words."""
         if self.dense:
             return "all invertible matrices"
         if self.positive_scales:
@@ -443,7 +443,7 @@ class IntertwinerGroup:
 
 
 def _check_matrix(matrix: Tensor, *, finite: bool = True) -> None:
-    """Raise unless it is a square floating matrix, and finite where that is asked for."""
+    """Raise unless a matrix is square and floating and, with `finite`, has finite entries."""
     if not matrix.dtype.is_floating_point:
         raise TypeError(f"The matrix must be floating, got {matrix.dtype}.")
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
@@ -453,7 +453,7 @@ def _check_matrix(matrix: Tensor, *, finite: bool = True) -> None:
 
 
 def _tolerance(tolerance: float | None, dtype: torch.dtype) -> float:
-    """Return the tolerance, by default one that forgives the rounding of a few products."""
+    """Return the tolerance; the default allows for the rounding of a few products."""
     if tolerance is None:
         return 1000 * torch.finfo(dtype).eps
     if not tolerance >= 0:
@@ -462,7 +462,7 @@ def _tolerance(tolerance: float | None, dtype: torch.dtype) -> float:
 
 
 def _monomial(matrix: Tensor, tolerance: float) -> tuple[Tensor, Tensor] | None:
-    """Return the permutation and the scales of a matrix with one entry per row and column, None for others."""
+    """Return the permutation and the scales of a matrix with one entry per row and column, otherwise None."""
     if not bool(matrix.isfinite().all()):
         return None
     magnitudes = matrix.abs()

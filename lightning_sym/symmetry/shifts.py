@@ -1,4 +1,4 @@
-"""What may be added to the weights of a network whose group is known, and the layer norms that are tilted."""
+"""Find the translations of a network with a known group, and the rank-one maps of its layer norms."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,14 +20,15 @@ from lightning_sym.symmetry.translations import folded
 
 
 class Added(NamedTuple):
-    """A group with what may be added to weights, and with tilts.
+    """A group with its translations and rank-one maps.
 
     Attributes:
         structure: The group on parameters and buffers.
-        values: The same group on the values inside the network that have a name.
-        shown: What shifts do to these values.
-        notes: What limits shifts and tilts.
-        common_shift: Counts the shifts that a softmax behind the outputs does not see besides; None without shifts.
+        values: The same group on the named values inside the network.
+        shown: The effect of translations on these values.
+        notes: The limits of translations and rank-one maps.
+        common_shift: Function that counts the additional translations that a softmax after the outputs cancels; None
+            without translations.
     """
 
     structure: Structure
@@ -38,17 +39,17 @@ class Added(NamedTuple):
 
 
 def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool) -> Added:
-    """Find what may be added to weights, and the layer norms that are tilted.
+    """Find the translations of the weights and the rank-one maps of layer norms.
 
     Args:
         captures: The network in normal form, on one example or several.
         tensors: Its tensors.
-        labels: What its operations demand.
-        group: Its group without shifts.
-        wanted: Whether there are to be shifts.
+        labels: The constraints of its operations.
+        group: Its group without translations.
+        wanted: Whether to search for translations.
     """
     structure, values, *_ = group
-    # A bias that absorbs the constant of a flipped unit cannot absorb a change of the mean, too.
+    # A bias that absorbs the constant of a flipped unit cannot also absorb a change of the mean.
     flipped = [weight for _, weight, _, _ in structure.absorbed]
     states, kept = tensors.states, labels.kept
     found, shapes = Translations(), {name: _without_values(tensor) for name, tensor in states.items()}
@@ -62,7 +63,7 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
     structure, values = (replace(each, shifts=shifts) for each in (structure, values))
 
     def common_shift() -> int:
-        """Return how many more shifts a softmax behind the outputs does not see."""
+        """Return the number of additional translations that a softmax after the outputs cancels."""
         return find(shapes, outputs=True).dimension - found.dimension
 
     return Added(structure, values, found.shown, [*notes, *found.notes], common_shift if wanted else None)

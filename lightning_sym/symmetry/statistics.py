@@ -1,4 +1,4 @@
-"""What a group does to buffers: how many of its dimensions no parameters make up for."""
+"""The action of a group on buffers: the number of dimensions that no parameters compensate."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from lightning_sym.symmetry.tracing.numbering import Ints
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 _ROUNDING = 1e-9  # relative
-_SMALL = 600  # rows of a block whose column space is looked at
+_SMALL = 600  # the column space is computed for blocks of at most so many rows
 
 
 def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Return for each weight its rate of change under each scale. Shape (weights, scales)."""
+    """Return the rate of change of each weight under each scale. Shape (weights, scales)."""
     total = sparse.csr_matrix((weights.size, forms.shape[1]))
     for slot in slots:
         places = on_axes(np.arange(slot.size, dtype=np.float64), slot.shape, slot.axes, weights.ndim)
@@ -27,9 +27,9 @@ def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matri
 
 
 def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return in how many dimensions a group moves some buffers, at generic weights.
+    """Return the dimension of a group's action on buffers, at generic weights.
 
-    Matrices that act on them count with all of their dimensions: then the rank is an upper bound.
+    Matrices that act on the buffers count with all of their dimensions; the rank is then an upper bound.
 
     Args:
         structure: The group.
@@ -42,7 +42,7 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
         return 0
     slots = {name: structure.slots_of.get(name, ()) for name in names}
     blocks = [tangent_rows(slots[name], generic[name].numpy(), structure.magnitudes) for name in names]
-    outside = np.ones(structure.magnitudes.shape[1], bool)  # scales of units that a cell's matrix mixes are its own
+    outside = np.ones(structure.magnitudes.shape[1], bool)  # a cell's matrix includes the scales of its units
     for units, table in zip(structure.orbits, structure.scale_table, strict=True):
         outside[table.ravel()] &= structure.cell_of[units[0]] < 0
     moved = [sparse.vstack(blocks).tocsc()[:, outside]]
@@ -57,9 +57,9 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
 def free_positions(
     structure: Structure, shapes: Mapping[str, Sequence[int]], wanted: Collection[Ints] = ()
 ) -> NDArray[np.bool_]:
-    """Return the positions of parameters of which shifts move all entries, each by itself: nothing reads these.
+    """Return a mask of parameter positions: translations move each of their entries by itself, as nothing reads them.
 
-    Only where scales or matrices move nothing else, and where it is asked.
+    Only two kinds of positions are checked: those of scales or matrices that move no others, and `wanted`.
 
     Args:
         structure: The group.
@@ -92,7 +92,7 @@ def free_positions(
 
 
 def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the dimension of the scales and matrices that are shifts as well: of units that nothing reads.
+    """Return the dimension of the scales and matrices that are also translations, on units that nothing reads.
 
     Args:
         structure: The group.
@@ -111,7 +111,7 @@ def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> 
 
 
 def _mixing(structure: Structure, offsets: Collection[int]) -> int:
-    """Return the dimension of all matrices that act at some slots."""
+    """Return the total dimension of the matrices that act at given slots."""
     cells = {cell for at in offsets for own, _, _ in structure.dense_places.get(at, ()) for cell in own}
     rotations = {index for at in offsets for index, _, _ in structure.rotated_places.get(at, ())}
     tilts = {structure.tilted_places[at][0] for at in offsets if at in structure.tilted_places}
@@ -122,9 +122,9 @@ def _mixing(structure: Structure, offsets: Collection[int]) -> int:
 
 
 def _vanishing(matrix: sparse.csr_matrix) -> NDArray[np.bool_]:
-    """Return which columns some combination that is zero may hold, and perhaps more."""
+    """Return a mask that includes all columns of linear combinations equal to zero, and possibly more."""
     left, row = np.ones(matrix.shape[1], bool), np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
-    while True:  # the only column that is left in a row is in none
+    while True:  # the only remaining column of a row is in none
         held = left[matrix.indices]
         single = held & (np.bincount(row[held], minlength=matrix.shape[0])[row] == 1)
         if not single.any():
@@ -133,10 +133,10 @@ def _vanishing(matrix: sparse.csr_matrix) -> NDArray[np.bool_]:
 
 
 def _alone(moving: sparse.csc_matrix) -> NDArray[np.bool_]:
-    """Return which rows some combination of columns moves, and no other row; in large blocks, which is seen at once."""
+    """Return a mask of the rows that some combination of columns moves alone; large blocks get a partial check."""
     moving.eliminate_zeros()
     alone, column = np.zeros(moving.shape[0], bool), np.repeat(np.arange(moving.shape[1]), np.diff(moving.indptr))
-    while True:  # a column moves it, and besides only what others move alone
+    while True:  # a column moves this row, and otherwise only rows that are moved alone
         left = ~alone[moving.indices]
         single = left & (np.bincount(column[left], minlength=moving.shape[1])[column] == 1)
         if not single.any():
@@ -150,7 +150,7 @@ def _alone(moving: sparse.csc_matrix) -> NDArray[np.bool_]:
 
 
 def rank_of(matrix: sparse.csr_matrix) -> int:
-    """Return the rank of a matrix, the sum of those of its blocks."""
+    """Return the rank of a matrix, the sum of the ranks of its blocks."""
     matrix.eliminate_zeros()
     return sum(
         int(np.linalg.matrix_rank(block, tol=_ROUNDING * float(np.abs(block).max()))) for _, block in _blocks(matrix)
@@ -158,7 +158,7 @@ def rank_of(matrix: sparse.csr_matrix) -> int:
 
 
 def _blocks(matrix: sparse.csr_matrix, most: float = math.inf) -> Iterator[tuple[Ints, Floats]]:
-    """Yield rows that share columns, at most so many, and what stands there; no rows of zeros."""
+    """Yield the row indices and dense entries of each connected block of at most `most` rows; skip zero rows."""
     rows = matrix.shape[0]
     _, labels = sparse.csgraph.connected_components(sparse.block_array([[None, matrix], [matrix.T, None]]), False)
     order = np.argsort(labels[:rows], kind="stable")

@@ -1,4 +1,4 @@
-"""Says which weights are freer than the group: what meets zeros only or is not read, and kernels of linear layers."""
+"""Notes on weights that are freer than the group: unread or multiplied by zeros only, and kernels of linear layers."""
 
 from collections.abc import Mapping
 
@@ -20,26 +20,26 @@ def unread_units(
     constraints: Constraints,
     tensors: Mapping[str, Tensor],
 ) -> dict[str, Ints]:
-    """Say where a unit's scale is undone nowhere: all of its weights are free, and the group only scales them.
+    """Report units with a scale that nothing undoes: all of their weights are free, but the group only scales them.
 
-    What is divided by its own norm or deviation has such a scale, too, and loses nothing.
+    Units that are divided by their own norm or deviation also have such a scale, but are not reported.
 
     Args:
         structure: The group on parameters and buffers.
-        positions: Where units are seen.
-        orbits: Which of them may change places.
-        constraints: What operations demand.
-        tensors: Parameters and buffers by name; shapes count.
+        positions: The positions of units in tensors.
+        orbits: The units that may be permuted.
+        constraints: The constraints of operations.
+        tensors: Parameters and buffers by name; only their shapes are used.
 
     Returns:
-        Notes, and the positions of which each of them speaks.
+        Notes, each with its positions.
     """
     forms = structure.magnitudes.tocoo()
     slots = [slot for slot in structure.slots if slot.size]
     if not slots:
         return {}
     shares = [np.full(slot.size, tensors[slot.tensor].numel() // slot.size) for slot in slots]
-    several = np.concatenate(shares) > 1  # one number that is scaled is free
+    several = np.concatenate(shares) > 1  # a single number that is scaled is free already
     several |= np.diff(structure.magnitudes.indptr)[: len(several)] == 0
     notes = {
         note: np.flatnonzero(several & positions.marked(atoms)[positions.standing[: len(several)]])
@@ -52,7 +52,7 @@ def unread_units(
     everywhere = np.concatenate([slot.unit.ravel() for slot in slots])
     unit = everywhere[rows]
     value = np.array([(slot.kind, slot.epsilon) == VALUE for slot in slots])[of_slot]
-    # Behind their own norm units stay where they are, or are read without the scale.
+    # Units after their own norm are fixed or are read without the scale.
     normed = (positions.marked(*constraints.normed) | positions.fixed)[orbits.roots]
     stands = np.bincount(everywhere[everywhere >= 0], minlength=len(normed))
     count = forms.shape[1]
@@ -64,7 +64,7 @@ def unread_units(
     lone[lone] &= ~normed[most[lone]] & (stands[most[lone]] == np.bincount(generators, minlength=count)[lone])
     pairs = np.unique(np.stack([unit[unit >= 0], generators[unit >= 0]]), axis=1)
     lone[lone] &= np.bincount(pairs[0], minlength=len(normed))[most[lone]] == 1
-    for sign in (1, -1):  # of what stands in front of a unit and what reads it, the exponents differ in sign
+    for sign in (1, -1):  # incoming and outgoing weights have exponents of opposite sign
         lone &= (np.bincount(generators[forms.data * sign > 0], minlength=count) == 0) | (
             np.bincount(generators[forms.data * sign < 0], minlength=count) == 0
         )
@@ -80,14 +80,14 @@ def unread_units(
 
 
 def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Say which units that matrices mix are more than the numbers in front of or behind them.
+    """Report GL(d) blocks with more units than incoming or outgoing numbers.
 
-    Of k units behind m numbers and in front of n, the matrices leave (m - k) (k - n) directions out; where that is
-    negative, so many of the matrices change nothing.
+    With k units, m incoming and n outgoing numbers, the matrices miss (m - k) (k - n) directions. If the product is
+    negative, that many dimensions of the matrices change nothing.
 
     Args:
-        structure: The group on parameters and buffers, with its shifts: biases that these move are no numbers in front.
-        tensors: Parameters and buffers by name; shapes count.
+        structure: The group on parameters and buffers. Biases that its translations move are no incoming numbers.
+        tensors: Parameters and buffers by name; only their shapes are used.
     """
     if not structure.dense:
         return []
@@ -104,7 +104,7 @@ def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[s
     notes: dict[str, None] = {}
     for cell, seen in zip(structure.dense, met, strict=True):
         if min(sum(count for _, at, count in seen if at == side and count > 1) for side in (0, 1)) >= len(cell):
-            continue  # of any network but a small one, as of the others biases have to be asked for
+            continue  # true in all but small networks; only the others need a look at the biases
         seen = [(slot, at, n) for slot, at, n in seen if n > 1 or slot.tensor not in structure.shifts.names]
         least, most = sorted(sum(count for _, at, count in seen if at == side) for side in (0, 1))
         if 0 < least < len(cell) != most:

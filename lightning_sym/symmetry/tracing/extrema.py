@@ -1,4 +1,4 @@
-"""One spelling for extrema: `amax` and `amin` over axes, `maximum` and `minimum` of two values, `logsumexp`."""
+"""Normal form of extrema: `amax` and `amin` over axes, `maximum` and `minimum` of two values, `logsumexp`."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _OF_TWO = {"max": aten.maximum.default, "min": aten.minimum.default}
 
 
 def chosen_value(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the values of `max`, `min` and `aminmax` along an axis, and those of `topk` of one."""
+    """Rewrite the values of `max`, `min` and `aminmax` along an axis, and of `topk` with `k=1`."""
     both, item = node.args
     name = r.name(both)
     assert isinstance(both, fx.Node)
@@ -55,7 +55,7 @@ def whole_or_two(name: str) -> Rewrite:
 
 
 def of_parts(name: str) -> Rewrite:
-    """Return a rewrite of the largest or smallest of several parts of one value: that along an axis."""
+    """Return a rewrite of the extremum of several parts of one value as an extremum along an axis."""
     names = {name, "f" + name[:3]}
 
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -85,7 +85,7 @@ def of_parts(name: str) -> Rewrite:
 
 
 def of_stack(name: str) -> Rewrite:
-    """Return a rewrite of the largest or smallest of parts of one value that were put together for it."""
+    """Return a rewrite of the extremum over a stack of parts of one value."""
 
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
         stack = node.args[0]
@@ -108,7 +108,7 @@ def of_stack(name: str) -> Rewrite:
 
 
 def larger(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the choice of the larger or smaller one of two values."""
+    """Rewrite the choice of the larger or smaller of two values."""
     condition, *values = node.args[:3]
     name = r.name(condition)
     if name not in ("gt", "ge", "lt", "le") or len(values) < 2 or not all(isinstance(own, fx.Node) for own in values):
@@ -121,12 +121,12 @@ def larger(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def pooled(r: Rewriter, node: fx.Node, pool: fx.Node | None = None) -> fx.Node | None:
-    """Rewrite the largest elements of all of an image, or of places of the last axis side by side.
+    """Rewrite max-pooling over a whole image, or over adjacent windows of the last axis.
 
     Args:
         r: The rewriter.
-        node: What holds them.
-        pool: The operation that makes them, where it makes their places, too.
+        node: The node of the largest elements.
+        pool: The pooling operation, if it is another node because it also returns indices.
     """
     pool = pool or node
     name, value = r.name(pool), pool.args[0]
@@ -145,7 +145,7 @@ def pooled(r: Rewriter, node: fx.Node, pool: fx.Node | None = None) -> fx.Node |
             return None
     if whole:
         return reshaped(r, r.insert(aten.amax.default, value, list(range(-count, 0))), r.shape(node))
-    if count > 1:  # places of images stay axes, as for convolutions
+    if count > 1:  # the positions of an image stay axes, as for convolutions
         return None
     parts = reshaped(r, value, [*r.shape(value)[:-1], after[0], sizes[0]])  # type: ignore[arg-type]
     return r.insert(aten.amax.default, parts, [-1])

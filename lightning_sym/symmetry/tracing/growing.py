@@ -1,6 +1,6 @@
-"""Which axes of a graph's values are longer for a longer input.
+"""Find the axes of a graph's values that grow with the input.
 
-A size alone does not say: sixteen patches of an image of 16 by 16 pixels are as many as it has rows.
+The size alone is ambiguous: an image of 16 by 16 pixels with sixteen patches has as many patches as rows.
 """
 
 from collections.abc import Collection
@@ -20,13 +20,13 @@ _NONE: Axes = frozenset()
 
 
 def growing_axes(graph: fx.Graph, inputs: dict[fx.Node, Axes]) -> dict[fx.Node, list[Axes]]:
-    """Return the growing axes of each value: a list, with one set for each of an operation's results.
+    """Find the growing axes of each value: a list with one set for each of an operation's results.
 
-    An operation other than a reshape is run without numbers on arguments that are twice as long.
+    Operations other than reshapes are run on meta tensors with growing axes of twice the size.
 
     Args:
         graph: The graph.
-        inputs: The axes of inputs, and of constants that are made at an input's size, which are longer.
+        inputs: The growing axes of inputs, and of constants that are made at an input's size.
     """
     found: dict[fx.Node, list[Axes]] = {}
     sizes: set[int] = set()
@@ -64,7 +64,7 @@ def _results(node: fx.Node, found: dict[fx.Node, list[Axes]], sizes: Collection[
         return [_NONE] * len(shapes)
     try:
         made = _longer(node, found)
-    except Exception:  # it knows the size
+    except Exception:  # the operation is specific to a size
         return [_beside(node, shape, found) for shape in shapes]
     return [
         frozenset(axis for axis, (size, new) in enumerate(zip(shape, after, strict=True)) if size != new)
@@ -73,7 +73,7 @@ def _results(node: fx.Node, found: dict[fx.Node, list[Axes]], sizes: Collection[
 
 
 def _longer(node: fx.Node, found: dict[fx.Node, list[Axes]]) -> list[Shape]:
-    """Return the shapes of what an operation makes of longer arguments."""
+    """Return the shapes of an operation's results for longer arguments."""
 
     def given(own: fx.Node) -> Any:
         val = own.meta["val"]
@@ -89,7 +89,7 @@ def _longer(node: fx.Node, found: dict[fx.Node, list[Axes]]) -> list[Shape]:
 
 
 def _beside(node: fx.Node, shape: Shape, found: dict[fx.Node, list[Axes]]) -> Axes:
-    """Return the axes along which an argument of the same size, counted from the last, grows."""
+    """Return the axes along which an argument of the same size grows; axes are aligned as in broadcasting."""
     axes: set[int] = set()
     for own in node.all_input_nodes:
         for sizes, growing in zip(_shapes(own), found.get(own, ()), strict=False):
@@ -99,7 +99,7 @@ def _beside(node: fx.Node, shape: Shape, found: dict[fx.Node, list[Axes]]) -> Ax
 
 
 def _reshaped(groups: Any, own: Axes, after: Shape, sizes: Collection[int]) -> Axes:
-    """Return the growing axes behind a reshape: of several that one becomes, those with the size of one before."""
+    """Return the growing axes after a reshape: of several new axes, those with the size of an earlier growing axis."""
     axes: set[int] = set()
     for old, new in groups:
         if not own.isdisjoint(old):
@@ -109,5 +109,5 @@ def _reshaped(groups: Any, own: Axes, after: Shape, sizes: Collection[int]) -> A
 
 
 def of_sizes(shape: Shape, sizes: Collection[int]) -> Axes:
-    """Return the axes that have one of some sizes."""
+    """Return the axes with one of the given sizes."""
     return frozenset(axis for axis, size in enumerate(shape) if size in sizes)

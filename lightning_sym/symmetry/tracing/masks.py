@@ -1,4 +1,4 @@
-"""One spelling for masks: a constant that is added in front of a softmax."""
+"""Normal form of masks: a constant that is added before a softmax."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
-_LOW = -1e3  # the softmax of what is so much lower than all else is zero
-_LOWEST = -1e30  # to which nothing can be added
-_FAR = 6  # operations between a mask and its softmax at most
+_LOW = -1e3  # the softmax is zero at entries that are lower than all others by this much
+_LOWEST = -1e30  # other terms are lost in rounding when added to this
+_FAR = 6  # maximal number of operations between a mask and its softmax
 
 
 def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a mask before a softmax: it adds a number so low that nothing is left, or nothing."""
+    """Rewrite a mask before a softmax as a sum with a constant: zero, or a number so low that the softmax vanishes."""
     if len(node.args) < 3:
         return None
     if (same := _hidden_already(r, node)) is not None:
@@ -56,9 +56,9 @@ def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
-    """Whether nothing but a softmax reads a value, to which others may be added before.
+    """Whether only a softmax reads a value, possibly after sums and further masks.
 
-    Its logarithm shows low numbers, but nothing that was added to the lowest ones.
+    A log-softmax shows low numbers, but no terms that were added to the lowest ones.
     """
     for _ in range(_FAR):
         if len(node.users) != 1:
@@ -75,10 +75,10 @@ def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
 
 
 def _hidden_already(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite zeros that are written where a softmax in front of which the same mask stands is zero anyway."""
+    """Remove a mask after a softmax that the same mask before the softmax makes redundant."""
     given: Any = node.args
     value, mask, number = given[:3] if r.name(node) == "masked_fill" else (given[1], given[0], given[2])
-    shown = r.name(node) == "where"  # there, and nowhere else
+    shown = r.name(node) == "where"  # the value is kept at true entries of the mask
     if r.name(value) not in operations(Trait.SOFTMAX) or "log" in r.name(value) or r.number(number) != 0:
         return None
     if not isinstance(mask, fx.Node) or r.shape(value) != r.shape(node) or r.name(value.args[0]) != "add":
@@ -98,7 +98,7 @@ def _hidden_already(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
-    """Return the mask of which another one is the opposite, or itself, and whether it is the opposite."""
+    """Strip the negations of a mask; return the mask and whether it was negated."""
     turned = False
     while r.name(mask) in ("logical_not", "bitwise_not"):
         mask, turned = mask.args[0], not turned
@@ -106,13 +106,13 @@ def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
 
 
 def of_softmax(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite numbers that are put in the place of what a softmax makes of rows that are masked altogether."""
+    """Remove the numbers that replace the softmax of fully masked rows."""
     value = node.args[0]
     return value if r.name(value) in operations(Trait.SOFTMAX) and "log" not in r.name(value) else None  # type: ignore[return-value]
 
 
 def masked_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a product with a mask of zeros and ones to which low numbers are added where it is zero."""
+    """Rewrite a product with a binary mask, plus low numbers at the zeros of the mask, as a sum with these numbers."""
     for product, added in (node.args[:2], node.args[1::-1]):
         low = r.constant(added) if isinstance(added, fx.Node) else None
         if low is None or r.name(product) != "mul" or not r.only_for(product, node) or not bool((low <= _LOW).any()):

@@ -1,4 +1,4 @@
-"""What is asked of the nodes of a captured graph: shapes, arguments, memory that is written into."""
+"""Queries on the nodes of a captured graph: shapes, arguments, memory with in-place writes."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of an operation, wherever it was given."""
+    """Return an argument of an operation that was passed by position or by keyword."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def moved(node: fx.Node, tensor: Tensor) -> Any:
-    """Run an operation that only moves elements on another tensor; None if it needs tensors besides."""
+    """Apply an operation that only moves elements to another tensor; None if it needs further tensors."""
     if any(isinstance(other, fx.Node) for other in pytree.tree_leaves((node.args[1:], node.kwargs))):
         return None
     if name_of(node) in ("view", "_unsafe_view"):
@@ -32,7 +32,7 @@ def moved(node: fx.Node, tensor: Tensor) -> Any:
 
 
 def shared_memory(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes in whose memory something is written that one of their other readers may see."""
+    """Return the nodes with memory that is written in place and may be read afterwards through other nodes."""
     nodes = {node: place for place, node in enumerate(graph.nodes)}
     by_memory: dict[int, list[fx.Node]] = {}
     written: set[int] = set()
@@ -50,14 +50,14 @@ def shared_memory(graph: fx.Graph) -> set[fx.Node]:
 
 
 def memories_of(node: fx.Node) -> set[int]:
-    """Return which memory the tensors lie in that a node makes."""
+    """Return the identifiers of the memory of a node's tensors."""
     values = pytree.tree_leaves(node.meta.get("val"))
     dense = (value for value in values if isinstance(value, Tensor) and value.layout == torch.strided)
     return {int(value.untyped_storage()._cdata) for value in dense}
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors into which an operation writes."""
+    """Return the tensors that an operation writes in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function" or not schema.is_mutable:
         return []
@@ -70,12 +70,12 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def replaces(node: fx.Node) -> bool:
-    """Return whether an operation puts values in the place of its first argument's, without reading these."""
+    """Return whether an operation overwrites values of its first argument without reading them."""
     return name_of(node) in operations(Trait.REPLACE) and True not in (*node.args[3:4], node.kwargs.get("accumulate"))
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Return which element of its memory each element of a tensor is."""
+    """Return the position in memory of each element of a tensor."""
     numbers = torch.full((), tensor.storage_offset())
     for size, step in zip(tensor.shape, tensor.stride(), strict=True):
         numbers = numbers[..., None] + torch.arange(size) * step
@@ -83,7 +83,7 @@ def numbers_of(tensor: Tensor) -> Tensor:
 
 
 def ancestors(node: fx.Node) -> dict[fx.Node, None]:
-    """Return all that a node is made of, itself first."""
+    """Return a node, first, and all nodes that it depends on."""
     found, left = {node: None}, [node]
     while left:
         new = [given for given in left.pop().all_input_nodes if given not in found]
@@ -93,7 +93,7 @@ def ancestors(node: fx.Node) -> dict[fx.Node, None]:
 
 
 def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """Return what stands between two nodes."""
+    """Return the nodes of a graph between two nodes."""
     found = []
     while (first := first.next) is not last:
         found.append(first)
@@ -101,11 +101,11 @@ def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
 
 
 def axes_of(axes: Any, rank: int) -> set[int]:
-    """Return the axes over which a sum goes: the given ones, or all."""
+    """Return the axes of a reduction: the given ones, or all."""
     axes = range(rank) if axes is None else [axes] if isinstance(axes, int) else axes
     return {axis % rank for axis in axes} or set(range(rank))
 
 
 def reduced(node: fx.Node, rank: int) -> set[int]:
-    """Return the axes over which a mean or sum goes."""
+    """Return the axes of a mean or sum."""
     return axes_of(argument(node, 1, "dim"), rank)

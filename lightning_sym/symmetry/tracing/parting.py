@@ -1,4 +1,4 @@
-"""Takes parts of values before what acts element by element, so that nothing is asked of what is cut off."""
+"""Move slices before elementwise operations, which then put no constraints on the parts that are cut off."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def _as_part(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite one of the parts into which a value is cut, of which some are not read, as a slice or one place."""
+    """Rewrite a part of a split value as a slice or a selection, if some of the parts are not read."""
     if r.name(node) == "narrow":
         axis, first, size = (argument(node, place + 1, name) for place, name in enumerate(("dim", "start", "length")))
         return r.insert(aten.slice.Tensor, node.args[0], axis, first, first + size)
@@ -33,15 +33,15 @@ def _as_part(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a part of what acts element by element: it acts on that part, and nothing is asked of the rest.
+    """Move a slice before an elementwise operation, which then puts no constraints on the rest of the value.
 
-    Weights stay whole: a slice of one says that a longer input may read more of it.
+    Weights stay whole: a slice of a weight shows that a longer input may read more of it.
     """
     value: Any = node.args[0]
     axis: Any = node.args[1] if len(node.args) > 1 else 0
     if r.name(value) not in _ELEMENTWISE or r.is_marked(value) or node.kwargs or value.kwargs.keys() - {"alpha"}:
         return None
-    if isinstance(axis, (list, tuple)):  # of an index
+    if isinstance(axis, (list, tuple)):  # the argument of `index`
         if any(place is not None for place in axis[:-1]) or r.made_of(axis[-1]) != "constants":
             return None
         axis = len(axis) - 1
@@ -68,7 +68,7 @@ def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _covered(r: Rewriter, value: fx.Node, axis: int) -> bool:
-    """Whether the parts of a value along an axis that are read hold all of it."""
+    """Whether the readers of a value together read all of it along an axis."""
     rank, size = len(r.shape(value)), r.shape(value)[axis]
     numbers = torch.arange(size).reshape([-1 if at == axis else 1 for at in range(rank)])
     read: set[int] = set()
@@ -81,7 +81,7 @@ def _covered(r: Rewriter, value: fx.Node, axis: int) -> bool:
 
 
 _ELEMENTWISE = operations(Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT) | {"neg"}
-# What is done last: before, norms and the like are recognised by what they do to all of a value.
+# These rewrites run last: norms and similar operations are recognised before by their effect on a whole value.
 EARLIER: dict[str, Rewrite] = {
     **dict.fromkeys(("slice", "select", "index", "index_select"), _part_first),
     **dict.fromkeys(("narrow", "getitem"), _as_part),

@@ -1,4 +1,4 @@
-"""Parameters that hold the weights of several layers one behind the other: each part is a tensor of its own."""
+"""Cut parameters that hold the weights of several layers into one tensor for each layer."""
 
 import itertools
 import operator
@@ -14,11 +14,11 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
 def cut_parameters(capture: Capture, whole: set[str]) -> None:
-    """Let each part of a vector that is read as a tensor of several axes stand for itself.
+    """Cut a vector into pieces if a network reads a part of it as a weight with several axes.
 
     Args:
-        capture: The network, whose graph is changed.
-        whole: The names of parameters that stay as they are.
+        capture: The network. Its graph is changed.
+        whole: The names of parameters that are not cut.
     """
     for node, name in list(capture.states.items()):
         value = node.meta.get("val")
@@ -33,7 +33,7 @@ def cut_parameters(capture: Capture, whole: set[str]) -> None:
 
 
 def _readers(state: fx.Node) -> dict[fx.Node, list[fx.Node]]:
-    """Return for each part of a parameter that operations other than views read, what reads it."""
+    """Return the readers of each part of a parameter, other than views."""
     found: dict[fx.Node, list[fx.Node]] = {}
     left = [state]
     while left:
@@ -47,7 +47,7 @@ def _readers(state: fx.Node) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _shows(node: fx.Node, state: fx.Node) -> bool:
-    """Whether a node is a part of a parameter, or several, in its own memory and in the order of its elements."""
+    """Whether a node is one or more contiguous views of a parameter's memory."""
     held = node.meta.get("val")
     parts = held if isinstance(held, (list, tuple)) else [held]
     in_order = all(isinstance(part, Tensor) and part.is_contiguous() for part in parts)
@@ -56,7 +56,7 @@ def _shows(node: fx.Node, state: fx.Node) -> bool:
 
 
 def _is_weight(read: fx.Node, users: Sequence[fx.Node]) -> bool:
-    """Whether a part of a parameter has several axes and is contracted with values, as the weight of a layer is."""
+    """Whether a part of a parameter has several axes and is contracted with values, like the weight of a layer."""
     if sum(size > 1 for size in read.meta["val"].shape) < 2:
         return False
     left = list(users)
@@ -77,20 +77,20 @@ def _named(name: str, start: int, shape: tuple[int, ...]) -> Piece:
 
 
 def _are_apart(pieces: Iterable[Piece]) -> bool:
-    """Whether pieces share no element, or all; then they have one shape."""
+    """Whether any two pieces are either disjoint or identical, including their shape."""
     alone = sorted({(piece.start, piece.stop, piece.shape) for piece in pieces if piece.stop > piece.start})
     return all(one[1] <= two[0] for one, two in itertools.pairwise(alone))
 
 
 def _filled(name: str, size: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Return pieces with those that nothing reads between them."""
+    """Return the pieces, and further ones for the gaps that nothing reads."""
     starts, stops = [0, *(piece.stop for piece in pieces)], [*(piece.start for piece in pieces), size]
     rest = [_named(name, start, (stop - start,)) for start, stop in zip(starts, stops, strict=True) if start < stop]
     return tuple(sorted([*pieces, *rest], key=lambda piece: piece.start))
 
 
 def _cut(capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]], pieces: dict[fx.Node, Piece]) -> None:
-    """Put a placeholder in the place of each part of a parameter."""
+    """Replace each part of a parameter by a placeholder."""
     made: dict[Piece, fx.Node] = {}
     for read, users in readers.items():
         piece, value = pieces[read], read.meta["val"]
@@ -114,7 +114,7 @@ def _cut(capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]]
 
 
 def _renew(node: fx.Node, old: set[int], piece: Tensor, start: int) -> None:
-    """Let a node that shows a piece of a parameter show the piece's own memory, and what shows that."""
+    """Move a view of a piece, and all views of that view, to the piece's own memory."""
     if memories_of(node) != old:
         return
     with piece.fake_mode:  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def _renew(node: fx.Node, old: set[int], piece: Tensor, start: int) -> None:
 
 
 def unlike_pieces(captures: Sequence[Capture]) -> set[str]:
-    """Return the names of parameters of which not every capture reads the same pieces."""
+    """Return the names of parameters that captures cut into different pieces."""
     return {
         name
         for name in {name for capture in captures for name in capture.pieces}

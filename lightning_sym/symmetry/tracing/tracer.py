@@ -1,4 +1,4 @@
-"""From a network and a call to the network's operations in normal form."""
+"""Trace a network's operations on a call and rewrite them in normal form."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 
 
 class Tracer:
-    """Captures a network on calls, and brings it to its normal form.
+    """Captures a network on calls and rewrites it in normal form.
 
     Args:
         network: The network.
@@ -26,13 +26,13 @@ class Tracer:
         self._whole: set[str] = set()  # parameters that are not cut into pieces
 
     def __call__(self, call: Call) -> Capture:
-        """Return the operations of the network on a call."""
+        """Return the operations of the network on a call, in normal form."""
         captured = expand(capture(self.network, call, leaf_types(), cuts=self._cuts))
         cut_parameters(captured, self._whole)
         return normalise(captured, own_operations())
 
     def agreeing(self, captures: Sequence[Capture]) -> Sequence[Capture]:
-        """Return captures that read the same pieces of each parameter: of others, those that read it as it is."""
+        """Return captures that cut each parameter into the same pieces; parameters with different pieces stay whole."""
         unlike = unlike_pieces(captures)
         self._whole |= unlike
         return [self(captured.call) for captured in captures] if unlike else captures

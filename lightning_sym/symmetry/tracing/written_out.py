@@ -1,6 +1,6 @@
-"""Operations of torch that are others in a row: one function each, whose operations take their place.
+"""Decompositions of torch operations: one function each, with operations that replace the original one.
 
-An operation that nothing knows yet is known everywhere after one entry here (docs/theory/tracing.md, 6).
+One entry here makes an unknown operation known to all rules (docs/theory/tracing.md, 6).
 """
 
 import functools
@@ -101,7 +101,7 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def _over(x: Tensor, y: Tensor, ours: Sequence[int], theirs: Sequence[int]) -> Tensor:
-    """Sum the products over some axes of both."""
+    """Contract some axes of one tensor with axes of another."""
     one, two = list(string.ascii_lowercase[: x.ndim]), list(string.ascii_uppercase[: y.ndim])
     for at, to in zip(ours, theirs, strict=True):
         two[to] = one[at]
@@ -114,7 +114,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 
 def _beside(axis: int, rank: int) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Return what joins tensors along an axis, those of fewer axes with further ones."""
+    """Return a function that adds axes to tensors with too few and concatenates them along an axis."""
 
     def function(tensors: Sequence[Tensor]) -> Tensor:
         wide = [tensor.reshape(1, -1) if rank > 1 and tensor.ndim < 2 else tensor for tensor in tensors]
@@ -186,7 +186,7 @@ FUNCTIONS: Mapping[str, Written] = {
 def _rewrite(function: Written) -> Rewrite:
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
         first = node.prev
-        node.meta.setdefault("written_for", operation_name(node.target))  # notes name what the network calls
+        node.meta.setdefault("written_for", operation_name(node.target))  # for notes: the network's own call
         try:
             result: fx.Node = r.write(function, *node.args, **node.kwargs)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Solves the equations of an interpreted network: which unknowns are free, and what they make of all others."""
+"""Solve the equations of an interpreted network: find free unknowns and express all others by them."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _NOTHING = 1e-9
 
 
 def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_matrix:
-    """Return the equations at some weights: one row each, one column for each unknown; from some on."""
+    """Return the matrix of the equations at given weights, from block `begin` on: one column for each unknown."""
     made: dict[Any, Floats] = {}
     rows, columns, data, count = [], [], [], 0
     for numbers, terms in system.unknowns.equations[begin:]:
@@ -47,15 +47,15 @@ def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_ma
 
 @dataclass
 class Eliminated:
-    """Which unknowns equations define.
+    """The result of an elimination.
 
     Attributes:
         free: The unknowns that stay free.
-        bound: Those that the others define.
-        rows: As many independent equations.
-        zero: Which unknowns are zero.
-        forms: All unknowns from the free ones. Shape (unknowns, free).
-        whole: Whether all of this comes from all equations; else `bound` and `rows` come from the first ones.
+        bound: The unknowns that equations express by others.
+        rows: The independent equations that define `bound`, one for each.
+        zero: Mask of the unknowns that are zero.
+        forms: Matrix that expresses all unknowns by the free ones. Shape (unknowns, free).
+        whole: Whether all fields come from all equations; otherwise `bound` and `rows` come from the first ones.
     """
 
     free: Ints
@@ -66,7 +66,7 @@ class Eliminated:
     whole: bool = True
 
     def narrowed(self, equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: Ints) -> "Eliminated":
-        """Solve further equations for free unknowns; see :func:`eliminate`."""
+        """Solve further equations for the free unknowns; see :func:`eliminate`."""
         forms, more = self.forms, np.flatnonzero(zero & ~self.zero)
         rows = sparse.vstack([_sum([(equations, forms)], (equations.shape[0], forms.shape[1])), forms[more]]).tocsr()
         inner = eliminate(rows, np.zeros(len(self.free), bool), priority[self.free])
@@ -75,22 +75,22 @@ class Eliminated:
 
 
 class _Elimination:
-    """Equations whose unknowns have been put in the order in which they are defined, the last first.
+    """Elimination of sorted unknowns: each equation defines its last unknown.
 
     Args:
-        zero: Unknowns that are zero.
-        count: How many there are.
+        zero: Mask of the unknowns that are zero.
+        count: The number of unknowns.
     """
 
     def __init__(self, zero: NDArray[np.bool_], count: int) -> None:
         self.zero, self.count = zero, count
-        self.root, self.factor = np.arange(count), np.ones(count)  # multiples of other unknowns
+        self.root, self.factor = np.arange(count), np.ones(count)  # unknowns as multiples of others
         self.used: list[Ints] = []
         self.defined_by: list[Ints] = []
         self.definitions: list[tuple[Ints, sparse.csr_matrix]] = []
 
     def put_in(self, rows: sparse.csr_matrix) -> sparse.csr_matrix:
-        """Put in what is known of unknowns: which are zero, or multiples of others."""
+        """Substitute unknowns that are zero or multiples of others."""
         root = self.root[rows.indices]
         data = np.where(self.zero[root], 0.0, rows.data * self.factor[rows.indices])
         if np.array_equal(root, rows.indices) and data.all():
@@ -98,7 +98,7 @@ class _Elimination:
         return _without_cancelled(sparse.csr_matrix((data, root, rows.indptr.copy()), rows.shape))
 
     def solve_short(self, rows: sparse.csr_matrix, ids: Ints) -> None:
-        """Solve equations of at most two unknowns."""
+        """Solve equations with at most two unknowns."""
         start, two = rows.indptr[:-1], np.diff(rows.indptr) == 2
         end = np.where(two, start + 1, start)
         columns, factors = (np.stack([own[start], own[end]], 1) for own in (rows.indices, rows.data))
@@ -130,7 +130,7 @@ class _Elimination:
             columns, factors, ids = (own[left] for own in (columns, factors, ids))
 
     def solve(self, rows: sparse.csr_matrix, ids: Ints) -> None:
-        """Solve equations: those of one or two unknowns first, as long as there are any."""
+        """Solve equations; equations with one or two unknowns always go first."""
         while True:
             rows = self.put_in(rows)
             length = np.diff(rows.indptr)
@@ -148,7 +148,7 @@ class _Elimination:
             self.defined_by.append(own[0])
 
     def forms(self, free: Ints) -> sparse.csr_matrix:
-        """Return all unknowns from the free ones. Shape (unknowns, free)."""
+        """Return the matrix that expresses all unknowns by the free ones. Shape (unknowns, free)."""
         place = np.full(self.count, -1)
         place[free] = np.arange(len(free))
         forms = sparse.identity(len(free), format="csr")
@@ -172,12 +172,12 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
     """Solve homogeneous equations for the unknowns of highest priority.
 
     Args:
-        equations: One row each, one column for each unknown.
-        zero: Unknowns that are zero.
-        priority: Of equations' unknowns, those of highest priority are defined; those of priority 0 last.
+        equations: Matrix with one row for each equation and one column for each unknown.
+        zero: Mask of the unknowns that are zero.
+        priority: An equation defines its unknown of highest priority; unknowns of priority 0 are defined last.
     """
     count = equations.shape[1]
-    order = np.lexsort((np.arange(count), priority))  # from here on, the last are defined first
+    order = np.lexsort((np.arange(count), priority))  # from here on, the last unknowns are defined first
     back = np.argsort(order)
     own = equations.data.copy(), back[equations.indices], equations.indptr.copy()
     rows = sparse.csr_matrix(own, equations.shape)
@@ -194,7 +194,7 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
 
 
 def _without_cancelled(rows: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Add up what stands in the same place of a matrix, which is changed, without what is left of terms that cancel."""
+    """Sum the duplicate entries of a matrix in place and drop the rounding errors of terms that cancel."""
     size = sparse.csr_matrix((np.abs(rows.data), rows.indices.copy(), rows.indptr.copy()), rows.shape)
     for own in (rows, size):
         own.has_canonical_format = own.has_sorted_indices = False
@@ -207,9 +207,9 @@ def _without_cancelled(rows: sparse.csr_matrix) -> sparse.csr_matrix:
 def _sum(
     products: Sequence[tuple[sparse.csr_matrix, sparse.csr_matrix | None]], shape: tuple[int, int]
 ) -> sparse.csr_matrix:
-    """Return a sum of products of matrices (None for the identity), without what is left of terms that cancel.
+    """Return a sum of products of matrices (None for the identity) without the rounding errors of terms that cancel.
 
-    What is small is nothing only beside the terms that it is the sum of: an output may be a tiny multiple of a value.
+    An entry counts as zero only relative to the terms of its sum: an output may be a tiny multiple of a value.
     """
     made = [one.tocsr() if two is None else (one @ two).tocsr() for one, two in products]
     sizes = [abs(one) if two is None else abs(one) @ abs(two) for one, two in products]
@@ -236,10 +236,10 @@ def _columns(variables: Ints, count: int) -> sparse.csr_matrix:
 
 
 def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
-    """Take out equations that define an unknown each, and put the definitions into all others.
+    """Remove equations that define one unknown each, and substitute the definitions in all other equations.
 
-    An equation defines its last unknown; of several that define one, the shortest is taken, and none is taken that
-    holds an unknown which another one defines.
+    An equation defines its last unknown. The shortest of several equations for one unknown is a candidate; candidates
+    that contain an unknown of another candidate are not removed.
     """
     length = np.diff(rows.indptr)
     pivot = rows.indices[rows.indptr[1:] - 1]
@@ -276,7 +276,7 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
 
 
 class Solution:
-    """The free unknowns of a system, and what defines all others.
+    """The free unknowns of a system, and the forms that express all others by them.
 
     Args:
         system: Interpreted captures.
@@ -326,13 +326,14 @@ class Solution:
         return zero
 
     def _priority(self) -> Ints:
-        """Return in which order equations define unknowns, the last first.
+        """Return the priority of each unknown: equations define their unknowns of highest priority first.
 
-        What equations demand to be alike within one array stays free: elements are then no multiples of gains there.
-        Sums do, where a bias resets, but for multiples of gains, which would be divided by these.
+        Unknowns that equations constrain to be equal within one array stay free: elements are then no multiples of
+        gains there. Sums that a bias resets also stay free, except multiples of gains: free ones would be divided by
+        the gains.
         """
         unknowns = self.system.unknowns
-        priority = np.array([0, 2, 3, 4, 5])[self.kinds]  # of values.DERIVED, ..., FREE
+        priority = np.array([0, 2, 3, 4, 5])[self.kinds]  # for values.DERIVED, ..., FREE
         pairs = [np.zeros((0, 2), np.int64)]
         for numbers, terms in unknowns.equations:
             if len(terms) == 2 and not terms[1][1] and terms[1][0] == -1:
@@ -351,10 +352,11 @@ class Solution:
         return priority
 
     def _constrained(self) -> bool:
-        """Let derived unknowns vanish of which equations demand something, for these hold for all weights.
+        """Set constrained derived unknowns to zero, as the equations must hold for all weights.
 
         Returns:
-            Whether there are any. What depends on which unknowns are free is looked for in whole solutions only.
+            Whether there are any. Constraints that depend on the choice of free unknowns are looked for in whole
+            solutions only.
         """
         forms, free, zero = self.solved.forms, self.solved.free, self.system.unknowns.zero
         column = np.full(forms.shape[0], -1)
@@ -365,7 +367,7 @@ class Solution:
             return True
         alive = []
         for own in self.system.derived:
-            # What an earlier one demands may make two of the same weights equal, which then demand less.
+            # Constraints of an earlier one may make two of the same weights equal; these then need fewer constraints.
             if own.twin in self._twins and int(zero.sum()) > before:
                 return True
             if self._is_alive(own, column, lengths):
@@ -384,9 +386,12 @@ class Solution:
         return int(zero.sum()) > before
 
     def _parted(self, column: Ints) -> bool:
-        """Let what different weights make vanish by itself in equations of derived unknowns; say whether any had both.
+        """Split equations of derived unknowns by their weights: the parts of different weights vanish separately.
 
-        Only where these add up: other equations let all of it vanish.
+        Only equations with coefficients 1 and -1 are split; in other equations, all unknowns vanish.
+
+        Returns:
+            Whether any equation was split.
         """
         forms, free, unknowns = self.solved.forms, self.solved.free, self.system.unknowns
         makers: dict[Any, int] = {}
@@ -411,7 +416,11 @@ class Solution:
         return found
 
     def _met_twins(self) -> bool:
-        """Let what the same weights make of the same be equal, and the other way round; say whether any were not."""
+        """Equate the results of the same weights on equal sources, and the sources of equal results.
+
+        Returns:
+            Whether any were different before.
+        """
         forms, met = self.solved.forms, False
         for own in self._twins.values():
             for one, two in itertools.combinations(own, 2):
@@ -422,7 +431,7 @@ class Solution:
                     continue
                 if same[0]:
                     self.system.unknowns.equate(one.numbers, two.numbers)
-                else:  # for all weights, only what is equal makes what is equal
+                else:  # for all weights, only equal sources have equal results
                     self.system.unknowns.equate(one.source, two.source)
                 two.alike |= set(range(len(two.blocks[0])))
                 met = True
@@ -434,9 +443,9 @@ class Solution:
         return bool((abs(first - second) > _NOTHING * (abs(first) + abs(second))).nnz)
 
     def _is_alive(self, own: Derived, column: Ints, lengths: Ints) -> bool:
-        """Whether derived unknowns may be anything that the weights make of what defines them.
+        """Whether derived unknowns are unconstrained functions of their weights and sources.
 
-        Otherwise they vanish, block by block; where two blocks are equal, what defines them is.
+        Constrained unknowns vanish, block by block; the sources of two equal blocks are equated.
         """
         forms, zero, unknowns = self.solved.forms, self.system.unknowns.zero, self.system.unknowns
         numbers, source = (
@@ -476,7 +485,7 @@ class Solution:
         return bool((moved & free).any())
 
     def _circular(self, alive: list[Derived], column: Ints) -> list[Derived]:
-        """Return the derived unknowns that define themselves; keep the others in an order in which they can be made."""
+        """Return the derived unknowns with circular definitions; save the others in `order`, each after its sources."""
         forms = self.solved.forms
         maker = np.full(forms.shape[1], -1)
         for index, own in enumerate(alive):
