@@ -1370,7 +1370,7 @@ def a_sink_for_each_query(s, x):
 
 # Every query's share of the output has gains of its own, whose scales move with it; the values' two coordinates change
 # places in all copies at once. (A matrix that gains conjugate would do, too.)
-@copies(group([2, 2], 20, 20, blocks=[6, 6, 2], dense=[2, 2]), gain=parameter(12), **GROUPED)
+@copies(group([2, 2], 20, 20, blocks=[6, 6, 2], dense=[2, 2], shifts=4), gain=parameter(12), **GROUPED)
 def gains_behind_each_query(s, x):
     q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
     return s.o(s.gain * merged(scores(q, repeat(k, 3)) @ repeat(v, 3)))
