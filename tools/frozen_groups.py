@@ -279,10 +279,11 @@ def write(file: Path, only: str, jobs: int, check: bool) -> None:
     names = [name for name in corpus() if fnmatch.fnmatch(name, only)]
     if not names:
         raise SystemExit(f"no network matches {only!r}; the names are: {', '.join(corpus())}")
-    torch.set_num_threads(1)
     start = time.perf_counter()
     trace = functools.partial(_within_the_limit, check=check)
-    with file.open("w", encoding="utf-8") as out, multiprocessing.get_context("fork").Pool(jobs) as pool:
+    # Autograd may wait for ever in a forked process.
+    workers = multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,))
+    with file.open("w", encoding="utf-8") as out, workers as pool:
         out.write(json.dumps(about()) + "\n")
         for record in pool.imap(trace, names):
             out.write(json.dumps(record) + "\n")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.charts import Charts, charted
+from lightning_sym.symmetry.charts import Charts
 from lightning_sym.symmetry.tracing.capture import Capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.pieces import pieces_of
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
@@ -40,7 +40,13 @@ class Tensors(NamedTuple):
         if not charts.pieces:
             return self
         parameters = [own for name in self.parameters for own in charts.names_of(name)]
-        return self._replace(states=dict(charted(self.states, charts)), parameters=parameters)
+        # A buffer of zeros and ones would be a mask: pieces are parameters, and other tensors stay what they are.
+        states = {
+            own: nn.Parameter(part.detach(), requires_grad=False) if name in charts.pieces else part
+            for name, tensor in self.states.items()
+            for own, part in charts.parts_of(name, tensor)
+        }
+        return self._replace(states=states, parameters=parameters)
 
     def unused(self, captures: Sequence[Capture]) -> list[str]:
         """Say which parameters no operation reads."""

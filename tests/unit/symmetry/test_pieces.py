@@ -104,6 +104,16 @@ def test_files_and_optimisers_hold_the_whole_parameter(tmp_path):
     torch.testing.assert_close(own(inputs(5)), other(inputs(5)), rtol=EXACT, atol=EXACT)
 
 
+def test_pieces_are_parameters_as_those_of_layers_are():
+    def layers(w: Tensor, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w[:40].view(5, 8), w[40:45]), w[45:75].view(6, 5), w[75:])
+
+    one = trace_symmetry(Flat(81, layers), inputs(3))
+    two = trace_symmetry(nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 6)).double(), inputs(3))
+    assert (one.dimension, one.shift_kinds, one.notes) == (two.dimension, two.shift_kinds, two.notes)
+    assert one.shifts == 5
+
+
 def train(network, optimizer):
     for count in range(3, 6):
         optimizer.zero_grad()
