@@ -22,8 +22,8 @@ Inside = Literal["fixed", "permuted", "orthogonal", "invertible"]
 class ChannelGroup:
     r"""The group that acts on the channels of one value inside a network.
 
-    Channels come in blocks. Blocks of one kind change places as wholes; what happens inside of a block depends on its
-    kind. A unit of a convolution is a block of one channel; after flattening, one of as many as the image has pixels;
+    Each channel belongs to a block. A permutation moves whole blocks to places of the same kind; the kind also decides
+    the matrices that act inside a block. A unit of a convolution is a block of one channel; after flattening, one of as many as the image has pixels;
     an attention head is a block that any invertible matrix mixes.
 
     Attributes:

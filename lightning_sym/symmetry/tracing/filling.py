@@ -133,7 +133,7 @@ def _joined(r: Rewriter, held: Tensor, axis: int, parts: list[_Part]) -> fx.Node
 
 
 def _made_from(r: Rewriter, node: fx.Node) -> set[tuple[Any, ...]]:
-    """Return in which memory the inputs lie from which sums and products, element by element, make a value."""
+    """Return the memory and layout of all inputs of the elementwise sums and products that compute a value."""
     found, left, seen = set(), [node], {node}
     while left:
         own = left.pop()

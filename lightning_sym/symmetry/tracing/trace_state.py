@@ -1,4 +1,4 @@
-"""What a trace knows: the operation at hand, the network's tensors, and what was read of them."""
+"""State of a trace: the current operation, the network's tensors, and the reads of each tensor."""
 
 from collections import Counter
 from collections.abc import Callable, Container
