@@ -23,8 +23,8 @@ class ChannelGroup:
     r"""The group that acts on the channels of one value inside a network.
 
     Each channel belongs to a block. A permutation moves whole blocks to places of the same kind; the kind also decides
-    the matrices that act inside a block. A unit of a convolution is a block of one channel; after flattening, one of as many as the image has pixels;
-    an attention head is a block that any invertible matrix mixes.
+    the matrices that act inside a block. A unit of a convolution is a block of one channel; after flattening, one of as
+    many as the image has pixels; an attention head is a block that any invertible matrix mixes.
 
     Attributes:
         blocks: For each block its channels, in an order that is the same for all blocks of a kind. Each of shape

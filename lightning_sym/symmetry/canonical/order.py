@@ -63,8 +63,8 @@ def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged, cells: Collection
         symmetry: Symmetry of the network.
         plan: The symmetry's.
         gauged: The weights under scales.
-        cells: The dense cells whose matrices are known up to signs. Entries of other dense cells decide a sign only if no
-            other entry does. None if the group has no dense cells.
+        cells: The dense cells whose matrices are known up to signs. Entries of other dense cells decide a sign only if
+            no other entry does. None if the group has no dense cells.
 
     Returns:
         +1 or -1, those of units in dense cells included. Shape (signs,).
