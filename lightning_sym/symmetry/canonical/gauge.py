@@ -6,7 +6,7 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import linalg
 
-from lightning_sym.symmetry.arrays import Bools, Floats, Ints
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares
 
@@ -149,7 +149,7 @@ class ScaleGauge:
         """Return for each generator on how many rows of modules it acts: positions, each counted once per module."""
         plan = self.plan
         keep = count[plan.used_at]
-        pairs = np.unique(plan.forms.indices[keep].astype(np.int64) * plan.rows + plan.row_of[plan.used_at[keep]])
+        pairs = rising(plan.forms.indices[keep].astype(np.int64) * plan.rows + plan.row_of[plan.used_at[keep]])
         return np.maximum(np.bincount(pairs // plan.rows, minlength=len(self.log_scale)), 1).astype(np.float64)
 
     def _unit(self, free: Bools, mask: Floats) -> None:
