@@ -230,9 +230,11 @@ class Descent:
         self.restart(element)
         if self.squared_distance <= _SUSPICIOUS * self._rounding**2:
             return False
-        pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.current.items())
-        least = math.fsum(float(one - two) ** 2 for one, two in pairs)
-        if least <= _ALIKE**2 * 2 * self._half:
+        norms = [(float(self.target[name].norm()), float(own.norm()), own.numel()) for name, own in self.current.items()]
+        least = math.fsum((one - two) ** 2 for one, two, _ in norms)
+        # In all, and one by one: where batch norms follow, most of the norms are the same for all networks, balanced.
+        alike = all(abs(one - two) <= _ALIKE * (1 + 30 / math.sqrt(n)) * (one + two) for one, two, n in norms if n)
+        if alike and least <= _ALIKE**2 * 2 * self._half:
             return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
         return compute_the_same(self.compared.symmetry.examples, self.compared.a, self.compared.b)
 
