@@ -42,3 +42,10 @@ def together(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
 def apart(tensor: Tensor, axes: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """Undo :func:`together`; `shape` are the sizes of the axes that were joined."""
     return tensor.reshape(*shape, *tensor.shape[1:]).movedim(tuple(range(len(axes))), axes)
+
+
+def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:
+    """Return the sum over all other axes. Shape (sizes of the axes), float64."""
+    others = [axis for axis in range(tensor.ndim) if axis not in axes]
+    total = tensor.sum(others) if others else tensor
+    return np.asarray(total.double().cpu().numpy())

@@ -328,7 +328,7 @@ def test_tensors_by_name_move_as_in_the_network(name, seed):
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     moved = symmetry.act(g, network)
     made = moved.state_dict()
-    asked_for, there = MovedTensors(symmetry.structure, g, symmetry.tensors(network)), symmetry.tensors(moved)
+    asked_for, there = MovedTensors(symmetry.factors, g, symmetry.tensors(network)), symmetry.tensors(moved)
     assert asked_for.keys() == tensors.keys()
     assert all(torch.equal(value, made[key]) for key, value in symmetry.act_on(g, tensors).items())
     assert all(torch.allclose(value, there[key], rtol=1e-14, atol=1e-14) for key, value in asked_for.items())

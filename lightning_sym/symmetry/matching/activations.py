@@ -1,7 +1,6 @@
 """Matching by activations: units belong together that are active on the same inputs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -281,7 +280,7 @@ def activation_matching(
             chosen.pop(rotations[index].orbit, None)  # which are among the rotations
         compared = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
         descent = Descent(compared, signs=signs, device=where)
-        descent.restart(replace(descent.element_of(chosen), rotation=turn_of(symmetry, turns).rotation))
+        descent.restart(descent.element_of(chosen).replaced(rotation=turn_of(symmetry, turns).rotation))
         undecided = {}
         for index, own in chosen.items():
             # What was never active in either network is undecided: by weights, among itself.

@@ -4,15 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import wide
-from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import balanced_element
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.views import ConvertedTensors
@@ -129,7 +127,7 @@ def working(
     given = _Working(symmetry.tensors(network), device, like)
     if element is None:
         return {name: given[name] for name in given if name in symmetry.parameter_names}
-    return MovedTensors(symmetry.structure, element, given, symmetry.parameter_names)
+    return MovedTensors(symmetry.factors, element, given, symmetry.parameter_names)
 
 
 class _Working(ConvertedTensors):
@@ -169,10 +167,3 @@ def squared_distance(ones: Mapping[str, Tensor], twos: Mapping[str, Tensor]) -> 
 def _squared_distance(one: Tensor, two: Tensor) -> float:
     parts = zip(*(torch.split(tensor.detach().reshape(-1), _AT_ONCE) for tensor in (one, two)), strict=True)
     return math.fsum(float((x - y).square().sum(dtype=wide(x.device))) for x, y in parts)
-
-
-def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:
-    """Return the sum over all other axes. Shape (sizes of the axes), float64."""
-    others = [axis for axis in range(tensor.ndim) if axis not in axes]
-    total = tensor.sum(others) if others else tensor
-    return np.asarray(total.double().cpu().numpy())

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Floats, Ints, along
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.streams import rotatable
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.rotation import weight_products
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Gain,
@@ -29,9 +30,8 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     matched_groups,
     within_cells,
 )
-from lightning_sym.symmetry.matching.balanced import Comparison, along, inner, squared_difference
-from lightning_sym.symmetry.matching.streams import best_turn, turn_of, weight_products
-from lightning_sym.symmetry.phases import phases_of
+from lightning_sym.symmetry.matching.balanced import Comparison, inner, squared_difference
+from lightning_sym.symmetry.matching.streams import best_turn, turn_of
 from lightning_sym.symmetry.proof import compute_the_same
 
 # Which moves there are: docs/theory/matching.md, 1.7.
@@ -261,7 +261,8 @@ class Descent:
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         # Rotations act between gains, which may belong to other groups (heads share them).
-        gains = {name for own in self.symmetry.structure.rotations for name, _ in own.gains if element.rotation}
+        turned = any(len(turn) for turn in element.rotation)
+        gains = {name for own in self.symmetry.structure.rotations for name, _ in own.gains if turned}
         wanted = dict.fromkeys(names)
         moved = self.symmetry.acted(
             element, {name: tensors[name] for name in {**wanted, **dict.fromkeys(gains)}}, shifts=False
@@ -304,7 +305,7 @@ class Descent:
         structure = self.symmetry.structure
         phase = torch.zeros(structure.phases, dtype=torch.float64)
         phase[torch.from_numpy(structure.phase_of[group.units])] = math.pi / 2
-        turned = self._moved(replace(self.symmetry.identity(), phase=phase), self.current, group.tensors)
+        turned = self._moved(self.symmetry.identity().replaced(phase=phase), self.current, group.tensors)
         real, imaginary = (self.gain(group, {**self.current, **tensors}).plain() for tensors in ({}, turned))
         return torch.complex(real.double(), imaginary.double())
 
@@ -391,7 +392,7 @@ class Descent:
         phase = torch.zeros(structure.phases, dtype=torch.float64)
         angles = self.plane_gain(group).diagonal().angle().cpu()
         phase[torch.from_numpy(structure.phase_of[group.units])] = angles
-        return self._try(replace(self.symmetry.identity(), phase=phase), group.tensors)
+        return self._try(self.symmetry.identity().replaced(phase=phase), group.tensors)
 
     def _rotate(self, group: MatchingGroup) -> bool:
         """Turn dense cells by the best rotation (orthogonal Procrustes)."""
@@ -404,7 +405,7 @@ class Descent:
             if cell[0] in group.units:
                 at = torch.from_numpy(np.searchsorted(group.units, cell)).to(matrix.device)
                 dense[index] = polar_factor(matrix[at[:, None], at[None, :]])
-        return self._try(replace(self.symmetry.identity(), dense=tuple(dense)), group.tensors)
+        return self._try(self.symmetry.identity().replaced(dense=tuple(dense)), group.tensors)
 
     def _improve_blocks(self, system: Blocks) -> bool:
         """Let blocks change places, their members in the best order."""
@@ -434,7 +435,7 @@ class Descent:
                     rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
                     dense[cell] = polar_factor(raw[group.index][rows[:, None], columns[None, :]])
         tensors = frozenset().union(*(group.tensors for group in groups.values()))
-        return self._try(replace(element, dense=tuple(dense)), tensors)
+        return self._try(element.replaced(dense=tuple(dense)), tensors)
 
     def improve_signs(self) -> bool:
         """Flip generators of signs, one column of a group's table at a time, where that is an improvement."""
@@ -582,9 +583,9 @@ def descend(
             start = descent.identity
             if initial is not None:
                 dense = tuple(polar_factor(matrix) for matrix in initial.dense)
-                start = replace(start, permutation=initial.permutation, sign=initial.sign)
-                start = replace(start, dense=dense, rotation=initial.rotation)
-                start = replace(start, phase=phases_of(symmetry.structure, initial))
+                start = start.replaced(permutation=initial.permutation, sign=initial.sign)
+                start = start.replaced(dense=dense, rotation=initial.rotation)
+                start = start.replaced(phase=initial.phase)
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)
