@@ -32,6 +32,7 @@ class Tap:
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
         shown: What shifts add to it.
         squared: Whether it holds squares, on which rotations of the units do not act.
+        in_front: The bias whose half turns are added to it, in front of a sine, and times what; None if none are.
         half_turned: Whether it is something between coordinates of planes and what positions make of these, on which
             phases do not act.
     """
@@ -45,6 +46,7 @@ class Tap:
     offset: float = 0.0
     shown: Shown = field(default_factory=Shown)
     squared: bool = False
+    in_front: tuple[str, float] | None = None
     half_turned: bool = False
 
     @property
@@ -215,7 +217,7 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
     )
     half_turned = value.mixture is not None and value.mixture.mixed
     place = (mark.name, value.shape, group, seen, mark.module, mark.call)
-    return Tap(*place, value.offset, shown, value.squared, half_turned)
+    return Tap(*place, value.offset, shown, value.squared, value.half_turned, half_turned)
 
 
 def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:

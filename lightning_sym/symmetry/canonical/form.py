@@ -301,7 +301,7 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
         network: Not changed.
         signs: Whether gains between which streams rotate may change their signs; they are positive then.
     """
-    course = _Course(symmetry, symmetry.tensors(network), "balanced", kept=False, partly=True)
+    course = _Course(symmetry, symmetry.tensors(network), "balanced", settling=signs, kept=False, partly=True)
     _up_to_rotations(course, signs=False, order=False)
     if signs and symmetry.structure.rotations:
         course.move(positive(symmetry, course.tensors))
@@ -318,7 +318,7 @@ def _course(
     partly: bool = False,
 ) -> "_Course":
     """Bring a network's weights to their canonical form."""
-    course = _Course(symmetry, given, scales, partly=partly)
+    course = _Course(symmetry, given, scales, settling=signs, partly=partly)
     if symmetry.structure.rotations and scales == "balanced" and signs and order:
         # Scales, shifts and cells do not depend on rotations, signs and order do.
         _up_to_rotations(course, signs=False, order=False)
@@ -341,6 +341,7 @@ class _Course:
         sweeps: Of all passes together.
         residual: Of the last pass, as `converged` and `notes`.
         unsettled: By how much shifts still changed when they were found for the last time.
+        settling: Whether factors settle weights first: half turns.
         kept: Whether moved tensors are kept, in double precision, or made anew whenever one is asked for.
         partly: Whether cells without a balanced member are balanced as far as can be, which leaves rotations of them.
         dtype: In which weights are held to sum up their squares; None for that of `tensors`.
@@ -353,10 +354,11 @@ class _Course:
         given: Mapping[str, Tensor],
         scales: Scales,
         *,
+        settling: bool = True,
         kept: bool = True,
         partly: bool = False,
     ) -> None:
-        self.symmetry, self.scales, self.kept, self.partly = symmetry, scales, kept, partly
+        self.symmetry, self.scales, self.settling, self.kept, self.partly = symmetry, scales, settling, kept, partly
         self.element = self.identity = symmetry.identity()
         self.dead: dict[str, Tensor] | None = None
         self.sweeps, self.residual, self.converged, self.unsettled = 0, 0.0, True, 0.0
@@ -378,7 +380,8 @@ class _Course:
 
     def move(self, element: Element) -> None:
         """Let an element act, when somebody looks."""
-        self.element, self._here = self.symmetry.compose(element, self.element), None
+        if not self.symmetry.factors.is_identity(element):
+            self.element, self._here = self.symmetry.compose(element, self.element), None
 
 
 def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
@@ -517,6 +520,8 @@ def _pass(course: _Course, *, signs: bool, order: bool) -> bool:
 
     The step ignores the constants that changes of sign add to biases.
     """
+    if course.settling:
+        course.move(course.symmetry.factors.settled(course.symmetry.fingerprint, course.tensors))
     symmetry, scales, tensors, notes = course.symmetry, course.scales, course.tensors, course.notes
     plan = plan_of(symmetry)
     squares = Squares(plan, tensors, course.dtype)

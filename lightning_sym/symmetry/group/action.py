@@ -1,5 +1,6 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -154,6 +155,15 @@ class Action:
 
     def _shown(self, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
         """Return what shifts add to a value; None for nothing."""
+        parts = [factor.shown(self.element.parts[factor.name], tap) for factor in self.factors]
+        total = None
+        for part in (*parts, self._shifted(tap, tensors)):
+            if part is not None:
+                total = part if total is None else total + part
+        return total
+
+    def _shifted(self, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return what shifts of the weights add to a value; None for nothing."""
         space, shown, element = self.structure.shifts, tap.shown, self.element.shift
         if not shown or not bool(element.any()):
             return None
@@ -218,7 +228,8 @@ class Action:
         added: dict[str, list[Summand]] = {}
         if shifted and bool(self.element.shift.any()):
             added = self.structure.shifts.at(tensors).summands(self.element.shift)
-        for name, summand in self._added(tensors).items():
+        parts = [factor.added(self.element.parts[factor.name], tensors) for factor in self.factors]
+        for name, summand in itertools.chain(self._added(tensors).items(), *(own.items() for own in parts)):
             added.setdefault(name, []).append(Summand(summand))
         return added
 

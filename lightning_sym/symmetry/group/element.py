@@ -28,6 +28,7 @@ class Element:
             - ``dense``: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
             - ``rotation``: Orthogonal matrices, one per rotation. Each of shape (size, size) or (0, 0), float64.
             - ``phase``: The angle by which each plane is turned, in radians. Shape (planes,), float64.
+            - ``half_turn``: Half periods that are added to biases in front of sines. Shape (half turns,), float64.
             - ``tilt``: One vector per tilt. Each of shape (size,), float64.
             - ``shift``: What is added (docs/theory/intertwiners.md, 3.6). Shape (size,), float64.
     """

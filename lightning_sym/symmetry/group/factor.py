@@ -191,6 +191,19 @@ class Factor(ABC, Generic[P]):
         """Return for each position of all slots by what a part multiplies it, before it moves; None for nothing."""
         return None
 
+    def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what a part adds to tensors before all else, by name; of shapes that broadcast to theirs.
+
+        Args:
+            own: The part.
+            tensors: Parameters and buffers, by name.
+        """
+        return {}
+
+    def shown(self, own: P, tap: Tap) -> Tensor | None:
+        """Return what a part adds to a value inside the network before all else; None for nothing."""
+        return None
+
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
         """Return the directions in which it moves parameters and nothing else.
 
@@ -202,6 +215,16 @@ class Factor(ABC, Generic[P]):
             Shape (numbers of all parameters, directions).
         """
         return sparse.csr_matrix((sum(own.size for own in parameters.values()), 0))
+
+    def settled(self, tensors: Mapping[str, Tensor]) -> P:
+        """Return the part that brings tensors to a domain of their own on each orbit, whatever other factors do.
+
+        Most factors have no such domain; they return the identity.
+
+        Args:
+            tensors: Parameters and buffers, by name.
+        """
+        return self.identity()
 
     # Coordinates near the identity.
 
@@ -326,6 +349,14 @@ class Factors:
     def inverse(self, element: Element) -> Element:
         """Return the inverse of an element."""
         return _Undoing(self, element).outside(None)
+
+    def is_identity(self, element: Element) -> bool:
+        """Return whether an element changes nothing."""
+        return all(factor.is_identity(element.parts[factor.name]) for factor in self)
+
+    def settled(self, group: str, tensors: Mapping[str, Tensor]) -> Element:
+        """Return the element that brings tensors to where factors settle them; see :meth:`Factor.settled`."""
+        return Element(group, {factor.name: factor.settled(tensors) for factor in self})
 
     def sample(self, group: str, draw: Draw) -> Element:
         """Draw an element."""

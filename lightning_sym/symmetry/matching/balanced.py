@@ -64,6 +64,7 @@ class Comparison:
         b: The other network as it is.
         left: Brings the reference to where it is compared; None if that is where it is.
         right: The same of the other one.
+        balanced: Whether that is the balanced gauge, so that scales are handed over in the end.
     """
 
     symmetry: Symmetry
@@ -71,6 +72,7 @@ class Comparison:
     b: nn.Module
     left: Element | None = None
     right: Element | None = None
+    balanced: bool = False
 
     def target(self, device: torch.device) -> Mapping[str, Tensor]:
         """Return the parameters of the reference as they are compared, on a device, in at least single precision."""
@@ -89,23 +91,31 @@ class Comparison:
 
     def back(self, element: Element) -> Element:
         """Return the element of ``b`` as it is for one of what is compared; it brings ``b`` to the scales of ``a``."""
-        if self.left is None or self.right is None:
+        if self.right is not None:
+            element = self.symmetry.compose(element, self.right)
+        if self.left is None:
             return element
-        whole = self.symmetry.compose(element, self.right)
-        return self.symmetry.compose(to_scales_of(self.symmetry, self.a, self.left, self.b, whole), whole)
+        if self.balanced:
+            return self.symmetry.compose(to_scales_of(self.symmetry, self.a, self.left, self.b, element), element)
+        return self.symmetry.compose(self.symmetry.inverse(self.left), element)
 
     def forth(self, element: Element) -> Element:
         """Return the element of what is compared for one of ``b`` as it is."""
-        if self.left is None or self.right is None:
-            return element
-        return self.symmetry.compose(self.left, self.symmetry.compose(element, self.symmetry.inverse(self.right)))
+        if self.right is not None:
+            element = self.symmetry.compose(element, self.symmetry.inverse(self.right))
+        return element if self.left is None else self.symmetry.compose(self.left, element)
 
 
 def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True) -> Comparison:
     """Return how two networks are compared: balanced, or as they are."""
     if not balance:
-        return Comparison(symmetry, a, b)
-    return Comparison(symmetry, a, b, *(balanced_element(symmetry, network, signs=signs) for network in (a, b)))
+        if not signs:
+            return Comparison(symmetry, a, b)
+        both = (symmetry.factors.settled(symmetry.fingerprint, symmetry.tensors(network)) for network in (a, b))
+        left, right = (None if symmetry.factors.is_identity(own) else own for own in both)
+        return Comparison(symmetry, a, b, left, right)
+    left, right = (balanced_element(symmetry, network, signs=signs) for network in (a, b))
+    return Comparison(symmetry, a, b, left, right, balanced=True)
 
 
 def working(

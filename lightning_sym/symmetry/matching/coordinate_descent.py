@@ -446,7 +446,7 @@ class Descent:
             for k in range(table.shape[1]):
                 if group.dense or k in self._kept_signs.get(group.index, ()) or self._is_settled(group, k):
                     continue
-                names, slopes = self._slopes(table[:, k])
+                names, slopes = self._slopes(self.flips[:, table[:, k]])
                 flipped = np.unique(table[slopes < 0, k])
                 if self._flip(flipped, names):
                     improved = True
@@ -455,6 +455,64 @@ class Descent:
                 for generator in flipped[:, None]:
                     improved |= self._flip(generator, names)
         return improved
+
+    def improve_half_turns(self) -> bool:
+        """Take half turns, alone or with a change of the unit's sign, where that brings networks nearer."""
+        turns = self.symmetry.structure.half_turns
+        if not (self.signs and len(turns.place)):
+            return False
+        improved = False
+        for reflected in (False, True):
+            acting, sign = self._reflected if reflected else (turns.flips.tocsc(), None)
+            names, slopes = self._slopes(acting)
+            gained, step = self._gains_of_half_turns(-1.0 if reflected else 1.0)
+            gained -= 4 * slopes
+            if sign is not None:
+                gained[sign < 0] = 0.0
+            better = np.flatnonzero(gained > 0)
+            rest = [better[[at]] for at in np.argsort(-gained[better])] if len(better) > 1 else []
+            for chosen in (better, *rest):
+                if not len(chosen):
+                    break
+                element = self.symmetry.identity()
+                element.half_turn[torch.from_numpy(chosen)] = torch.from_numpy(step[chosen])
+                if sign is not None:
+                    element.sign[torch.from_numpy(sign[chosen])] = -1.0
+                if self._try(element, [*turns.biases, *names]):
+                    improved = True
+                    if chosen is better:
+                        break
+        return improved
+
+    @cached_property
+    def _reflected(self) -> tuple[sparse.csc_matrix, Ints]:
+        """What half turns flip together with the signs of their units, but for biases; and these signs, -1 for none."""
+        structure = self.symmetry.structure
+        turns, signs = structure.half_turns, structure.signs
+        start, count = signs.indptr[turns.place], np.diff(signs.indptr)[turns.place]
+        able = (count == 1) & turns.odd
+        sign = np.where(able, signs.indices[np.minimum(start, len(signs.indices) - 1)], -1)
+        acting = (turns.flips + self.flips[:, np.maximum(sign, 0)]).tolil()
+        acting[turns.place, np.arange(len(turns.place))] = 0
+        acting = acting.tocsc()
+        acting.data = np.mod(acting.data, 2)
+        acting.eliminate_zeros()
+        return acting, sign
+
+    def _gains_of_half_turns(self, sign: float) -> tuple[Floats, Floats]:
+        """Return by how much biases come nearer, squared, if they change their sign or not; and the best half turns."""
+        turns, first = self.symmetry.structure.half_turns, 0
+        gained, step = np.zeros(len(turns.place)), np.where(turns.odd, 1.0, 2.0)
+        for name, count in zip(turns.biases, turns.counts, strict=True):
+            at = slice(first, first + count)
+            ours, theirs = (own[name].double().cpu().numpy() for own in (self.target, self.current))
+            up, down = (
+                np.square(ours - theirs) - np.square(ours - sign * (theirs + k * turns.size[at]))
+                for k in (step[at], -step[at])
+            )
+            gained[at], step[at] = np.maximum(up, down), np.where(up >= down, step[at], -step[at])
+            first += count
+        return gained, step
 
     def _is_settled(self, group: MatchingGroup, column: int) -> bool:
         """Whether the signs in a column of a group's table are those of gains that are positive in both networks."""
@@ -471,11 +529,10 @@ class Descent:
         """Where each generator of signs flips what stands there, by columns; see :func:`flips`."""
         return flips(self.symmetry.structure).tocsc()
 
-    def _slopes(self, generators: Ints) -> tuple[list[str], Floats]:
-        """Return the tensors on which generators act, and the inner products there, by generator."""
-        acting = self.flips[:, generators]
+    def _slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
+        """Return the tensors that generators flip, in columns, and the inner products there, by generator."""
         rows = np.unique(acting.indices)
-        slopes = np.zeros(len(generators))
+        slopes = np.zeros(acting.shape[1])
         names = []
         for slot in self.symmetry.structure.slots:
             lo, hi = np.searchsorted(rows, (slot.offset, slot.offset + slot.size))
@@ -538,7 +595,7 @@ class Descent:
                     dirty.discard(index)
                     if self._improve_group(self.groups[index]):
                         touch({index})
-            if loose and self.improve_signs():
+            if (loose and self.improve_signs()) | self.improve_half_turns():
                 dirty.update(able)
             yield self.objective
 

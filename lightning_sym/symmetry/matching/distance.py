@@ -145,6 +145,9 @@ def lower_bound(descent: Descent) -> float:
     # What these biases take up of signs may bring them anywhere.
     anywhere = {bias for bias, _, _, _ in structure.absorbed if descent.signs}
     anywhere |= {slot.tensor for slot in structure.slots if slot.offset in structure.turned_places}
+    halves = structure.half_turns
+    if descent.signs and len(halves.place):
+        anywhere |= {*halves.biases, *(slot.tensor for slot in structure.slots if halves.flips[slot.rows].nnz)}
     joint = {slot.tensor for slot in structure.slots if len(slot.axes) == 2}
     target = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
     start = {name: tensor.double().cpu() for name, tensor in beginning.items()}

@@ -69,6 +69,7 @@ class TraceState:
         self.gains: Counter[str] = Counter()
         self.taps: dict[Mark, Value] = {}
         self.seen: set[int] = set()
+        self.half_turned: dict[fx.Node, tuple[str, float]] = {}
 
     # What something is called, for notes and errors.
 

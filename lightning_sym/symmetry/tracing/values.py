@@ -49,6 +49,7 @@ class Value:
         chooses: The units among which whole numbers choose: each says which of these, in order, it was.
         members: Of which members of a stack its elements are; None if that is not known, or of several.
         mixture: Of which value's elements this is made by constants and movements, if it is.
+        half_turned: The bias whose half turns are added to it, and times what; of values that have a name.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +63,7 @@ class Value:
     chooses: Label | None = None
     members: Members | None = None
     mixture: Mixture | None = None
+    half_turned: tuple[str, float] | None = None
 
     @property
     def ndim(self) -> int:
