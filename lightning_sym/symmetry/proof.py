@@ -41,9 +41,8 @@ class Group(Protocol):
 
     structure: Structure
 
-    def _drawn(self, generator: torch.Generator | None, permutation: Any, *, scale: float, most: int) -> Element: ...
-
-    def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Any: ...
+    def drawn(self, draw: Draw) -> Element:
+        """Draw a random element."""
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module: ...
 

@@ -16,9 +16,8 @@ from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.arrays import Floats, Ints, along
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.rotation import weight_products
+from lightning_sym.symmetry.group.rotation import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Gain,
@@ -31,7 +30,6 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     within_cells,
 )
 from lightning_sym.symmetry.matching.balanced import Comparison, inner, squared_difference
-from lightning_sym.symmetry.matching.streams import best_turn, turn_of
 from lightning_sym.symmetry.proof import compute_the_same
 
 # Which moves there are: docs/theory/matching.md, 1.7.
@@ -338,11 +336,10 @@ class Descent:
 
     def _improve_group(self, group: MatchingGroup) -> bool:
         """Assign a group's units, or turn them."""
-        mixing = "matrices" in self.freedom
-        if group.dense:
-            return mixing and self._rotate(group)
-        if group.phase and mixing and self._turn_planes(group):
+        if (group.dense or group.phase) and "matrices" in self.freedom and self._mix(group, ("dense", "phase")):
             return True
+        if group.dense:
+            return False
         if "permutations" not in self.freedom:
             return False
         gain = self.gain(group)
@@ -361,7 +358,7 @@ class Descent:
         moved: set[int] = set()
         for _ in range(_MOST_TURNS):
             before = self.squared_distance
-            turned = {index for index in indices if self._turn(self.groups[index])}
+            turned = {index for index in indices if self._mix(self.groups[index], ("rotation",))}
             near = set().union(*(self._neighbours[index] for index in turned))
             cells = {
                 i for i in sorted(near - self._held) if self.groups[i].dense and self._improve_group(self.groups[i])
@@ -377,35 +374,14 @@ class Descent:
             if group.dense:
                 self._improve_group(group)
 
-    def _turn(self, group: MatchingGroup) -> bool:
-        """Rotate streams by the best orthogonal matrices that fit between their gains (orthogonal Procrustes)."""
-        structure = self.symmetry.structure
-        turns = {
-            index: best_turn(structure.rotations[index], weight_products(structure, index, self.target, self.current))
-            for index in self.rotations.get(group.index, ())
-        }
-        return bool(turns) and self._try(turn_of(self.symmetry, turns), group.tensors)
-
-    def _turn_planes(self, group: MatchingGroup) -> bool:
-        """Turn planes by the best angles, each being the argument of its complex inner product."""
-        structure = self.symmetry.structure
-        phase = torch.zeros(structure.phases, dtype=torch.float64)
-        angles = self.plane_gain(group).diagonal().angle().cpu()
-        phase[torch.from_numpy(structure.phase_of[group.units])] = angles
-        return self._try(self.symmetry.identity().replaced(phase=phase), group.tensors)
-
-    def _rotate(self, group: MatchingGroup) -> bool:
-        """Turn dense cells by the best rotation (orthogonal Procrustes)."""
-        gain = self.gain(group)
-        if not gain.parts:
-            return False
-        matrix = gain.parts[()]
-        dense = list(self.symmetry.identity().dense)
-        for index, cell in enumerate(self.symmetry.structure.dense):
-            if cell[0] in group.units:
-                at = torch.from_numpy(np.searchsorted(group.units, cell)).to(matrix.device)
-                dense[index] = polar_factor(matrix[at[:, None], at[None, :]])
-        return self._try(self.symmetry.identity().replaced(dense=tuple(dense)), group.tensors)
+    def _mix(self, group: MatchingGroup, names: Iterable[str]) -> bool:
+        """Let some factors act on a group's units, where they are, as brings the networks nearest."""
+        improved = False
+        for name in names:
+            part = self.symmetry.factors[name].best_match(self.target, self.current, group.index)
+            if part is not None:
+                improved |= self._try(self.symmetry.identity().replaced(**{name: part}), group.tensors)
+        return improved
 
     def _improve_blocks(self, system: Blocks) -> bool:
         """Let blocks change places, their members in the best order."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.constraints import HalfPeriod
@@ -23,16 +24,19 @@ _PERIODIC = ("sin", "cos")
 @register_rule(*(f"aten::{name}" for name in _PERIODIC))
 def _periodic(trace: Trace, value: Value) -> Value:
     """Units move and change sign; half a period in a bias flips what comes out."""
-    passed = pointwise(out_of_place(trace.node.target), trace, value)
+    assert isinstance(trace.node.target, torch._ops.OpOverload)
+    passed: Value = pointwise(out_of_place(trace.node.target), trace, value)
     chain = _chain(trace.node)
     factor = None if chain is None else _factor(chain[-1][0])
     if chain is None or factor is None:
         return passed
     writer = chain[-1][0]
-    bias = trace.capture.states.get(writer.args[2])
+    held = writer.args[2]
+    assert isinstance(held, fx.Node)  # _chain looked
+    bias = trace.capture.states.get(held, "")
     axis = value.ndim - 1 if name_of(writer) == "linear" else 1
     own = next((label for label in passed.labels if label.axes == (axis,)), None)
-    if own is None or bias not in trace.axis_labels or len(writer.args[2].users) > 1:
+    if own is None or bias not in trace.axis_labels or len(held.users) > 1:
         return passed
     constraints, standing = trace.constraints, trace.axis_labels[bias][0]
     if standing.size != own.size:
