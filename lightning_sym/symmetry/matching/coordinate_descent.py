@@ -228,9 +228,13 @@ class Descent:
         self.restart(element)
         if self.squared_distance <= _SUSPICIOUS * self._rounding**2:
             return False
-        pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.current.items())
-        least = math.fsum(float(one - two) ** 2 for one, two in pairs)
-        if least <= _ALIKE**2 * 2 * self._half:
+        norms = [
+            (float(self.target[name].norm()), float(own.norm()), own.numel()) for name, own in self.current.items()
+        ]
+        least = math.fsum((one - two) ** 2 for one, two, _ in norms)
+        # In all, and one by one: where batch norms follow, most of the norms are the same for all networks, balanced.
+        alike = all(abs(one - two) <= _ALIKE * (1 + 30 / math.sqrt(n)) * (one + two) for one, two, n in norms if n)
+        if alike and least <= _ALIKE**2 * 2 * self._half:
             return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
         return compute_the_same(self.compared.symmetry.examples, self.compared.a, self.compared.b)
 
@@ -269,24 +273,27 @@ class Descent:
 
     # Gains.
 
-    def gain(self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None) -> Gain:
+    def gain(
+        self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None, names: Collection[str] | None = None
+    ) -> Gain:
         """Return the gain of each permutation of a group's units, with all other groups fixed.
 
         Args:
             group: The group.
             current: The parameters of B; by default the current ones.
+            names: The parameters that count; by default all.
         """
         current = self.current if current is None else current
         size = len(group.units)
         parts: dict[Pattern, Tensor] = {}
         for pattern, slices in group.slices.items():
-            for part in slices:
+            for part in slices if names is None else [own for own in slices if own.tensor in names]:
                 ours, theirs = (part.of(tensors[part.tensor], size) for tensors in (self.target, current))
                 if pattern in parts:
                     parts[pattern].addmm_(ours, theirs.T)
                 else:
                     parts[pattern] = ours @ theirs.T
-        for joint in group.joints:
+        for joint in group.joints if names is None else ():
             own = joint.of(self.target[joint.tensor]) @ joint.of(current[joint.tensor]).T
             index = torch.from_numpy(joint.members).to(own.device)
             total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=own.dtype, device=own.device))
@@ -342,12 +349,49 @@ class Descent:
             return False
         if "permutations" not in self.freedom:
             return False
-        gain = self.gain(group)
+        return self._assign(group)
+
+    def _assign(self, group: MatchingGroup, names: Collection[str] | None = None) -> bool:
+        """Assign a group's units by the gains of all parameters, or of some."""
+        gain = self.gain(group, names=names)
         if not gain.parts:
             return False
         chosen = within_cells(group, Tables(gain))
         del gain
         return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
+
+    def pass_forward(self) -> None:
+        """Assign groups in the order of the layers, each by the parameters on which all others are assigned already.
+
+        What stands on other axes in another order tells nothing of a group: with it, descents end farther away, and
+        later. Cells that matrices mix, planes and blocks are assigned in sweeps only.
+        """
+        if "permutations" not in self.freedom:
+            return
+        standing: dict[str, dict[int, set[tuple[int, ...]]]] = {name: {} for name in self.current}
+        for group in self.groups:
+            for part in itertools.chain(*group.slices.values()):
+                standing[part.tensor].setdefault(group.index, set()).add(part.axes)
+            for joint in group.joints:
+                standing[joint.tensor].setdefault(group.index, set()).add((0, 1))
+        layer = {name: number for number, name in enumerate(self.current)}
+        within = {index for system in self.systems for index in system.groups}
+        waiting = [
+            g for g in self.groups if not (g.dense or g.phase or g.index in within | self._held or not g.tensors)
+        ]
+        waiting.sort(key=lambda group: min(layer[name] for name in group.tensors))
+        unknown = {group.index for group in self.groups} - self._held
+        while waiting:
+            for group in waiting:
+                names = [n for n in group.tensors if standing[n].keys() & unknown == {group.index}]
+                names = [n for n in names if len(standing[n][group.index]) == 1]
+                if names:
+                    break
+            else:
+                return
+            waiting.remove(group)
+            unknown.discard(group.index)
+            self._assign(group, names)
 
     def _turn_streams(self, indices: Sequence[int]) -> set[int]:
         """Rotate some groups' streams, and the cells that read and write them, in turn while that is worth while.
@@ -625,6 +669,8 @@ def descend(
             history = [descent.objective]
             if not turned:
                 descent.turn_cells()
+            if initial is None and not number:
+                descent.pass_forward()
             for objective in descent.sweeps(generator, max_sweeps):
                 history.append(objective)
                 sweep = len(history) - 1
