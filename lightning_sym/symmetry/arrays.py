@@ -44,6 +44,13 @@ def apart(tensor: Tensor, axes: tuple[int, ...], shape: tuple[int, ...]) -> Tens
     return tensor.reshape(*shape, *tensor.shape[1:]).movedim(tuple(range(len(axes))), axes)
 
 
+def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:
+    """Return the sum over all other axes. Shape (sizes of the axes), float64."""
+    others = [axis for axis in range(tensor.ndim) if axis not in axes]
+    total = tensor.sum(others) if others else tensor
+    return np.asarray(total.double().cpu().numpy())
+
+
 def rising(numbers: NDArray[Any]) -> NDArray[Any]:
     """Return the different numbers of an array, in order: sorted, as the hash table of np.unique is 20 times slower."""
     ordered = np.sort(numbers, axis=None)

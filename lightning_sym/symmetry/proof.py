@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import (
     constant_names,
@@ -43,9 +43,8 @@ class Group(Protocol):
 
     structure: Structure
 
-    def _drawn(self, generator: torch.Generator | None, permutation: Any, *, scale: float, most: int) -> Element: ...
-
-    def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Any: ...
+    def drawn(self, draw: Draw) -> Element:
+        """Draw a random element."""
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module: ...
 
@@ -293,9 +292,8 @@ def moving_element(symmetry: Group, generator: torch.Generator, scale: float, fl
         scale: Standard deviation of the logarithms of the magnitudes.
         flip: Signs that it shall not have, so that each sign is changed by this element or the one before it.
     """
-    permutation = symmetry._random_permutation(generator, cycles=True)
-    element = symmetry._drawn(generator, permutation, scale=scale, most=_ROTATED)
-    return element if flip is None else replace(element, sign=-flip)
+    element = symmetry.drawn(Draw(generator, scale, cycles=True, most=_ROTATED))
+    return element if flip is None else element.replaced(sign=-flip)
 
 
 def informative(outputs: Iterable[Tensor]) -> bool:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,7 +141,7 @@ def test_units_that_only_the_places_of_their_weights_tell_apart_are_sorted() -> 
         network[0].weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         network[2].weight.fill_(1.0)
     symmetry = trace_symmetry(network, torch.randn(4, 2, dtype=torch.float64))
-    swapped = symmetry.act(replace(symmetry.identity(), permutation=torch.tensor([1, 0])), network)
+    swapped = symmetry.act(symmetry.identity().replaced(permutation=torch.tensor([1, 0])), network)
     one, two = (canonicalize(symmetry, member) for member in (network, swapped))
     assert difference(one.network, two.network) == 0
     assert not one.notes

@@ -16,8 +16,8 @@ from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonical_element
-from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.matching.balanced import Comparison, check_networks, comparable, squared_distance
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
 from lightning_sym.symmetry.moving import MovedTensors
@@ -180,7 +180,7 @@ def weight_matching(
 
     def matched(b: nn.Module, balance: bool) -> Found:
         gauged = comparable(symmetry, a, b, balance=balance, signs=signs)
-        compared = Comparison(symmetry, a, b) if gauged.is_even else gauged
+        compared = comparable(symmetry, a, b, balance=False, signs=signs) if gauged.is_even else gauged
         descent = Descent(compared, signs=signs, device=where, freedom=freedom)
         start = None if initial is None else compared.forth(initial)
         found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=start, progress=progress)
@@ -241,7 +241,7 @@ def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -
     """Say how near to ``a`` what was found brings ``b``."""
     ours = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
     theirs = symmetry.tensors(b)
-    moved = MovedTensors(symmetry.structure, found.element, theirs)
+    moved = MovedTensors(symmetry.factors, found.element, theirs)
     before, after = (math.sqrt(squared_distance(ours, own)) for own in (theirs, moved))
     return Found(found.element, found.objective, found.sweeps, found.restarts, before, after)
 

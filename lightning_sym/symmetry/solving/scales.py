@@ -56,9 +56,10 @@ def solve_scales(constraints: Constraints) -> Forms:
         The solutions by variable.
     """
     scales, signs = constraints.fixed_magnitudes, constraints.fixed_signs
+    halves = [own.flip for own in constraints.half_periods.values()]  # these are found by themselves
     return Forms(
         solve(constraints.scales, constraints.magnitude_equations, flat(scales)),
-        solve(constraints.scales, constraints.sign_equations, flat(signs), modulo_two=True),
+        solve(constraints.scales, constraints.sign_equations, flat([*signs, *halves]), modulo_two=True),
     )
 
 
@@ -83,6 +84,17 @@ def needlessly_fixed(constraints: Constraints, axis_labels: Mapping[str, Sequenc
     return [*notes]
 
 
+def variables_at(positions: Positions) -> Ints:
+    """Return the variable that scales each position: of parameters, of grouped weights, and of named values."""
+    labels = [place.label for place in positions.places]
+    labels = [
+        *labels[: positions.parameters],
+        *positions.grouped.values(),
+        *(labels[index] for index in positions.named),
+    ]
+    return flat([label.scale for label in labels])
+
+
 def scales_at(positions: Positions, forms: Forms) -> Forms:
     """Return how scales and signs act at positions: of parameters, of grouped weights, and of named values.
 
@@ -90,13 +102,7 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
         positions: Where units are seen.
         forms: Solutions by variable.
     """
-    labels = [place.label for place in positions.places]
-    labels = [
-        *labels[: positions.parameters],
-        *positions.grouped.values(),
-        *(labels[index] for index in positions.named),
-    ]
-    variable = flat([label.scale for label in labels])
+    variable = variables_at(positions)
     return Forms(
         _acting(forms.magnitudes[variable].tocsr(), positions),
         _acting(forms.signs[variable].tocsr(), positions, modulo_two=True),

@@ -81,6 +81,21 @@ class Sighting:
     tensor: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class HalfPeriod:
+    """Half a period of what reads a bias.
+
+    Attributes:
+        size: How much of the bias it is; nan if readers differ.
+        standing: The variables that scale the bias. Shape (size of the bias,).
+        flip: Variables that stand for the change of sign. Shape (size of the bias,).
+    """
+
+    size: float
+    standing: Ints
+    flip: Ints
+
+
 @dataclass
 class Constraints:
     """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign.
@@ -114,6 +129,7 @@ class Constraints:
     notes: dict[str, None] = field(default_factory=dict)
     explained: list[tuple[int, int, str]] = field(default_factory=list)
     unread: list[tuple[Ints, str]] = field(default_factory=list)
+    half_periods: dict[str, HalfPeriod] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
