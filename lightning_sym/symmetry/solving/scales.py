@@ -115,17 +115,19 @@ def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool 
     by_tensor: dict[str | None, list[int]] = {}
     for index, place in enumerate(places):
         by_tensor.setdefault(place.tensor, []).append(index)
-    columns, idle = forms.tocsc(), []
-    times = np.diff(columns.indptr)
+    times, idle = np.bincount(forms.indices, minlength=forms.shape[1]), []
     for name, slots in by_tensor.items():
         if len(slots) < 2 or name in positions.grouped:
             continue
-        own = [forms[offset[index] : offset[index + 1]].tocsc() for index in slots]
-        found = np.stack([np.diff(each.indptr) for each in own])
-        inside = (found.sum(0) == times) & ((found > 0).sum(0) > 1)
+        own = [forms[offset[index] : offset[index + 1]] for index in slots]
+        here = rising(np.concatenate([each.indices for each in own]))
+        found = np.stack([np.bincount(np.searchsorted(here, each.indices), minlength=len(here)) for each in own])
+        inside = here[(found.sum(0) == times[here]) & ((found > 0).sum(0) > 1)]
         labels = [places[index].label for index in slots]
-        for generator in np.flatnonzero(inside):
-            if _cancels([each[:, generator].toarray().ravel() for each in own], labels, modulo_two=modulo_two):
+        columns = [each[:, inside].tocsc() for each in own] if len(inside) else []
+        for number, generator in enumerate(inside):
+            exponents = [each[:, number].toarray().ravel() for each in columns]
+            if _cancels(exponents, labels, modulo_two=modulo_two):
                 idle.append(generator)
     return forms[:, np.setdiff1d(np.arange(forms.shape[1]), idle)] if idle else forms
 

@@ -62,7 +62,8 @@ def components(number: int, merges: list[tuple[Ints, Ints]]) -> Ints:
     """Return for each atom the smallest atom merged with it."""
     one, two = (flat([pair[side] for pair in merges]) for side in (0, 1))
     graph = sparse.coo_matrix((np.ones(len(one), np.int8), (one, two)), shape=(number, number))
-    _, labels = sparse.csgraph.connected_components(graph, directed=False)
-    _, first = np.unique(labels, return_index=True)
+    count, labels = sparse.csgraph.connected_components(graph, directed=False)
+    first = np.zeros(count, np.int64)
+    first[labels[::-1]] = np.arange(number)[::-1]  # the last that is written is the smallest
     result: Ints = first[labels]
     return result
