@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element, Part
+from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 P = TypeVar("P", bound=Part)
@@ -191,8 +192,10 @@ class Factor(ABC, Generic[P]):
         """Return for each position of all slots by what a part multiplies it, before it moves; None for nothing."""
         return None
 
-    def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return what a part adds to tensors before all else, by name; of shapes that broadcast to theirs.
+    def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
+        """Return what a part adds to tensors before anything else acts, by name; of shapes that broadcast to theirs.
+
+        All factors see the tensors as they were; what they add is summed up.
 
         Args:
             own: The part.
@@ -200,8 +203,14 @@ class Factor(ABC, Generic[P]):
         """
         return {}
 
-    def shown(self, own: P, tap: Tap) -> Tensor | None:
-        """Return what a part adds to a value inside the network before all else; None for nothing."""
+    def shown(self, own: P, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return what a part adds to a value inside the network before anything else acts; None for nothing.
+
+        Args:
+            own: The part.
+            tap: The value.
+            tensors: The network's parameters before, by name; None where nobody has them.
+        """
         return None
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
