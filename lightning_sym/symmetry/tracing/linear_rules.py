@@ -327,34 +327,3 @@ def _rms_norm(
     # A root mean square is even in every unit: signs pass one by one.
     value = _normalised_over(trace, value, axes, 1.0 if epsilon is None else epsilon, centred=False)
     return _affine(trace, value, weight, None, axes)
-
-
-@register_rule("aten::group_norm")
-def _group_norm(
-    trace: Trace,
-    value: Value,
-    groups: int,
-    weight: Value | None = None,
-    bias: Value | None = None,
-    epsilon: float = 1e-5,
-    *args: Any,
-) -> Value:
-    value = trace.tied(value, range(2, value.ndim))
-    label = trace.label(value, 1)
-    # Of weights, the first axis has units, too: each is divided by its own deviations.
-    rows = tuple(_normalised(trace, own, epsilon) for own in value.labels if own.axes and 1 not in own.axes)
-    for own in value.labels:
-        if 1 in own.axes and len(own.axes) > 1:
-            trace.fix(value.with_labels(own), "units on several axes are normalised in groups")
-    value = value.with_labels(*rows)
-    if label is not None:
-        size = value.shape[1] // groups
-        parents = np.arange(value.shape[1]) // size
-        if groups > 1:
-            coarse = trace.constraints.fresh((1,), (groups,))
-            trace.see(coarse)
-            if size > 1:
-                trace.constraints.block(coarse.atom[parents], label.atom)
-        # A group of one channel is divided by its own deviation, over places.
-        value = value.with_labels(*rows, _normalised(trace, label, epsilon, parents if size > 1 else None))
-    return _affine(trace, value, weight, bias, [1])

@@ -70,6 +70,20 @@ def _gated(x: Tensor, dim: int = -1) -> Tensor:
     return value * gate.sigmoid()
 
 
+def _group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn: bool = True,
+) -> Tensor:
+    parts = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
+    x, wide = torch.layer_norm(parts, parts.shape[2:], None, None, eps).reshape(x.shape), [-1, *[1] * (x.ndim - 2)]
+    x = x if weight is None else x * weight.reshape(wide)
+    return x if bias is None else x + bias.reshape(wide)
+
+
 def _instance_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -82,7 +96,7 @@ def _instance_norm(
     cudnn: bool = False,
 ) -> Tensor:
     if own_statistics:
-        return torch.group_norm(x, x.shape[1], weight, bias, eps)
+        return _group_norm(x, x.shape[1], weight, bias, eps)
     return torch.batch_norm(x, weight, bias, mean, variance, False, momentum, eps, cudnn)
 
 
@@ -168,6 +182,7 @@ FUNCTIONS: Mapping[str, Written] = {
     "diff": _difference,
     **dict.fromkeys(("divide", "true_divide"), torch.div),
     "glu": _gated,
+    "group_norm": _group_norm,
     "hypot": lambda x, y: (x.square() + y.square()).sqrt(),
     "instance_norm": _instance_norm,
     "lerp": lambda start, end, weight: start + weight * (end - start),

@@ -261,7 +261,6 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "embedding": Interpreter._embedding,
     **dict.fromkeys(operations(Trait.CONVOLVE), Interpreter._convolution),
     **dict.fromkeys(("layer_norm", "rms_norm"), Interpreter._layer_norm),
-    "group_norm": Interpreter._group_norm,
     "batch_norm": Interpreter._batch_norm,
     **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
     **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
@@ -276,4 +275,4 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "lightning_sym::any_step": Interpreter._step,
 }
 # What does not see all of weights.
-_BLIND = operations(Trait.SOFTMAX) | {"layer_norm", "group_norm"}
+_BLIND = operations(Trait.SOFTMAX) | {"layer_norm"}
