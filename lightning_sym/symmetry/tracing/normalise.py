@@ -38,7 +38,7 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
-from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
+from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, with_parts
 
 aten = torch.ops.aten
 
@@ -122,9 +122,9 @@ def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the stack over whose terms a sum or product goes, or the values of size 1 that were put together."""
+    """Return the stack over whose terms a reduction goes, or the values of size 1 that were put together."""
     stack = node.args[0] if node.args else None
-    if r.name(node) not in ("sum", "prod") or r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
+    if r.name(node) not in _FOLDS or r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
         return None
     assert isinstance(stack, fx.Node)
     values: Any = stack.args[0]
@@ -136,16 +136,18 @@ def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum or product of what was stacked for it, and the sum of a product."""
-    stack, added = _stacked(r, node), r.name(node) == "sum"
+    """Rewrite the sum, product or extremum of what was stacked for it, and the sum of a product."""
+    stack = _stacked(r, node)
     if stack is None:
-        return (_hidden_in_sum(r, node) or summed_product(r, node)) if added else None
+        return (_hidden_in_sum(r, node) or summed_product(r, node)) if r.name(node) == "sum" else None
     values: Any = stack.args[0]
+    axis, has = argument(stack, 1, "dim", 0) % len(r.shape(stack)), r.name(stack) == "cat"
+    if has and all(r.name(value) == "unsqueeze" and value.args[1] % len(r.shape(stack)) == axis for value in values):
+        values, has = [value.args[0] for value in values], False
     total: fx.Node = values[0]
     for value in values[1:]:
-        total = r.insert(aten.add.Tensor if added else aten.mul.Tensor, total, value)
-    axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
-    has, wanted = r.name(stack) == "cat", len(r.shape(node)) == len(r.shape(stack))
+        total = r.insert(_FOLDS[r.name(node)], total, value)
+    wanted = len(r.shape(node)) == len(r.shape(stack))
     if has and not wanted:
         return r.insert(aten.squeeze.dim, total, axis)
     return r.insert(aten.unsqueeze.default, total, axis) if wanted and not has else total
@@ -167,13 +169,6 @@ def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     mask = r.insert(aten.logical_not.default, mask) if r.name(value) == "masked_fill" else mask
     product = r.insert(aten.mul.Tensor, shown, r.insert(aten.to.dtype, mask, shown.meta["val"].dtype))
     return r.insert(node.target, product, *node.args[1:])
-
-
-def _reversed_difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    one, two = node.args[:2]
-    if not isinstance(two, fx.Node) or argument(node, 2, "alpha", 1) != 1:
-        return None
-    return r.insert(aten.sub.Tensor, two, one)
 
 
 def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -448,32 +443,6 @@ def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.layer_norm.default, value, sizes, argument(node, 2, "weight"), None, eps)
 
 
-def _vector_norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite norms of vectors: along one axis, or of all elements."""
-    order, axes, keep = (argument(node, 1 + at, key) for at, key in enumerate(("ord", "dim", "keepdim")))
-    axes = [axes] if isinstance(axes, int) else axes
-    flat = axes is None and order is None
-    if (not flat and len(axes or [0] * len(r.shape(node.args[0]))) != 1) or isinstance(order, str):
-        return None
-    return r.insert(aten.linalg_vector_norm.default, node.args[0], 2 if order is None else order, axes, bool(keep))
-
-
-def _matrix_diagonal(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the diagonal of a matrix."""
-    if len(r.shape(node.args[0])) != 2:
-        return None
-    return r.insert(aten.diagonal.default, node.args[0], argument(node, 1, "diagonal", 0))
-
-
-def _same_shape(target: Any) -> Rewrite:
-    """Return a rewrite of an operation that takes a shape from another value."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
-        return _undone(r, node) or r.insert(target, node.args[0], list(r.shape(node)))
-
-    return rewrite
-
-
 def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite movements that show, in the end, what was there before."""
     value = node.meta.get("val")
@@ -573,14 +542,18 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
+_FOLDS = {
+    "sum": aten.add.Tensor,
+    "prod": aten.mul.Tensor,
+    "amax": aten.maximum.default,
+    "amin": aten.minimum.default,
+}
 _SUMS = (_scaled_sum, _neutral, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
-    **written_out.REWRITES,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     "einsum": einsum,
-    **dict.fromkeys(("sum", "prod"), _total),
-    **dict.fromkeys(operations(Trait.SOFTMAX), unseen),
+    **dict.fromkeys(_FOLDS, _total),
     "add": _sum,
     "sub": _difference,
     "mul": _product,
@@ -589,16 +562,12 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
     "im2col": _windows,
-    "linalg_norm": _vector_norm,
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm_of_centred),
-    "diag": _matrix_diagonal,
     **dict.fromkeys(("tril", "triu"), _triangle),
-    "rsub": _reversed_difference,
     "stack": _stack,
     "getitem": _item,
     **dict.fromkeys(VIEWS, _undone),
-    **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
-    "expand_as": _same_shape(aten.expand.default),
+    **written_out.REWRITES,
     "cat": _cat,
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,

@@ -168,6 +168,23 @@ class Rewriter:
             return False
         return sum(one is node for one in pytree.tree_leaves((user.args, user.kwargs))) == 1
 
+    def leaves(self, node: fx.Node, names: Collection[str]) -> tuple[list[Any], list[fx.Node]]:
+        """Return what nested operations combine, two at a time, and what reads each of these values.
+
+        Args:
+            node: The last of the operations.
+            names: Their names; only the last one is read by others.
+        """
+        found: list[tuple[Any, fx.Node]] = []
+        waiting: list[tuple[Any, fx.Node]] = [(given, node) for given in reversed(node.args[:2])]
+        while waiting:
+            value, reader = waiting.pop()
+            if self.name(value) in names and self.only_for(value, reader) and not value.kwargs:
+                waiting += [(given, value) for given in reversed(value.args[:2])]
+            else:
+                found.append((value, reader))
+        return [value for value, _ in found], [reader for _, reader in found]
+
     # Changes.
 
     def insert(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

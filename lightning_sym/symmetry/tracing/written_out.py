@@ -6,6 +6,7 @@ One entry here makes an unknown operation known to all rules (docs/theory/tracin
 import functools
 import string
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -161,6 +162,18 @@ def _norm_except(v: Tensor, pow: float = 2, dim: int = 0) -> Tensor:
     return result
 
 
+def _vector_norm(x: Tensor, ord: float | None = None, dim: Any = None, keepdim: bool = False) -> Tensor:
+    if not (dim is ord is None) and len([dim] if isinstance(dim, int) else dim or x.shape) != 1:
+        raise ValueError("a norm of matrices")
+    result: Tensor = torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim)
+    return result
+
+
+def _diagonal(x: Tensor, diagonal: int = 0) -> Tensor:
+    (_, _) = x.shape
+    return x.diagonal(diagonal)
+
+
 FUNCTIONS: Mapping[str, Written] = {
     "logaddexp": lambda x, y: (x.exp() + y.exp()).log(),
     "hstack": _beside(1, 1),
@@ -179,18 +192,23 @@ FUNCTIONS: Mapping[str, Written] = {
     "cdist": _distances,
     **dict.fromkeys(("concat", "concatenate"), torch.cat),
     "cosine_similarity": _cosine,
+    "diag": _diagonal,
     "diff": _difference,
     **dict.fromkeys(("divide", "true_divide"), torch.div),
+    "expand_as": lambda x, y: x.expand(y.shape),
     "glu": _gated,
     "group_norm": _group_norm,
     "hypot": lambda x, y: (x.square() + y.square()).sqrt(),
     "instance_norm": _instance_norm,
     "lerp": lambda start, end, weight: start + weight * (end - start),
+    "linalg_norm": _vector_norm,
     "linalg_vecdot": lambda x, y, *, dim=-1: (x * y).sum(dim),
     "multiply": torch.mul,
     **dict.fromkeys(("outer", "ger"), lambda x, y: x.unsqueeze(-1) * y),
     "pairwise_distance": _distance,
     "inner": lambda x, y: _over(x, y, [-1], [-1]),
+    **dict.fromkeys(("reshape_as", "view_as"), lambda x, y: x.reshape(y.shape)),
+    "rsub": lambda x, y, alpha=1: y.sub(x, alpha=alpha),
     "subtract": torch.sub,
     "tensordot": _over,
     "prelu": _leaking,
