@@ -36,7 +36,7 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite parts that were made alike of parts of a value, and are put together: made of the whole value at once."""
     parts: Any = node.args[0]
     axis = argument(node, 1, "dim", 0) % len(r.shape(node))
-    if len(parts) < 2 or any(not r.only_for(part, node) for part in parts) or r.writes_into(node):
+    if len(parts) < 2 or any(not r.only_for(part, node) for part in parts):
         return None
     branches = _Branches(r)
     lifted = branches.lift(parts, [node] * len(parts))
@@ -49,7 +49,7 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of what experts make, one after the other: made by all at once."""
-    if r.writes_into(node) or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
+    if any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
         return None
     leaves, readers = r.leaves(node, {"add"})
     leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # of Python's sum
@@ -107,7 +107,7 @@ class _Branches:
         if any(not isinstance(value, Tensor) or value.shape != values[0].shape for value in values):
             return None
         memories = [memories_of(node) for node in nodes]
-        if any(memory != memories[0] for memory in memories) or any(self.r.is_frozen(node) for node in nodes):
+        if any(memory != memories[0] for memory in memories):
             return None
         source = source_of(self.r, nodes[0])
         held = None if source is None else source.meta["val"]

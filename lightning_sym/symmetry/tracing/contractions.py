@@ -47,7 +47,7 @@ def shown(r: Rewriter, node: fx.Node) -> list[fx.Node]:
     """Return the values whose memory a node shows in its own shape, the first one first, and itself."""
     found = [node]
     while r.name(found[-1]) in VIEWS and isinstance(before := found[-1].args[0], fx.Node):
-        if r.is_frozen(before) or memories_of(before) != memories_of(node):
+        if memories_of(before) != memories_of(node):
             break
         found.append(before)
     return found[::-1]
@@ -493,7 +493,7 @@ def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
         source, *_ = shown(r, whole)
     held = source.meta.get("val")
     whole_too = isinstance(held, Tensor) and memories_of(source) == memories_of(part)
-    return source if whole_too and not r.is_frozen(source) else None
+    return source if whole_too else None
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
@@ -501,7 +501,7 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
     if len(memories) < len(parts) or any(memory != memories[0] for memory in memories):
         return None
-    if any(r.is_frozen(part) for part in parts) or sum(math.prod(r.shape(part)) for part in parts) > _MOST:
+    if sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
     if (source := source_of(r, parts[0])) is None:
         return None

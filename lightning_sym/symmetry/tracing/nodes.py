@@ -59,24 +59,6 @@ def moved(node: fx.Node, tensor: Tensor) -> Any:
     return target(tensor, *node.args[1:], **node.kwargs)
 
 
-def shared_memory(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes with memory that is written in place and may be read afterwards through other nodes."""
-    nodes = {node: place for place, node in enumerate(graph.nodes)}
-    by_memory: dict[int, list[fx.Node]] = {}
-    written: set[int] = set()
-    for node, place in nodes.items():
-        memories = memories_of(node)
-        for target in written_by(node):
-            for memory in memories_of(target):
-                others = [other for other in by_memory.get(memory, ()) if other is not target]
-                late = any(nodes[user] > place for other in (target, *others) for user in other.users)
-                if late or target.op == "placeholder" or shape_of(target) != shape_of(node):
-                    written.add(memory)
-        for memory in memories:
-            by_memory.setdefault(memory, []).append(node)
-    return {node for memory in written for node in by_memory[memory]}
-
-
 def memories_of(node: fx.Node) -> set[int]:
     """Return the identifiers of the memory of a node's tensors."""
     values = pytree.tree_leaves(node.meta.get("val"))

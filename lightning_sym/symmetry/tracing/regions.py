@@ -199,7 +199,6 @@ class _Recogniser:
                 and isinstance(own, Tensor)
                 and own.shape == value.shape
                 and own.dtype == value.dtype
-                and not self.rewriter.is_frozen(node)
             ):
                 yield node, steps[::-1]
             name = self.rewriter.name(node)
