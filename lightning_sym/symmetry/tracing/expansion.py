@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
+from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.nodes import between, written_by
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import (
     by_place,
@@ -68,7 +69,7 @@ class Written(Value):
     def _constant(self) -> Tensor | None:
         """Return its numbers, if it is made of constants."""
         constant: Tensor | None = self.rewriter.constant(self.node)
-        if constant is None and (self.rewriter.made_of(self.node) != "inputs" or self.rewriter.writes_into(self.node)):
+        if constant is None and self.rewriter.made_of(self.node) != "inputs":
             raise NotWrittenError("asks for the numbers of a value")
         return constant
 
@@ -85,6 +86,7 @@ def expand(capture: Capture) -> Capture:
     Returns:
         The capture.
     """
+    functional(capture)
     own = own_operations()
     if not any(is_own(node.target, own) for node in capture.graph.nodes):
         return capture
@@ -113,7 +115,6 @@ class Expansion:
         self._demands: list[fx.Node] = []  # sums and products, which demand something even if nobody reads them
         self._nothing: list[fx.Node] = []  # values on which nothing acts
         self._target: Any = node.target
-        self._copied_to: Any = None
         self._parameters: dict[str, fx.Node] = {}
         if self._leaf is not None:
             self._parameters = by_place(self._leaf.module, node.args[1])  # type: ignore[arg-type]
@@ -318,7 +319,6 @@ class _Replacement(Expansion):
         """Run the rule; return what comes out."""
         node, leaf = self.node, self._leaf
         owner: Any
-        self._write_apart()
         if written_by(node):
             raise NotWrittenError("belongs to an operation that writes into its arguments")
         if leaf is not None:
@@ -336,17 +336,6 @@ class _Replacement(Expansion):
             if tuple(value.shape) != tuple(real.shape):
                 raise NotWrittenError(f"returns the shape {tuple(value.shape)}, where {tuple(real.shape)} comes out")
         return [self._node(value) for value in results]
-
-    def _write_apart(self) -> None:
-        """Let an operation that writes into its argument leave it alone; where others see that, a copy writes."""
-        node, target = self.node, self.node.target
-        if written_by(node) != list(node.args[:1]):
-            return
-        other: Any = out_of_place(target)  # type: ignore[arg-type]
-        one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
-        if other is not target and not other._schema.is_mutable and (one.shape, one.dtype) == (two.shape, two.dtype):
-            self._copied_to = node.args[0] if self.rewriter.is_frozen(node) else None
-            node.target = other
 
     def _argument(self, node: fx.Node) -> Any:
         return self._value(node) if _is_tensor(node) else node.meta.get("val")
@@ -367,15 +356,10 @@ class _Replacement(Expansion):
     def _put(self, old: fx.Node, new: fx.Node) -> None:
         """Put a result in the place of what came out, of the same type and in memory of its own."""
         kind = old.meta["val"].dtype
-        if self._copied_to is not None:
-            self.rewriter.replace(old, self.rewriter.insert(aten.copy_.default, self._copied_to, new))
-            return
         if new.target is DEMAND and not new.users:
             new.meta["val"] = old.meta["val"]
         elif new.meta["val"].dtype != kind:
             new = self.rewriter.insert(aten.to.dtype, new, kind)
-        if self.rewriter.writes_into(old) or self.rewriter.writes_into(new):
-            new = self.rewriter.insert(aten.clone.default, new)
         self.rewriter.replace(old, new)
 
 
