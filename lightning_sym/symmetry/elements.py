@@ -14,7 +14,7 @@ from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
 from lightning_sym.symmetry.tracing.rotations import Rotation
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.values import InFront, Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Tap:
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
         shown: What shifts add to it.
         squared: Whether it holds squares, on which rotations of the units do not act.
-        in_front: The bias whose half turns are added to it, in front of a sine, and times what; None if none are.
+        in_front: What half turns of a bias add to it, in front of a sine; None for nothing.
         half_turned: Whether it is something between coordinates of planes and what positions make of these, on which
             phases do not act.
     """
@@ -46,7 +46,7 @@ class Tap:
     offset: float = 0.0
     shown: Shown = field(default_factory=Shown)
     squared: bool = False
-    in_front: tuple[str, float] | None = None
+    in_front: InFront | None = None
     half_turned: bool = False
 
     @property

@@ -17,6 +17,15 @@ sin, cos = torch.sin, torch.cos
 CASES = {
     "siren": (lambda s, x: s.c(sin(30 * s.b(sin(30 * s.a(x))))), (6, 2), 15, 0),
     "multiples behind": (lambda s, x: s.c(sin(-(s.b(sin(s.a(x) * 3 / 7)) * 2))), (6, 2), 15, 0),
+    "products": (lambda s, x: s.c(torch.tanh(s.b(sin(30 * (x @ s.a.weight.T - s.a.bias))))), (6, 2), 8, 0),
+    "distributed": (lambda s, x: s.c(torch.tanh(s.b(sin(3 * s.a.bias + 30 * (x @ s.a.weight.T) + 1)))), (6, 2), 8, 0),
+    "moved": (lambda s, x: s.c(torch.tanh(s.b(sin(s.a(x).view(-1, 2, 4) * 9).flatten(1)))), (6, 2), 8, 0),
+    "in parts": (
+        lambda s, x: s.c(torch.tanh(s.b(torch.cat([sin(part * 5) for part in s.a(x).chunk(2, -1)], -1)))),
+        (6, 2),
+        8,
+        0,
+    ),
     "random features": (lambda s, x: s.c(torch.tanh(s.b(cos(s.a(x))))), (6, 2), 8, 0),
     "read twice": (lambda s, x: s.c(torch.tanh(s.b(sin(v := s.a(x)) + cos(-v)))), (6, 2), 8, 0),
     "squares": (lambda s, x: s.c(torch.tanh(s.b(sin(s.a(x)) ** 2))), (6, 2), 8, 0),
@@ -74,7 +83,9 @@ def test_half_turns_leave_the_function_alone_and_change_the_weights(name):
             )
 
 
-@pytest.mark.parametrize("name", ["siren", "multiples behind", "read twice", "images", "one stream"])
+@pytest.mark.parametrize(
+    "name", ["siren", "multiples behind", "read twice", "images", "one stream", "products", "distributed", "in parts"]
+)
 def test_forms_and_matches_find_planted_half_turns(name):
     network, _, symmetry = traced(name)
     generator = torch.Generator().manual_seed(1)
@@ -111,7 +122,7 @@ def test_matches_take_half_turns_where_they_bring_networks_nearer():
     assert match.distance_after == pytest.approx(least, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["siren", "multiples behind", "images", "read twice"])
+@pytest.mark.parametrize("name", ["siren", "multiples behind", "images", "moved", "in parts"])
 def test_values_in_front_of_a_sine_move_as_the_tap_says(name):
     network, x, symmetry = traced(name)
     element = symmetry.sample(torch.Generator().manual_seed(2))

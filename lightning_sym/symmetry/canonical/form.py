@@ -16,8 +16,9 @@ from lightning_sym.symmetry.canonical.gauge import ScaleGauge
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
 from lightning_sym.symmetry.canonical.planes import principal_phases
-from lightning_sym.symmetry.canonical.streams import folding, positive, principal_turns, rotatable
+from lightning_sym.symmetry.canonical.streams import folding, positive, principal_turns
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.rotation import rotatable
 from lightning_sym.symmetry.group.tilt import Tilts
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.capture import state_tensors

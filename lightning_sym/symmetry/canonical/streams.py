@@ -12,21 +12,12 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.rotation import NO_TURN, ones_reflection, stream_rows
+from lightning_sym.symmetry.group.rotation import NO_TURN, ones_reflection, rotatable, stream_rows
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Relative to the largest eigenvalue: axes nearer to one another are not unique, and where less stands there is nothing.
 _CLOSE, _NOTHING = 1e-9, 1e-24
-
-
-def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the numbers of the rotations between whose gains there is no zero."""
-    return [
-        index
-        for index, rotation in enumerate(structure.rotations)
-        if all(bool(tensors[name].reshape(-1)[torch.from_numpy(at)].all()) for name, at in rotation.gains)
-    ]
 
 
 def folding(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> Floats:

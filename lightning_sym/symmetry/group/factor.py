@@ -9,7 +9,7 @@ the product of :math:`g^{-1} f_2 g` and :math:`f_1`.
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -124,8 +124,9 @@ class Factor(ABC, Generic[P]):
     where it carries all factors behind it into themselves; if it does not commute with one of these, the method
     `carried` of that one has to take it into account.
 
-    Weight matching, distances of orbits and canonical forms know a new factor only by :meth:`settled`. Without it, two
-    members of an orbit may have different canonical forms (a note says so) and a distance above 0.
+    Weight matching, distances of orbits and canonical forms know a new factor only by :meth:`settled`; without it, two
+    members of an orbit may have different canonical forms (a note says so) and a distance above 0. Matching asks the
+    factors that it names for :meth:`best_match`.
 
     Args:
         group: All factors of the group.
@@ -243,6 +244,18 @@ class Factor(ABC, Generic[P]):
         """
         return self.identity()
 
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> P | None:
+        """Return the part that brings parameters nearest to others, of those that change no norm; None if it has none.
+
+        It acts on the units of one orbit, where they are.
+
+        Args:
+            target: Parameters of the reference, by name.
+            current: Those of the network that is moved, gains included.
+            orbit: The number of the orbit.
+        """
+        return None
+
     # Coordinates near the identity.
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
@@ -275,7 +288,7 @@ class Factor(ABC, Generic[P]):
             ValueError: If shapes, types or numbers are not those of a part.
         """
         same = self.identity()
-        expected, found = (part if isinstance(part, tuple) else (part,) for part in (same, own))
+        expected, found = _members(same), _members(own)
         if isinstance(own, tuple) != isinstance(same, tuple) or len(expected) != len(found):
             raise ValueError(f"{self.name} has {len(found)} tensors; expected {len(expected)}")
         for one, two in zip(expected, found, strict=True):
@@ -289,6 +302,10 @@ class Factor(ABC, Generic[P]):
     def _fits(self, member: Tensor) -> bool:
         """Return whether a member of a part has another shape than the identity's, that is allowed, too."""
         return False
+
+
+def _members(part: Part) -> tuple[Tensor, ...]:
+    return part if isinstance(part, tuple) else (part,)
 
 
 class Additive(Factor[Tensor]):
@@ -324,14 +341,14 @@ class Factors:
         kinds: The classes of the factors.
     """
 
-    def __init__(self, structure: Structure, kinds: Sequence[type[Factor[Part]]]) -> None:
+    def __init__(self, structure: Structure, kinds: Sequence[type[Factor[Any]]]) -> None:
         self.structure = structure
         self._by_name = {kind.name: kind(self) for kind in kinds}
 
-    def __iter__(self) -> Iterator[Factor[Part]]:
+    def __iter__(self) -> Iterator[Factor[Any]]:
         return iter(self._by_name.values())
 
-    def __getitem__(self, name: str) -> Factor[Part]:
+    def __getitem__(self, name: str) -> Factor[Any]:
         return self._by_name[name]
 
     def source(self, permutation: Tensor) -> Ints:
@@ -344,7 +361,7 @@ class Factors:
         return source
 
     @property
-    def inwards(self) -> list[Factor[Part]]:
+    def inwards(self) -> list[Factor[Any]]:
         """The factors in the order in which they act."""
         return [*self][::-1]
 
@@ -379,13 +396,18 @@ class Factors:
         """Draw an element."""
         return Element(group, {factor.name: factor.sample(draw) for factor in self})
 
-    def of(self, group: str, tensors: Mapping[str, Tensor]) -> Element:
+    def of(self, group: str, tensors: Mapping[str, Tensor], *, check: bool = True) -> Element:
         """Return the element that holds some tensors, as :meth:`Element.tensors` gives them.
+
+        Args:
+            group: The fingerprint of the symmetry.
+            tensors: The tensors, by name.
+            check: Whether to check shapes, types and numbers.
 
         Raises:
             ValueError: If they are not those of an element.
         """
-        left, parts = dict(tensors), {}
+        left, parts = dict(tensors), dict[str, Part]()
         for factor in self:
             same = factor.identity()
             if isinstance(same, Tensor):
@@ -398,8 +420,9 @@ class Factors:
                     "symmetry, written by this version"
                 )
             found = tuple(left.pop(name).detach().cpu() for name in names)
-            parts[factor.name] = cast(Part, found[0] if isinstance(same, Tensor) else found)
-            factor.check(parts[factor.name])
+            parts[factor.name] = found[0] if isinstance(same, Tensor) else found
+            if check:
+                factor.check(parts[factor.name])
         if left:
             raise ValueError(f"no element of this symmetry has {', '.join(sorted(left))}")
         return Element(group, parts)
@@ -417,7 +440,7 @@ class _Undoing:
         self._element, self._left = element, [*factors.inwards]
         self._found = factors.identity(element.group)
 
-    def outside(self, factor: Factor[Part] | None) -> Element:
+    def outside(self, factor: Factor[Any] | None) -> Element:
         """Return the inverse of the parts outside of a factor; of all for None."""
         while self._left and self._left[-1] is not factor:
             own = self._left.pop()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, odd
+from lightning_sym.symmetry.arrays import Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.diagonal import Sign
@@ -64,13 +64,13 @@ class HalfTurn(Additive):
 
     def shown(self, own: Tensor, tap: Tap) -> Tensor | None:
         """Return what is added to a value between the bias and the sine; None for nothing."""
-        if tap.in_front is None or tap.in_front[0] not in self.parts:
+        front = tap.in_front
+        if front is None or front.bias not in self.parts:
             return None
-        name, times = tap.in_front
-        at = self.parts[name]
-        amount = times * (own * torch.from_numpy(self.structure.half_turns.size))[at]
-        shape = [-1 if axis == tap.axis else 1 for axis in range(len(tap.shape))]
-        return amount.reshape(shape) if bool(amount.any()) else None
+        at, size = self.parts[front.bias], self.structure.half_turns.size
+        amount = (front.times * own.numpy() * size)[at][front.entries]
+        shown = torch.from_numpy(on_axes(amount.ravel(), amount.shape, front.axes, len(tap.shape)))
+        return shown if bool(shown.any()) else None
 
     @cached_property
     def parts(self) -> dict[str, slice]:

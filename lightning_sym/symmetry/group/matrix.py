@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym._linear_algebra import random_orthogonal
+from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
@@ -77,6 +77,22 @@ class Matrix(Factor[Matrices]):
         """Return what a part does by matrices; None for the identity."""
         cells = changed(own, self.structure)
         return MatrixAction(self.structure, own, cells) if cells else None
+
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
+        """Return the orthogonal matrices that bring parameters nearest to others; see :class:`Factor`."""
+        cells = self.structure.cell_of[self.structure.orbits[orbit]]
+        products = {cell: torch.zeros(0) for cell in np.unique(cells[cells >= 0]).tolist()}
+        for (_, own, _, ours), (_, _, _, theirs) in zip(
+            cell_slices(self.structure, target), cell_slices(self.structure, current), strict=True
+        ):
+            for place, cell in enumerate(own):
+                if cell in products:
+                    product = ours[place] @ theirs[place].mT
+                    products[cell] = product if not len(products[cell]) else products[cell] + product
+        found = list(self.structure.same)
+        for cell, product in products.items():
+            found[cell] = polar_factor(product) if len(product) else found[cell]
+        return tuple(found) if products else None
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms."""

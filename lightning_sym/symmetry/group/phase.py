@@ -69,6 +69,23 @@ class Phase(Additive):
             blocks.append(total)
         return sparse.vstack(blocks).tocsr()
 
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Tensor | None:
+        """Return the angles that bring planes nearest to others; see :class:`Factor`."""
+        own = self.structure.phase_of[self.structure.orbits[orbit]]
+        if not (own >= 0).any():
+            return None
+        real, imaginary = self.identity(), self.identity()
+        for slot in self.structure.slots:
+            if slot.tensor in target and slot.offset in self.structure.turned_places:
+                phase, *places = self.structure.turned_places[slot.offset]
+                both = (held[slot.tensor].movedim(slot.axes[0], 0).reshape(slot.size, -1) for held in (target, current))
+                (x, y), (other_x, other_y) = ([held[torch.from_numpy(at)] for at in places] for held in both)
+                at = torch.from_numpy(phase)
+                real.index_add_(0, at, (x * other_x + y * other_y).sum(1).double().cpu())
+                imaginary.index_add_(0, at, (y * other_x - x * other_y).sum(1).double().cpu())
+        chosen = torch.from_numpy(own[own >= 0])
+        return self.identity().index_copy(0, chosen, torch.atan2(imaginary, real)[chosen])
+
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of the angles."""
         return {"phases": (self.size,)}

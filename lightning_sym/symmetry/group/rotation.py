@@ -8,7 +8,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym._linear_algebra import random_orthogonal
+from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
@@ -113,6 +113,15 @@ class Rotations(Factor[Turns]):
             rates = np.concatenate([own.reshape(len(basis), -1) for own in change.values()], 1)
             found.append(sparse.csr_matrix(rates.T))
         return sparse.hstack(found).tocsr()
+
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Turns | None:
+        """Return the rotations of streams that bring parameters nearest to others; see :class:`Factor`."""
+        able = [index for index in rotatable(self.structure, current) if self.structure.rotations[index].orbit == orbit]
+        turns = list(self.identity())
+        for index in able:
+            products = weight_products(self.structure, index, target, current)
+            turns[index] = best_turn(self.structure.rotations[index], products)
+        return tuple(turns) if able else None
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms, of which the antisymmetric part counts."""
@@ -278,6 +287,34 @@ def stream_rows(
                         gain = gains[name].detach().reshape(-1)[torch.from_numpy(place).to(rows.device)]
                         rows = rows / gain.to(rows)[:, None] ** power
                 yield slot, rows
+
+
+def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return the numbers of the rotations between whose gains there is no zero."""
+    return [
+        index
+        for index, rotation in enumerate(structure.rotations)
+        if all(bool(tensors[name].reshape(-1)[torch.from_numpy(at)].all()) for name, at in rotation.gains)
+    ]
+
+
+def best_turn(rotation: Rotation, products: Tensor) -> Tensor:
+    """Return the allowed orthogonal Q that maximises tr(Q^T M) (orthogonal Procrustes).
+
+    Args:
+        rotation: Of which stream.
+        products: M, whose rows belong to the reference. Shape (size, size).
+
+    Returns:
+        Shape (size, size), float64, on the CPU.
+    """
+    products = products.detach().double().cpu()
+    if rotation.fixes_ones:
+        # Apart from the vector of ones, which is to stay.
+        products = products - products.mean(0, keepdim=True)
+        products = products - products.mean(1, keepdim=True)
+        products = products + products.norm().clamp_min(1e-300) / rotation.size
+    return polar_factor(products)
 
 
 def weight_products(

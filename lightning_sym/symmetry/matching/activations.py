@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.group.rotation import best_turn, rotatable
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Gain,
@@ -28,7 +28,7 @@ from lightning_sym.symmetry.matching.coordinate_descent import (
     block_systems,
 )
 from lightning_sym.symmetry.matching.magnitudes import refined
-from lightning_sym.symmetry.matching.streams import best_turn, stream_places, turn_of
+from lightning_sym.symmetry.matching.streams import stream_places, turn_of
 from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms
 from lightning_sym.symmetry.watching import watched
 

@@ -16,9 +16,8 @@ from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.arrays import Floats, Ints, along
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.rotation import weight_products
+from lightning_sym.symmetry.group.rotation import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Gain,
@@ -31,7 +30,6 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     within_cells,
 )
 from lightning_sym.symmetry.matching.balanced import Comparison, inner, squared_difference
-from lightning_sym.symmetry.matching.streams import best_turn, turn_of
 from lightning_sym.symmetry.proof import compute_the_same
 
 # Which moves there are: docs/theory/matching.md, 1.7.
@@ -230,9 +228,13 @@ class Descent:
         self.restart(element)
         if self.squared_distance <= _SUSPICIOUS * self._rounding**2:
             return False
-        pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.current.items())
-        least = math.fsum(float(one - two) ** 2 for one, two in pairs)
-        if least <= _ALIKE**2 * 2 * self._half:
+        norms = [
+            (float(self.target[name].norm()), float(own.norm()), own.numel()) for name, own in self.current.items()
+        ]
+        least = math.fsum((one - two) ** 2 for one, two, _ in norms)
+        # In all, and one by one: where batch norms follow, most of the norms are the same for all networks, balanced.
+        alike = all(abs(one - two) <= _ALIKE * (1 + 30 / math.sqrt(n)) * (one + two) for one, two, n in norms if n)
+        if alike and least <= _ALIKE**2 * 2 * self._half:
             return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
         return compute_the_same(self.compared.symmetry.examples, self.compared.a, self.compared.b)
 
@@ -271,24 +273,27 @@ class Descent:
 
     # Gains.
 
-    def gain(self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None) -> Gain:
+    def gain(
+        self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None, names: Collection[str] | None = None
+    ) -> Gain:
         """Return the gain of each permutation of a group's units, with all other groups fixed.
 
         Args:
             group: The group.
             current: The parameters of B; by default the current ones.
+            names: The parameters that count; by default all.
         """
         current = self.current if current is None else current
         size = len(group.units)
         parts: dict[Pattern, Tensor] = {}
         for pattern, slices in group.slices.items():
-            for part in slices:
+            for part in slices if names is None else [own for own in slices if own.tensor in names]:
                 ours, theirs = (part.of(tensors[part.tensor], size) for tensors in (self.target, current))
                 if pattern in parts:
                     parts[pattern].addmm_(ours, theirs.T)
                 else:
                     parts[pattern] = ours @ theirs.T
-        for joint in group.joints:
+        for joint in group.joints if names is None else ():
             own = joint.of(self.target[joint.tensor]) @ joint.of(current[joint.tensor]).T
             index = torch.from_numpy(joint.members).to(own.device)
             total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=own.dtype, device=own.device))
@@ -338,19 +343,55 @@ class Descent:
 
     def _improve_group(self, group: MatchingGroup) -> bool:
         """Assign a group's units, or turn them."""
-        mixing = "matrices" in self.freedom
-        if group.dense:
-            return mixing and self._rotate(group)
-        if group.phase and mixing and self._turn_planes(group):
+        if (group.dense or group.phase) and "matrices" in self.freedom and self._mix(group, ("dense", "phase")):
             return True
+        if group.dense:
+            return False
         if "permutations" not in self.freedom:
             return False
-        gain = self.gain(group)
+        return self._assign(group)
+
+    def _assign(self, group: MatchingGroup, names: Collection[str] | None = None) -> bool:
+        """Assign a group's units by the gains of all parameters, or of some."""
+        gain = self.gain(group, names=names)
         if not gain.parts:
             return False
         chosen = within_cells(group, Tables(gain))
         del gain
         return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
+
+    def pass_forward(self) -> None:
+        """Assign groups in the order of the layers, each by the parameters on which all others are assigned already.
+
+        What stands on other axes in another order tells nothing of a group: with it, descents end farther away, and
+        later. Cells that matrices mix, planes and blocks are assigned in sweeps only.
+        """
+        if "permutations" not in self.freedom:
+            return
+        standing: dict[str, dict[int, set[tuple[int, ...]]]] = {name: {} for name in self.current}
+        for group in self.groups:
+            for part in itertools.chain(*group.slices.values()):
+                standing[part.tensor].setdefault(group.index, set()).add(part.axes)
+            for joint in group.joints:
+                standing[joint.tensor].setdefault(group.index, set()).add((0, 1))
+        layer = {name: number for number, name in enumerate(self.current)}
+        within = {index for system in self.systems for index in system.groups}
+        waiting = [
+            g for g in self.groups if not (g.dense or g.phase or g.index in within | self._held or not g.tensors)
+        ]
+        waiting.sort(key=lambda group: min(layer[name] for name in group.tensors))
+        unknown = {group.index for group in self.groups} - self._held
+        while waiting:
+            for group in waiting:
+                names = [n for n in group.tensors if standing[n].keys() & unknown == {group.index}]
+                names = [n for n in names if len(standing[n][group.index]) == 1]
+                if names:
+                    break
+            else:
+                return
+            waiting.remove(group)
+            unknown.discard(group.index)
+            self._assign(group, names)
 
     def _turn_streams(self, indices: Sequence[int]) -> set[int]:
         """Rotate some groups' streams, and the cells that read and write them, in turn while that is worth while.
@@ -361,7 +402,7 @@ class Descent:
         moved: set[int] = set()
         for _ in range(_MOST_TURNS):
             before = self.squared_distance
-            turned = {index for index in indices if self._turn(self.groups[index])}
+            turned = {index for index in indices if self._mix(self.groups[index], ("rotation",))}
             near = set().union(*(self._neighbours[index] for index in turned))
             cells = {
                 i for i in sorted(near - self._held) if self.groups[i].dense and self._improve_group(self.groups[i])
@@ -377,35 +418,14 @@ class Descent:
             if group.dense:
                 self._improve_group(group)
 
-    def _turn(self, group: MatchingGroup) -> bool:
-        """Rotate streams by the best orthogonal matrices that fit between their gains (orthogonal Procrustes)."""
-        structure = self.symmetry.structure
-        turns = {
-            index: best_turn(structure.rotations[index], weight_products(structure, index, self.target, self.current))
-            for index in self.rotations.get(group.index, ())
-        }
-        return bool(turns) and self._try(turn_of(self.symmetry, turns), group.tensors)
-
-    def _turn_planes(self, group: MatchingGroup) -> bool:
-        """Turn planes by the best angles, each being the argument of its complex inner product."""
-        structure = self.symmetry.structure
-        phase = torch.zeros(structure.phases, dtype=torch.float64)
-        angles = self.plane_gain(group).diagonal().angle().cpu()
-        phase[torch.from_numpy(structure.phase_of[group.units])] = angles
-        return self._try(self.symmetry.identity().replaced(phase=phase), group.tensors)
-
-    def _rotate(self, group: MatchingGroup) -> bool:
-        """Turn dense cells by the best rotation (orthogonal Procrustes)."""
-        gain = self.gain(group)
-        if not gain.parts:
-            return False
-        matrix = gain.parts[()]
-        dense = list(self.symmetry.identity().dense)
-        for index, cell in enumerate(self.symmetry.structure.dense):
-            if cell[0] in group.units:
-                at = torch.from_numpy(np.searchsorted(group.units, cell)).to(matrix.device)
-                dense[index] = polar_factor(matrix[at[:, None], at[None, :]])
-        return self._try(self.symmetry.identity().replaced(dense=tuple(dense)), group.tensors)
+    def _mix(self, group: MatchingGroup, names: Iterable[str]) -> bool:
+        """Let some factors act on a group's units, where they are, as brings the networks nearest."""
+        improved = False
+        for name in names:
+            part = self.symmetry.factors[name].best_match(self.target, self.current, group.index)
+            if part is not None:
+                improved |= self._try(self.symmetry.identity().replaced(**{name: part}), group.tensors)
+        return improved
 
     def _improve_blocks(self, system: Blocks) -> bool:
         """Let blocks change places, their members in the best order."""
@@ -649,6 +669,8 @@ def descend(
             history = [descent.objective]
             if not turned:
                 descent.turn_cells()
+            if initial is None and not number:
+                descent.pass_forward()
             for objective in descent.sweeps(generator, max_sweeps):
                 history.append(objective)
                 sweep = len(history) - 1

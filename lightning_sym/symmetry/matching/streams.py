@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.rotation import NO_TURN
-from lightning_sym.symmetry.tracing.rotations import Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,22 +56,3 @@ def turn_of(symmetry: Symmetry, matrices: Mapping[int, Tensor]) -> Element:
     """Return the element that rotates some streams, given by their numbers, and does nothing else."""
     turns = [matrices.get(index, NO_TURN) for index in range(len(symmetry.structure.rotations))]
     return symmetry.identity().replaced(rotation=tuple(turns))
-
-
-def best_turn(rotation: Rotation, products: Tensor) -> Tensor:
-    """Return the allowed orthogonal Q that maximises tr(Q^T M) (orthogonal Procrustes).
-
-    Args:
-        rotation: Of which stream.
-        products: M, whose rows belong to the reference. Shape (size, size).
-
-    Returns:
-        Shape (size, size), float64, on the CPU.
-    """
-    products = products.detach().double().cpu()
-    if rotation.fixes_ones:
-        # Apart from the vector of ones, which is to stay.
-        products = products - products.mean(0, keepdim=True)
-        products = products - products.mean(1, keepdim=True)
-        products = products + products.norm().clamp_min(1e-300) / rotation.size
-    return polar_factor(products)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label
 from lightning_sym.symmetry.tracing.equations import solve
@@ -181,7 +182,7 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int) -> Ta
 def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
     """Drop generators that touch no parameter: none of the first rows."""
     forms = forms.tocsr()
-    used = np.unique(forms.indices[: forms.indptr[rows]])
+    used = rising(forms.indices[: forms.indptr[rows]])
     result = forms[:, used].tocsr()
     result.sort_indices()
     return result

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_sym.symmetry.arrays import rising
+
 Ints = NDArray[np.int64]
 UNSET = -1  # the tag of a parameter's position until something is known that it goes with
 
 
 def counted(reason: str, atom: Ints, what: str = "") -> str:
     """Say how many units a reason fixes."""
-    units = len(np.unique(atom))
+    units = len(rising(atom))
     of_what = f"the {what}{'s' * (units != 1)} of " if what else ""
     return f"{reason} (fixes {of_what}{units} unit{'s' * (units != 1)} here)"
 
@@ -256,7 +258,7 @@ class Constraints:
 
     def fix_units(self, atom: Ints, note: str | None = None) -> None:
         """Demand that units stay where they are."""
-        self.fixed_atoms.append(np.unique(atom))
+        self.fixed_atoms.append(rising(atom))
         if note and atom.size:
             self.notes[f"{self.where()}: {note}" if self.where else note] = None
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,22 @@ class Members:
     size: int
 
 
+class InFront(NamedTuple):
+    """What half turns add to a value between a bias and a sine.
+
+    Attributes:
+        bias: The bias.
+        times: By what it is multiplied there.
+        axes: The axes of the value on which its entries stand.
+        entries: Which entry stands at each place on these.
+    """
+
+    bias: str
+    times: float
+    axes: tuple[int, ...]
+    entries: Ints
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
     """A tensor of the graph, seen from outside: its shape, and who acts on it.
@@ -55,7 +71,7 @@ class Value:
         chooses: The units among which whole numbers choose: each says which of these, in order, it was.
         members: Of which members of a stack its elements are; None if that is not known, or of several.
         mixture: Of which value's elements this is made by constants and movements, if it is.
-        half_turned: The bias whose half turns are added to it, and times what; of values that have a name.
+        half_turned: What half turns of a bias add to it; of values that have a name.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +85,7 @@ class Value:
     chooses: Label | None = None
     members: Members | None = None
     mixture: Mixture | None = None
-    half_turned: tuple[str, float] | None = None
+    half_turned: InFront | None = None
 
     if not TYPE_CHECKING:  # type checkers find these mistakes themselves
 

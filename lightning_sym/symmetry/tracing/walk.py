@@ -72,7 +72,7 @@ class Walk(Trace):
         self.lengths = lengths_of(capture.inputs)
         self.absorbed_before = tuple(self.absorbed)
         self.turns = Turns(self.constraints)
-        environment: dict[fx.Node, Any] = {}
+        environment = self.environment = dict[fx.Node, Any]()
         memory = Memory(capture.graph)
         marks: dict[fx.Node, list[Mark]] = {}
         for mark in capture.marks if self.walks == 1 else ():
