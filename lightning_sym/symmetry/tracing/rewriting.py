@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name
+from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name, without_log
 from lightning_sym.symmetry.tracing.nodes import between, memories_of, written_by
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
@@ -36,11 +36,13 @@ class Rewriter:
     Attributes:
         graph: Its graph.
         at: The operation at hand, before which others are put.
+        rule: Which rule puts them, for messages.
     """
 
     def __init__(self, capture: Capture, kept: Collection[str] = ()) -> None:
         self.capture, self.graph, self.kept = capture, capture.graph, kept
         self.at: fx.Node = next(iter(capture.graph.nodes))
+        self.rule = "at hand"
         self._marked = {mark.node for mark in capture.marks}
         self._made: dict[fx.Node, Made] = {}
         self._constants: dict[fx.Node, Tensor | None] = {}
@@ -258,13 +260,13 @@ class Rewriter:
             form_out.append(spec)
             return results
 
-        with torch.no_grad(), self._mode:
+        with torch.no_grad(), self._mode, without_log():  # the error says what the log would
             try:
                 written = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(*held)
             except Exception as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ValueError(
-                    f"a function in the rule at hand cannot be followed ({type(error).__name__}: {reason[:200]}); "
+                    f"a function in the rule {self.rule} cannot be followed ({type(error).__name__}: {reason[:200]}); "
                     "expected operations of torch on its arguments, whose order does not depend on values"
                 ) from error
         self._alike[key] = written, form_out[-1]
@@ -274,7 +276,7 @@ class Rewriter:
         """Return a node that holds a constant, before the one at hand."""
         if isinstance(tensor, (nn.Parameter, FakeTensor)):
             raise ValueError(
-                "a function in the rule at hand reads a parameter that is none of its arguments; expected "
+                f"a function in the rule {self.rule} reads a parameter that is none of its arguments; expected "
                 "trace.parameter(module, name) among them"
             )
         owner: Any = self.graph.owning_module
