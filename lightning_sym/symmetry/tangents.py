@@ -9,7 +9,7 @@ import torch
 from scipy import sparse
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Floats, Ints, together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.statistics import tangent_rows
@@ -89,20 +89,31 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         ((75, 8), 8)
     """
     symmetry.require(network)
-    structure = symmetry.structure
-    if structure.dense:
+    if symmetry.structure.dense:
         raise ValueError(
-            f"any invertible matrix acts on {len(structure.dense)} cells of units (linear layers in a row), for which "
-            "there is no balanced member; put an activation between them, or merge them into one."
+            f"any invertible matrix acts on {len(symmetry.structure.dense)} cells of units (linear layers in a row), "
+            "for which there is no balanced member; put an activation between them, or merge them into one."
         )
+    return tangents_at(symmetry, network)
+
+
+def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
+    """Return the tangents of a network's orbit, those of invertible matrices included; see `orbit_tangents`.
+
+    Args:
+        symmetry: Symmetry of the network's architecture.
+        network: Of this architecture, which is not checked. Not changed.
+    """
+    structure = symmetry.structure
     own = charted(dict(network.named_parameters()), structure.charts)
     parameters = {name: p.detach().double().cpu().numpy() for name, p in own.items()}
     free = _free_of_statistics(symmetry, frozenset(parameters))
     blocks = [tangent_rows(structure.slots_of.get(name, ()), w, structure.magnitudes) for name, w in parameters.items()]
     scales = sparse.vstack(blocks).tocsr() @ free
     shifts = _shifts(symmetry, charted(state_tensors(network), structure.charts), parameters)
-    twice = structure.shifts.size - structure.shifts.dimension
-    kinds = (_turns, _tilts, _phases)
+    twice = structure.shifts.size - structure.shifts.dimension + symmetry._counted_twice
+    twice += sum(len(cell) for cell in structure.dense)  # scales, which the matrices contain
+    kinds = (_turns, _tilts, _phases, _matrices)
     turns = sparse.hstack([kind(symmetry, parameters) for kind in kinds])
     vectors = sparse.hstack([scales, shifts, turns]).tocsc()
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
@@ -201,6 +212,29 @@ def _tilts(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matr
     return sparse.hstack([sparse.csr_matrix((size, 0)), *found]).tocsr()
 
 
+def _matrices(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
+    """Return the generators of invertible matrices. Shape (parameters, entries of matrices)."""
+    structure = symmetry.structure
+    starts = np.cumsum([0, *(w.size for w in parameters.values())])
+    entries = np.cumsum([0, *(len(cell) ** 2 for cell in structure.dense)])
+    result = sparse.csr_matrix((int(starts[-1]), int(entries[-1])))
+    for start, (name, weights) in zip(starts.tolist(), parameters.items(), strict=False):
+        for slot in structure.slots_of.get(name, ()):
+            places = structure.dense_places.get(slot.offset, ())
+            if not places:
+                continue
+            number = together(torch.arange(weights.size).view(weights.shape), slot.axes).numpy()
+            for cells, positions, read in places:
+                # Entry (i, j) adds row j to row i where units are put out, and takes i off j where they are read.
+                for cell, at in ((cell, at) for own in positions for cell, at in zip(cells, own, strict=True)):
+                    into, of = np.indices((len(at), len(at))).reshape(2, -1)[:: -1 if read else 1]
+                    rows = number[at[into]].reshape(len(into), -1)
+                    rates = weights.ravel()[number[at[of]]].ravel() * (-1 if read else 1)
+                    column = np.repeat(entries[cell] + np.arange(len(into)), rows.shape[1])
+                    result = result + sparse.csr_matrix((rates, (start + rows.ravel(), column)), shape=result.shape)
+    return result
+
+
 def _phases(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
     """Return the phases of planes, one column each. Shape (weights, phases)."""
     structure, count = symmetry.structure, symmetry.structure.phases
@@ -209,11 +243,13 @@ def _phases(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_mat
         total = sparse.csr_matrix((weights.size, count))
         number = np.arange(weights.size).reshape(weights.shape)
         for slot in structure.slots_of.get(name, ()):
-            phase, first, second = structure.turned_places.get(slot.offset, (np.zeros(0, np.int64),) * 3)
+            if slot.offset not in structure.turned_places:
+                continue
+            phase, first, second = structure.turned_places[slot.offset]
             for at, other, sign in ((first, second, -1.0), (second, first, 1.0)):
-                rows = np.moveaxis(number, slot.axes[0], 0)[at].reshape(len(at), -1) if len(at) else number[:0]
-                rates = sign * np.moveaxis(weights, slot.axes[0], 0)[other].ravel() if len(at) else np.zeros(0)
-                column = np.repeat(phase, rows.shape[1]) if len(at) else phase
+                rows = np.moveaxis(number, slot.axes[0], 0)[at].reshape(len(at), -1)
+                rates = sign * np.moveaxis(weights, slot.axes[0], 0)[other].ravel()
+                column = np.repeat(phase, rows.shape[1])
                 total = total + sparse.csr_matrix((rates, (rows.ravel(), column)), shape=total.shape)
         blocks.append(total)
     return sparse.vstack(blocks).tocsr()
