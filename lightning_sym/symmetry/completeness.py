@@ -80,7 +80,7 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     exact = double_copy(network).cpu()
     calls = pytree.tree_map_only(Tensor, Tensor.cpu, [double(_few(captured.call)) for captured in captures])
     found = None
-    with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Indexed():
+    with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched():
         warnings.simplefilter("ignore")  # of other operations without a batched version
         with contextlib.suppress(RuntimeError, NotImplementedError):  # there is no derivative
             found = _least(symmetry, exact, network.state_dict(), calls)
@@ -97,14 +97,17 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         )
 
 
-class _Indexed(TorchFunctionMode):
-    """Looks rows of tables up by indexing, of which the derivative has a batched version, at padding tokens, too."""
+class _Batched(TorchFunctionMode):
+    """Writes out functions of which the derivative has no batched version; embeddings, at padding tokens, too."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {} if kwargs is None else kwargs
-        if function is F.embedding and options.get("max_norm", args[3] if len(args) > 3 else None) is None:
-            indices, table = (*args, *(options[name] for name in ("input", "weight")[len(args) :]))[:2]
-            return table[indices]
+        if function is F.embedding and not options.get("max_norm"):
+            return args[1][args[0]]
+        if function is F.prelu and not options:
+            x, slope = args
+            slope = slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope
+            return torch.where(x > 0, x, slope * x)
         return function(*args, **options)
 
 

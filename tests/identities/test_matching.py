@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,7 +104,7 @@ def test_rotations_are_recovered():
     generator = torch.Generator().manual_seed(0)
     rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=generator))[0]
     identity = symmetry.identity()
-    b = symmetry.act(replace(identity, dense=(rotation,)), network)
+    b = symmetry.act(identity.replaced(dense=(rotation,)), network)
     match = weight_matching(symmetry, network, b)
     assert difference(match.network, network) < EXACT
 
@@ -359,7 +358,7 @@ def test_units_that_are_as_dead_as_the_reference_s_get_its_scales_exactly(name):
     case = made(name)
     a, identity = faded(case, case.network, 0), case.symmetry.identity()
     scales = torch.randn(case.symmetry.scales, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 2
-    b = case.symmetry.act(replace(identity, log_scale=scales), a)
+    b = case.symmetry.act(identity.replaced(log_scale=scales), a)
     handed = comparable(case.symmetry, a, b, balance=True).back(identity)
     assert difference(case.symmetry.act(handed, b), a) < EXACT
 

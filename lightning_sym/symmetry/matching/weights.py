@@ -16,7 +16,7 @@ from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonical_element
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
@@ -176,24 +176,29 @@ def weight_matching(
     where = torch.device(device) if device is not None else device_of(a)
 
     def matched(b: nn.Module, balance: bool) -> Found:
-        compared = comparable(symmetry, a, b, balance=balance, signs=signs)
+        gauged = comparable(symmetry, a, b, balance=balance, signs=signs)
+        compared = comparable(symmetry, a, b, balance=False, signs=signs) if gauged.is_even else gauged
         descent = Descent(compared, signs=signs, device=where, freedom=freedom)
         start = None if initial is None else compared.forth(initial)
         found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=start, progress=progress)
         doubtful = initial is None and balance and descent.suspicious(found.element)
         starts = [found]
-        if doubtful:  # units that cells hide as long as these are turned otherwise, forms put in one order
-            begin = compared.forth(form_to_form(symmetry, a, b))
+        forms = measured(symmetry, a, b, replace(found, element=form_to_form(symmetry, a, b))) if doubtful else None
+        if forms is not None:  # units that cells hide as long as these are turned otherwise, forms put in one order
+            begin = compared.forth(forms.element)
             starts.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=begin, turned=False))
         del descent  # with its copy of the network
         matches = []
         for one in starts:
-            element = compared.back(one.element)
+            elements = [compared.back(one.element)]
+            if gauged is not compared:
+                elements.append(gauged.back(gauged.forth(one.element)))
             if scales and refine:
-                element = refined(symmetry, a, b, element, where)
-            matches.append(measured(symmetry, a, b, replace(one, element=element)))
+                elements = [refined(symmetry, a, b, element, where) for element in elements]
+            matches += [measured(symmetry, a, b, replace(one, element=element)) for element in elements]
         match = min(matches, key=lambda own: own.distance_after)
-        return nearer_by_forms(symmetry, a, b, match) if doubtful else match
+        # Forms agree on one orbit, where descents take many steps, or miss what they have no move for.
+        return forms if forms is not None and forms.distance_after < match.distance_after else match
 
     with torch.no_grad():
         match = matched(b, scales and balance)
@@ -233,7 +238,7 @@ def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -
     """Say how near to ``a`` what was found brings ``b``."""
     ours = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
     theirs = symmetry.tensors(b)
-    moved = MovedTensors(symmetry.structure, found.element, theirs)
+    moved = MovedTensors(symmetry.factors, found.element, theirs)
     before, after = (math.sqrt(squared_distance(ours, own)) for own in (theirs, moved))
     return Found(found.element, found.objective, found.sweeps, found.restarts, before, after)
 

@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label
 from lightning_sym.symmetry.tracing.growing import growing_axes
 from lightning_sym.symmetry.tracing.mixtures import Mixture
 from lightning_sym.symmetry.tracing.sizes import growing_inputs
-from lightning_sym.symmetry.tracing.values import Path, Value
+from lightning_sym.symmetry.tracing.values import InFront, Path, Value
 
 
 def _positions(value: Value) -> int:
@@ -69,6 +69,9 @@ class TraceState:
         self.gains: Counter[str] = Counter()
         self.taps: dict[Mark, Value] = {}
         self.seen: set[int] = set()
+        self.half_turned: dict[fx.Node, InFront] = {}
+        self.periods: dict[fx.Node, float | None] = {}
+        self.environment: dict[fx.Node, Any] = {}
 
     # What something is called, for notes and errors.
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,22 @@ class Members:
     size: int
 
 
+class InFront(NamedTuple):
+    """What half turns add to a value between a bias and a sine.
+
+    Attributes:
+        bias: The bias.
+        times: By what it is multiplied there.
+        axes: The axes of the value on which its entries stand.
+        entries: Which entry stands at each place on these.
+    """
+
+    bias: str
+    times: float
+    axes: tuple[int, ...]
+    entries: Ints
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
     """A tensor of the graph, seen from outside: its shape, and who acts on it.
@@ -49,6 +65,7 @@ class Value:
         chooses: The units among which whole numbers choose: each says which of these, in order, it was.
         members: Of which members of a stack its elements are; None if that is not known, or of several.
         mixture: Of which value's elements this is made by constants and movements, if it is.
+        half_turned: What half turns of a bias add to it; of values that have a name.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +79,7 @@ class Value:
     chooses: Label | None = None
     members: Members | None = None
     mixture: Mixture | None = None
+    half_turned: InFront | None = None
 
     @property
     def ndim(self) -> int:

@@ -64,7 +64,8 @@ def test_a_whole_group_is_said_to_be_whole(name: str) -> None:
 @pytest.mark.parametrize("widths", [(3, 4, 2), (5, 7, 6, 3), (2, 6, 6, 6, 2), (3, 3, 3, 3)])
 def test_dead_and_always_active_units_raise_no_alarm(widths: tuple[int, ...], activation: type[nn.Module]) -> None:
     symmetry = trace_symmetry(perceptron(*widths, activation=activation), torch.randn(2, widths[0]))
-    assert symmetry.nullity == symmetry.dimension
+    assert symmetry.nullity in (symmetry.dimension, None)  # of some no weights are found at which no unit is special
+    assert symmetry.nullity is not None or activation is nn.PReLU
     assert not symmetry.notes
 
 

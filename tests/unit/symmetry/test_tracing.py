@@ -678,17 +678,17 @@ def part_of(symmetry: Any, which: str) -> Any:
     """An element that is random in one of the four parts of docs/theory/intertwiners.md, 2.3: (p, lam, d, c)."""
     drawn, nothing = symmetry.sample(generator(5)), symmetry.identity()
     if which == "p":
-        return dataclasses.replace(nothing, permutation=drawn.permutation)
+        return nothing.replaced(permutation=drawn.permutation)
     if which == "c":
-        return dataclasses.replace(nothing, shift=drawn.shift)
+        return nothing.replaced(shift=drawn.shift)
     # The first scale of a unit is that of the convolution's output (d), the second that of gamma and beta (lam).
     log_scale = torch.zeros_like(drawn.log_scale)
     for table in symmetry.structure.scale_table:
         at = torch.from_numpy(table[:, 0 if which == "d" else 1])
         log_scale[at] = drawn.log_scale[at]
     if which == "d":
-        return dataclasses.replace(nothing, log_scale=log_scale, sign=drawn.sign)
-    return dataclasses.replace(nothing, log_scale=log_scale)
+        return nothing.replaced(log_scale=log_scale, sign=drawn.sign)
+    return nothing.replaced(log_scale=log_scale)
 
 
 @pytest.mark.parametrize("which", ["p", "lam", "d", "c"])
@@ -738,7 +738,7 @@ def test_running_variance_may_become_negative() -> None:
     table = torch.from_numpy(symmetry.structure.scale_table[0][:, 0])
     log_scale = element.log_scale.clone()
     log_scale[table] = -8.0
-    made = symmetry.act(dataclasses.replace(element, log_scale=log_scale), network)
+    made = symmetry.act(element.replaced(log_scale=log_scale), network)
     assert bool((made[1].running_var < 0).all())
     assert change(network, made, x, training=False) <= 1e-10
 
