@@ -226,9 +226,9 @@ class Symmetry(ElementGroup):
         checked = (
             f"checked with {self.elements_tried} random elements: {self.worst_error:.1e} (tolerance "
             f"{self.tolerance:.1e}{lower})"
-            + (f"; nullity of the Jacobian {self.nullity}" if self.nullity is not None else "")
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
+        checks += [] if self.nullity is None else [f"nullity of the Jacobian: {self.nullity}"]
         lines = [*described_table(self.table()), *wrapped(summary)]
         lines += [line for factor in self.factors.inwards for text in factor.describe() for line in wrapped(text)]
         lines += described_blocks(self.structure, self.groups)

@@ -370,7 +370,7 @@ def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tenso
     pieces = zip(parts.items(), torch.split(moved, counts), strict=True)
     masks = {name: mask.view(part.shape) for (name, part), mask in pieces}
     of = torch.repeat_interleave(torch.tensor(counts))[read]
-    names = functools.partial(_names, [*parts], of, kernel, left[:, :rank], rest, absorbed)
+    names = functools.partial(_names, parts, of, kernel, left[:, :rank], rest, absorbed)
     return Excess(missing, tangents.rank + absorbed + missing, masks, names)
 
 
@@ -402,23 +402,26 @@ def _in_order(tangents: OrbitTangents, network: nn.Module, charts: Charts) -> Te
     return result
 
 
-def _names(names: Sequence[str], of: Tensor, kernel: Tensor, known: Tensor, rest: Tensor, absorbed: int) -> list[str]:
+def _names(
+    parts: Mapping[str, Tensor], of: Tensor, kernel: Tensor, known: Tensor, rest: Tensor, absorbed: int
+) -> list[str]:
     """Return as few parameters as possible such that directions that move these alone complete the kernel.
 
     Args:
-        names: Of all parameters.
+        parts: All parameters.
         of: For each entry the number of its parameter. Shape (entries,).
         kernel: Orthonormal basis. Shape (entries, dimension).
         known: What the tangents span, in coordinates of the kernel. Shape (dimension, known).
         rest: How far directions outside of the tangents move each entry. Shape (entries,).
-        absorbed: So many directions may be missing.
+        absorbed: So many directions of biases and gains, which make up for statistics, may be missing.
     """
-    moves = torch.zeros(len(names), dtype=torch.float64).index_add_(0, of, rest.square())
-    kept = torch.ones(len(names), dtype=torch.bool)
-    for number in moves.argsort().tolist():
+    moves = torch.zeros(len(parts), dtype=torch.float64).index_add_(0, of, rest.square())
+    matrices = [part.ndim > 1 for part in parts.values()]
+    kept = torch.ones(len(parts), dtype=torch.bool)
+    for number in sorted(range(len(parts)), key=lambda n: (absorbed > 0 and matrices[n], float(moves[n]))):
         kept[number] = False
         outside = kernel[~kept[of]]
         values, vectors = torch.linalg.eigh(outside.T @ outside)
         inside = torch.cat([vectors[:, values < 1e-12], known], 1)
         kept[number] = int((torch.linalg.svdvals(inside) > 1e-6).sum()) < kernel.shape[1] - absorbed
-    return [name for name, keep in zip(names, kept.tolist(), strict=True) if keep]
+    return [name for name, keep in zip(parts, kept.tolist(), strict=True) if keep]
