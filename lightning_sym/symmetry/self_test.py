@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.completeness import measure
 from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.lengths import other_lengths, tested, tried
 from lightning_sym.symmetry.proof import (
@@ -37,6 +38,8 @@ def proven(
     trace: Callable[[Call], Capture],
     derive: Callable[[Sequence[Capture]], Symmetry],
     tolerance: float | None,
+    *,
+    whole: bool,
 ) -> Symmetry:
     """Derive a symmetry and prove it at the lengths of the examples and at others; trace what fails, too.
 
@@ -46,6 +49,7 @@ def proven(
         trace: Captures it on another call.
         derive: Makes the symmetry of captures.
         tolerance: Of the self-test.
+        whole: Whether to measure what the symmetry leaves out.
 
     Raises:
         RuntimeError: If the self-test fails at the lengths of the examples.
@@ -66,6 +70,8 @@ def proven(
         else:
             unproven = _elsewhere(symmetry, exact, [own.call for own in captures], thrifty=thrifty)
             if not unproven:
+                if whole:
+                    measure(symmetry, network, captures)
                 return symmetry
             more = [found for call, _ in unproven if (found := tried(trace, call))]
             if not more:

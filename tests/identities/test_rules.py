@@ -653,7 +653,7 @@ def test_several_results_of_an_operation() -> None:
 
 def notes(rule: Any, function: Any = lambda s, x: torch.relu(x), **parts: Any) -> tuple[int, tuple[str, ...]]:
     symmetry = trace_symmetry(with_rule(between(function, **parts), rule)(), vectors(2, 3))
-    return symmetry.dimension, symmetry.notes
+    return symmetry.dimension, tuple(note for note in symmetry.notes if "nullity" not in note)  # rules that say less
 
 
 def test_what_a_rule_does_not_mention_is_fixed_with_a_note() -> None:

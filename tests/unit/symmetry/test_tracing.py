@@ -310,7 +310,8 @@ def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:
     network = program(lambda s, x: s.c(torch.relu(s.b(torch.linalg.qr(s.a(x)).Q))), a=L(5, 4), b=L(2, 6), c=L(6, 3))
     symmetry = trace_symmetry(network, X)
     assert [(g.size, g.kind) for g in symmetry.groups if g.movable] == [(6, "permutation + scale")]
-    (note,) = symmetry.notes
+    note, nullity = symmetry.notes
+    assert nullity.endswith("which move a.weight, a.bias")
     assert "linalg_qr" in note
     assert "no rule for this operation" in note
     assert "fixes 4 units" in note
