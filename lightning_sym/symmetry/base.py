@@ -71,6 +71,8 @@ class Symmetry(ElementGroup):
         tolerance: The change that was accepted: 1e-10, or more for networks that round to a lower precision inside.
         precision: The lowest precision to which the network rounds when it is run in float64.
         elements_tried: How many random elements the self-test tried.
+        nullity: Dimension of the kernel of the Jacobian of the outputs by the parameters, at generic weights, as
+            `trace_symmetry` measures it; None if it was not measured. A note says what the group leaves out of it.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
         norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.
     """
@@ -95,6 +97,7 @@ class Symmetry(ElementGroup):
         self.precision = torch.float64
         self.tolerance = tolerance_of(torch.float64)
         self.elements_tried = 0
+        self.nullity: int | None = None
         self.examples = tuple(examples)
         self._common_shift = common_shift
         self.norms = tuple(norms)
@@ -225,6 +228,7 @@ class Symmetry(ElementGroup):
             f"{self.tolerance:.1e}{lower})"
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
+        checks += [] if self.nullity is None else [f"nullity of the Jacobian: {self.nullity}"]
         lines = [*described_table(self.table()), *wrapped(summary)]
         lines += [line for factor in self.factors.inwards for text in factor.describe() for line in wrapped(text)]
         lines += described_blocks(self.structure, self.groups)

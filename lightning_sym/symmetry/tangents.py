@@ -85,18 +85,29 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         ((75, 8), 8)
     """
     symmetry.require(network)
-    structure = symmetry.structure
-    if structure.dense:
+    if dense := symmetry.structure.dense:
         raise ValueError(
-            f"any invertible matrix acts on {len(structure.dense)} cells of units (linear layers in a row), for which "
-            "there is no balanced member; put an activation between them, or merge them into one."
+            f"any invertible matrix acts on {len(dense)} cells of units (linear layers in a row), for which there is "
+            "no balanced member; put an activation between them, or merge them into one."
         )
+    return tangents_at(symmetry, network)
+
+
+def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
+    """Return the tangents of a network's orbit, those of invertible matrices included; see `orbit_tangents`.
+
+    Args:
+        symmetry: Symmetry of the network's architecture.
+        network: Of this architecture, which is not checked. Not changed.
+    """
+    structure = symmetry.structure
     own = charted(dict(network.named_parameters()), structure.charts)
     parameters = {name: p.detach().double().cpu().numpy() for name, p in own.items()}
     states = charted(state_tensors(network), structure.charts)
     found = [factor.tangents(parameters, states) for factor in symmetry.factors]
     vectors = sparse.hstack(found).tocsc()
-    twice = structure.shifts.size - structure.shifts.dimension
+    twice = structure.shifts.size - structure.shifts.dimension + symmetry._counted_twice
+    twice += sum(map(len, structure.dense))  # scales, which are also among the matrices
     statistics = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)

@@ -6,10 +6,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from scipy import sparse
 from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
-from lightning_sym.symmetry.arrays import together
+from lightning_sym.symmetry.arrays import Floats, together
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
@@ -77,6 +78,26 @@ class Matrix(Factor[Matrices]):
         """Return what a part does by matrices; None for the identity."""
         cells = changed(own, self.structure)
         return MatrixAction(self.structure, own, cells) if cells else None
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions of all entries; see :class:`Factor`."""
+        structure = self.structure
+        starts = np.cumsum([0, *(own.size for own in parameters.values())]).tolist()
+        entries = np.cumsum([0, *(len(cell) ** 2 for cell in structure.dense)]).tolist()
+        result = sparse.csr_matrix((starts[-1], entries[-1]))
+        for start, (name, weights) in zip(starts, parameters.items(), strict=False):
+            for slot in structure.slots_of.get(name, ()):
+                number = torch.arange(weights.size).view(weights.shape)
+                for cells, positions, read in structure.dense_places.get(slot.offset, ()):
+                    rows = together(number, slot.axes).numpy()
+                    # Entry (i, j) adds row j to row i where units are put out, and takes i off j where they are read.
+                    for cell, at in ((cell, at) for own in positions for cell, at in zip(cells, own, strict=True)):
+                        into, of = np.indices((len(at), len(at))).reshape(2, -1)[:: -1 if read else 1]
+                        to, rates = rows[at[into]], weights.ravel()[rows[at[of]]] * (-1 if read else 1)
+                        column = np.repeat(entries[cell] + np.arange(len(into)), to[0].size)
+                        moved = (rates.ravel(), (start + to.ravel(), column))
+                        result = result + sparse.csr_matrix(moved, shape=result.shape)
+        return result
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
         """Return the orthogonal matrices that bring parameters nearest to others; see :class:`Factor`."""

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -309,7 +310,8 @@ def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:
     network = program(lambda s, x: s.c(torch.relu(s.b(torch.linalg.qr(s.a(x)).Q))), a=L(5, 4), b=L(2, 6), c=L(6, 3))
     symmetry = trace_symmetry(network, X)
     assert [(g.size, g.kind) for g in symmetry.groups if g.movable] == [(6, "permutation + scale")]
-    (note,) = symmetry.notes
+    note, nullity = symmetry.notes
+    assert nullity.endswith("which move a.weight, a.bias")
     assert "linalg_qr" in note
     assert "no rule for this operation" in note
     assert "fixes 4 units" in note
@@ -360,6 +362,12 @@ def test_units_of_which_a_rule_scales_some_change_places_with_their_like() -> No
     symmetry = trace_symmetry(with_operation(packet()), X)
     assert sorted(group.size for group in symmetry.groups if group.movable) == [3, 5]
     assert symmetry.dimension == 5
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    network = nn.Sequential(mlp(), nn.ReLU())
+    network[1].kept = threading.Lock()
+    assert_refused(trace_symmetry, network, X, says=("cannot be copied", "because of 1.kept"), error=TypeError)
 
 
 @pytest.mark.usefixtures("own_rules")
