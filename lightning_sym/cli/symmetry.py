@@ -146,6 +146,7 @@ def _numbers(symmetry: Any) -> dict[str, Any]:
         "log10_permutations": symmetry.log10_permutations,
         "elements_tried": symmetry.elements_tried,
         "worst_error": symmetry.worst_error if tested else None,
+        "nullity": symmetry.nullity,
         "tolerance": symmetry.tolerance if tested else None,
         "fingerprint": symmetry.fingerprint,
         "groups": symmetry.table(),

@@ -17,8 +17,8 @@ from lightning_sym.connectivity.merging import merge
 from lightning_sym.connectivity.network_files import NetworkFiles, with_tensors
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry.base import Symmetry, unchecked
-from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.files import Shards, is_temporary, named_for, write_moved, write_new
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.proof import all_finite, change, double, double_copies, double_copy, outputs_of

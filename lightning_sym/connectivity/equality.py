@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import charted
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.proof import cropped, double, double_copy, noisy, outputs_of, runs
@@ -212,9 +212,9 @@ def weights_apart(
     """
     charts = symmetry.structure.charts
     exact = ConvertedTensors(theirs, lambda tensor: tensor.detach().double() if tensor.is_floating_point() else tensor)
-    moved = MovedTensors(symmetry.structure, element, charted(exact, charts))
+    moved = MovedTensors(symmetry.factors, element, charted(exact, charts))
     draws = [
-        MovedTensors(symmetry.structure, element, charted(_Rounded(exact, rounding, seed + n), charts))
+        MovedTensors(symmetry.factors, element, charted(_Rounded(exact, rounding, seed + n), charts))
         for n in range(_DRAWS)
     ]
     worst, where, limit = 0.0, "no weight", _OF_COARSE_WEIGHTS if rounding > _COARSE else _OF_WEIGHTS

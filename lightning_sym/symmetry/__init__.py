@@ -1,11 +1,12 @@
 """Symmetries of networks: the groups that commute through activations."""
 
-from lightning_sym.symmetry.action import ActivationAction
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import Balance, CanonicalForm, balance, canonicalize
 from lightning_sym.symmetry.channels import ChannelGroup
 from lightning_sym.symmetry.dimension import LocalDimension, local_dimension
-from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
+from lightning_sym.symmetry.elements import AxisGroup, Occurrence, Tap
+from lightning_sym.symmetry.group.action import ActivationAction
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.groups import INTERTWINER_GROUPS, intertwiner_group, measure
 from lightning_sym.symmetry.intertwiners import GroupElement, IntertwinerGroup
 from lightning_sym.symmetry.matching.activations import ActivationMoments, activation_matching

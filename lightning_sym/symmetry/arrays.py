@@ -42,3 +42,24 @@ def together(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
 def apart(tensor: Tensor, axes: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """Undo :func:`together`; `shape` are the sizes of the axes that were joined."""
     return tensor.reshape(*shape, *tensor.shape[1:]).movedim(tuple(range(len(axes))), axes)
+
+
+def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:
+    """Return the sum over all other axes. Shape (sizes of the axes), float64."""
+    others = [axis for axis in range(tensor.ndim) if axis not in axes]
+    total = tensor.sum(others) if others else tensor
+    return np.asarray(total.double().cpu().numpy())
+
+
+def rising(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Return the different numbers of an array, in order: sorted, as the hash table of np.unique is 20 times slower."""
+    ordered = np.sort(numbers, axis=None)
+    return ordered[np.r_[True, ordered[1:] != ordered[:-1]]] if ordered.size else ordered
+
+
+def rising_pairs(one: Ints, two: Ints) -> Ints:
+    """Return the different pairs of whole numbers of two arrays, in order. Shape (2, pairs)."""
+    least, most = (int(two.min()), int(two.max())) if two.size else (0, 0)
+    span = most - least + 1
+    first, second = np.divmod(rising(one.astype(np.int64).ravel() * span + (two.ravel() - least)), span)
+    return np.stack([first, second + least])

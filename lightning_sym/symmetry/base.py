@@ -19,14 +19,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_sym._distributed import on_device_of
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by, same_but_for_rounding
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.charts import charted, uncharted
-from lightning_sym.symmetry.described import described_blocks, described_shifts, described_table, joined, wrapped
-from lightning_sym.symmetry.element_group import ElementGroup
-from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
+from lightning_sym.symmetry.described import described_blocks, described_table, joined, wrapped
+from lightning_sym.symmetry.elements import Tap, axis_groups, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
+from lightning_sym.symmetry.group.action import Action, ActivationAction
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.element_group import ElementGroup
+from lightning_sym.symmetry.group.kinds import factors_of
+from lightning_sym.symmetry.group.permutation import Permutation
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.statistics import buffer_rank, counted_twice
@@ -68,6 +71,8 @@ class Symmetry(ElementGroup):
         tolerance: The change that was accepted: 1e-10, or more for networks that round to a lower precision inside.
         precision: The lowest precision to which the network rounds when it is run in float64.
         elements_tried: How many random elements the self-test tried.
+        nullity: Dimension of the kernel of the Jacobian of the outputs by the parameters, at generic weights, as
+            `trace_symmetry` measures it; None if it was not measured. A note says what the group leaves out of it.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
         norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.
     """
@@ -92,6 +97,7 @@ class Symmetry(ElementGroup):
         self.precision = torch.float64
         self.tolerance = tolerance_of(torch.float64)
         self.elements_tried = 0
+        self.nullity: int | None = None
         self.examples = tuple(examples)
         self._common_shift = common_shift
         self.norms = tuple(norms)
@@ -106,6 +112,7 @@ class Symmetry(ElementGroup):
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
         super().__init__(structure, digest(self.architecture.text, structure))
         self._values = values
+        self._on_values = factors_of(values)
         self._checked = True
         self._trials: list[tuple[Sequence[Call], bool]] = [(self.examples, False)]
         self._met: Any = WeakIdKeyDictionary()  # digests of what networks hold, by network
@@ -167,15 +174,11 @@ class Symmetry(ElementGroup):
 
     def _moving(self, buffers: frozenset[str]) -> int:
         """Return in how many dimensions the group moves some buffers."""
-        return buffer_rank(self.structure, buffers, {name: shape for name, (shape, _) in self.layout.items()})
+        return buffer_rank(self.factors, buffers, {name: shape for name, (shape, _) in self.layout.items()})
 
     @property
     def _whole_dimension(self) -> int:
-        inside = sum(len(cell) for cell in self.structure.dense)
-        mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
-        mixing += sum(rotation.dimension for rotation in self.structure.rotations)
-        mixing += sum(tilt.size for tilt in self.structure.tilts) + self.structure.phases
-        return self.scales - inside + mixing + self.shifts - self._counted_twice
+        return sum(factor.dimension for factor in self.factors) - self._counted_twice
 
     @cached_property
     def _counted_twice(self) -> int:
@@ -184,24 +187,19 @@ class Symmetry(ElementGroup):
     @cached_property
     def log10_permutations(self) -> float:
         """Decimal logarithm of the number of permutations (those that are among the matrices are not counted)."""
-        total: float = sum(row["log10_permutations"] for row in self.table())
-        return total + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks) / math.log(10)
+        return self.factors["permutation"].log_order / math.log(10)
 
     @property
     def log_order(self) -> float:
         """Natural logarithm of the order of the group's discrete part: permutations and signs."""
-        inside = sum(len(cell) for cell in self.structure.dense)
-        inside += sum(rotation.size for rotation in self.structure.rotations if rotation.plain_sign.any())
-        inside += self.structure.phases  # half a turn
-        return self.log10_permutations * math.log(10) + (self.signs - inside) * math.log(2)
+        return sum(factor.log_order for factor in self.factors)
 
     def table(self) -> list[dict[str, Any]]:
         """Return one row per axis group: what `print(symmetry)` shows, as data."""
-        rows = []
+        rows, permutation = [], self.factors["permutation"]
+        assert isinstance(permutation, Permutation)
         for index, group in enumerate(self.groups):
             cells = np.bincount(self.structure.cells[index])
-            matrices = group.dense or bool(group.rotations) or not group.movable
-            count = 0.0 if matrices else sum(math.lgamma(n + 1) for n in cells) / math.log(10)
             shared = np.unique(self.structure.scale_table[index])
             turning = sum(rotation.dimension for rotation in group.rotations) + group.size * group.phase
             rows.append(
@@ -212,7 +210,7 @@ class Symmetry(ElementGroup):
                     "type": group.kind,
                     "parameters": [f"{o.tensor}[{', '.join(map(str, o.axes))}]" for o in group.occurrences],
                     "dimension": int((cells**2).sum()) if group.dense else len(shared) + turning,
-                    "log10_permutations": count,
+                    "log10_permutations": permutation.log_order_in(index) / math.log(10),
                 }
             )
         return rows
@@ -224,18 +222,15 @@ class Symmetry(ElementGroup):
             f"{self.signs} signs, dimension {self.dimension}"
             + (f" and {self.buffer_dimension} of buffers" if self.buffer_dimension else "")
         )
-        tilts = (
-            f"tilts, {tilt.size} of a layer norm's bias with what reads it: {tilt.offset}"
-            for tilt in self.structure.tilts
-        )
         lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
         checked = (
             f"checked with {self.elements_tried} random elements: {self.worst_error:.1e} (tolerance "
             f"{self.tolerance:.1e}{lower})"
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
-        lines = [*described_table(self.table()), *wrapped(summary), *described_shifts(self.structure.shifts.kinds)]
-        lines += [line for tilt in tilts for line in wrapped(tilt)]
+        checks += [] if self.nullity is None else [f"nullity of the Jacobian: {self.nullity}"]
+        lines = [*described_table(self.table()), *wrapped(summary)]
+        lines += [line for factor in self.factors.inwards for text in factor.describe() for line in wrapped(text)]
         lines += described_blocks(self.structure, self.groups)
         notes = (f"note: {note}" for note in joined(self.notes))
         return "\n".join(lines + [line for text in (*checks, *notes) for line in wrapped(text)])
@@ -292,7 +287,7 @@ class Symmetry(ElementGroup):
         with torch.no_grad():
             if optimizer is not None:
                 names = {own: name for name, held in holders.items() for own in held}
-                Action(self.structure, element).carry(optimizer, names)
+                Action(self.factors, element).carry(optimizer, names)
             for name, tensor in self._weights(element, state_tensors(network)):
                 for own in holders.get(name, ()):
                     own.copy_(tensor)  # of those that share memory, again
@@ -358,7 +353,7 @@ class Symmetry(ElementGroup):
     def _weights(self, element: Element, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield what becomes of the parameters and buffers that move; each may then be overwritten."""
         charts = self.structure.charts
-        moved = Action(self.structure, element).on_weights(charted(tensors, charts))
+        moved = Action(self.factors, element).on_weights(charted(tensors, charts))
         return uncharted(moved, charts, tensors)
 
     def tensors(self, network: nn.Module) -> Mapping[str, Tensor]:
@@ -374,7 +369,7 @@ class Symmetry(ElementGroup):
 
     def acted(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
         """Return what becomes of tensors as :meth:`tensors` gives them; see :meth:`act_on`."""
-        return {**tensors, **dict(Action(self.structure, element).on_weights(tensors, shifted=shifts))}
+        return {**tensors, **dict(Action(self.factors, element).on_weights(tensors, shifted=shifts))}
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module:
         """Return a changed copy of a network, whatever its function."""
@@ -433,7 +428,7 @@ class Symmetry(ElementGroup):
         """
         self._own(element)
         tap = self._tapped(tap)
-        action = Action(self._values, element)
+        action = Action(self._on_values, element)
         tensors = None
         if network is not None:
             self.require(network)

@@ -14,7 +14,7 @@ from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
 from lightning_sym.symmetry.tracing.rotations import Rotation
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.values import InFront, Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +32,7 @@ class Tap:
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
         shown: What shifts add to it.
         squared: Whether it holds squares, on which rotations of the units do not act.
+        in_front: What half turns of a bias add to it, in front of a sine; None for nothing.
         half_turned: Whether it is something between coordinates of planes and what positions make of these, on which
             phases do not act.
     """
@@ -45,6 +46,7 @@ class Tap:
     offset: float = 0.0
     shown: Shown = field(default_factory=Shown)
     squared: bool = False
+    in_front: InFront | None = None
     half_turned: bool = False
 
     @property
@@ -215,7 +217,7 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
     )
     half_turned = value.mixture is not None and value.mixture.mixed
     place = (mark.name, value.shape, group, seen, mark.module, mark.call)
-    return Tap(*place, value.offset, shown, value.squared, half_turned)
+    return Tap(*place, value.offset, shown, value.squared, value.half_turned, half_turned)
 
 
 def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:

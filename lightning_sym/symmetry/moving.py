@@ -6,10 +6,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.action import Action
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.action import Action
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Factors
 from lightning_sym.symmetry.rearranging import Summand
-from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors
 
 
@@ -17,7 +17,7 @@ class MovedTensors(ConvertedTensors):
     """Tensors under an element of a network's group, each moved whenever it is asked for.
 
     Args:
-        structure: The group.
+        factors: Those of the group.
         element: What moves them.
         tensors: All parameters and buffers that what is asked for depends on, by name. Not changed.
         names: Those that there are; by default all.
@@ -29,7 +29,7 @@ class MovedTensors(ConvertedTensors):
 
     def __init__(
         self,
-        structure: Structure,
+        factors: Factors,
         element: Element,
         tensors: Mapping[str, Tensor],
         names: Collection[str] | None = None,
@@ -37,7 +37,7 @@ class MovedTensors(ConvertedTensors):
         shifted: bool = True,
     ) -> None:
         super().__init__(tensors, torch.detach, names)
-        self._action, self._shifted = Action(structure, element), shifted
+        self._action, self._shifted = Action(factors, element), shifted
 
     @cached_property
     def _added(self) -> dict[str, list[Summand]]:

@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import (
     constant_names,
@@ -34,6 +34,8 @@ _EXACT = 1e-10
 _USUAL = (1e-2, 1e2)
 # So many units of a stream are rotated at once: more cost as much as running the network, and show no more.
 _ROTATED = 64
+# So many numbers are drawn for a large tensor, and repeated.
+_DRAWN = 65521
 
 
 class Group(Protocol):
@@ -41,9 +43,8 @@ class Group(Protocol):
 
     structure: Structure
 
-    def _drawn(self, generator: torch.Generator | None, permutation: Any, *, scale: float, most: int) -> Element: ...
-
-    def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Any: ...
+    def drawn(self, draw: Draw) -> Element:
+        """Draw a random element."""
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module: ...
 
@@ -291,9 +292,8 @@ def moving_element(symmetry: Group, generator: torch.Generator, scale: float, fl
         scale: Standard deviation of the logarithms of the magnitudes.
         flip: Signs that it shall not have, so that each sign is changed by this element or the one before it.
     """
-    permutation = symmetry._random_permutation(generator, cycles=True)
-    element = symmetry._drawn(generator, permutation, scale=scale, most=_ROTATED)
-    return element if flip is None else replace(element, sign=-flip)
+    element = symmetry.drawn(Draw(generator, scale, cycles=True, most=_ROTATED))
+    return element if flip is None else element.replaced(sign=-flip)
 
 
 def informative(outputs: Iterable[Tensor]) -> bool:
@@ -524,15 +524,17 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
     variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
     gains = _divisors(symmetry.structure)
     constants, weights = constant_names(network), dict(network.named_parameters())
+    pool = torch.randn(2 * _DRAWN, dtype=torch.float64, generator=generator)
     for name, tensor in state_tensors(network).items():
         if name in constants or not tensor.is_floating_point():
             continue  # what comes with the architecture, and integers
         finite = all_finite(tensor)
         if not finite and not (name in weights or name.endswith(("running_mean", "running_var"))):
             continue  # masks of -inf
-        # Drawing millions of numbers would take longer than everything else: large tensors get a few thousand.
-        drawn = torch.randn(min(tensor.numel(), 65521), dtype=tensor.dtype, generator=generator)
-        drawn = drawn.to(tensor.device)
+        # Drawing millions of numbers would take longer than everything else: large tensors get a few of the same ones.
+        count = min(tensor.numel(), _DRAWN)
+        begin = int(torch.randint(2 * _DRAWN - count + 1, (), generator=generator))
+        drawn = pool[begin : begin + count].to(tensor)
         if math.isinf(amount) and name in gains:  # what is divided by a number near 0 is known less well
             drawn = drawn.sign() * (drawn.abs() / 2).exp()
         size = float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(tensor.numel(), 1)) or 0.1

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.completeness import measure
+from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.lengths import other_lengths, tested, tried
 from lightning_sym.symmetry.proof import (
     batches_of,
@@ -36,6 +38,8 @@ def proven(
     trace: Callable[[Call], Capture],
     derive: Callable[[Sequence[Capture]], Symmetry],
     tolerance: float | None,
+    *,
+    whole: bool,
 ) -> Symmetry:
     """Derive a symmetry and prove it at the lengths of the examples and at others; trace what fails, too.
 
@@ -45,6 +49,7 @@ def proven(
         trace: Captures it on another call.
         derive: Makes the symmetry of captures.
         tolerance: Of the self-test.
+        whole: Whether to measure what the symmetry leaves out.
 
     Raises:
         RuntimeError: If the self-test fails at the lengths of the examples.
@@ -52,11 +57,11 @@ def proven(
     values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
     volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
     thrifty = volume > _LARGE
-    unproven: tuple[Call, float] | None = None
+    unproven: list[tuple[Call, float]] = []
     for count in range(_MOST_TRACES):
         symmetry = derive(captures)
         try:
-            exact = _prove(symmetry, network, tolerance, thrifty=thrifty)
+            exact = _prove(symmetry, network, captures, tolerance, thrifty=thrifty)
         except RuntimeError:
             further = [each for call in symmetry.examples for each in tested(call, [own.call for own in captures])]
             more = [found for call in further if (found := tried(trace, call))]
@@ -64,22 +69,24 @@ def proven(
                 raise
         else:
             unproven = _elsewhere(symmetry, exact, [own.call for own in captures], thrifty=thrifty)
-            if unproven is None:
+            if not unproven:
+                if whole:
+                    measure(symmetry, network, captures)
                 return symmetry
-            more = [found for call in unproven[:1] if (found := tried(trace, call))]
+            more = [found for call, _ in unproven if (found := tried(trace, call))]
             if not more:
                 break
         captures = [*captures, *more]  # the functions at these lengths count, too
-    if unproven is not None:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(list(unproven[0])))
-        note = f"of inputs as long as the examples only: on others, as {shapes}, outputs change by {unproven[1]:.1e}"
+    for call, change in unproven[:1]:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(list(call)))
+        note = f"of inputs as long as the examples only: on others, as {shapes}, outputs change by {change:.1e}"
         symmetry.notes = (note, *symmetry.notes)
     return symmetry
 
 
 def _elsewhere(
     symmetry: Symmetry, exact: nn.Module, calls: Sequence[Call], *, thrifty: bool
-) -> tuple[Call, float] | None:
+) -> list[tuple[Call, float]]:
     """Try random elements on inputs of other lengths, as far as the network takes them.
 
     Args:
@@ -89,30 +96,51 @@ def _elsewhere(
         thrifty: Whether to try few.
 
     Returns:
-        An input on which an element changes the outputs, and by how much; None if there is none.
+        Inputs on which an element changes the outputs, and by how much: the first one, and ever shorter ones, which
+        are traced with it, as the group is derived anew each time. Nothing if there is none.
     """
-    generator = torch.Generator().manual_seed(1)
-    signs = None
+    generator, signs = torch.Generator().manual_seed(1), None
+
+    def failing(example: Call) -> tuple[Call, float] | None:
+        nonlocal signs
+        for call, exactly, outputs in other_lengths(exact, example, generator, thrifty=thrifty):
+            for _ in range(1 if thrifty else 2) if informative(outputs) else ():
+                element = moving_element(symmetry, generator, 0.5, signs)
+                signs = element.sign
+                try:
+                    change = change_by(
+                        symmetry, element, exact, [exactly], [outputs], symmetry.precision, generator,
+                        symmetry.tolerance,
+                    )  # fmt: skip
+                except ValueError:  # something else comes out every time
+                    continue
+                if not change <= symmetry.tolerance:
+                    return call, change
+                symmetry.worst_error = max(symmetry.worst_error, change)
+        return None
+
+    found: list[tuple[Call, float]] = []
     with torch.no_grad(), evaluating(exact):
-        for example in calls:
-            for call, exactly, outputs in other_lengths(exact, example, generator, thrifty=thrifty):
-                for _ in range(1 if thrifty else 2) if informative(outputs) else ():
-                    element = moving_element(symmetry, generator, 0.5, signs)
-                    signs = element.sign
-                    try:
-                        change = change_by(
-                            symmetry, element, exact, [exactly], [outputs], symmetry.precision, generator,
-                            symmetry.tolerance,
-                        )  # fmt: skip
-                    except ValueError:  # something else comes out every time
-                        continue
-                    if not change <= symmetry.tolerance:
-                        return call, change
-                    symmetry.worst_error = max(symmetry.worst_error, change)
-    return None
+        for call in calls:
+            while len(found) < _MOST_TRACES - 1 and (more := failing(call)) is not None:
+                shorter = _size(more[0]) < _size(call)
+                found += [more] if shorter or not found else []
+                call = more[0]
+                if not shorter:
+                    break
+            if found:
+                break
+    return found
 
 
-def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, thrifty: bool) -> nn.Module:
+def _size(call: Call) -> int:
+    """Return how many numbers the tensors of a call hold."""
+    return sum(tensor.numel() for tensor in tensors_of(list(call)))
+
+
+def _prove(
+    symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture], tolerance: float | None, *, thrifty: bool
+) -> nn.Module:
     """Try random elements, and raise an error if one of them changes the outputs.
 
     Returns:
@@ -145,10 +173,12 @@ def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, t
             break  # a function may do something else with small images
     symmetry.tolerance = tolerance if tolerance is not None else tolerance_of(symmetry.precision)
     if not symmetry.worst_error <= symmetry.tolerance:
+        rules = listed(sorted({name for each in captures for name in each.rules}))
+        check = f"check your rule for {rules}, or report" if rules else "report"
         raise RuntimeError(
             f"the self-test changed the output by {symmetry.worst_error:.1e} (relative; at most "
             f"{symmetry.tolerance:.1g} was expected): the rule of some operation allows too much, or the network keeps "
-            "something computed from its weights from one call to the next; check your own rules, or report the network"
+            f"something computed from its weights from one call to the next; {check} the network"
         )
     return exact
 

@@ -8,11 +8,13 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Floats, on_axes
+from lightning_sym.symmetry.group.factor import Factors
 from lightning_sym.symmetry.tracing.affine.weights import Generic
 from lightning_sym.symmetry.tracing.numbering import Ints
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 _ROUNDING = 1e-9  # relative
+_DEPENDENT = 1e-10  # relative squares
 _SMALL = 600  # the column space is computed for blocks of at most so many rows
 
 
@@ -26,16 +28,17 @@ def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matri
     return sparse.diags(weights.ravel()) @ total
 
 
-def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[str, Sequence[int]]) -> int:
+def buffer_rank(factors: Factors, buffers: Collection[str], shapes: Mapping[str, Sequence[int]]) -> int:
     """Return the dimension of a group's action on buffers, at generic weights.
 
     Matrices that act on the buffers count with all of their dimensions; the rank is then an upper bound.
 
     Args:
-        structure: The group.
+        factors: Those of the group.
         buffers: Names of buffers.
         shapes: The shapes of all parameters and buffers, by name.
     """
+    structure = factors.structure
     generic, names = Generic(shapes, {}), sorted(name for name in buffers if structure.slots_of.get(name))
     names = sorted({*names, *structure.shifts.names.intersection(buffers)})
     if not names:
@@ -49,9 +52,8 @@ def buffer_rank(structure: Structure, buffers: Collection[str], shapes: Mapping[
     if structure.shifts:
         rates = structure.shifts.generic.rates(names)
         moved.append(sparse.vstack([rates[name] for name in names]))
-    return rank_of(sparse.hstack(moved).tocsr()) + _mixing(
-        structure, {slot.offset for own in slots.values() for slot in own}
-    )
+    offsets = {slot.offset for own in slots.values() for slot in own}
+    return rank_of(sparse.hstack(moved).tocsr()) + sum(factor.dimension_at(offsets) for factor in factors)
 
 
 def free_positions(
@@ -110,17 +112,6 @@ def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> 
     return shared
 
 
-def _mixing(structure: Structure, offsets: Collection[int]) -> int:
-    """Return the total dimension of the matrices that act at given slots."""
-    cells = {cell for at in offsets for own, _, _ in structure.dense_places.get(at, ()) for cell in own}
-    rotations = {index for at in offsets for index, _, _ in structure.rotated_places.get(at, ())}
-    tilts = {structure.tilted_places[at][0] for at in offsets if at in structure.tilted_places}
-    phases = {phase for at in offsets for phase in structure.turned_places.get(at, ([],))[0]}
-    dimension = sum(len(structure.dense[cell]) ** 2 for cell in cells)
-    dimension += sum(structure.rotations[index].dimension for index in rotations)
-    return dimension + sum(structure.tilts[index].size for index in tilts) + len(phases)
-
-
 def _vanishing(matrix: sparse.csr_matrix) -> NDArray[np.bool_]:
     """Return a mask that includes all columns of linear combinations equal to zero, and possibly more."""
     left, row = np.ones(matrix.shape[1], bool), np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
@@ -171,3 +162,17 @@ def _blocks(matrix: sparse.csr_matrix, most: float = math.inf) -> Iterator[tuple
         dense = np.zeros((len(block), len(used)))
         dense[np.repeat(np.arange(len(block)), np.diff(part.indptr)), where.ravel()] = part.data
         yield block, dense
+
+
+def kernel(moved: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return the combinations of columns that are zero, in columns. Shape (columns, combinations)."""
+    count = moved.shape[1]
+    gram = (moved.T @ moved).tocsr()
+    touching = np.flatnonzero(np.diff(gram.indptr))
+    apart = np.setdiff1d(np.arange(count), touching)
+    values, rotation = np.linalg.eigh(gram[touching][:, touching].toarray())
+    kernel = rotation[:, values <= _DEPENDENT * max(float(values.max(initial=0.0)), 1e-300)]
+    ones = sparse.csr_matrix((np.ones(len(apart)), (apart, np.arange(len(apart)))), shape=(count, len(apart)))
+    mixed = sparse.lil_matrix((count, kernel.shape[1]))
+    mixed[touching] = kernel
+    return sparse.hstack([ones, mixed]).tocsr()

@@ -1,7 +1,5 @@
 """The directions in which a network's parameters can move along its orbit."""
 
-import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,12 +7,10 @@ import torch
 from scipy import sparse
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import charted
-from lightning_sym.symmetry.statistics import tangent_rows
 from lightning_sym.symmetry.tracing.capture import state_tensors
-from lightning_sym.symmetry.tracing.structure import Slot
 
 # Directions that are this close to a combination of the others, relative to their length, add nothing to them.
 _DEPENDENT = 1e-10
@@ -89,139 +85,41 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         ((75, 8), 8)
     """
     symmetry.require(network)
-    structure = symmetry.structure
-    if structure.dense:
+    if dense := symmetry.structure.dense:
         raise ValueError(
-            f"any invertible matrix acts on {len(structure.dense)} cells of units (linear layers in a row), for which "
-            "there is no balanced member; put an activation between them, or merge them into one."
+            f"any invertible matrix acts on {len(dense)} cells of units (linear layers in a row), for which there is "
+            "no balanced member; put an activation between them, or merge them into one."
         )
+    return tangents_at(symmetry, network)
+
+
+def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
+    """Return the tangents of a network's orbit, those of invertible matrices included; see `orbit_tangents`.
+
+    Args:
+        symmetry: Symmetry of the network's architecture.
+        network: Of this architecture, which is not checked. Not changed.
+    """
+    structure = symmetry.structure
     own = charted(dict(network.named_parameters()), structure.charts)
     parameters = {name: p.detach().double().cpu().numpy() for name, p in own.items()}
-    free = _free_of_statistics(symmetry, frozenset(parameters))
-    blocks = [tangent_rows(structure.slots_of.get(name, ()), w, structure.magnitudes) for name, w in parameters.items()]
-    scales = sparse.vstack(blocks).tocsr() @ free
-    shifts = _shifts(symmetry, charted(state_tensors(network), structure.charts), parameters)
-    twice = structure.shifts.size - structure.shifts.dimension
-    kinds = (_turns, _tilts, _phases)
-    turns = sparse.hstack([kind(symmetry, parameters) for kind in kinds])
-    vectors = sparse.hstack([scales, shifts, turns]).tocsc()
+    states = charted(state_tensors(network), structure.charts)
+    found = [factor.tangents(parameters, states) for factor in symmetry.factors]
+    vectors = sparse.hstack(found).tocsc()
+    twice = structure.shifts.size - structure.shifts.dimension + symmetry._counted_twice
+    twice += sum(map(len, structure.dense))  # scales, which are also among the matrices
+    statistics = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)
     vectors = (vectors[:, alive] @ sparse.diags(1 / lengths[alive])).tocsr()
     values, rotation = np.linalg.eigh((vectors.T @ vectors).toarray())
     used = values > _DEPENDENT
     inverse = (rotation[:, used] / values[used]) @ rotation[:, used].T
-    generators = symmetry.dimension + symmetry.buffer_dimension
     return OrbitTangents(
         names=tuple(parameters),
         vectors=vectors,
         rank=int(used.sum()),
-        generators=generators,
-        statistics=generators - free.shape[1] - shifts.shape[1] - turns.shape[1] + twice,
+        generators=symmetry.dimension + symmetry.buffer_dimension,
+        statistics=statistics,
         _inverse=inverse,
     )
-
-
-def _free_of_statistics(symmetry: Symmetry, parameters: frozenset[str]) -> sparse.csr_matrix:
-    """Return combinations of scales that move no buffer, in columns. Shape (scales, combinations)."""
-    structure = symmetry.structure
-    rows = [
-        np.arange(slot.offset, slot.offset + slot.size) for slot in structure.slots if slot.tensor not in parameters
-    ]
-    count = structure.magnitudes.shape[1]
-    if not rows or not count:
-        return sparse.identity(count, format="csr")
-    return _kernel(structure.magnitudes[np.concatenate(rows)])
-
-
-def _kernel(moved: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Return combinations of columns that are zero, in columns. Shape (columns, combinations)."""
-    count = moved.shape[1]
-    gram = (moved.T @ moved).tocsr()
-    touching = np.flatnonzero(np.diff(gram.indptr))
-    apart = np.setdiff1d(np.arange(count), touching)
-    values, rotation = np.linalg.eigh(gram[touching][:, touching].toarray())
-    kernel = rotation[:, values <= _DEPENDENT * max(float(values.max(initial=0.0)), 1e-300)]
-    ones = sparse.csr_matrix((np.ones(len(apart)), (apart, np.arange(len(apart)))), shape=(count, len(apart)))
-    mixed = sparse.lil_matrix((count, kernel.shape[1]))
-    mixed[touching] = kernel
-    return sparse.hstack([ones, mixed]).tocsr()
-
-
-def _shifts(symmetry: Symmetry, tensors: Mapping[str, Tensor], parameters: Collection[str]) -> sparse.csr_matrix:
-    """Return the shifts that move parameters alone, in columns. Shape (weights, shifts)."""
-    space = symmetry.structure.shifts
-    total = sum(tensors[name].numel() for name in parameters)
-    if not space:
-        return sparse.csr_matrix((total, 0))
-    found = space.at(tensors).rates(tensors.keys())
-    moved = sparse.vstack([found[name] for name in parameters]).tocsr()
-    buffers = [matrix for name, matrix in found.items() if name not in parameters]
-    return moved @ _kernel(sparse.vstack(buffers).tocsr()) if buffers else moved
-
-
-def _turns(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
-    """Return the rotations of streams that move parameters alone. Shape (parameters, generators of rotations)."""
-    structure, found = symmetry.structure, []
-    moved: dict[int, list[tuple[Slot, Ints, tuple[int, ...]]]] = {}
-    for slot in structure.slots:
-        for index, at, powers in structure.rotated_places.get(slot.offset, ()):
-            moved.setdefault(index, []).append((slot, at, powers))
-    for index, places in moved.items():
-        rotation = structure.rotations[index]
-        if not all(slot.tensor in parameters for slot, *_ in places):
-            continue
-        basis = _antisymmetric(rotation.size, fixes_ones=rotation.fixes_ones)
-        change = {name: np.zeros((len(basis), *w.shape)) for name, w in parameters.items()}
-        gains = [parameters[name].ravel()[at] for name, at in rotation.gains]
-        for slot, at, powers in places:
-            around = math.prod(
-                (gain ** float(k) for gain, k in zip(gains, powers, strict=True)), start=np.ones(len(at))
-            )
-            rows = np.moveaxis(parameters[slot.tensor], slot.axes[0], 0)[at]
-            turned = np.tensordot(around[:, None] * basis / around, rows, 1)
-            np.moveaxis(change[slot.tensor], slot.axes[0] + 1, 1)[:, at] += turned
-        found.append(sparse.csr_matrix(np.concatenate([c.reshape(len(basis), -1) for c in change.values()], 1).T))
-    size = sum(w.size for w in parameters.values())
-    return sparse.hstack([sparse.csr_matrix((size, 0)), *found]).tocsr()
-
-
-def _tilts(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
-    """Return the tilts, one column per entry. Shape (parameters, entries)."""
-    found = []
-    for tilt in symmetry.structure.tilts:
-        gain = np.ones(tilt.size) if tilt.gain is None else parameters[tilt.gain]
-        change = {name: np.zeros((tilt.size, *w.shape)) for name, w in parameters.items()}
-        change[tilt.offset] += np.diag(gain * (parameters[tilt.offset] / gain).sum())
-        for name, axis in tilt.readers:
-            columns = np.moveaxis(parameters[name], axis, 0) * gain[:, None]
-            change[name] -= np.moveaxis(columns[:, None] / gain[:, None], 1, axis + 1)
-        found.append(sparse.csr_matrix(np.concatenate([c.reshape(tilt.size, -1) for c in change.values()], 1).T))
-    size = sum(w.size for w in parameters.values())
-    return sparse.hstack([sparse.csr_matrix((size, 0)), *found]).tocsr()
-
-
-def _phases(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
-    """Return the phases of planes, one column each. Shape (weights, phases)."""
-    structure, count = symmetry.structure, symmetry.structure.phases
-    blocks = [sparse.csr_matrix((0, count))]
-    for name, weights in parameters.items():
-        total = sparse.csr_matrix((weights.size, count))
-        number = np.arange(weights.size).reshape(weights.shape)
-        for slot in structure.slots_of.get(name, ()):
-            phase, first, second = structure.turned_places.get(slot.offset, (np.zeros(0, np.int64),) * 3)
-            for at, other, sign in ((first, second, -1.0), (second, first, 1.0)):
-                rows = np.moveaxis(number, slot.axes[0], 0)[at].reshape(len(at), -1) if len(at) else number[:0]
-                rates = sign * np.moveaxis(weights, slot.axes[0], 0)[other].ravel() if len(at) else np.zeros(0)
-                column = np.repeat(phase, rows.shape[1]) if len(at) else phase
-                total = total + sparse.csr_matrix((rates, (rows.ravel(), column)), shape=total.shape)
-        blocks.append(total)
-    return sparse.vstack(blocks).tocsr()
-
-
-def _antisymmetric(size: int, *, fixes_ones: bool) -> Floats:
-    """Return a basis of antisymmetric matrices (that send the vector of ones to 0). Shape (matrices, size, size)."""
-    frame = np.linalg.qr(np.c_[np.ones(size), np.eye(size)[:, 1:]])[0][:, 1:] if fixes_ones else np.eye(size)
-    first, second = np.triu_indices(frame.shape[1], 1)
-    outer = np.einsum("ik,jk->kij", frame[:, first], frame[:, second])
-    return np.asarray(outer - outer.transpose(0, 2, 1))

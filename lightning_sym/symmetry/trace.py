@@ -65,8 +65,10 @@ def trace_symmetry(
             scales and matrices.
         check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
             with weights near its own and one with random weights, on samples of every example and on noise around
-            them, each through a round trip of the state dict. A network without weights cannot be tested; a note says
-            so. Without, networks that the symmetry meets later are not run, either (:meth:`Symmetry.require`).
+            them, each through a round trip of the state dict. Of a small network it then measures the nullity of the
+            Jacobian (:attr:`Symmetry.nullity`), and notes how many of its dimensions the group leaves out
+            (docs/theory/intertwiners.md, 3.5). A network without weights cannot be tested; a note says so. Without,
+            networks that the symmetry meets later are not run, either (:meth:`Symmetry.require`).
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
             lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
         cuts: Made by the network's :meth:`~lightning_sym.networks.Network.cuts`: what crosses them can be tapped, too.
@@ -111,7 +113,7 @@ def trace_symmetry(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
         prove = check and not tensors.weightless
-        return proven(network, captures, trace, derive, tolerance) if prove else derive(captures)
+        return proven(network, captures, trace, derive, tolerance, whole=shifts) if prove else derive(captures)
 
 
 def _derived(

@@ -263,29 +263,18 @@ def _batch_statistics(network: Network) -> Network:
 
 
 _PREFIX = "element."
-_SEVERAL = ("dense", "rotation", "tilt")  # of an element, what holds several tensors
 
 
 def element_tensors(element: Element) -> dict[str, Tensor]:
     """Return the tensors of an element by name, for the state of a member."""
-    several = {f"{name}.{place}": one for name in _SEVERAL for place, one in enumerate(getattr(element, name))}
-    single = {name: getattr(element, name) for name in ("permutation", "log_scale", "sign", "shift", "phase")}
-    return {f"{_PREFIX}{name}": tensor.clone() for name, tensor in {**single, **several}.items()}
+    return {f"{_PREFIX}{name}": tensor.clone() for name, tensor in element.tensors().items()}
 
 
 def element_of(symmetry: Symmetry, state: Mapping[str, Tensor]) -> Element:
     """Return the element whose tensors are in the state of a member.
 
     Raises:
-        ValueError: If an earlier version has written them.
+        ValueError: If an earlier version has written them: begin the run again, or go on with that version.
     """
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
-    if "shift" not in found:
-        raise ValueError(
-            "the state holds an element of an earlier version, whose shifts are counted in another way; expected one "
-            "with element.shift: begin the run again, or go on with the version that wrote it"
-        )
-    dense, rotation, tilt = (
-        tuple(found.pop(name) for name in list(found) if name.startswith(f"{kind}.")) for kind in _SEVERAL
-    )
-    return Element(symmetry.fingerprint, **found, dense=dense, rotation=rotation, tilt=tilt)
+    return symmetry.factors.of(symmetry.fingerprint, found, check=False)  # a member may have diverged

@@ -1,7 +1,5 @@
 """Random changes of basis in front of one activation: elements of the symmetry group, and orthogonal matrices."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -71,7 +69,7 @@ def element_at(
         for (number, exponent), log in zip(scales.items(), drawn.tolist(), strict=True):
             log_scale[number] = log / exponent
         sign[list(signs)] = 1.0 - 2.0 * torch.randint(0, 2, (len(signs),), generator=generator).double()
-    return replace(found, permutation=torch.from_numpy(permutation), dense=tuple(matrices))
+    return found.replaced(permutation=torch.from_numpy(permutation), dense=tuple(matrices))
 
 
 def rotate_by_group(

@@ -1,6 +1,5 @@
 """The group acts on activations: what an element does to the weights, and what `on_activations` says of every value."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def without_unknown(symmetry: Symmetry, element: Element) -> Element:
     for tap in symmetry.taps.values():
         if len(tap.shown.unknown):
             shift[torch.from_numpy(symmetry.structure.shifts.reaching(tap.shown.unknown)[0])] = 0
-    return replace(element, shift=shift)
+    return element.replaced(shift=shift)
 
 
 def halves_planes(symmetry: Symmetry, tap: Tap) -> bool:
@@ -107,7 +106,7 @@ def check_every_value(
                 continue
             told = symmetry.on_activations(element, tap, network).apply(before[name])
             assert difference(after[name], told) < tolerance, name
-        element = replace(without_unknown(symmetry, element), phase=symmetry.identity().phase)
+        element = without_unknown(symmetry, element).replaced(phase=symmetry.identity().phase)
         after = values(symmetry.act(element, network))
         for name, tap in symmetry.taps.items():
             if tap.squared:
@@ -236,12 +235,12 @@ def test_probes_see_what_taps_say(name: str, before: bool) -> None:
     outside, inside = trace_symmetry(probed, images), source.symmetry
     element = outside.sample(torch.Generator().manual_seed(0))
     # Both number units and generators alike; of shifts and tilts, there are others where probes read.
-    element = replace(element, tilt=outside.identity().tilt, phase=outside.identity().phase)
+    element = element.replaced(tilt=outside.identity().tilt, phase=outside.identity().phase)
     same = inside.identity()
-    own = replace(element, group=inside.fingerprint, shift=same.shift, tilt=same.tilt, phase=same.phase)
+    own = Element(inside.fingerprint, element.replaced(shift=same.shift, tilt=same.tilt, phase=same.phase).parts)
     if element.dense:  # but for cells, whose order is that of hashes
         place = {tuple(cell): matrix for cell, matrix in zip(outside.structure.dense, element.dense, strict=True)}
-        own = replace(own, dense=tuple(place[tuple(cell)] for cell in inside.structure.dense))
+        own = own.replaced(dense=tuple(place[tuple(cell)] for cell in inside.structure.dense))
     for index, (tap, crossing) in enumerate(found):
         if not crossing.mapped:
             continue

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import balance, canonicalize, orbit_distance, trace_symmetry
+from lightning_sym.symmetry.canonical import norms
+from lightning_sym.symmetry.canonical.norms import Squares
 
 
 def squared_norm(network: nn.Module) -> float:
@@ -140,7 +141,7 @@ def test_units_that_only_the_places_of_their_weights_tell_apart_are_sorted() -> 
         network[0].weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         network[2].weight.fill_(1.0)
     symmetry = trace_symmetry(network, torch.randn(4, 2, dtype=torch.float64))
-    swapped = symmetry.act(replace(symmetry.identity(), permutation=torch.tensor([1, 0])), network)
+    swapped = symmetry.act(symmetry.identity().replaced(permutation=torch.tensor([1, 0])), network)
     one, two = (canonicalize(symmetry, member) for member in (network, swapped))
     assert difference(one.network, two.network) == 0
     assert not one.notes
@@ -514,3 +515,34 @@ def test_shifts_that_do_not_settle_are_no_canonical_form(monkeypatch):
     found = canonicalize(symmetry, network)
     assert not found.converged
     assert any("shifts and all else were found to" in note for note in found.notes)
+
+
+def test_balancing_takes_no_more_products_in_deeper_networks(monkeypatch):
+    """What all units of a layer have in common travels from layer to layer: it is solved for at once."""
+    products, change = [], Squares.change
+
+    def counted(self, factor, slices, speed, names):
+        products.append(len([*names]))
+        return change(self, factor, slices, speed, names)
+
+    monkeypatch.setattr(Squares, "change", counted)
+    counts = []
+    for depth in (20, 40):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(6, 6), nn.ReLU())]
+        network = nn.Sequential(*layers, nn.Linear(6, 2)).double()
+        symmetry = trace_symmetry(network, torch.randn(2, 6, dtype=torch.float64), check=False)
+        products.clear()
+        form = canonicalize(symmetry, network)
+        assert form.converged
+        assert form.residual <= 1e-12
+        counts.append(sum(products) / depth)  # of matrices with vectors, for each layer
+    assert counts[1] <= 1.5 * counts[0]  # twice as many without
+
+
+def test_squares_are_summed_part_by_part(monkeypatch):
+    monkeypatch.setattr(norms, "_AT_ONCE", 64)
+    tensor = torch.randn(37, 5, 3)
+    for axes in ([0], [1], [1, 2], [0, 2]):
+        expected = tensor.double().square().sum(axes)
+        torch.testing.assert_close(norms._summed_squares(tensor, axes), expected, rtol=1e-14, atol=0)

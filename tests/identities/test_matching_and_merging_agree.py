@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -180,7 +179,7 @@ def pruned(network):
 
 def reordered(symmetry, network):
     drawn = symmetry.sample(torch.Generator().manual_seed(3), mixing=False)
-    return symmetry.act(replace(symmetry.identity(), permutation=drawn.permutation), network)
+    return symmetry.act(symmetry.identity().replaced(permutation=drawn.permutation), network)
 
 
 STAY = {  # by name, of the parent: what was made of it

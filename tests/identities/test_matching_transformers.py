@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -99,7 +98,7 @@ def test_all_but_tilts_is_found_where_the_biases_of_norms_are_zero():
     a = compact().double().eval()
     symmetry = trace_symmetry(a, torch.randn(2, 1, 8, 8).double(), check=False)
     assert symmetry.structure.tilts
-    element = replace(symmetry.sample(torch.Generator().manual_seed(1)), tilt=symmetry.identity().tilt)
+    element = symmetry.sample(torch.Generator().manual_seed(1)).replaced(tilt=symmetry.identity().tilt)
     match = weight_matching(symmetry, a, symmetry.act(element, a))
     assert match.distance_after <= EXACT < 1 < match.distance_before
 
@@ -168,7 +167,7 @@ def soft_maps_of(symmetry, soft, generator):
         else:
             maps[name] = (drawn.rotation if kind == "stream" else drawn.dense)[int(numbers)]
     element = symmetry.identity()
-    return replace(element, permutation=permutation, dense=drawn.dense, rotation=drawn.rotation), maps
+    return element.replaced(permutation=permutation, dense=drawn.dense, rotation=drawn.rotation), maps
 
 
 @pytest.mark.parametrize("name", ["vit", "vit_rotary", "cct"])

@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,8 +137,8 @@ def test_members_that_differ_by_gains_and_their_biases_fold_to_the_same_weights(
     """An element that is planted in the gains and in the biases that go with them is undone."""
     network, _, symmetry = known(name)
     _, element = fold(name)
-    planted = replace(symmetry.identity(), log_scale=1.3 * element.log_scale, sign=element.sign)
-    planted = replace(planted, shift=0.7 * element.shift)
+    planted = symmetry.identity().replaced(log_scale=1.3 * element.log_scale, sign=element.sign)
+    planted = planted.replaced(shift=0.7 * element.shift)
     other = symmetry.act(planted, network)
     assert apart(network, other) > 1e-2
     assert apart(fold(name).network, fold(name, other).network) < EXACT
@@ -280,7 +279,7 @@ def test_centred_writers_let_rms_norms_take_the_place_of_layer_norms(name: str) 
     assert max(float(mean.abs().max()) for found in means.values() for mean in found) < 1e-13
     again, _ = center_writers(symmetry, moved)
     assert apart(moved, again) < 1e-14
-    other = symmetry.act(replace(symmetry.identity(), shift=-2 * element.shift), network)
+    other = symmetry.act(symmetry.identity().replaced(shift=-2 * element.shift), network)
     assert apart(network, other) > 1e-2
     assert apart(center_writers(symmetry, other).network, moved) < EXACT
     spherical = with_rms_norms(moved)
@@ -374,7 +373,7 @@ def test_balanced_heads_have_equal_gram_matrices_which_orthogonal_maps_alone_tel
         torch.testing.assert_close(one, two, rtol=EXACT, atol=EXACT)
     assert apart(balance_heads(symmetry, moved).network, moved) < EXACT
     mixing = symmetry.sample(torch.Generator().manual_seed(3)).dense
-    other = symmetry.act(replace(symmetry.identity(), dense=mixing), network)
+    other = symmetry.act(symmetry.identity().replaced(dense=mixing), network)
     again, _ = gram_matrices(symmetry.structure, dict(balance_heads(symmetry, other).network.named_parameters()))
     for one, two in zip(out, again, strict=True):
         values = (torch.linalg.eigvalsh(gram) for gram in (one, two))

@@ -4,7 +4,6 @@ See docs/theory/intertwiners.md, 2.15. The judge is the nullity of the Jacobian.
 """
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -216,7 +215,7 @@ def test_balanced_planes_have_queries_and_keys_of_one_norm():
         return rows.square().sum(1).reshape(2, -1, E // 2, 2).sum((1, 3))
 
     torch.testing.assert_close(norms(moved.q), norms(moved.k), rtol=EXACT, atol=EXACT)
-    other = symmetry.act(replace(symmetry.sample(permutations=False), shift=symmetry.identity().shift), network)
+    other = symmetry.act(symmetry.sample(permutations=False).replaced(shift=symmetry.identity().shift), network)
     torch.testing.assert_close(norms(balance_heads(symmetry, other).network.q), norms(moved.q), rtol=1e-8, atol=1e-8)
     assert not element.phase.any()
     zero = symmetry.act(symmetry.identity(), network)

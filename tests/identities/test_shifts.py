@@ -1,6 +1,5 @@
 """What may be added to weights (intertwiners.md, 3.6): laws of the group, its dimension, the function that stays."""
 
-import dataclasses
 import functools
 import pickle
 from collections.abc import Callable
@@ -227,7 +226,7 @@ def test_all_of_it_is_there(name: str, samples: int, common: int | None, log_sof
 def test_shifts_add(name: str) -> None:
     """What nobody sees is projected away: the same for all rows of a weight, times what enters it."""
     network, symmetry = traced(name)
-    a, b = (dataclasses.replace(symmetry.identity(), shift=drawn(symmetry, seed).shift) for seed in (0, 1))
+    a, b = (symmetry.identity().replaced(shift=drawn(symmetry, seed).shift) for seed in (0, 1))
     torch.testing.assert_close(symmetry.compose(a, b).shift, a.shift + b.shift, rtol=EXACT, atol=EXACT)
     one, two = (symmetry.act(x, symmetry.act(y, network)) for x, y in ((a, b), (b, a)))
     assert apart(one, two) < EXACT

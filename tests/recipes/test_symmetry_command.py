@@ -58,12 +58,14 @@ def test_the_table_of_a_class_is_printed_and_written() -> None:
     lines = result.out.splitlines()
     assert lines[0].startswith("axis group")
     assert "1 axis groups, 8 units" in result.out
-    assert lines[-1].startswith("checked with 2 random elements")
+    assert lines[-2].startswith("checked with 2 random elements")
+    assert lines[-1] == "nullity of the Jacobian: 8"
     written = json.loads(Path("tables/net.json").read_text())
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
     symmetry = trace_symmetry(network, torch.randn(2, 5))
     assert written["groups"] == symmetry.table()
-    assert (written["dimension"], written["inputs"], written["arguments"]) == (8, [[2, 5]], {"width": 8})
+    assert (written["dimension"], written["nullity"]) == (8, 8)
+    assert (written["inputs"], written["arguments"]) == ([[2, 5]], {"width": 8})
     assert written["worst_error"] <= written["tolerance"]
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,10 +16,11 @@ from lightning_sym.symmetry.canonical.gauge import ScaleGauge
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
 from lightning_sym.symmetry.canonical.planes import principal_phases
-from lightning_sym.symmetry.canonical.streams import folding, positive, principal_turns, rotatable
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.canonical.streams import folding, positive, principal_turns
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.rotation import rotatable
+from lightning_sym.symmetry.group.tilt import Tilts
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.tilting import to_gains
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.translations import nearest
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
@@ -254,7 +255,7 @@ def _apart(course: "_Course", network: nn.Module, *, signs: bool, order: bool) -
             mixing=mixing,
             shifts=scales is not None,
         )
-        return dict(MovedTensors(symmetry.structure, element, exact).items())
+        return dict(MovedTensors(symmetry.factors, element, exact).items())
 
     try:
         moved = moved_copy(mixing=scales == "balanced" and signs and order)
@@ -301,7 +302,7 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
         network: Not changed.
         signs: Whether gains between which streams rotate may change their signs; they are positive then.
     """
-    course = _Course(symmetry, symmetry.tensors(network), "balanced", kept=False, partly=True)
+    course = _Course(symmetry, symmetry.tensors(network), "balanced", settling=signs, kept=False, partly=True)
     _up_to_rotations(course, signs=False, order=False)
     if signs and symmetry.structure.rotations:
         course.move(positive(symmetry, course.tensors))
@@ -318,7 +319,7 @@ def _course(
     partly: bool = False,
 ) -> "_Course":
     """Bring a network's weights to their canonical form."""
-    course = _Course(symmetry, given, scales, partly=partly)
+    course = _Course(symmetry, given, scales, settling=signs, partly=partly)
     if symmetry.structure.rotations and scales == "balanced" and signs and order:
         # Scales, shifts and cells do not depend on rotations, signs and order do.
         _up_to_rotations(course, signs=False, order=False)
@@ -341,6 +342,7 @@ class _Course:
         sweeps: Of all passes together.
         residual: Of the last pass, as `converged` and `notes`.
         unsettled: By how much shifts still changed when they were found for the last time.
+        settling: Whether factors settle weights first: half turns.
         kept: Whether moved tensors are kept, in double precision, or made anew whenever one is asked for.
         partly: Whether cells without a balanced member are balanced as far as can be, which leaves rotations of them.
         dtype: In which weights are held to sum up their squares; None for that of `tensors`.
@@ -353,10 +355,11 @@ class _Course:
         given: Mapping[str, Tensor],
         scales: Scales,
         *,
+        settling: bool = True,
         kept: bool = True,
         partly: bool = False,
     ) -> None:
-        self.symmetry, self.scales, self.kept, self.partly = symmetry, scales, kept, partly
+        self.symmetry, self.scales, self.settling, self.kept, self.partly = symmetry, scales, settling, kept, partly
         self.element = self.identity = symmetry.identity()
         self.dead: dict[str, Tensor] | None = None
         self.sweeps, self.residual, self.converged, self.unsettled = 0, 0.0, True, 0.0
@@ -372,13 +375,14 @@ class _Course:
         """The parameters and buffers where they are: as they were given, and in float64 once they have moved."""
         if self._here is None:
             exact = ConvertedTensors(self._given, doubled)
-            here = MovedTensors(self.symmetry.structure, self.element, exact)
+            here = MovedTensors(self.symmetry.factors, self.element, exact)
             self._here = dict(here.items()) if self.kept else here
         return self._here
 
     def move(self, element: Element) -> None:
         """Let an element act, when somebody looks."""
-        self.element, self._here = self.symmetry.compose(element, self.element), None
+        if not self.symmetry.factors.is_identity(element):
+            self.element, self._here = self.symmetry.compose(element, self.element), None
 
 
 def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
@@ -390,14 +394,14 @@ def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
     untilted: list[str] = []
     changes: list[float] = []
     while len(changes) < _MOST_SHIFTS and not _stalled(changes, 5):
-        tilts, untilted = to_gains(structure, course.tensors)
-        tilt = replace(course.identity, tilt=tilts)
-        tensors = MovedTensors(structure, tilt, course.tensors) if tilts else course.tensors
+        tilts, untilted = Tilts(course.symmetry.factors).to_gains(course.tensors)
+        tilt = course.identity.replaced(tilt=tilts)
+        tensors = MovedTensors(course.symmetry.factors, tilt, course.tensors) if tilts else course.tensors
         step = nearest(structure.shifts, tensors, course.symmetry.parameter_names)
         changes.append(max((float(vector.abs().max()) for vector in (step, *tilts) if vector.numel()), default=0.0))
         if len(changes) > 1 and changes[-1] <= _STILL:
             break
-        course.move(course.symmetry.compose(replace(course.identity, shift=step), tilt))
+        course.move(course.symmetry.compose(course.identity.replaced(shift=step), tilt))
         _up_to_shifts(course, signs=signs, order=order)
     else:
         course.unsettled = changes[-1]
@@ -417,7 +421,7 @@ def _up_to_shifts(course: _Course, *, signs: bool, order: bool) -> None:
     # A phase changes no norm of a unit's: scales first, then phases, then signs and all else.
     _up_to_phases(course, signs=False, order=False)
     phase, unclear = principal_phases(course.symmetry.structure, course.tensors)
-    course.move(replace(course.identity, phase=phase))
+    course.move(course.identity.replaced(phase=phase))
     _up_to_phases(course, signs=signs, order=order)
     if unclear.any():
         course.notes.append(f"{unclear.sum()} planes are not turned, as none of their axes is longer")
@@ -474,12 +478,12 @@ def _balanced_cells(
     squares = Squares(plan, tensors, dtype)
     changes: list[float] = []
     while len(changes) < _MOST_ROUNDS and not _stalled(changes, 40):
-        here = MovedTensors(structure, total, tensors, shifted=False)
+        here = MovedTensors(symmetry.factors, total, tensors, shifted=False)
         gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, here))
-        step = replace(symmetry.identity(), log_scale=torch.from_numpy(gauge.log_scale))
+        step = symmetry.identity().replaced(log_scale=torch.from_numpy(gauge.log_scale))
         squares.scale(gauge.log_scale)
         total = symmetry.compose(step, total)
-        here = MovedTensors(structure, total, ConvertedTensors(tensors, doubled), mixed & counted, shifted=False)
+        here = MovedTensors(symmetry.factors, total, ConvertedTensors(tensors, doubled), mixed & counted, shifted=False)
         grams = list(enumerate(zip(*gram_matrices(structure, here), strict=True)))
         moved = max((mismatch(*own) for cell, own in grams if cell not in singular), default=0.0)
         partial = {cell: partial_balancing(*own) if partly else None for cell, own in grams if cell in singular}
@@ -498,9 +502,9 @@ def _balanced_cells(
                 other = partial[cell] if cell in partial else partial_balancing(out, read) if partly else None
                 found = other[0] if other is not None else dense[cell]
             dense[cell] = found
-        total = symmetry.compose(replace(symmetry.identity(), dense=tuple(dense)), total)
-        inside = replace(total, log_scale=symmetry.identity().log_scale)
-        squares.renew(MovedTensors(structure, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))
+        total = symmetry.compose(symmetry.identity().replaced(dense=tuple(dense)), total)
+        inside = total.replaced(log_scale=symmetry.identity().log_scale)
+        squares.renew(MovedTensors(symmetry.factors, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))
     if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind, either
         return _balanced_cells(symmetry, tensors, scales, dtype, partly=False)
     notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
@@ -517,6 +521,8 @@ def _pass(course: _Course, *, signs: bool, order: bool) -> bool:
 
     The step ignores the constants that changes of sign add to biases.
     """
+    if course.settling:
+        course.move(course.symmetry.factors.settled(course.symmetry.fingerprint, course.tensors))
     symmetry, scales, tensors, notes = course.symmetry, course.scales, course.tensors, course.notes
     plan = plan_of(symmetry)
     squares = Squares(plan, tensors, course.dtype)
@@ -552,8 +558,8 @@ def _pass(course: _Course, *, signs: bool, order: bool) -> bool:
     course.sweeps, course.residual, course.converged = course.sweeps + gauge.sweeps, gauge.residual, gauge.converged
     units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
     inside, flips = _reflections(symmetry, flips)
-    course.move(replace(course.identity, dense=inside))
-    course.move(replace(course.identity, permutation=units, log_scale=scale, sign=flips))
+    course.move(course.identity.replaced(dense=inside))
+    course.move(course.identity.replaced(permutation=units, log_scale=scale, sign=flips))
     return bool((sign < 0).any())
 
 

@@ -1,12 +1,12 @@
 """The gauge of the scales: balanced (least squared norm), or unit incoming norms; and norms where neither exists."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 
 import numpy as np
 from scipy import sparse
 from scipy.sparse import linalg
 
-from lightning_sym.symmetry.arrays import Bools, Floats, Ints
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares
 
@@ -14,6 +14,7 @@ from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares
 _BALANCED = 1e-13
 # Normalising ends when no logarithm moves by more than the first; up to the second it has converged.
 _STILL, _NORMALISED = 4e-15, 1e-12
+_RIDGE = 1e-10  # relative to the diagonal: what scales nothing
 
 
 class ScaleGauge:
@@ -83,23 +84,36 @@ class ScaleGauge:
         result: Floats = mask * np.exp(2 * exponents)
         return result
 
-    def _sides(self, mask: Floats, names: Sequence[str], wanted: Bools | None = None) -> tuple[Floats, Floats]:
+    def _sides(self, mask: Floats, names: Collection[str]) -> tuple[Floats, Floats]:
         """Return for each generator the norms of what it multiplies and of what it divides, times the exponents."""
-        slices = self.squares.slices(self._factor(mask), names, wanted)
+        slices = self.squares.slices(self._factor(mask), names)
         return self.plan.up @ slices, self.plan.down @ slices
+
+    def _sides_of(self, index: int, own: Ints, mask: Floats, names: Collection[str]) -> tuple[Floats, Floats]:
+        """Return the same for some generators of a class, in the time that the tensors take on which this acts."""
+        plan, part = self.plan, self.plan.parts[index]
+        factor, rows = np.zeros(plan.total), np.searchsorted(plan.classes[index], own)
+        factor[part.at] = mask[part.at] * np.exp(2 * (part.forms @ self.log_scale))
+        touching = [name for name in plan.touching[index] if name in names]
+        slices = self.squares.slices(factor, touching, part.slots)
+        return (part.up @ slices)[rows], (part.down @ slices)[rows]
 
     def _rescale(self, own: Ints, sides: tuple[Floats, Floats], target: Floats) -> float:
         """Give generators' slices the squared norms that are wanted, where there is any; the others are dead.
 
+        Args:
+            own: The generators.
+            sides: What these multiply and divide. Each of shape (own,).
+            target: The squared norms. Shape (generators,).
+
         Returns:
             The largest change of a logarithm.
         """
-        up, down = sides
-        zero = (up + down)[own] <= NOTHING
+        zero = sum(sides) <= NOTHING
         self.dead[own[zero]] = True
-        own = own[~zero]
-        step = np.log(target[own] / (up + down)[own]) / (2 * self.plan.largest[own])
-        self.log_scale[own] += np.where(up[own] > 0, step, -step)
+        own, (up, down) = own[~zero], (side[~zero] for side in sides)
+        step = np.log(target[own] / (up + down)) / (2 * self.plan.largest[own])
+        self.log_scale[own] += np.where(up > 0, step, -step)
         return float(abs(step).max(initial=0))
 
     def _check(self, change: float, note: str) -> None:
@@ -113,7 +127,6 @@ class ScaleGauge:
         count = self.squares.present(mask)
         target = self._rows(count)
         allowed = self.squares.allowed(mask)
-        acting = plan.used @ among.astype(np.float64) > 0
         interacting = self._interact(among, count)
         groups = plan.classes if interacting else [np.flatnonzero(among)]
         for sweep in range(2000 if interacting else 1):
@@ -122,8 +135,11 @@ class ScaleGauge:
                 own = members[among[members] & ~self.dead[members]]
                 if not len(own):
                     continue
-                names = [name for name in plan.touching[index] if name in allowed] if interacting else allowed
-                worst = max(worst, self._rescale(own, self._sides(mask, names, acting), target))
+                if interacting:
+                    sides = self._sides_of(index, own, mask, allowed)
+                else:
+                    sides = tuple(side[own] for side in self._sides(mask, allowed))
+                worst = max(worst, self._rescale(own, sides, target))
                 if self.dead[own].any():
                     mask = mask * self._without()
                     worst = 1.0
@@ -149,7 +165,7 @@ class ScaleGauge:
         """Return for each generator on how many rows of modules it acts: positions, each counted once per module."""
         plan = self.plan
         keep = count[plan.used_at]
-        pairs = np.unique(plan.forms.indices[keep].astype(np.int64) * plan.rows + plan.row_of[plan.used_at[keep]])
+        pairs = rising(plan.forms.indices[keep].astype(np.int64) * plan.rows + plan.row_of[plan.used_at[keep]])
         return np.maximum(np.bincount(pairs // plan.rows, minlength=len(self.log_scale)), 1).astype(np.float64)
 
     def _unit(self, free: Bools, mask: Floats) -> None:
@@ -171,7 +187,7 @@ class ScaleGauge:
                 self.notes.append("scales whose incoming weights depend on later scales were left as they are")
                 continue
             for _ in range(200):
-                worst = self._rescale(own, self._sides(allowed, plan.touching[index]), target)
+                worst = self._rescale(own, self._sides_of(index, own, allowed, plan.touching[index]), target)
                 if worst <= _STILL:
                     break
             self._check(worst, "incoming weights were normalised to {:.1e} only")
@@ -196,23 +212,20 @@ class ScaleGauge:
             self._sweep(active, mask, names)
             self._descend(active, mask, names)
 
-    def _energy(self, log_scale: Floats, mask: Floats, names: Sequence[str]) -> float:
+    def _energy(self, log_scale: Floats, mask: Floats, names: Collection[str]) -> float:
         return self.squares.energy(self._factor(mask, log_scale), names)
 
-    def _sweep(self, active: Bools, mask: Floats, names: Sequence[str]) -> None:
+    def _sweep(self, active: Bools, mask: Floats, names: Collection[str]) -> None:
         """Balance one class after the other, while it helps."""
         plan = self.plan
-        indicator = (plan.class_of[:, None] == np.arange(len(plan.classes))).astype(np.float64)
-        acting = (plan.used @ indicator).T > 0
         current = self._energy(self.log_scale, mask, names)
         for _ in range(30):
             before = self.log_scale.copy()
             for index, members in enumerate(plan.classes):
                 own = members[active[members]]
                 if len(own):
-                    touching = [name for name in plan.touching[index] if name in names]
-                    up, down = self._sides(mask, touching, acting[index])
-                    self.log_scale[own] += np.log(down[own] / up[own]) / (4 * plan.largest[own])
+                    up, down = self._sides_of(index, own, mask, names)
+                    self.log_scale[own] += np.log(down / up) / (4 * plan.largest[own])
             self.sweeps += 1
             after = self._energy(self.log_scale, mask, names)
             moved = float(abs(self.log_scale - before).max())
@@ -223,7 +236,7 @@ class ScaleGauge:
             if moved < 1e-3:
                 break
 
-    def _descend(self, active: Bools, mask: Floats, names: Sequence[str]) -> None:
+    def _descend(self, active: Bools, mask: Floats, names: Collection[str]) -> None:
         """Take Newton's steps, shortened until they help, until all norms are balanced."""
         current = self._energy(self.log_scale, mask, names)
         for _ in range(100):
@@ -250,7 +263,7 @@ class ScaleGauge:
                 f"incoming and outgoing norms differ by {self.residual:.1e} (relative): no balanced member was reached"
             )
 
-    def _gradient(self, active: Bools, mask: Floats, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
+    def _gradient(self, active: Bools, mask: Floats, names: Collection[str]) -> tuple[Floats, Floats, Floats]:
         """Return the factors, the slices, and the gradient of half the energy; notes the residual."""
         factor = self._factor(mask)
         slices = self.squares.slices(factor, names)
@@ -258,14 +271,48 @@ class ScaleGauge:
         self.residual = float((abs(up - down)[active] / (up + down)[active]).max())
         return factor, slices, np.where(active, up - down, 0.0)
 
-    def _newton(self, active: Bools, factor: Floats, slices: Floats, gradient: Floats, names: Sequence[str]) -> Floats:
-        """Solve for Newton's step (of half the energy) by conjugate gradients, preconditioned by the diagonal."""
+    def _newton(
+        self, active: Bools, factor: Floats, slices: Floats, gradient: Floats, names: Collection[str]
+    ) -> Floats:
+        """Solve for Newton's step (of half the energy) by conjugate gradients, preconditioned at two levels."""
         forms = self.plan.forms
 
         def times(v: Floats) -> Floats:
             return np.where(active, 2 * (forms.T @ self.squares.change(factor, slices, forms @ v, names)), 0.0)
 
         diagonal = np.where(active, 2 * (forms.power(2).T @ slices), 1.0)
-        hessian = linalg.LinearOperator((len(active), len(active)), times, dtype=np.float64)
-        step: Floats = linalg.cg(hessian, -gradient, rtol=1e-8, maxiter=500, M=sparse.diags(1 / diagonal))[0]
+        coarse = self._coarse(active, factor, slices, names)
+
+        def precondition(v: Floats) -> Floats:
+            return v / diagonal + coarse(v)
+
+        shape = len(active), len(active)
+        hessian, inverse = (linalg.LinearOperator(shape, own, dtype=np.float64) for own in (times, precondition))
+        step: Floats = linalg.cg(hessian, -gradient, rtol=1e-8, maxiter=500, M=inverse)[0]
         return step
+
+    def _coarse(
+        self, active: Bools, factor: Floats, slices: Floats, names: Collection[str]
+    ) -> Callable[[Floats], Floats]:
+        """Return the inverse of the Hessian on what scales whole classes.
+
+        What all units of a layer have in common travels from layer to layer: without it, conjugate gradients take as
+        many steps as the network has layers.
+        """
+        plan = self.plan
+        of = np.where(active, plan.class_of, -1)
+        found, own = rising(of[of >= 0]), np.flatnonzero(active)
+        if 2 * len(found) > len(own):  # of single units the diagonal says as much
+            return np.zeros_like
+        place = own, np.searchsorted(found, of[own])
+        member = sparse.csr_matrix((np.ones(len(own)), place), (len(active), len(found)))
+        columns = []
+        for index in found:
+            part, speed = plan.parts[index], np.zeros(plan.total)
+            speed[part.at] = part.forms @ (of == index)
+            touching = [name for name in plan.touching[index] if name in names]
+            change = self.squares.change(factor, slices, speed, touching)[part.at]
+            columns.append(sparse.csc_matrix(2 * (member.T @ (part.forms.T @ change))[:, None]))
+        matrix = sparse.hstack(columns, format="csc")
+        solve = linalg.splu((matrix + sparse.diags(_RIDGE * matrix.diagonal())).tocsc()).solve
+        return lambda v: member @ solve(member.T @ v)

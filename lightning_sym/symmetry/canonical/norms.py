@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes, rising
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.tracing.affine.translations import NORM
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
@@ -18,6 +19,7 @@ from lightning_sym.symmetry.tracing.structure import Slot, Structure
 # Sums of squares below are zero: their logarithms mean nothing.
 NOTHING = 1e-280
 _AT_ONCE = 2**17  # so many squares are made at once
+_MOST_KEPT = 2**24  # and so many kept: 128 MiB
 
 
 def module_of(tensor: str) -> str:
@@ -52,6 +54,23 @@ def classes_of(
     return sorted(classes, key=lambda members: int(by_generator.indices[by_generator.indptr[members[0]]]))
 
 
+class Part(NamedTuple):
+    """What sums for the generators of one class need, without a look at any other tensor.
+
+    Attributes:
+        at: The positions of the tensors on which the class acts.
+        forms: The exponents there: sparse (positions, generators).
+        up, down: The rows of the plan's for the class.
+        slots: The offsets of the slots where it acts.
+    """
+
+    at: Ints
+    forms: sparse.csr_matrix
+    up: sparse.csr_matrix
+    down: sparse.csr_matrix
+    slots: frozenset[int]
+
+
 class Plan:
     """What of a structure does not depend on weights, laid out for sums over slices.
 
@@ -60,6 +79,7 @@ class Plan:
         slots: Every labelled axis.
         slot_of: For each position the number of its slot.
         tensors: Per parameter with labelled axes: its name and its slots, those with two axes last.
+        spans: Per parameter the positions of these.
         rows: More than the numbers of all rows.
         row_of: For each position the number of its row: positions, those of one module's tensors counted as the same.
         forms: Exponents (positions, generators of scales).
@@ -69,6 +89,7 @@ class Plan:
         classes: Generators that play the same role for the units of one orbit, in the order of the forward pass.
         class_of: For each generator its class; -1 within dense cells, which nothing here touches.
         touching: For each class, the tensors on which it acts.
+        parts: For each class, the rest of what its sums need.
         first: For each orbit, for each column, whether it belongs to the first module that touches the units.
         parameter: For each position, whether it belongs to a parameter (and to no bias that a shift sets to zero).
     """
@@ -92,11 +113,21 @@ class Plan:
         for index, members in enumerate(self.classes):
             self.class_of[members] = index
         self.touching: list[list[str]] = [[] for _ in self.classes]
+        acting: list[set[int]] = [set() for _ in self.classes]
         for name, slots in self.tensors.items():
-            own = np.unique(np.concatenate([self.class_of[self.forms[slot.rows].indices] for slot in slots]))
-            for index in own[own >= 0]:
-                self.touching[index].append(name)
+            classes = [rising(self.class_of[self.forms[slot.rows].indices]) for slot in slots]
+            for index in rising(np.concatenate(classes)):
+                if index >= 0:
+                    self.touching[index].append(name)
+                    acting[index] |= {slot.offset for slot, own in zip(slots, classes, strict=True) if index in own}
+        self.parts = [self._part(index, acting[index]) for index in range(len(self.classes))]
         self.first = [self._of_first_module(columns[0]) for columns in structure.columns]
+
+    def _part(self, index: int, slots: set[int]) -> Part:
+        spans = [span for name in self.touching[index] for span in self.spans[name]]
+        at = np.concatenate([np.zeros(0, np.int64), *(np.arange(span.start, span.stop) for span in spans)])
+        members = self.classes[index]
+        return Part(at, self.forms[at], self.up[members], self.down[members], frozenset(slots))
 
     def _find_parameters(self, structure: Structure, parameters: frozenset[str]) -> None:
         shifted = structure.shifts.named(NORM)
@@ -108,6 +139,7 @@ class Plan:
                 by_name.setdefault(slot.tensor, []).append(slot)
                 self.parameter[slot.rows] = slot.tensor not in shifted
         self.tensors = {name: sorted(slots, key=lambda slot: len(slot.axes)) for name, slots in by_name.items()}
+        self.spans = {name: [slot.rows for slot in slots] for name, slots in self.tensors.items()}
 
     def _number_rows(self) -> None:
         longest = max((slot.size for slot in self.slots), default=0)
@@ -149,6 +181,8 @@ class Squares:
         self.axes: dict[str, list[tuple[int, ...]]] = {}
         self._terms: dict[str, Floats] = {}
         self._roots: dict[str, Tensor] = {}  # matrices of weights, in place of their squares
+        self._kept: dict[str, Tensor] = {}  # squares of some of these
+        self._free = _MOST_KEPT
         self._base: Floats | None = None
         self.renew(tensors, dtype)
 
@@ -164,10 +198,10 @@ class Squares:
             shape = [tensor.shape[axis] for axis in axes]
             self.axes[name] = [tuple(axes.index(axis) for axis in slot.axes) for slot in slots]
             if math.prod(tensor.shape[axis] for axis in rest) > 1:
-                square = torch.linalg.vector_norm(tensor, dim=rest, dtype=torch.float64).square_()
-                self._terms[name] = square.cpu().numpy()
+                self._terms[name] = _summed_squares(tensor, rest).cpu().numpy()
             elif self.axes[name] in ([(0,), (1,)], [(1,), (0,)]):
                 self._roots[name] = tensor.reshape(shape).to("cpu", dtype)
+                self._free += self._kept.pop(name).numel() if name in self._kept else 0
             else:
                 square = tensor.to(torch.float64, copy=True).square_()
                 self._terms[name] = square.reshape(shape).cpu().numpy()
@@ -194,7 +228,7 @@ class Squares:
         """
         slots, axes = self.plan.tensors[name], self.axes[name]
         if terms is None and name in self._roots:
-            return _products_of_squares(self._roots[name], vectors[1 - index], axes[index] == (0,))
+            return self._products(name, vectors[1 - index], rows=axes[index] == (0,))
         terms = self._terms[name] if terms is None else terms
         for other, slot in enumerate(slots):
             if other != index:
@@ -202,30 +236,43 @@ class Squares:
         sums: Floats = terms.sum(tuple(axis for axis in range(terms.ndim) if axis not in axes[index]))
         return sums.ravel()
 
+    def _products(self, name: str, vector: Floats, *, rows: bool) -> Floats:
+        """Return the products of a matrix of squares with a vector, over columns or `rows`; small ones are kept."""
+        roots = self._roots[name]
+        if name not in self._kept:
+            if self._free < roots.numel():
+                return _products_of_squares(roots, vector, rows)
+            self._free -= roots.numel()
+            self._kept[name] = roots.to(torch.float64, copy=True).square_()
+        squares = self._kept[name]
+        return torch.mv(squares if rows else squares.mT, torch.from_numpy(vector)).numpy()
+
     def _vectors(self, name: str, values: Floats) -> list[Floats]:
         if self._base is None:
-            return [values[slot.rows] for slot in self.plan.tensors[name]]
-        return [values[slot.rows] * self._base[slot.rows] for slot in self.plan.tensors[name]]
+            return [values[span] for span in self.plan.spans[name]]
+        return [values[span] * self._base[span] for span in self.plan.spans[name]]
 
-    def slices(self, factor: Floats, names: Sequence[str] | None = None, wanted: Bools | None = None) -> Floats:
+    def slices(
+        self, factor: Floats, names: Iterable[str] | None = None, wanted: Collection[int] | None = None
+    ) -> Floats:
         """Return the sum of the terms at each position; factor: what each position multiplies its terms by.
 
-        Only for the slots of the named tensors that hold a wanted position; 0 elsewhere.
+        Only for the named tensors, and of these for the slots with a wanted offset; 0 elsewhere.
         """
         total = np.zeros(self.plan.total)
         for name in self.axes if names is None else names:
             vectors = self._vectors(name, factor)
-            for index, slot in enumerate(self.plan.tensors[name]):
-                if wanted is None or wanted[slot.rows].any():
-                    total[slot.rows] = vectors[index] * self._sums(name, vectors, index)
+            for index, span in enumerate(self.plan.spans[name]):
+                if wanted is None or span.start in wanted:
+                    total[span] = vectors[index] * self._sums(name, vectors, index)
         return total
 
-    def energy(self, factor: Floats, names: Sequence[str]) -> float:
+    def energy(self, factor: Floats, names: Iterable[str]) -> float:
         """Return the sum of all terms of the named tensors."""
         vectors = ((name, self._vectors(name, factor)) for name in names)
         return math.fsum(float(own[0] @ self._sums(name, own, 0)) for name, own in vectors)
 
-    def change(self, factor: Floats, slices: Floats, speed: Floats, names: Sequence[str]) -> Floats:
+    def change(self, factor: Floats, slices: Floats, speed: Floats, names: Iterable[str]) -> Floats:
         """Return how the slices change when the logarithm of each position's factor changes by `speed`.
 
         Args:
@@ -234,13 +281,15 @@ class Squares:
             speed: Shape (positions,).
             names: The tensors that count.
         """
-        total = slices * speed
+        total = np.zeros(self.plan.total)
         for name in names:
-            slots, vectors = self.plan.tensors[name], self._vectors(name, factor)
-            for index, other in itertools.permutations(range(len(slots)), 2):
+            spans, vectors = self.plan.spans[name], self._vectors(name, factor)
+            for span in spans:
+                total[span] = slices[span] * speed[span]
+            for index, other in itertools.permutations(range(len(spans)), 2):
                 moving = [*vectors]
-                moving[other] = vectors[other] * speed[slots[other].rows]
-                total[slots[index].rows] += vectors[index] * self._sums(name, moving, index)
+                moving[other] = vectors[other] * speed[spans[other]]
+                total[spans[index]] += vectors[index] * self._sums(name, moving, index)
         return total
 
     def present(self, mask: Floats) -> Bools:
@@ -254,9 +303,16 @@ class Squares:
                 result[slot.rows] = vectors[index] * terms > 0
         return result
 
-    def allowed(self, mask: Floats) -> list[str]:
-        """Return the tensors that have terms all of whose positions are allowed."""
-        return [name for name in self.axes if all(own.any() for own in self._vectors(name, mask))]
+    def allowed(self, mask: Floats) -> dict[str, None]:
+        """Return the tensors that have terms all of whose positions are allowed, in order."""
+        return {name: None for name in self.axes if all(own.any() for own in self._vectors(name, mask))}
+
+
+def _summed_squares(tensor: Tensor, axes: list[int]) -> Tensor:
+    """Return the sums of the squares of a tensor over some axes, in float64: of a part at a time."""
+    parts = torch.split(tensor, max(_AT_ONCE // max(tensor[:1].numel(), 1), 1))
+    sums = [part.to(torch.float64, copy=True).square_().sum(axes) for part in parts]
+    return torch.stack(sums).sum(0) if 0 in axes else torch.cat(sums)
 
 
 def _products_of_squares(tensor: Tensor, vector: Floats, rows: bool) -> Floats:

@@ -3,8 +3,7 @@
 See docs/theory/intertwiners.md, 5.7.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -12,22 +11,13 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.rotation import NO_TURN, ones_reflection, rotatable, stream_rows
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.turning import NO_TURN, ones_reflection
 
 # Relative to the largest eigenvalue: axes nearer to one another are not unique, and where less stands there is nothing.
 _CLOSE, _NOTHING = 1e-9, 1e-24
-
-
-def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the numbers of the rotations between whose gains there is no zero."""
-    return [
-        index
-        for index, rotation in enumerate(structure.rotations)
-        if all(bool(tensors[name].reshape(-1)[torch.from_numpy(at)].all()) for name, at in rotation.gains)
-    ]
 
 
 def folding(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> Floats:
@@ -91,7 +81,7 @@ def gain_signs(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> Floats:
 def positive(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> Element:
     """Return the element that flips negative gains between which streams rotate; see :func:`gain_signs`."""
     sign = torch.from_numpy(np.where(gain_signs(symmetry, tensors) < 0, -1.0, 1.0))
-    return replace(symmetry.identity(), sign=sign)
+    return symmetry.identity().replaced(sign=sign)
 
 
 def principal_turns(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> tuple[Element, list[str]]:
@@ -126,33 +116,7 @@ def principal_turns(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> tuple[
                 "up to rotations among them"
             )
         turns[index] = basis @ axes.mT @ basis.mT + _ones(rotation)
-    return replace(symmetry.identity(), rotation=tuple(turns)), notes
-
-
-def stream_rows(
-    structure: Structure, index: int, tensors: Mapping[str, Tensor], gains: Mapping[str, Tensor]
-) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield the tensors that act on a stream, divided by the gains between which it rotates: one row per unit, by slot.
-
-    Args:
-        structure: The group.
-        index: The number of the rotation.
-        tensors: Parameters, by name; what is missing is left out.
-        gains: The gains, by name.
-    """
-    rotation = structure.rotations[index]
-    for slot in structure.slots:
-        if slot.tensor not in tensors:
-            continue
-        for number, at, powers in structure.rotated_places.get(slot.offset, ()):
-            if number == index:
-                tensor = tensors[slot.tensor].detach().movedim(slot.axes[0], 0)
-                rows = tensor.index_select(0, torch.from_numpy(at).to(tensor.device)).reshape(len(at), -1)
-                for (name, place), power in zip(rotation.gains, powers, strict=True):
-                    if power:
-                        gain = gains[name].detach().reshape(-1)[torch.from_numpy(place).to(rows.device)]
-                        rows = rows / gain.to(rows)[:, None] ** power
-                yield slot, rows
+    return symmetry.identity().replaced(rotation=tuple(turns)), notes
 
 
 def _is_alone(structure: Structure, slot: Slot) -> bool:

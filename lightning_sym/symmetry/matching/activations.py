@@ -1,7 +1,6 @@
 """Matching by activations: units belong together that are active on the same inputs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.group.rotation import best_turn, rotatable
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Gain,
@@ -29,7 +28,7 @@ from lightning_sym.symmetry.matching.coordinate_descent import (
     block_systems,
 )
 from lightning_sym.symmetry.matching.magnitudes import refined
-from lightning_sym.symmetry.matching.streams import best_turn, stream_places, turn_of
+from lightning_sym.symmetry.matching.streams import stream_places, turn_of
 from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms
 from lightning_sym.symmetry.watching import watched
 
@@ -281,7 +280,7 @@ def activation_matching(
             chosen.pop(rotations[index].orbit, None)  # which are among the rotations
         compared = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
         descent = Descent(compared, signs=signs, device=where)
-        descent.restart(replace(descent.element_of(chosen), rotation=turn_of(symmetry, turns).rotation))
+        descent.restart(descent.element_of(chosen).replaced(rotation=turn_of(symmetry, turns).rotation))
         undecided = {}
         for index, own in chosen.items():
             # What was never active in either network is undecided: by weights, among itself.

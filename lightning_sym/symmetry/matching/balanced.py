@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import wide
-from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import balanced_element
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.canonical.norms import plan_of
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.views import ConvertedTensors
 
 _AT_ONCE = 2**20  # so many numbers are compared at once
+_EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
 
 
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
@@ -66,6 +67,7 @@ class Comparison:
         b: The other network as it is.
         left: Brings the reference to where it is compared; None if that is where it is.
         right: The same of the other one.
+        balanced: Whether that is the balanced gauge, so that scales are handed over in the end.
     """
 
     symmetry: Symmetry
@@ -73,6 +75,19 @@ class Comparison:
     b: nn.Module
     left: Element | None = None
     right: Element | None = None
+    balanced: bool = False
+
+    @property
+    def is_even(self) -> bool:
+        """Whether balancing hardly changes the proportions of units: then they are as well compared as they are."""
+        structure = self.symmetry.structure
+        if not self.balanced or self.left is None or self.right is None:
+            return False
+        if structure.dense or structure.phases or structure.rotations or structure.shifts or structure.tilts:
+            return False
+        both = np.stack([self.left.log_scale.numpy(), self.right.log_scale.numpy()])
+        classes = (both[:, members] for members in plan_of(self.symmetry).classes)
+        return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
 
     def target(self, device: torch.device) -> Mapping[str, Tensor]:
         """Return the parameters of the reference as they are compared, on a device, in at least single precision."""
@@ -91,23 +106,31 @@ class Comparison:
 
     def back(self, element: Element) -> Element:
         """Return the element of ``b`` as it is for one of what is compared; it brings ``b`` to the scales of ``a``."""
-        if self.left is None or self.right is None:
+        if self.right is not None:
+            element = self.symmetry.compose(element, self.right)
+        if self.left is None:
             return element
-        whole = self.symmetry.compose(element, self.right)
-        return self.symmetry.compose(to_scales_of(self.symmetry, self.a, self.left, self.b, whole), whole)
+        if self.balanced:
+            return self.symmetry.compose(to_scales_of(self.symmetry, self.a, self.left, self.b, element), element)
+        return self.symmetry.compose(self.symmetry.inverse(self.left), element)
 
     def forth(self, element: Element) -> Element:
         """Return the element of what is compared for one of ``b`` as it is."""
-        if self.left is None or self.right is None:
-            return element
-        return self.symmetry.compose(self.left, self.symmetry.compose(element, self.symmetry.inverse(self.right)))
+        if self.right is not None:
+            element = self.symmetry.compose(element, self.symmetry.inverse(self.right))
+        return element if self.left is None else self.symmetry.compose(self.left, element)
 
 
 def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True) -> Comparison:
     """Return how two networks are compared: balanced, or as they are."""
     if not balance:
-        return Comparison(symmetry, a, b)
-    return Comparison(symmetry, a, b, *(balanced_element(symmetry, network, signs=signs) for network in (a, b)))
+        if not signs:
+            return Comparison(symmetry, a, b)
+        both = (symmetry.factors.settled(symmetry.fingerprint, symmetry.tensors(network)) for network in (a, b))
+        left, right = (None if symmetry.factors.is_identity(own) else own for own in both)
+        return Comparison(symmetry, a, b, left, right)
+    left, right = (balanced_element(symmetry, network, signs=signs) for network in (a, b))
+    return Comparison(symmetry, a, b, left, right, balanced=True)
 
 
 def working(
@@ -129,7 +152,7 @@ def working(
     given = _Working(symmetry.tensors(network), device, like)
     if element is None:
         return {name: given[name] for name in given if name in symmetry.parameter_names}
-    return MovedTensors(symmetry.structure, element, given, symmetry.parameter_names)
+    return MovedTensors(symmetry.factors, element, given, symmetry.parameter_names)
 
 
 class _Working(ConvertedTensors):
@@ -169,10 +192,3 @@ def squared_distance(ones: Mapping[str, Tensor], twos: Mapping[str, Tensor]) -> 
 def _squared_distance(one: Tensor, two: Tensor) -> float:
     parts = zip(*(torch.split(tensor.detach().reshape(-1), _AT_ONCE) for tensor in (one, two)), strict=True)
     return math.fsum(float((x - y).square().sum(dtype=wide(x.device))) for x, y in parts)
-
-
-def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:
-    """Return the sum over all other axes. Shape (sizes of the axes), float64."""
-    others = [axis for axis in range(tensor.ndim) if axis not in axes]
-    total = tensor.sum(others) if others else tensor
-    return np.asarray(total.double().cpu().numpy())

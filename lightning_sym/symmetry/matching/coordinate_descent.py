@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Floats, Ints, along
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.streams import rotatable
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.rotation import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Gain,
@@ -29,9 +29,7 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     matched_groups,
     within_cells,
 )
-from lightning_sym.symmetry.matching.balanced import Comparison, along, inner, squared_difference
-from lightning_sym.symmetry.matching.streams import best_turn, turn_of, weight_products
-from lightning_sym.symmetry.phases import phases_of
+from lightning_sym.symmetry.matching.balanced import Comparison, inner, squared_difference
 from lightning_sym.symmetry.proof import compute_the_same
 
 # Which moves there are: docs/theory/matching.md, 1.7.
@@ -230,9 +228,13 @@ class Descent:
         self.restart(element)
         if self.squared_distance <= _SUSPICIOUS * self._rounding**2:
             return False
-        pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.current.items())
-        least = math.fsum(float(one - two) ** 2 for one, two in pairs)
-        if least <= _ALIKE**2 * 2 * self._half:
+        norms = [
+            (float(self.target[name].norm()), float(own.norm()), own.numel()) for name, own in self.current.items()
+        ]
+        least = math.fsum((one - two) ** 2 for one, two, _ in norms)
+        # In all, and one by one: where batch norms follow, most of the norms are the same for all networks, balanced.
+        alike = all(abs(one - two) <= _ALIKE * (1 + 30 / math.sqrt(n)) * (one + two) for one, two, n in norms if n)
+        if alike and least <= _ALIKE**2 * 2 * self._half:
             return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
         return compute_the_same(self.compared.symmetry.examples, self.compared.a, self.compared.b)
 
@@ -261,7 +263,8 @@ class Descent:
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         # Rotations act between gains, which may belong to other groups (heads share them).
-        gains = {name for own in self.symmetry.structure.rotations for name, _ in own.gains if element.rotation}
+        turned = any(len(turn) for turn in element.rotation)
+        gains = {name for own in self.symmetry.structure.rotations for name, _ in own.gains if turned}
         wanted = dict.fromkeys(names)
         moved = self.symmetry.acted(
             element, {name: tensors[name] for name in {**wanted, **dict.fromkeys(gains)}}, shifts=False
@@ -270,24 +273,27 @@ class Descent:
 
     # Gains.
 
-    def gain(self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None) -> Gain:
+    def gain(
+        self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None, names: Collection[str] | None = None
+    ) -> Gain:
         """Return the gain of each permutation of a group's units, with all other groups fixed.
 
         Args:
             group: The group.
             current: The parameters of B; by default the current ones.
+            names: The parameters that count; by default all.
         """
         current = self.current if current is None else current
         size = len(group.units)
         parts: dict[Pattern, Tensor] = {}
         for pattern, slices in group.slices.items():
-            for part in slices:
+            for part in slices if names is None else [own for own in slices if own.tensor in names]:
                 ours, theirs = (part.of(tensors[part.tensor], size) for tensors in (self.target, current))
                 if pattern in parts:
                     parts[pattern].addmm_(ours, theirs.T)
                 else:
                     parts[pattern] = ours @ theirs.T
-        for joint in group.joints:
+        for joint in group.joints if names is None else ():
             own = joint.of(self.target[joint.tensor]) @ joint.of(current[joint.tensor]).T
             index = torch.from_numpy(joint.members).to(own.device)
             total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=own.dtype, device=own.device))
@@ -304,7 +310,7 @@ class Descent:
         structure = self.symmetry.structure
         phase = torch.zeros(structure.phases, dtype=torch.float64)
         phase[torch.from_numpy(structure.phase_of[group.units])] = math.pi / 2
-        turned = self._moved(replace(self.symmetry.identity(), phase=phase), self.current, group.tensors)
+        turned = self._moved(self.symmetry.identity().replaced(phase=phase), self.current, group.tensors)
         real, imaginary = (self.gain(group, {**self.current, **tensors}).plain() for tensors in ({}, turned))
         return torch.complex(real.double(), imaginary.double())
 
@@ -337,19 +343,55 @@ class Descent:
 
     def _improve_group(self, group: MatchingGroup) -> bool:
         """Assign a group's units, or turn them."""
-        mixing = "matrices" in self.freedom
-        if group.dense:
-            return mixing and self._rotate(group)
-        if group.phase and mixing and self._turn_planes(group):
+        if (group.dense or group.phase) and "matrices" in self.freedom and self._mix(group, ("dense", "phase")):
             return True
+        if group.dense:
+            return False
         if "permutations" not in self.freedom:
             return False
-        gain = self.gain(group)
+        return self._assign(group)
+
+    def _assign(self, group: MatchingGroup, names: Collection[str] | None = None) -> bool:
+        """Assign a group's units by the gains of all parameters, or of some."""
+        gain = self.gain(group, names=names)
         if not gain.parts:
             return False
         chosen = within_cells(group, Tables(gain))
         del gain
         return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
+
+    def pass_forward(self) -> None:
+        """Assign groups in the order of the layers, each by the parameters on which all others are assigned already.
+
+        What stands on other axes in another order tells nothing of a group: with it, descents end farther away, and
+        later. Cells that matrices mix, planes and blocks are assigned in sweeps only.
+        """
+        if "permutations" not in self.freedom:
+            return
+        standing: dict[str, dict[int, set[tuple[int, ...]]]] = {name: {} for name in self.current}
+        for group in self.groups:
+            for part in itertools.chain(*group.slices.values()):
+                standing[part.tensor].setdefault(group.index, set()).add(part.axes)
+            for joint in group.joints:
+                standing[joint.tensor].setdefault(group.index, set()).add((0, 1))
+        layer = {name: number for number, name in enumerate(self.current)}
+        within = {index for system in self.systems for index in system.groups}
+        waiting = [
+            g for g in self.groups if not (g.dense or g.phase or g.index in within | self._held or not g.tensors)
+        ]
+        waiting.sort(key=lambda group: min(layer[name] for name in group.tensors))
+        unknown = {group.index for group in self.groups} - self._held
+        while waiting:
+            for group in waiting:
+                names = [n for n in group.tensors if standing[n].keys() & unknown == {group.index}]
+                names = [n for n in names if len(standing[n][group.index]) == 1]
+                if names:
+                    break
+            else:
+                return
+            waiting.remove(group)
+            unknown.discard(group.index)
+            self._assign(group, names)
 
     def _turn_streams(self, indices: Sequence[int]) -> set[int]:
         """Rotate some groups' streams, and the cells that read and write them, in turn while that is worth while.
@@ -360,7 +402,7 @@ class Descent:
         moved: set[int] = set()
         for _ in range(_MOST_TURNS):
             before = self.squared_distance
-            turned = {index for index in indices if self._turn(self.groups[index])}
+            turned = {index for index in indices if self._mix(self.groups[index], ("rotation",))}
             near = set().union(*(self._neighbours[index] for index in turned))
             cells = {
                 i for i in sorted(near - self._held) if self.groups[i].dense and self._improve_group(self.groups[i])
@@ -376,35 +418,14 @@ class Descent:
             if group.dense:
                 self._improve_group(group)
 
-    def _turn(self, group: MatchingGroup) -> bool:
-        """Rotate streams by the best orthogonal matrices that fit between their gains (orthogonal Procrustes)."""
-        structure = self.symmetry.structure
-        turns = {
-            index: best_turn(structure.rotations[index], weight_products(structure, index, self.target, self.current))
-            for index in self.rotations.get(group.index, ())
-        }
-        return bool(turns) and self._try(turn_of(self.symmetry, turns), group.tensors)
-
-    def _turn_planes(self, group: MatchingGroup) -> bool:
-        """Turn planes by the best angles, each being the argument of its complex inner product."""
-        structure = self.symmetry.structure
-        phase = torch.zeros(structure.phases, dtype=torch.float64)
-        angles = self.plane_gain(group).diagonal().angle().cpu()
-        phase[torch.from_numpy(structure.phase_of[group.units])] = angles
-        return self._try(replace(self.symmetry.identity(), phase=phase), group.tensors)
-
-    def _rotate(self, group: MatchingGroup) -> bool:
-        """Turn dense cells by the best rotation (orthogonal Procrustes)."""
-        gain = self.gain(group)
-        if not gain.parts:
-            return False
-        matrix = gain.parts[()]
-        dense = list(self.symmetry.identity().dense)
-        for index, cell in enumerate(self.symmetry.structure.dense):
-            if cell[0] in group.units:
-                at = torch.from_numpy(np.searchsorted(group.units, cell)).to(matrix.device)
-                dense[index] = polar_factor(matrix[at[:, None], at[None, :]])
-        return self._try(replace(self.symmetry.identity(), dense=tuple(dense)), group.tensors)
+    def _mix(self, group: MatchingGroup, names: Iterable[str]) -> bool:
+        """Let some factors act on a group's units, where they are, as brings the networks nearest."""
+        improved = False
+        for name in names:
+            part = self.symmetry.factors[name].best_match(self.target, self.current, group.index)
+            if part is not None:
+                improved |= self._try(self.symmetry.identity().replaced(**{name: part}), group.tensors)
+        return improved
 
     def _improve_blocks(self, system: Blocks) -> bool:
         """Let blocks change places, their members in the best order."""
@@ -434,7 +455,7 @@ class Descent:
                     rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
                     dense[cell] = polar_factor(raw[group.index][rows[:, None], columns[None, :]])
         tensors = frozenset().union(*(group.tensors for group in groups.values()))
-        return self._try(replace(element, dense=tuple(dense)), tensors)
+        return self._try(element.replaced(dense=tuple(dense)), tensors)
 
     def improve_signs(self) -> bool:
         """Flip generators of signs, one column of a group's table at a time, where that is an improvement."""
@@ -445,7 +466,7 @@ class Descent:
             for k in range(table.shape[1]):
                 if group.dense or k in self._kept_signs.get(group.index, ()) or self._is_settled(group, k):
                     continue
-                names, slopes = self._slopes(table[:, k])
+                names, slopes = self._slopes(self.flips[:, table[:, k]])
                 flipped = np.unique(table[slopes < 0, k])
                 if self._flip(flipped, names):
                     improved = True
@@ -454,6 +475,64 @@ class Descent:
                 for generator in flipped[:, None]:
                     improved |= self._flip(generator, names)
         return improved
+
+    def improve_half_turns(self) -> bool:
+        """Take half turns, alone or with a change of the unit's sign, where that brings networks nearer."""
+        turns = self.symmetry.structure.half_turns
+        if not (self.signs and len(turns.place)):
+            return False
+        improved = False
+        for reflected in (False, True):
+            acting, sign = self._reflected if reflected else (turns.flips.tocsc(), None)
+            names, slopes = self._slopes(acting)
+            gained, step = self._gains_of_half_turns(-1.0 if reflected else 1.0)
+            gained -= 4 * slopes
+            if sign is not None:
+                gained[sign < 0] = 0.0
+            better = np.flatnonzero(gained > 0)
+            rest = [better[[at]] for at in np.argsort(-gained[better])] if len(better) > 1 else []
+            for chosen in (better, *rest):
+                if not len(chosen):
+                    break
+                element = self.symmetry.identity()
+                element.half_turn[torch.from_numpy(chosen)] = torch.from_numpy(step[chosen])
+                if sign is not None:
+                    element.sign[torch.from_numpy(sign[chosen])] = -1.0
+                if self._try(element, [*turns.biases, *names]):
+                    improved = True
+                    if chosen is better:
+                        break
+        return improved
+
+    @cached_property
+    def _reflected(self) -> tuple[sparse.csc_matrix, Ints]:
+        """What half turns flip together with the signs of their units, but for biases; and these signs, -1 for none."""
+        structure = self.symmetry.structure
+        turns, signs = structure.half_turns, structure.signs
+        start, count = signs.indptr[turns.place], np.diff(signs.indptr)[turns.place]
+        able = (count == 1) & turns.odd
+        sign = np.where(able, signs.indices[np.minimum(start, len(signs.indices) - 1)], -1)
+        acting = (turns.flips + self.flips[:, np.maximum(sign, 0)]).tolil()
+        acting[turns.place, np.arange(len(turns.place))] = 0
+        acting = acting.tocsc()
+        acting.data = np.mod(acting.data, 2)
+        acting.eliminate_zeros()
+        return acting, sign
+
+    def _gains_of_half_turns(self, sign: float) -> tuple[Floats, Floats]:
+        """Return by how much biases come nearer, squared, if they change their sign or not; and the best half turns."""
+        turns, first = self.symmetry.structure.half_turns, 0
+        gained, step = np.zeros(len(turns.place)), np.where(turns.odd, 1.0, 2.0)
+        for name, count in zip(turns.biases, turns.counts, strict=True):
+            at = slice(first, first + count)
+            ours, theirs = (own[name].double().cpu().numpy() for own in (self.target, self.current))
+            up, down = (
+                np.square(ours - theirs) - np.square(ours - sign * (theirs + k * turns.size[at]))
+                for k in (step[at], -step[at])
+            )
+            gained[at], step[at] = np.maximum(up, down), np.where(up >= down, step[at], -step[at])
+            first += count
+        return gained, step
 
     def _is_settled(self, group: MatchingGroup, column: int) -> bool:
         """Whether the signs in a column of a group's table are those of gains that are positive in both networks."""
@@ -470,11 +549,10 @@ class Descent:
         """Where each generator of signs flips what stands there, by columns; see :func:`flips`."""
         return flips(self.symmetry.structure).tocsc()
 
-    def _slopes(self, generators: Ints) -> tuple[list[str], Floats]:
-        """Return the tensors on which generators act, and the inner products there, by generator."""
-        acting = self.flips[:, generators]
+    def _slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
+        """Return the tensors that generators flip, in columns, and the inner products there, by generator."""
         rows = np.unique(acting.indices)
-        slopes = np.zeros(len(generators))
+        slopes = np.zeros(acting.shape[1])
         names = []
         for slot in self.symmetry.structure.slots:
             lo, hi = np.searchsorted(rows, (slot.offset, slot.offset + slot.size))
@@ -537,7 +615,7 @@ class Descent:
                     dirty.discard(index)
                     if self._improve_group(self.groups[index]):
                         touch({index})
-            if loose and self.improve_signs():
+            if (loose and self.improve_signs()) | self.improve_half_turns():
                 dirty.update(able)
             yield self.objective
 
@@ -582,15 +660,17 @@ def descend(
             start = descent.identity
             if initial is not None:
                 dense = tuple(polar_factor(matrix) for matrix in initial.dense)
-                start = replace(start, permutation=initial.permutation, sign=initial.sign)
-                start = replace(start, dense=dense, rotation=initial.rotation)
-                start = replace(start, phase=phases_of(symmetry.structure, initial))
+                start = start.replaced(permutation=initial.permutation, sign=initial.sign)
+                start = start.replaced(dense=dense, rotation=initial.rotation)
+                start = start.replaced(phase=initial.phase)
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)
             history = [descent.objective]
             if not turned:
                 descent.turn_cells()
+            if initial is None and not number:
+                descent.pass_forward()
             for objective in descent.sweeps(generator, max_sweeps):
                 history.append(objective)
                 sweep = len(history) - 1

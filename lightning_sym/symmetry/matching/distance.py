@@ -14,7 +14,7 @@ from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.cells import singular_values, unbalanced
-from lightning_sym.symmetry.canonical.streams import rotatable
+from lightning_sym.symmetry.group.rotation import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
@@ -145,6 +145,9 @@ def lower_bound(descent: Descent) -> float:
     # What these biases take up of signs may bring them anywhere.
     anywhere = {bias for bias, _, _, _ in structure.absorbed if descent.signs}
     anywhere |= {slot.tensor for slot in structure.slots if slot.offset in structure.turned_places}
+    halves = structure.half_turns
+    if descent.signs and len(halves.place):
+        anywhere |= {*halves.biases, *(slot.tensor for slot in structure.slots if halves.flips[slot.rows].nnz)}
     joint = {slot.tensor for slot in structure.slots if len(slot.axes) == 2}
     target = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
     start = {name: tensor.double().cpu() for name, tensor in beginning.items()}

@@ -1,7 +1,7 @@
 """Magnitudes that bring one network as near as possible to another, given which unit comes to which place."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,10 +9,10 @@ from scipy import sparse
 from torch import Tensor, nn
 
 from lightning_sym._linear_algebra import best_scales
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Floats, Ints, along
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.matching.balanced import along, squared_distance, working
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.matching.balanced import squared_distance, working
 from lightning_sym.symmetry.translations import nearest
 
 _MOST_SWEEPS = 20  # passes over all columns
@@ -53,7 +53,7 @@ def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, de
     # Rounding of single precision could have made it worse.
     if not squared_distance(descent.current, target) < squared_distance(begin, target):
         return element
-    return symmetry.compose(replace(symmetry.identity(), log_scale=torch.from_numpy(descent.log_scale)), element)
+    return symmetry.compose(symmetry.identity().replaced(log_scale=torch.from_numpy(descent.log_scale)), element)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -
     begin = symmetry.act(element, b)
     target = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
     shift = nearest(symmetry.structure.shifts, symmetry.tensors(begin), symmetry.parameter_names, target)
-    moved = symmetry.compose(replace(symmetry.identity(), shift=shift), element)
+    moved = symmetry.compose(symmetry.identity().replaced(shift=shift), element)
     one, two = (squared_distance(target, symmetry.tensors(n)) for n in (begin, symmetry.act(moved, b)))
     return moved if two < one else element
 

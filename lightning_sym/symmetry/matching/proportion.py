@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, plan_of
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.moving import MovedTensors
 
 # A unit is out of proportion whose squared norm is this many times that of the reference's unit and its own least one
@@ -47,7 +46,7 @@ def to_scales_of(
     theirs: Mapping[str, Tensor] = symmetry.tensors(reference)
     own: Mapping[str, Tensor] = symmetry.tensors(network)
     if element is not None:
-        own = MovedTensors(symmetry.structure, element, own)
+        own = MovedTensors(symmetry.factors, element, own)
     log_scale = back.log_scale.numpy().copy()
     free = np.ones(len(log_scale), bool)
     while True:
@@ -60,7 +59,7 @@ def to_scales_of(
         return back
     change = torch.from_numpy(log_scale) - back.log_scale
     # Scales first: the shifts of `back` bring biases in front of batch norms to those of the reference.
-    other = symmetry.compose(back, replace(symmetry.identity(), log_scale=change))
+    other = symmetry.compose(back, symmetry.identity().replaced(log_scale=change))
     # Tilts change norms, too, so that what is handed over exactly may seem to be out of proportion.
     return min(back, other, key=lambda own: _distance_to(symmetry, theirs, own, network, element))
 
@@ -70,7 +69,7 @@ def _distance_to(
 ) -> float:
     """Return the squared distance of parameters from those of the reference, where an element hands over scales."""
     whole = back if element is None else symmetry.compose(back, element)
-    moved = MovedTensors(symmetry.structure, whole, symmetry.tensors(network))
+    moved = MovedTensors(symmetry.factors, whole, symmetry.tensors(network))
     pairs = ((theirs[name].detach().double().cpu(), moved[name].double().cpu()) for name in symmetry.parameter_names)
     return math.fsum(float((one - two).square().sum()) for one, two in pairs)
 

@@ -16,7 +16,7 @@ from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonical_element
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
@@ -109,10 +109,12 @@ def weight_matching(
     .. math:: M_{ij} = \sum_{\text{parameters, axes, tags}} \langle a_{i}, (g_{-} b)_{j} \rangle,
 
     solved exactly; where signs are free, with the best signs of each pair, e.g. :math:`|M_{ij}|`. Groups whose
-    neighbours have not changed since their last assignment are skipped. Networks are balanced before (inner products
-    are not invariant under scales), and ``b`` is brought from there to the scales of ``a``; units that are nearly dead
-    in ``a`` do not hand theirs over (docs/theory/matching.md, 1.5). If that takes ``b`` farther away than it was, it is
-    matched in its own scales instead: without ``initial`` the match is never farther than ``b``.
+    neighbours have not changed since their last assignment are skipped. The first descent begins with a pass in the
+    order of the layers, each group assigned by what is known by then. Networks are balanced before (inner products are
+    not invariant under scales) unless that hardly changes the proportions of units. Then ``b`` is brought to the scales
+    of ``a``; units that are nearly dead in ``a`` do not hand theirs over (docs/theory/matching.md, 1.5). If that takes
+    ``b`` farther away than it was, it is matched in its own scales instead: without ``initial`` the match is never
+    farther than ``b``.
 
     - Units change places within their cell; blocks of cells (heads, convolution groups) are permuted as wholes by a
       second move, with the gains of their members' best assignments. A grouped convolution's weight counts for its
@@ -132,8 +134,9 @@ def weight_matching(
         b: The network that is moved. Not changed.
         scales: Whether magnitudes (and shifts of biases in front of batch norms) may change.
         signs: Whether signs may change.
-        restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, the others at random
-            permutations (if ``initial`` is given, all there, and only the order of the groups differs).
+        restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, or with a pass from
+            layer to layer, the others at random permutations (if ``initial`` is given, all there, and only the order of
+            the groups differs).
         seed: Seed of the order of groups and of the restarts; no other generator is used or changed.
         initial: Where to begin, an element for ``b``; its scales and shifts are not used.
         max_sweeps: Most sweeps over all groups in a descent, >= 1.
@@ -162,7 +165,7 @@ def weight_matching(
 
     References:
         Ainsworth et al. (2022), "Git Re-Basin: Merging Models modulo Permutation Symmetries", Algorithm 1,
-        arXiv:2209.04836. Scales, signs, blocks, rotations and the skipping of unchanged groups are added.
+        arXiv:2209.04836. The first pass, scales, signs, blocks, rotations and skipping unchanged groups are added.
     """
     check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)
@@ -176,24 +179,29 @@ def weight_matching(
     where = torch.device(device) if device is not None else device_of(a)
 
     def matched(b: nn.Module, balance: bool) -> Found:
-        compared = comparable(symmetry, a, b, balance=balance, signs=signs)
+        gauged = comparable(symmetry, a, b, balance=balance, signs=signs)
+        compared = comparable(symmetry, a, b, balance=False, signs=signs) if gauged.is_even else gauged
         descent = Descent(compared, signs=signs, device=where, freedom=freedom)
         start = None if initial is None else compared.forth(initial)
         found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=start, progress=progress)
         doubtful = initial is None and balance and descent.suspicious(found.element)
         starts = [found]
-        if doubtful:  # units that cells hide as long as these are turned otherwise, forms put in one order
-            begin = compared.forth(form_to_form(symmetry, a, b))
+        forms = measured(symmetry, a, b, replace(found, element=form_to_form(symmetry, a, b))) if doubtful else None
+        if forms is not None:  # units that cells hide as long as these are turned otherwise, forms put in one order
+            begin = compared.forth(forms.element)
             starts.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=begin, turned=False))
         del descent  # with its copy of the network
         matches = []
         for one in starts:
-            element = compared.back(one.element)
+            elements = [compared.back(one.element)]
+            if gauged is not compared:
+                elements.append(gauged.back(gauged.forth(one.element)))
             if scales and refine:
-                element = refined(symmetry, a, b, element, where)
-            matches.append(measured(symmetry, a, b, replace(one, element=element)))
+                elements = [refined(symmetry, a, b, element, where) for element in elements]
+            matches += [measured(symmetry, a, b, replace(one, element=element)) for element in elements]
         match = min(matches, key=lambda own: own.distance_after)
-        return nearer_by_forms(symmetry, a, b, match) if doubtful else match
+        # Forms agree on one orbit, where descents take many steps, or miss what they have no move for.
+        return forms if forms is not None and forms.distance_after < match.distance_after else match
 
     with torch.no_grad():
         match = matched(b, scales and balance)
@@ -233,7 +241,7 @@ def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -
     """Say how near to ``a`` what was found brings ``b``."""
     ours = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
     theirs = symmetry.tensors(b)
-    moved = MovedTensors(symmetry.structure, found.element, theirs)
+    moved = MovedTensors(symmetry.factors, found.element, theirs)
     before, after = (math.sqrt(squared_distance(ours, own)) for own in (theirs, moved))
     return Found(found.element, found.objective, found.sweeps, found.restarts, before, after)
 

@@ -1,7 +1,6 @@
 """Balances what heads put out against what reads it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -54,7 +53,7 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
     tensors = {name: tensor.detach() for name, tensor in symmetry.tensors(double_copy(network)).items()}
     weights = [name for name in tensors if name in symmetry.parameter_names]
     moduli, zeros = _balanced_moduli(structure, {name: tensors[name] for name in weights})
-    total, singular = replace(identity, log_scale=moduli), set[int]()
+    total, singular = identity.replaced(log_scale=moduli), set[int]()
     tensors = symmetry.acted(total, tensors, shifts=False)
     for _ in range(_MOST_ROUNDS):
         dense, largest = list(identity.dense), 0.0
@@ -68,7 +67,7 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
             dense[cell] = found
         if largest <= _SETTLED:
             break
-        step = replace(identity, dense=tuple(dense))
+        step = identity.replaced(dense=tuple(dense))
         tensors, total = symmetry.acted(step, tensors, shifts=False), symmetry.compose(step, total)
     notes = [f"{len(singular)} heads stay as they are, as what they put out or what reads it has dependent units"]
     notes = notes * bool(singular) + [f"{zeros} planes stay as they are, as queries or keys are 0 there"] * bool(zeros)

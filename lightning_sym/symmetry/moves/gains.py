@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.arrays import Ints, as_array
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import uncharted
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.moves.equations import solved
 from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
@@ -138,7 +137,7 @@ def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tenso
             f"{_plural('the gain', stuck)} cannot be taken into the weights behind ({why}); "
             f"leave={pattern_of(stuck)!r} folds all others"
         )
-    return replace(identity, log_scale=torch.from_numpy(magnitudes), sign=torch.from_numpy(1 - 2 * flips))
+    return identity.replaced(log_scale=torch.from_numpy(magnitudes), sign=torch.from_numpy(1 - 2 * flips))
 
 
 def _of_single_units(structure: Structure, forms: sparse.csr_matrix, wanted: Ints) -> sparse.csr_matrix:
@@ -174,4 +173,4 @@ def _without_biases(
     found, holds = solved(matrix, np.arange(len(flat)), -flat.numpy())
     left = torch.split(torch.from_numpy(~holds), [len(value) for value in values]) if values else ()
     kept = {name: part.view_as(tensors[name]) for name, part in zip(biases, left, strict=True)}
-    return replace(identity, shift=torch.from_numpy(found)), kept
+    return identity.replaced(shift=torch.from_numpy(found)), kept

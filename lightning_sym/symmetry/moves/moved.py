@@ -13,7 +13,7 @@ from torch import nn
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry, unchecked
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.proof import batches_of, change_between, double, double_copy, tolerance_of
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.weightless import is_weightless

@@ -1,7 +1,6 @@
 """Rotates residual streams: by matrices that are given, random ones, Hadamard matrices, or principal components."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,12 +12,12 @@ from lightning_sym._linear_algebra import polar_factor
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.group.rotation import ones_reflection, random_turn
 from lightning_sym.symmetry.moves.hadamard import hadamard
 from lightning_sym.symmetry.moves.moved import Moved, few, moved, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double, double_copy
 from lightning_sym.symmetry.tracing.rotations import Rotation
-from lightning_sym.symmetry.turning import ones_reflection, random_turn
 
 # A matrix that is further from an orthogonal one is none; up to the second it is taken as it is.
 _ORTHOGONAL, _EXACT = 1e-4, 1e-13
@@ -71,7 +70,7 @@ def rotate_stream(
     turns = list(identity.rotation)
     for index in chosen:
         turns[index] = _turn(rotations[index], matrix, symmetry.groups[rotations[index].orbit].name, generator)
-    return moved(symmetry, network, replace(identity, rotation=tuple(turns)), check=check)
+    return moved(symmetry, network, identity.replaced(rotation=tuple(turns)), check=check)
 
 
 def stream_axes(

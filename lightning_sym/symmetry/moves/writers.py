@@ -1,7 +1,6 @@
 """Takes the mean off all that is written into what layer norms read."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -67,7 +66,7 @@ def center_writers(
         given = tensors[name].expand(symmetry.layout[name][0]).reshape(-1).numpy()
         step = np.linalg.lstsq(scale[:, None] * added, -scale * given, rcond=None)[0]
         shift += torch.from_numpy(elements @ step)
-    return moved(symmetry, network, replace(symmetry.identity(), shift=shift), check=check)
+    return moved(symmetry, network, symmetry.identity().replaced(shift=shift), check=check)
 
 
 def _require_writers(symmetry: Symmetry, network: nn.Module, norms: Sequence[Norm], free: set[str]) -> None:

@@ -8,10 +8,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
+from lightning_sym.symmetry.solving.half_turns import solve_half_turns, with_half_turns
 from lightning_sym.symmetry.solving.nesting import find_nesting
 from lightning_sym.symmetry.solving.refinement import Orbits, colours, columns_of, refine, sorted_groups
 from lightning_sym.symmetry.solving.replicas import Folded, copies_of, fold_replicas, sheets_at
-from lightning_sym.symmetry.solving.scales import Table, needlessly_fixed, scales_at, solve_scales, tabulate
+from lightning_sym.symmetry.solving.scales import (
+    Table,
+    needlessly_fixed,
+    scales_at,
+    solve_scales,
+    tabulate,
+    variables_at,
+)
 from lightning_sym.symmetry.solving.streams import find_dense, find_met, find_rotations
 from lightning_sym.symmetry.solving.units import Positions, merge_units
 from lightning_sym.symmetry.solving.unread import unread_units
@@ -76,7 +84,7 @@ def find_group(labels: Labels) -> Group:
     walk, constraints = labels.walk, labels.walk.constraints
     _give_back(constraints.atoms)
     by_variable = solve_scales(constraints)
-    held = needlessly_fixed(constraints, walk.axis_labels)
+    held, turned = needlessly_fixed(constraints, walk.axis_labels), solve_half_turns(constraints)
     for equations in (constraints.magnitude_equations, constraints.sign_equations):
         equations.clear()  # of large networks they fill as much memory as anything that follows
     _give_back(constraints.atoms)
@@ -84,7 +92,7 @@ def find_group(labels: Labels) -> Group:
     for seen in (constraints.merges, constraints.contracted, constraints.turned, constraints.occurrences):
         seen.clear()
     _give_back(constraints.atoms)
-    forms = scales_at(positions, by_variable)
+    forms, variables = scales_at(positions, by_variable), variables_at(positions)
     del by_variable
     colour = colours(positions, forms)
     nesting = find_nesting(constraints, positions, colour)
@@ -104,14 +112,14 @@ def find_group(labels: Labels) -> Group:
         blocks = blocks.without(flat(irregular))
     solved = _Solved(positions, colour, folded, orbits, blocks, scales, signs, copies, end)
     structure = _on_parameters(solved, walk.kinds, dense, walk.absorbed)
-    values = _on_values(solved, structure)
+    structure, values = with_half_turns(turned, structure, _on_values(solved, structure), variables)
     rotations, why_not = find_rotations(
         structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
     )
     structure, values = (replace(each, rotations=tuple(rotations)) for each in (structure, values))
-    left_out = [
-        f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"
-    ] * bool(scales.left_out or signs.left_out)
+    counts = {"scales": scales.left_out, "signs": signs.left_out}
+    apart = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    left_out = [f"{apart} that only act together with others are left out"] * bool(apart)
     return Group(
         replace(structure, charts=labels.charts),
         values,

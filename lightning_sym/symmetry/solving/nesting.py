@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_sym.symmetry.arrays import rising, rising_pairs
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints
 from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, flat, marked, mix, sum_by
@@ -49,7 +50,7 @@ def find_nesting(constraints: Constraints, positions: Positions, colour: Hashes)
 def _pairs(blocks: Sequence[tuple[Ints, Ints]], positions: Positions) -> Ints:
     """Return the roots of parents and members, each pair once. Shape (2, pairs)."""
     parent, member = (positions.root[flat([pair[side] for pair in blocks])] for side in (0, 1))
-    pairs: Ints = np.unique(np.stack([parent, member]), axis=1)
+    pairs: Ints = rising_pairs(parent, member)
     return pairs
 
 
@@ -65,7 +66,7 @@ def _shared(pairs: Ints, colour: Hashes, standing: NDArray[np.bool_]) -> Ints:
         standing: For each root, whether it stands in a parameter.
     """
     component = components(len(colour), [(pairs[0], pairs[1])])
-    own = np.unique(pairs[0])
+    own = rising(pairs[0])
     _, kind, count = np.unique(
         np.stack([component[own].astype(np.uint64), colour[own]]), axis=1, return_inverse=True, return_counts=True
     )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from lightning_sym.symmetry.arrays import rising_pairs
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label
 from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, flat, marked, mix, sum_by
 
@@ -60,10 +61,10 @@ class PlaneFinder:
         # Blocks to which a coordinate belongs: the two of a plane have the same ones.
         shared = [*constraints.blocks, *constraints.shared_gains]
         parent, member = (flat([pair[side] for pair in shared]) for side in (0, 1))
-        pairs = np.unique(np.stack([root[parent], coordinate[member]]), axis=1)
+        pairs = rising_pairs(root[parent], coordinate[member])
         blocks = sum_by(pairs[1], mix(pairs[0]), number)
         first, second = (flat([pair[side] for pair in constraints.planes]) for side in (0, 1))
-        found = np.unique(np.stack([coordinate[first], coordinate[second]]), axis=1)
+        found = rising_pairs(coordinate[first], coordinate[second])
         times = np.bincount(found.ravel(), minlength=number)
         free = ~stuck[found].any(0) & (times[found] == 1).all(0) & (blocks[found[0]] == blocks[found[1]])
         free &= found[0] != found[1]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import sparse
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.scales import Forms
 from lightning_sym.symmetry.solving.units import Positions, place_key
@@ -140,7 +141,7 @@ def _together(orbits: Orbits, positions: Positions, forms: Forms) -> Orbits:
     for index, (own, moves, matrix) in enumerate(zip(orbits.cells, orbits.movable, orbits.columns, strict=True)):
         first = matrix[0]
         key: tuple[Any, ...] = (index,)
-        if len(np.unique(own)) == len(own):
+        if len(rising(own)) == len(own):
             patterns = (_pattern(acting[first]) for acting in forms)
             key = (moves, positions.where[first].tobytes(), positions.copy[first].tobytes(), *patterns)
         kinds.setdefault(key, []).append(index)

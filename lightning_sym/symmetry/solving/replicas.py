@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_sym.symmetry.arrays import rising_pairs
 from lightning_sym.symmetry.solving.nesting import Nesting, roles
 from lightning_sym.symmetry.solving.refinement import Orbits
 from lightning_sym.symmetry.solving.scales import Table
@@ -165,7 +166,7 @@ def _find_slots(
     for group in _split(np.arange(len(copy)), outer[copy]):
         own, of = copy[group], original[group]
         slots, units = np.unique(slot_of[own]), np.unique(of)
-        regular = len(own) == len(slots) * len(units) == len(np.unique(np.stack([slot_of[own], of]), axis=1).T)
+        regular = len(own) == len(slots) * len(units) == len(rising_pairs(slot_of[own], of).T)
         if named[own].any() or not regular or np.isin(slot_of[units], slots).any():
             continue
         with np.errstate(over="ignore"):

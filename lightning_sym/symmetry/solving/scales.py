@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label
 from lightning_sym.symmetry.tracing.equations import solve
@@ -55,9 +56,10 @@ def solve_scales(constraints: Constraints) -> Forms:
         The solutions by variable.
     """
     scales, signs = constraints.fixed_magnitudes, constraints.fixed_signs
+    halves = [own.flip for own in constraints.half_periods.values()]  # these are found by themselves
     return Forms(
         solve(constraints.scales, constraints.magnitude_equations, flat(scales)),
-        solve(constraints.scales, constraints.sign_equations, flat(signs), modulo_two=True),
+        solve(constraints.scales, constraints.sign_equations, flat([*signs, *halves]), modulo_two=True),
     )
 
 
@@ -82,6 +84,17 @@ def needlessly_fixed(constraints: Constraints, axis_labels: Mapping[str, Sequenc
     return [*notes]
 
 
+def variables_at(positions: Positions) -> Ints:
+    """Return the variable that scales each position: of parameters, of grouped weights, and of named values."""
+    labels = [place.label for place in positions.places]
+    labels = [
+        *labels[: positions.parameters],
+        *positions.grouped.values(),
+        *(labels[index] for index in positions.named),
+    ]
+    return flat([label.scale for label in labels])
+
+
 def scales_at(positions: Positions, forms: Forms) -> Forms:
     """Return how scales and signs act at positions: of parameters, of grouped weights, and of named values.
 
@@ -89,13 +102,7 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
         positions: Where units are seen.
         forms: Solutions by variable.
     """
-    labels = [place.label for place in positions.places]
-    labels = [
-        *labels[: positions.parameters],
-        *positions.grouped.values(),
-        *(labels[index] for index in positions.named),
-    ]
-    variable = flat([label.scale for label in labels])
+    variable = variables_at(positions)
     return Forms(
         _acting(forms.magnitudes[variable].tocsr(), positions),
         _acting(forms.signs[variable].tocsr(), positions, modulo_two=True),
@@ -175,7 +182,7 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int) -> Ta
 def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
     """Drop generators that touch no parameter: none of the first rows."""
     forms = forms.tocsr()
-    used = np.unique(forms.indices[: forms.indptr[rows]])
+    used = rising(forms.indices[: forms.indptr[rows]])
     result = forms[:, used].tocsr()
     result.sort_indices()
     return result

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import rising_pairs
 from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.solving.refinement import Orbits
 from lightning_sym.symmetry.solving.units import Positions
@@ -62,7 +63,7 @@ def unread_units(
     np.maximum.at(most, generators, unit)
     lone &= (least == most) & (most >= 0) & (most < len(normed))
     lone[lone] &= ~normed[most[lone]] & (stands[most[lone]] == np.bincount(generators, minlength=count)[lone])
-    pairs = np.unique(np.stack([unit[unit >= 0], generators[unit >= 0]]), axis=1)
+    pairs = rising_pairs(unit[unit >= 0], generators[unit >= 0])
     lone[lone] &= np.bincount(pairs[0], minlength=len(normed))[most[lone]] == 1
     for sign in (1, -1):  # incoming and outgoing weights have exponents of opposite sign
         lone &= (np.bincount(generators[forms.data * sign > 0], minlength=count) == 0) | (
@@ -92,13 +93,13 @@ def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[s
     if not structure.dense:
         return []
     firsts = {int(cell[0]): number for number, cell in enumerate(structure.dense)}
-    number = np.full(structure.units + 1, -1)  # the last is for positions without a unit
+    forms, number = structure.magnitudes, np.full(structure.units + 1, -1)  # the last is for positions without a unit
     number[[*firsts]] = [*firsts.values()]
     met: list[list[tuple[Slot, int, int]]] = [[] for _ in structure.dense]
     for slot in structure.slots:
         of_cell = number[slot.unit.ravel()]
         for place in np.flatnonzero(of_cell >= 0):
-            exponents = structure.magnitudes[slot.offset + place].data
+            exponents = forms.data[slice(*forms.indptr[slot.offset + place :][:2])]
             if len(exponents):
                 met[of_cell[place]].append((slot, int(exponents[0] < 0), tensors[slot.tensor].numel() // slot.size))
     notes: dict[str, None] = {}

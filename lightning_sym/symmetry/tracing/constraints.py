@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_sym.symmetry.arrays import rising
+
 Ints = NDArray[np.int64]
 UNSET = -1  # the tag of a parameter's position until something is known that it goes with
 
 
 def counted(reason: str, atom: Ints, what: str = "") -> str:
     """Say how many units a reason fixes."""
-    units = len(np.unique(atom))
+    units = len(rising(atom))
     of_what = f"the {what}{'s' * (units != 1)} of " if what else ""
     return f"{reason} (fixes {of_what}{units} unit{'s' * (units != 1)} here)"
 
@@ -79,6 +81,21 @@ class Sighting:
     tensor: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class HalfPeriod:
+    """Half a period of what reads a bias.
+
+    Attributes:
+        size: How much of the bias it is; nan if readers differ.
+        standing: The variables that scale the bias. Shape (size of the bias,).
+        flip: Variables that stand for the change of sign. Shape (size of the bias,).
+    """
+
+    size: float
+    standing: Ints
+    flip: Ints
+
+
 @dataclass
 class Constraints:
     """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign.
@@ -112,6 +129,7 @@ class Constraints:
     notes: dict[str, None] = field(default_factory=dict)
     explained: list[tuple[int, int, str]] = field(default_factory=list)
     unread: list[tuple[Ints, str]] = field(default_factory=list)
+    half_periods: dict[str, HalfPeriod] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
@@ -240,7 +258,7 @@ class Constraints:
 
     def fix_units(self, atom: Ints, note: str | None = None) -> None:
         """Demand that units stay where they are."""
-        self.fixed_atoms.append(np.unique(atom))
+        self.fixed_atoms.append(rising(atom))
         if note and atom.size:
             self.notes[f"{self.where()}: {note}" if self.where else note] = None
 

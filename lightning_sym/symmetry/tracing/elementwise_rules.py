@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.choice_rules import picked, without_scale
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
@@ -439,7 +440,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
             whole.append(trace.constraints.resolve(label))
         arrays = (np.concatenate(several, place) for several in zip(*(label.parts for label in whole), strict=True))
         joined = Label(axes, *arrays)
-        if len(np.unique(joined.atom)) < joined.size:
+        if len(rising(joined.atom)) < joined.size:
             tag = trace.constraints.derive_tags(joined.tag, numbered(joined))
             joined = Label(axes, joined.atom, tag, joined.scale)
         result.append(joined)

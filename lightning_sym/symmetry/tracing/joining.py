@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightning_sym.symmetry.arrays import rising, rising_pairs
 from lightning_sym.symmetry.tracing.constraints import Ints, Label, counted
 from lightning_sym.symmetry.tracing.coordinates import coordinates, rows_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
@@ -137,13 +138,13 @@ class Joining(Placing):
         whole = self.constraints.pending(partner)  # whose tags what it meets may still say
         of = self.constraints.copied_from(whole.atom)
         axes = [axis - rank + value.ndim for axis in whole.axes]
-        if (of == whole.atom).all() or len(np.unique(label.atom)) < label.size or min(axes, default=-1) < 0:
+        if (of == whole.atom).all() or len(rising(label.atom)) < label.size or min(axes, default=-1) < 0:
             return None
         if (self.constraints.copied_from(label.atom) != label.atom).any():
             return None
         numbers = self._same(value, axes, lambda tensor: tensor)
         pairs = np.unique(np.stack([of.ravel(), whole.tag.ravel(), numbers.ravel()]), axis=1)
-        if pairs.shape[1] > len(np.unique(of)):
+        if pairs.shape[1] > len(rising(of)):
             return None
         return Label(whole.axes, of, self.constraints.resolve(partner).tag, whole.scale)
 
@@ -280,8 +281,8 @@ class Joining(Placing):
         """Whether each unit stands at one place of some of a label's axes, and several stand there."""
         if len(axes) == len(label.axes):
             return False
-        pairs = np.unique(np.stack([label.atom.ravel(), _places(label, axes).ravel()]), axis=1)
-        return bool(pairs.shape[1] == len(np.unique(label.atom)))
+        pairs = rising_pairs(label.atom.ravel(), _places(label, axes).ravel())
+        return bool(pairs.shape[1] == len(rising(label.atom)))
 
     @staticmethod
     def _varies(value: Value, axis: int) -> bool:

@@ -16,6 +16,24 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
+def result_shape(node: fx.Node, index: int | None = None) -> tuple[int, ...]:
+    """Return the shape of the tensor that a node makes, or of one of several.
+
+    Args:
+        node: The node.
+        index: Which of several tensors.
+
+    Raises:
+        ValueError: If there are several, and no index.
+    """
+    value = node.meta["val"]
+    if index is None and isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise ValueError(f"{len(value)} values come out; expected the place of one of them: output_shape(0)")
+        index = 0
+    return tuple((value if index is None else value[index]).shape)
+
+
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     """Return an argument of an operation that was passed by position or by keyword."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)

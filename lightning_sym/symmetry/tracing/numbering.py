@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from lightning_sym.symmetry.arrays import rising
+
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.integer[Any]]  # of 32 bits where there are millions of them
@@ -39,7 +41,7 @@ def sum_by(index: Numbers, values: Hashes | Callable[[slice], Hashes], number: i
 
 def parts(offset: Ints) -> Iterator[slice]:
     """Yield slices of positions, of whole places each: not many more than fit into a cache."""
-    starts = np.unique(np.searchsorted(offset, np.arange(0, offset[-1], _AT_ONCE), side="right") - 1)
+    starts = rising(np.searchsorted(offset, np.arange(0, offset[-1], _AT_ONCE), side="right") - 1)
     for first, last in itertools.pairwise([*offset[starts].tolist(), int(offset[-1])]):
         yield slice(first, last)
 

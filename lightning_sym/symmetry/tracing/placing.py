@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import rising, rising_pairs
 from lightning_sym.symmetry.tracing.constraints import UNSET, Ints, Label
 from lightning_sym.symmetry.tracing.coordinates import (
     coordinates,
@@ -71,19 +72,19 @@ class Placing(TraceState):
         shape = tuple(label.atom.shape[at] for at in order[: len(kept)])
         atom, tag, scale = (np.transpose(part, order).reshape(int(np.prod(shape)), -1) for part in label.parts)
         _, row, like = np.unique(tag[:, 0], return_index=True, return_inverse=True)
-        held = np.unique(np.stack([atom.ravel(), np.repeat(like, atom.shape[1])]), axis=1)
-        rows = np.unique(np.stack([atom.ravel(), np.repeat(np.arange(len(atom)), atom.shape[1])]), axis=1)
+        held = rising_pairs(atom.ravel(), np.repeat(like, atom.shape[1]))
+        rows = rising_pairs(atom.ravel(), np.repeat(np.arange(len(atom)), atom.shape[1]))
         if (tag != tag[row][like]).any() or held.shape[1] < rows.shape[1]:
             return None
         # The first place of each of the units tells them apart.
         _, first = np.unique(atom.ravel(), return_index=True)
         place = self.constraints.derive_tags(tag.ravel()[first], first % atom.shape[1])
         self.see(Label((), atom.ravel()[first], place, scale.ravel()[first]))
-        pairs = np.unique(np.stack([np.repeat(atom[:, 0], atom.shape[1]), atom.ravel()]), axis=1)
+        pairs = rising_pairs(np.repeat(atom[:, 0], atom.shape[1]), atom.ravel())
         pairs = pairs[:, pairs[0] != pairs[1]]
         if pairs.size:
             self.constraints.merges.append((pairs[0], pairs[1]))
-        factors = np.unique(np.stack([np.repeat(scale[:, 0], scale.shape[1]), scale.ravel()]), axis=1)
+        factors = rising_pairs(np.repeat(scale[:, 0], scale.shape[1]), scale.ravel())
         factors = factors[:, factors[0] != factors[1]]
         if factors.size:
             self.constraints.equate([(factors[0], 1.0), (factors[1], -1.0)])
@@ -167,7 +168,7 @@ class Placing(TraceState):
 
         count = int(np.prod(root.shape))
         place = moved(coordinates(root.shape, axes)) if count <= _MOST else torch.zeros(1)
-        if len(np.unique(place.numpy())) < count:
+        if len(rising(place.numpy())) < count:
             return None
         self.joint.add(name)
         for label in root.labels:
@@ -191,7 +192,7 @@ class Placing(TraceState):
             return value
         kept: list[Label] = []
         gone: list[Label] = []
-        for label in sorted(value.labels, key=lambda label: -len(np.unique(label.atom))):
+        for label in sorted(value.labels, key=lambda label: -len(rising(label.atom))):
             meets = any(set(label.axes) & set(other.axes) for other in kept)
             (gone if meets else kept).append(label)
         # The axes of a parameter may be none of units, such as those of a filter: not worth a word.
@@ -241,7 +242,7 @@ class Placing(TraceState):
         times = np.bincount(position[~filler])
         if met and times.max(initial=0) == 1:  # a diagonal: of each unit another place
             code = self._copies(value, label, axes, position, function)
-            if len(np.unique(code)) > 1:
+            if len(rising(code)) > 1:
                 self.constraints.restrict(label)
                 tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
                 moved = Label(moved.axes, moved.atom, tag, moved.scale)
@@ -249,7 +250,7 @@ class Placing(TraceState):
             same = self._same(value, axes, function)
             codes = self._copies(value, label, axes, position, function)
             _, first, again = np.unique(same, return_index=True, return_inverse=True)
-            if np.count_nonzero(times) < len(np.unique(same[~filler])):
+            if np.count_nonzero(times) < len(rising(same[~filler])):
                 code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
                 tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
                 moved = Label(moved.axes, moved.atom, tag, moved.scale)
@@ -312,7 +313,7 @@ class Placing(TraceState):
             if all((part == part.take([0], place)).all() for part in (label.atom, label.scale)):
                 axes = (*label.axes[:place], *label.axes[place + 1 :])
                 label = label.moved(axes, lambda part, place=place: part.take(0, place))  # type: ignore[misc]
-        told = np.unique(label.tag[label.tag > 0])
-        if len(told) == 1 and len(np.unique(label.atom)) == label.size:
+        told = rising(label.tag[label.tag > 0])
+        if len(told) == 1 and len(rising(label.atom)) == label.size:
             label = Label(label.axes, label.atom, np.where(label.tag > 0, 0, label.tag), label.scale)
         return label

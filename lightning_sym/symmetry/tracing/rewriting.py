@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name
+from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name, without_log
 from lightning_sym.symmetry.tracing.nodes import between, memories_of, written_by
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
@@ -36,14 +36,17 @@ class Rewriter:
     Attributes:
         graph: Its graph.
         at: The operation at hand, before which others are put.
+        rule: Which rule puts them, for messages.
     """
 
     def __init__(self, capture: Capture, kept: Collection[str] = ()) -> None:
         self.capture, self.graph, self.kept = capture, capture.graph, kept
         self.at: fx.Node = next(iter(capture.graph.nodes))
+        self.rule = "at hand"
         self._marked = {mark.node for mark in capture.marks}
         self._made: dict[fx.Node, Made] = {}
         self._constants: dict[fx.Node, Tensor | None] = {}
+        self._alike: dict[Any, tuple[fx.GraphModule, pytree.TreeSpec]] = {}
         self._mode = next(
             (
                 value.fake_mode
@@ -212,27 +215,7 @@ class Rewriter:
         """
         leaves, form = pytree.tree_flatten((args, kwargs))
         nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-        form_out: list[Any] = []
-
-        def run(*tensors: Tensor) -> list[Any]:
-            left = iter(tensors)
-            own, named = pytree.tree_unflatten(
-                [next(left) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], form
-            )
-            results, spec = pytree.tree_flatten(function(*own, **named))
-            form_out.append(spec)
-            return results
-
-        with torch.no_grad(), self._mode:
-            tensors = [self._without_data(_held(node)) for node in nodes]
-            try:
-                written = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(*tensors)
-            except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise ValueError(
-                    f"a function in the rule at hand cannot be followed ({type(error).__name__}: {reason[:200]}); "
-                    "expected operations of torch on its arguments, whose order does not depend on values"
-                ) from error
+        written, form_out = self._followed(function, leaves, form)
         made: dict[fx.Node, Any] = {}
         for node in written.graph.nodes:
             if node.op == "placeholder":
@@ -244,13 +227,56 @@ class Rewriter:
             elif node.target is not torch._C._set_grad_enabled:
                 made[node] = self._put(node.target, *fx.map_arg((node.args, node.kwargs), made.__getitem__))
         results = fx.map_arg(node.args[0], made.__getitem__)
-        return pytree.tree_unflatten(list(results), form_out[-1])
+        return pytree.tree_unflatten(list(results), form_out)
+
+    def _followed(
+        self, function: Callable[..., Any], leaves: list[Any], form: pytree.TreeSpec
+    ) -> tuple[fx.GraphModule, pytree.TreeSpec]:
+        """Return the operations of a function, and the form of its results; layers that are alike are followed once.
+
+        Args:
+            function: See `write`.
+            leaves: All that its arguments hold, tensors as nodes.
+            form: How these make its arguments.
+        """
+        nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        held = [self._without_data(_held(node)) for node in nodes]
+        # A function that holds others may do something else the next time.
+        fixed = getattr(function, "__closure__", ()) is None
+        kinds = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, nodes.index(node))
+                 for node, t in zip(nodes, held, strict=True)]  # fmt: skip
+        rest = [None if isinstance(leaf, fx.Node) else (type(leaf), leaf) for leaf in leaves]
+        key = repr((form, kinds, rest)), function
+        if fixed and key in self._alike:
+            return self._alike[key]
+        form_out: list[pytree.TreeSpec] = []
+
+        def run(*tensors: Tensor) -> list[Any]:
+            left = iter(tensors)
+            own, named = pytree.tree_unflatten(
+                [next(left) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], form
+            )
+            results, spec = pytree.tree_flatten(function(*own, **named))
+            form_out.append(spec)
+            return results
+
+        with torch.no_grad(), self._mode, without_log():  # the error says what the log would
+            try:
+                written = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(*held)
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise ValueError(
+                    f"a function in the rule {self.rule} cannot be followed ({type(error).__name__}: {reason[:200]}); "
+                    "expected operations of torch on its arguments, whose order does not depend on values"
+                ) from error
+        self._alike[key] = written, form_out[-1]
+        return self._alike[key]
 
     def hold(self, tensor: Tensor) -> fx.Node:
         """Return a node that holds a constant, before the one at hand."""
         if isinstance(tensor, (nn.Parameter, FakeTensor)):
             raise ValueError(
-                "a function in the rule at hand reads a parameter that is none of its arguments; expected "
+                f"a function in the rule {self.rule} reads a parameter that is none of its arguments; expected "
                 "trace.parameter(module, name) among them"
             )
         owner: Any = self.graph.owning_module

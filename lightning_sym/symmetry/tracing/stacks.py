@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label, Sighting
 from lightning_sym.symmetry.tracing.coordinates import core
@@ -413,7 +414,7 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
 
 def _keep_inside(constraints: Constraints, units: _Images) -> None:
     """Let templates that must stay where they are stay there inside of their members, which may move."""
-    fixed = np.unique(np.concatenate([np.zeros(0, np.int64), *(ids.ravel() for ids in constraints.fixed_atoms)]))
+    fixed = rising(np.concatenate([np.zeros(0, np.int64), *(ids.ravel() for ids in constraints.fixed_atoms)]))
     held = fixed[units.sizes[fixed] > 0]
     constraints.fixed_atoms = [fixed[units.sizes[fixed] == 0]]
     for size in np.unique(units.sizes[held]).tolist():

@@ -58,6 +58,30 @@ class Slot:
         return slice(self.offset, self.offset + self.size)
 
 
+@dataclass(frozen=True, eq=False)
+class HalfTurns:
+    """Half periods that biases in front of sines and cosines take up, whole numbers of which may be added.
+
+    Attributes:
+        biases: The names of the biases.
+        counts: How many entries each of them has.
+        place: For each half turn the bias's position among those of all slots. Shape (half turns,).
+        size: How much is added. Shape (half turns,), float64.
+        odd: Whether odd numbers are allowed, or even ones alone. Shape (half turns,), bool.
+        flips: Which positions of all slots odd numbers flip. Shape (positions, half turns).
+    """
+
+    biases: tuple[str, ...]
+    counts: tuple[int, ...]
+    place: Ints
+    size: NDArray[np.float64]
+    odd: NDArray[np.bool_]
+    flips: sparse.csr_matrix
+
+
+NO_HALF_TURNS = HalfTurns((), (), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, bool), sparse.csr_matrix((0, 0)))
+
+
 @dataclass(frozen=True)
 class Structure:
     """The group of one network, as arrays.
@@ -87,6 +111,7 @@ class Structure:
         tilts: What layer norms' biases and their readers may change together, behind rotations.
         planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
+        half_turns: What is added to biases in front of sines and cosines.
         charts: Tensors that the network reads with numbers added, or in pieces: the group acts on sums and pieces.
     """
 
@@ -109,6 +134,7 @@ class Structure:
     rotations: tuple[Rotation, ...] = ()
     tilts: tuple[Tilt, ...] = ()
     planes: tuple[Ints, ...] = ()
+    half_turns: HalfTurns = NO_HALF_TURNS
     charts: Charts = field(default_factory=Charts)
 
     def copies_of(self, orbit: int) -> Copies | None:

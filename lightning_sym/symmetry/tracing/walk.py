@@ -8,7 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
+from lightning_sym.symmetry.tracing import (  # noqa: F401 (they register rules)
+    elementwise_rules,
+    half_turns,
+    linear_rules,
+    write_rules,
+)
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark
 from lightning_sym.symmetry.tracing.choice_rules import tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
@@ -66,7 +71,7 @@ class Walk(Trace):
         self.lengths = lengths_of(capture.inputs)
         self.absorbed_before = tuple(self.absorbed)
         self.turns = Turns(self.constraints)
-        environment: dict[fx.Node, Any] = {}
+        environment = self.environment = dict[fx.Node, Any]()
         marks: dict[fx.Node, list[Mark]] = {}
         for mark in capture.marks if self.walks == 1 else ():
             marks.setdefault(mark.node, []).append(mark)
@@ -110,7 +115,11 @@ class Walk(Trace):
                     self.taps[mark] = value
                     for label in value.labels:
                         self.see(label, mark.name)
-        self.taps = {mark: value for mark, value in self.taps.items() if mark.node not in self.untold}
+        self.taps = {
+            mark: replace(value, half_turned=self.half_turned.get(mark.node, value.half_turned))
+            for mark, value in self.taps.items()
+            if mark.node not in self.untold
+        }
         self._fix_unread()
         self.turns.finish()
         for node, state in capture.states.items():

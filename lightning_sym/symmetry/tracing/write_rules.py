@@ -73,7 +73,8 @@ def _whole(trace: Trace, target: Value, new: Any = 0.0, *args: Any) -> Value:
 @register_rule("aten::put")
 def _at_places(trace: Trace, base: Value, where: Value, new: Value, accumulate: bool = False) -> Value:
     if where.concrete is None:
-        return unknown(trace, base, where, new)
+        fixed: Value = unknown(trace, base, where, new)
+        return fixed
     return _put(trace, base, where.concrete, new, add=accumulate)
 
 

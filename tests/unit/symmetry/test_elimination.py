@@ -6,6 +6,7 @@ import torch
 from scipy import sparse
 from scipy.sparse import csr_matrix
 
+from lightning_sym.symmetry.arrays import rising, rising_pairs
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.solution import eliminate
 from lightning_sym.symmetry.tracing.affine.values import ONE, Coefficient, Unknowns, distinct
@@ -161,3 +162,12 @@ def test_equations_that_captures_repeat_are_solved_once(modulo_two: bool) -> Non
     assert not np.any(left % 2 if modulo_two else np.abs(left) > 1e-9)
     rows = csr_matrix(np.array([[1.0, 2, 3, 0], [0, 1, 2, 3], [2, 4, 6, 0], [1, 2, 4, 0], [0, -1, -2, -3]]))
     assert _once(rows).toarray().tolist() == rows.toarray()[[0, 1, 3]].tolist()
+
+
+def test_different_numbers_and_pairs_are_those_of_numpy():
+    generator = np.random.default_rng(0)
+    for count in (0, 1, 2, 7, 40):
+        one, two = generator.integers(-4, 5, count), generator.integers(3, 9, count)
+        np.testing.assert_array_equal(rising(one), np.unique(one))
+        np.testing.assert_array_equal(rising_pairs(one, two), np.unique(np.stack([one, two]), axis=1))
+        np.testing.assert_array_equal(rising_pairs(two, one), np.unique(np.stack([two, one]), axis=1))

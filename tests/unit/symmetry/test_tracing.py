@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -309,7 +310,8 @@ def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:
     network = program(lambda s, x: s.c(torch.relu(s.b(torch.linalg.qr(s.a(x)).Q))), a=L(5, 4), b=L(2, 6), c=L(6, 3))
     symmetry = trace_symmetry(network, X)
     assert [(g.size, g.kind) for g in symmetry.groups if g.movable] == [(6, "permutation + scale")]
-    (note,) = symmetry.notes
+    note, nullity = symmetry.notes
+    assert nullity.endswith("which move a.weight, a.bias")
     assert "linalg_qr" in note
     assert "no rule for this operation" in note
     assert "fixes 4 units" in note
@@ -360,6 +362,12 @@ def test_units_of_which_a_rule_scales_some_change_places_with_their_like() -> No
     symmetry = trace_symmetry(with_operation(packet()), X)
     assert sorted(group.size for group in symmetry.groups if group.movable) == [3, 5]
     assert symmetry.dimension == 5
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    network = nn.Sequential(mlp(), nn.ReLU())
+    network[1].kept = threading.Lock()
+    assert_refused(trace_symmetry, network, X, says=("cannot be copied", "because of 1.kept"), error=TypeError)
 
 
 @pytest.mark.usefixtures("own_rules")
@@ -677,17 +685,17 @@ def part_of(symmetry: Any, which: str) -> Any:
     """An element that is random in one of the four parts of docs/theory/intertwiners.md, 2.3: (p, lam, d, c)."""
     drawn, nothing = symmetry.sample(generator(5)), symmetry.identity()
     if which == "p":
-        return dataclasses.replace(nothing, permutation=drawn.permutation)
+        return nothing.replaced(permutation=drawn.permutation)
     if which == "c":
-        return dataclasses.replace(nothing, shift=drawn.shift)
+        return nothing.replaced(shift=drawn.shift)
     # The first scale of a unit is that of the convolution's output (d), the second that of gamma and beta (lam).
     log_scale = torch.zeros_like(drawn.log_scale)
     for table in symmetry.structure.scale_table:
         at = torch.from_numpy(table[:, 0 if which == "d" else 1])
         log_scale[at] = drawn.log_scale[at]
     if which == "d":
-        return dataclasses.replace(nothing, log_scale=log_scale, sign=drawn.sign)
-    return dataclasses.replace(nothing, log_scale=log_scale)
+        return nothing.replaced(log_scale=log_scale, sign=drawn.sign)
+    return nothing.replaced(log_scale=log_scale)
 
 
 @pytest.mark.parametrize("which", ["p", "lam", "d", "c"])
@@ -737,7 +745,7 @@ def test_running_variance_may_become_negative() -> None:
     table = torch.from_numpy(symmetry.structure.scale_table[0][:, 0])
     log_scale = element.log_scale.clone()
     log_scale[table] = -8.0
-    made = symmetry.act(dataclasses.replace(element, log_scale=log_scale), network)
+    made = symmetry.act(element.replaced(log_scale=log_scale), network)
     assert bool((made[1].running_var < 0).all())
     assert change(network, made, x, training=False) <= 1e-10
 

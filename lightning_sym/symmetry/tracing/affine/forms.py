@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.sparse.linalg import splu
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.affine.solution import Solution
 from lightning_sym.symmetry.tracing.affine.values import Atom, Ints
 from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_atom, zero_in
@@ -224,5 +225,5 @@ def _components(equations: list[Any], varying: NDArray[np.bool_], count: int, ro
     one, two = np.concatenate(pairs, 1)
     graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (count, count))
     _, label = sparse.csgraph.connected_components(graph, False)
-    found: NDArray[np.bool_] = np.isin(label, np.unique(label[starts]))
+    found: NDArray[np.bool_] = np.isin(label, rising(label[starts]))
     return found

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.affine.system import Derived, System
 from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS, Ints
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights, zero_in
@@ -195,11 +196,14 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
 
 def _without_cancelled(rows: sparse.csr_matrix) -> sparse.csr_matrix:
     """Sum the duplicate entries of a matrix in place and drop the rounding errors of terms that cancel."""
-    size = sparse.csr_matrix((np.abs(rows.data), rows.indices.copy(), rows.indptr.copy()), rows.shape)
-    for own in (rows, size):
-        own.has_canonical_format = own.has_sorted_indices = False
-        own.sum_duplicates()
-    rows.data[np.abs(rows.data) <= _NOTHING * size.data] = 0
+    rows.has_canonical_format = rows.has_sorted_indices = False
+    rows.sort_indices()
+    row = np.repeat(np.arange(rows.shape[0], dtype=np.int32), np.diff(rows.indptr))
+    if ((rows.indices[1:] == rows.indices[:-1]) & (row[1:] == row[:-1])).any():
+        size = sparse.csr_matrix((np.abs(rows.data), rows.indices.copy(), rows.indptr.copy()), rows.shape)
+        for own in (rows, size):
+            own.sum_duplicates()
+        rows.data[np.abs(rows.data) <= _NOTHING * size.data] = 0
     rows.eliminate_zeros()
     return rows
 
@@ -212,10 +216,12 @@ def _sum(
     An entry counts as zero only relative to the terms of its sum: an output may be a tiny multiple of a value.
     """
     made = [one.tocsr() if two is None else (one @ two).tocsr() for one, two in products]
-    sizes = [abs(one) if two is None else abs(one) @ abs(two) for one, two in products]
-    result, size = (sum(own[1:], start=own[0]).tocsr() for own in (made, sizes))
-    kept = (abs(result) > _NOTHING * size).astype(np.float64)
-    result = result.multiply(kept).tocsr()
+    result = sum(made[1:], start=made[0]).tocsr()
+    terms = sum(one.nnz if two is None else int(np.diff(two.indptr)[one.indices].sum()) for one, two in products)
+    if result.nnz < terms:  # else each entry is one term, and nothing cancels
+        sizes = [abs(one) if two is None else abs(one) @ abs(two) for one, two in products]
+        size = sum(sizes[1:], start=sizes[0])
+        result = result.multiply((abs(result) > _NOTHING * size).astype(np.float64)).tocsr()
     result.eliminate_zeros()
     result.sort_indices()
     return result
@@ -345,7 +351,7 @@ class Solution:
         _, label = sparse.csgraph.connected_components(graph, False)
         starts = np.array([start for start, _ in unknowns.blocks])
         block = np.searchsorted(starts, np.arange(unknowns.count), side="right") - 1
-        met = np.unique(np.concatenate(pairs))
+        met = rising(np.concatenate(pairs))
         _, which, count = np.unique(label[met] * len(starts) + block[met], return_inverse=True, return_counts=True)
         alike = met[count[which] > 1]
         priority[alike] = np.where(np.isin(self.kinds[alike], (DIRECTIONS, SUMS, FREE)), 1, priority[alike])
@@ -493,7 +499,7 @@ class Solution:
             maker[made[made >= 0]] = index
         needs = []
         for own in alive:
-            used = maker[np.unique(forms[own.source.numpy().ravel()].indices)]
+            used = maker[rising(forms[own.source.numpy().ravel()].indices)]
             needs.append(set(used[used >= 0].tolist()))
         done: set[int] = set()
         self.order: list[Derived] = []

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import Forms, FormsAt
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Ints, Shape
@@ -537,7 +538,7 @@ class Located:
         """
         parts, size = self.parts, self.space.size
         wanted = [part.at for part in parts.placed if part.name in names]
-        total = self._total(np.unique(np.concatenate([np.zeros(0, np.int64), *(at.ravel() for at in wanted)])))
+        total = self._total(rising(np.concatenate([np.zeros(0, np.int64), *(at.ravel() for at in wanted)])))
         found = {
             name: sparse.csr_matrix((math.prod(parts.shapes[name]), size)) for name in names if name in parts.shapes
         }

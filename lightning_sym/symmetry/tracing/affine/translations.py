@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import sparse
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.affine.normed import normed_of
@@ -30,6 +32,7 @@ from lightning_sym.symmetry.tracing.affine.system import Derived, System, states
 from lightning_sym.symmetry.tracing.affine.values import Ints, Value
 from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_total
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.numbering import sum_by
 
 # What entries of elements are called.
 NORM = "biases that batch norms take off"
@@ -138,7 +141,7 @@ class _Compiler:
         shifts[column[solution.shifts]] = True
         patterns: dict[Any, Ints] = {}
         for key, family in own.items():
-            used = np.unique(forms[family.directions.numpy().ravel()].indices)
+            used = rising(forms[family.directions.numpy().ravel()].indices)
             used = used[shifts[used] | np.isin(free[used], solution.directions)]
             if len(used):
                 patterns[key] = used
@@ -164,7 +167,7 @@ class _Compiler:
         needed += [own.unseen for own in self.solution.order if own.unseen is not None]
         needed += [numbers for pair in shown.values() for numbers in pair if numbers is not None]
         empty = torch.zeros(0, dtype=torch.int64)
-        self.wanted = np.unique(torch.cat([empty, *(numbers.reshape(-1) for numbers in needed)]).numpy())
+        self.wanted = rising(torch.cat([empty, *(numbers.reshape(-1) for numbers in needed)]).numpy())
         forms = Forms(self.solution, self.wanted, self.order)
         free = [Free(name, self._at(numbers)) for name, numbers in system.free.items()]
         readers = [
@@ -264,26 +267,26 @@ class _Compiler:
         """Return what the first entries of elements are called."""
         forms = self.solution.solved.forms[self.wanted][:, self.first].tocsr()
         places: list[Readers | Free | Step] = [*parts.readers, *parts.free, *parts.steps]
-        generator = np.random.default_rng(0)
-        key = np.zeros(parts.entries, np.uint64)
-        counts = np.zeros((len(places), parts.entries), np.int32)
-        for number, place in enumerate(places):
-            at = place.source if isinstance(place, Step) else place.at
-            own = forms[at.ravel()]
-            counts[number] = np.bincount(own.indices, minlength=parts.entries)
-            key[counts[number] > 0] ^= generator.integers(2**63, dtype=np.uint64)
+        held = [forms[(own.source if isinstance(own, Step) else own.at).ravel()].indices for own in places]
+        number = np.repeat(np.arange(len(places)), [len(own) for own in held])
+        entry = np.concatenate([np.zeros(0, np.int64), *held])
+        # How often each entry is added to each place.
+        table = sparse.csr_matrix((np.ones(len(entry), np.int64), (entry, number)), (parts.entries, len(places)))
+        row = np.repeat(np.arange(parts.entries), np.diff(table.indptr))
+        hashes = np.random.default_rng(0).integers(2**63, size=len(places), dtype=np.uint64)
+        most, added = np.zeros(parts.entries, np.int64), table.indices < len(parts.readers) + len(parts.free)
+        np.maximum.at(most, row[added], table.data[added])
+        _, like = np.unique(sum_by(row, hashes[table.indices], parts.entries), return_inverse=True)
         rank = {name: number for number, name in enumerate(self.system.tensors)}
         found = []
-        for own_key in np.unique(key):
-            entries = np.flatnonzero(key == own_key)
-            some = [place for number, place in enumerate(places) if counts[number, entries[0]]]
+        for entries in np.split(np.argsort(like, kind="stable"), np.cumsum(np.bincount(like))):
+            some = [places[at] for first in entries[:1] for at in table[first].indices]
             rows = [place for place in some if isinstance(place, Readers)]
             free = sorted((place.name for place in some if isinstance(place, Free)), key=rank.__getitem__)
             steps = [place for place in some if isinstance(place, Step)]
-            most = int(counts[: len(parts.readers) + len(parts.free), entries].max(initial=0))
             names = [*(place.name for place in rows), *free]
             if names:
-                kind = self._kind(rows, free, steps, most)
+                kind = self._kind(rows, free, steps, int(most[entries].max()))
                 found.append((rank[names[0]], Kind(kind, names[0], entries)))
         return [kind for _, kind in sorted(found, key=lambda own: (own[0], own[1].entries[0]))]
 

@@ -1,6 +1,7 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
-import math
+import functools
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_sym._distributed import wide
-from lightning_sym.symmetry.arrays import Floats, Ints, apart, odd, on_axes, together
-from lightning_sym.symmetry.described import listed
-from lightning_sym.symmetry.elements import Element, Tap
+from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
+from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Factors, Gains, LinearAction
 from lightning_sym.symmetry.intertwiners import GroupElement
-from lightning_sym.symmetry.phases import phases_of, turn
 from lightning_sym.symmetry.rearranging import Summand, rearranged
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.tracing.structure import Slot
 from lightning_sym.symmetry.views import ConvertedTensors
 
 # By which power of a weight's scale an optimiser's state moves.
@@ -25,8 +26,6 @@ _POWERS = {
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), -2.0),
     "acc_delta": 2.0,
 }
-
-NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -104,34 +103,30 @@ class Action:
     """What one element does.
 
     Args:
-        structure: The group.
+        factors: Those of the group.
         element: The element.
     """
 
-    def __init__(self, structure: Structure, element: Element) -> None:
-        self.structure, self.element = structure, element
-        self._gains: dict[str, Tensor] = {}
+    def __init__(self, factors: Factors, element: Element) -> None:
+        self.factors, self.structure, self.element = factors, factors.structure, element
+        gains = Gains()
+        made = [factor.linear_action(element.parts[factor.name], gains) for factor in factors.inwards]
+        self.linear: list[LinearAction] = [action for action in made if action is not None]  # in the order of acting
 
     @cached_property
     def scale(self) -> Floats:
         """For each position of all slots by what it is multiplied, before it moves."""
         scale = np.ones(self.structure.magnitudes.shape[0])
-        if bool(self.element.log_scale.any()):
-            scale = np.exp(self.structure.magnitudes @ self.element.log_scale.numpy())
-        if bool((negative := self.element.sign < 0).any()):
-            flips = self.structure.signs @ negative.numpy().astype(np.float64)
-            scale = np.where(odd(flips), -scale, scale)
+        for factor in self.factors:
+            own = self.element.parts[factor.name]
+            if not factor.is_identity(own) and (multipliers := factor.multipliers(own)) is not None:
+                scale = scale * multipliers
         return scale
 
     @cached_property
     def source(self) -> Ints:
         """For each position of all slots, the position whose content it gets."""
-        source = np.arange(self.structure.magnitudes.shape[0])
-        permutation = self.structure.comes(self.element.permutation.numpy())
-        for orbit, (units, columns) in enumerate(zip(self.structure.orbits, self.structure.columns, strict=True)):
-            if self.structure.copies_of(orbit) or not np.array_equal(permutation[units], units):
-                source[columns] = self.structure.arriving(orbit, "columns", permutation)
-        return source
+        return self.factors.source(self.element.permutation)
 
     def source_in(self, slot: Slot) -> Ints:
         """For each position of a slot, the position of that slot whose content it gets."""
@@ -149,43 +144,20 @@ class Action:
         for slot in tap.seen:
             source, scale = self.source_in(slot), self.scale[slot.rows]
             element = GroupElement._of(torch.from_numpy(source), torch.from_numpy(scale))
-            self._require_planes(tap, slot)
-            if self._is_mixed(slot) or self._is_rotated(slot) or self._is_turned(slot):
-                if tap.squared and self._is_rotated(slot):
-                    raise ValueError(
-                        f"{tap.name} holds squares of units that the element rotates, on which no matrix acts; "
-                        "expected another tap, or an element without rotations: sample(mixing=False)"
-                    )
-                mixed = self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0)
-                mixed = self._turned(self._rotated(mixed, slot, 0), slot, 0)
+            for action in self.linear:
+                action.require(tap, slot)
+            if self.acts_by_matrices(slot):
+                mixed = self._by_matrices(torch.eye(len(source), dtype=torch.float64), slot, 0)
                 element = GroupElement._of_dense(element.apply(mixed, dim=0))
-            if self._is_tilted(slot):
-                tilted = self._tilted(torch.eye(len(source), dtype=torch.float64), slot, 0)
-                element = GroupElement._of_dense(element.apply(tilted, dim=0))
             added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
             parts[slot.axes] = (element, added)
         return ActivationAction(parts, self._shown(tap, tensors))
 
     def _shown(self, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Return what shifts add to a value; None for nothing."""
-        space, shown, element = self.structure.shifts, tap.shown, self.element.shift
-        if not shown or not bool(element.any()):
-            return None
-        if space.shows(element, shown.unknown):
-            raise ValueError(
-                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
-                "does not see that); expected an element without shifts: sample(shifts=False)"
-            )
-        if shown.at is None or not space.shows(element, shown.at):
-            return None
-        if tensors is None and (needed := space.needed(shown.at)):
-            raise ValueError(
-                f"what shifts add to {tap.name} depends on {listed(sorted(needed))}; expected the network, too, or an "
-                "element without shifts: sample(shifts=False)"
-            )
-        located = space.generic if tensors is None else space.at(tensors)
-        added = torch.from_numpy(located.known(element)[shown.at])
-        return added if bool(added.any()) else None
+        """Return what is added to a value before all else; None for nothing."""
+        parts = (factor.shown(self.element.parts[factor.name], tap, tensors) for factor in self.factors)
+        shown = [part for part in parts if part is not None]
+        return functools.reduce(operator.add, shown) if shown else None
 
     def on_thin(self, name: str, values: Tensor, axes: Collection[int], lead: int = 0) -> Tensor:
         """Return what the linear part makes of what is added to a tensor, on some of its axes.
@@ -229,11 +201,10 @@ class Action:
     def summands(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> dict[str, list[Summand]]:
         """Return what is added to tensors before they move, by name; the arguments are those of :meth:`on_weights`."""
         tensors = ConvertedTensors(tensors, _exact)
-        added: dict[str, list[Summand]] = {}
-        if shifted and bool(self.element.shift.any()):
-            added = self.structure.shifts.at(tensors).summands(self.element.shift)
-        for name, summand in self._added(tensors).items():
-            added.setdefault(name, []).append(Summand(summand))
+        added: dict[str, list[Summand]] = {name: [Summand(own)] for name, own in self._added(tensors).items()}
+        for factor in self.factors if shifted else (own for own in self.factors if own.name != "shift"):
+            for name, summands in factor.added(self.element.parts[factor.name], tensors).items():
+                added.setdefault(name, []).extend(summands)
         return added
 
     def moved(
@@ -260,7 +231,7 @@ class Action:
         elif stacked:
             return self._moved_in_stack(tensor, slots, power)
         result = tensor.detach()
-        matrices = [slot for slot in slots if self._acts_by_matrices(slot)]
+        matrices = [slot for slot in slots if self.acts_by_matrices(slot)]
         joint = next((slot for slot in slots if len(slot.axes) == 2 and not slot.of_stack), None)
         if matrices or joint is not None:
             for summand in added:
@@ -335,222 +306,32 @@ class Action:
         column = np.take_along_axis(order, rank, axis=1)
         return tensor[torch.from_numpy(row)[:, None].to(tensor.device), torch.from_numpy(column).to(tensor.device)]
 
-    def _acts_by_matrices(self, slot: Slot) -> bool:
-        """Whether more than a permutation and scales acts on a slot."""
-        return self._is_mixed(slot) or self._is_rotated(slot) or self._is_tilted(slot) or self._is_turned(slot)
-
-    def _by_matrices(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Let all that is no permutation or scale act on one axis."""
-        if self._is_mixed(slot):
-            tensor = self._mixed(tensor, slot, axis)
-        if self._is_rotated(slot):
-            tensor = self._rotated(tensor, slot, axis)
-        if self._is_tilted(slot):
-            tensor = self._tilted(tensor, slot, axis)
-        return self._turned(tensor, slot, axis)
-
-    @cached_property
-    def _mixes(self) -> bool:
-        """Whether a dense matrix of this element is no identity."""
-        return bool(self._mixing)
-
-    @cached_property
-    def _mixing(self) -> set[int]:
-        """The numbers of the dense cells whose matrices of this element are no identities."""
-        pairs = enumerate(zip(self.element.dense, self.structure.same, strict=True))
-        return {cell for cell, (own, same) in pairs if not (own is same or torch.equal(own, same))}
-
-    @cached_property
-    def _inverse_transposes(self) -> tuple[Tensor, ...]:
-        """What the dense matrices do to what reads their units. Each of shape (size, size), float64."""
-        found = list(self.element.dense)
-        mixing = sorted(self._mixing)
-        for cell, inverse in zip(mixing, inverted([found[cell] for cell in mixing]), strict=True):
-            found[cell] = inverse.mT
-        return tuple(found)
-
-    def _is_mixed(self, slot: Slot) -> bool:
-        """Whether a dense matrix of this element changes what stands in a slot."""
-        if not self._mixes:
-            return False
-        acting = self.structure.dense_places.get(slot.offset, ())
-        return any(not self._mixing.isdisjoint(cells) for cells, _, _ in acting)
-
-    def _mixed(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""
-        shape, size = tensor.shape, tensor.shape[axis]
-        lines = tensor.reshape(math.prod(shape[:axis]), size, -1)
-        acting = [
-            (cells, at, read)
-            for cells, positions, read in self.structure.dense_places.get(slot.offset, ())
-            for at in positions  # (cells, size)
-        ]
-        # What no matrix reaches stays.
-        result = torch.empty_like(lines) if sum(at.size for _, at, _ in acting) == size else lines.clone()
-        for cells, at, read in acting:
-            inner = np.argsort(at[:, 0])  # blocks in a row need not be looked for
-            cells, at = [cells[index] for index in inner], at[inner]
-            own = self._inverse_transposes if read else self.element.dense
-            matrices = torch.stack([own[cell] for cell in cells]).to(tensor)
-            first, count = int(at[0, 0]), at.size
-            if np.array_equal(at.ravel(), np.arange(first, first + count)):
-                _multiply(matrices, lines.narrow(1, first, count), result.narrow(1, first, count))
-            else:
-                index = torch.from_numpy(at.ravel()).to(tensor.device)
-                old = lines.index_select(1, index)
-                result.index_copy_(1, index, _multiply(matrices, old, torch.empty_like(old)))
-        return result.reshape(shape)
-
-    # Rotations.
-
-    @cached_property
-    def _turns(self) -> list[tuple[Ints, Tensor]]:
-        """For each rotation: which of its units it moves at all, and the matrix among these."""
-        turns = []
-        for matrix in self.element.rotation or ():
-            change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
-            moved = torch.nonzero(change.any(0) | change.any(1)).ravel() if len(matrix) else torch.zeros(0).long()
-            turns.append((moved.numpy(), matrix[moved][:, moved]))
-        return turns
-
-    def _is_rotated(self, slot: Slot) -> bool:
-        """Whether a rotation of this element changes what stands in a slot."""
-        if not any(len(moved) for moved, _ in self._turns):
-            return False
-        return any(len(self._turns[index][0]) for index, *_ in self.structure.rotated_places.get(slot.offset, ()))
+    # By matrices.
 
     def learn_gains(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the gains between which rotations act, before any of them changes.
+        """Keep the gains between which matrices act, before any of them changes.
 
         Args:
             tensors: Parameters, by name; those that are missing are missed where one of them is needed.
 
         Raises:
-            ValueError: If a gain holds a zero, which no rotation passes.
+            ValueError: If a gain holds a zero, which nothing passes.
         """
-        turns = self._turns or [(np.zeros(0, np.int64), NO_MATRIX)] * len(self.structure.rotations)
-        for rotation, (moved, _) in zip(self.structure.rotations, turns, strict=True):
-            for name, at in rotation.gains if len(moved) else ():
-                if name not in tensors or name in self._gains:
-                    continue
-                gain = tensors[name].detach().to("cpu", torch.float64, copy=True).reshape(-1)
-                if not bool(gain[torch.from_numpy(at[moved])].all()):
-                    raise ValueError(
-                        f"the gain {name} holds a zero, through which no rotation passes; expected gains other than "
-                        "zero, or an element without rotations: sample(mixing=False)"
-                    )
-                self._gains[name] = gain
-        for tilt, vector in zip(self.structure.tilts, self.element.tilt, strict=False):
-            gain_name = tilt.gain
-            if gain_name is None or gain_name in self._gains or gain_name not in tensors or not bool(vector.any()):
-                continue
-            self._gains[gain_name] = tensors[gain_name].detach().to("cpu", torch.float64, copy=True).reshape(-1)
-            if not bool(self._gains[gain_name].all()):
-                raise ValueError(
-                    f"the gain {gain_name} holds a zero, through which no tilt passes; expected gains other than zero, "
-                    "or an element without tilts: sample(mixing=False)"
-                )
+        for action in self.linear:
+            action.learn(tensors)
 
-    def _between(self, index: int, powers: tuple[int, ...]) -> Tensor | None:
-        """Return between which diagonal and its inverse a rotation acts; None if there is nothing around it."""
-        rotation, moved = self.structure.rotations[index], self._turns[index][0]
-        around: Tensor | None = None
-        for (name, at), power in zip(rotation.gains, powers, strict=True):
-            if not power:
-                continue
-            if name not in self._gains:
-                raise ValueError(
-                    f"the element rotates what stands behind the gain {name}, which is not there; expected the network "
-                    "itself beside what is changed, or an element without rotations: sample(mixing=False)"
-                )
-            factor = self._gains[name][torch.from_numpy(at[moved])] ** power
-            around = factor if around is None else around * factor
-        return around
+    def acts_by_matrices(self, slot: Slot) -> bool:
+        """Return whether more than a permutation and scales acts on a slot."""
+        return any(action.acts_at(slot) for action in self.linear)
 
-    def _rotated(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Let rotations act on one axis, between gains."""
-        for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
-            moved, matrix = self._turns[index]
-            if not len(moved):
-                continue
-            around = self._between(index, powers)
-            if around is not None:
-                matrix = around[:, None] * matrix / around
-            whole = np.array_equal(at[moved], np.arange(tensor.shape[axis]))
-            where = torch.from_numpy(at[moved]).to(tensor.device)
-            old = (tensor if whole else tensor.index_select(axis, where)).movedim(axis, -1)
-            new = (old @ matrix.to(tensor).mT).movedim(-1, axis)
-            tensor = new.contiguous() if whole else tensor.index_copy(axis, where, new)
+    def _by_matrices(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let all that is no permutation or scale act on one axis."""
+        for action in self.linear:
+            if action.acts_at(slot):
+                tensor = action.on_axis(tensor, slot, axis)
         return tensor
 
-    # Tilts.
-
-    def _is_tilted(self, slot: Slot) -> bool:
-        """Whether a tilt of this element changes what stands in a slot."""
-        at = self.structure.tilted_places.get(slot.offset)
-        return at is not None and bool(self.element.tilt) and bool(self.element.tilt[at[0]].any())
-
-    def _tilted(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Let a tilt act on one axis, between gains.
-
-        Both the map and its inverse change a tensor by one of rank 1.
-        """
-        index, reads = self.structure.tilted_places[slot.offset]
-        gain, vector = self.structure.tilts[index].gain, self.element.tilt[index]
-        ones = torch.ones_like(vector)
-        if reads:  # W - W t 1^T / (1 + 1^T t), written for columns
-            ones, vector = -vector / (1 + vector.sum()), ones
-        if gain is not None:
-            if gain not in self._gains:
-                raise ValueError(
-                    f"the element tilts what stands behind the gain {gain}, which is not there; expected the network "
-                    "itself beside what is changed, or an element without tilts: sample(mixing=False)"
-                )
-            around = self._gains[gain]
-            vector, ones = (vector / around, ones * around) if reads else (vector * around, ones / around)
-        total = torch.tensordot(tensor, ones.to(tensor), ([axis], [0])).unsqueeze(axis)
-        change: Tensor = total * vector.to(tensor).reshape([-1 if at == axis else 1 for at in range(tensor.ndim)])
-        return tensor + change
-
-    # Phases.
-
-    @cached_property
-    def _phase(self) -> Tensor:
-        """For each plane, the angle by which it is turned."""
-        return phases_of(self.structure, self.element)
-
-    def _is_turned(self, slot: Slot) -> bool:
-        """Whether a plane of a slot is turned."""
-        if not self.structure.planes or not bool(self._phase.any()):
-            return False
-        places = self.structure.turned_places.get(slot.offset)
-        return places is not None and bool(self._phase[torch.from_numpy(places[0])].any())
-
-    def _turned(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Turn the planes of one axis."""
-        if not self._is_turned(slot):
-            return tensor
-        phase, first, second = self.structure.turned_places[slot.offset]
-        return turn(tensor, axis, self._phase[torch.from_numpy(phase)], first, second)
-
-    def _require_planes(self, tap: Tap, slot: Slot) -> None:
-        """Check that phases act on a value inside the network.
-
-        Raises:
-            ValueError: If it shows some coordinates of planes only, or is half of what positions make of them.
-        """
-        if not self.structure.phases:
-            return
-        phases = self.structure.phase_of[slot.unit.ravel()]
-        seen = (slot.unit.ravel() >= 0) & (phases >= 0)
-        if not seen.any() or not bool(self._phase[torch.from_numpy(phases[seen])].any()):
-            return
-        places = self.structure.turned_places.get(slot.offset)
-        if tap.half_turned or places is None or 2 * len(places[0]) != seen.sum():
-            raise ValueError(
-                f"{tap.name} shows coordinates of planes that the element turns, one by one, on which no matrix acts; "
-                "expected another tap, or an element without phases: sample(mixing=False)"
-            )
+    # On the state of an optimiser.
 
     def carry(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
         """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights.
@@ -560,7 +341,7 @@ class Action:
             names: The name of each parameter.
         """
         structure = self.structure
-        mixed = {slot.offset for slot in structure.slots if self._acts_by_matrices(slot)}
+        mixed = {slot.offset for slot in structure.slots if self.acts_by_matrices(slot)}
         moved: list[tuple[Tensor, Tensor]] = []
         for group in optimizer.param_groups:
             powers = dict(_POWERS)
@@ -596,35 +377,6 @@ def _beside(slot: Slot, axes: tuple[int, ...]) -> Slot:
     if slot.axes == axes:
         return replace(slot, axes=(0,), shape=(slot.size,))
     return replace(slot, axes=tuple(axis + 1 - sum(other < axis for other in axes) for axis in slot.axes))
-
-
-def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inverses of square matrices, those of one size found together."""
-    found = list(matrices)
-    for size in {len(matrix) for matrix in matrices}:
-        alike = [index for index, matrix in enumerate(matrices) if len(matrix) == size]
-        inverses = torch.linalg.inv(torch.stack([matrices[index] for index in alike]))
-        for index, inverse in zip(alike, inverses.unbind(), strict=True):
-            found[index] = inverse
-    return found
-
-
-def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:
-    """Multiply matrices to blocks of an axis.
-
-    Args:
-        matrices: Shape (blocks, size, size).
-        lines: Shape (before, blocks x size, after).
-        out: Where the product goes, of the shape of `lines`.
-    """
-    blocks, size, _ = matrices.shape
-    old, new = (each.view(len(lines), blocks, size, -1) for each in (lines, out))
-    if lines.shape[2] == 1:
-        new.copy_(torch.bmm(old[..., 0].movedim(1, 0), matrices.mT).movedim(0, 1)[..., None])
-    else:
-        for number in range(len(lines)):
-            new[number] = torch.bmm(matrices, old[number])
-    return out
 
 
 def _on_axis(vector: Floats, slot: Slot, tensor: Tensor) -> Tensor:

@@ -1,0 +1,427 @@
+"""Whether a group is all that leaves a small network's function alone: whether it explains the Jacobian's nullity.
+
+See docs/theory/intertwiners.md, 3.5.
+"""
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, functionalize, vjp, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.charts import Charts, charted
+from lightning_sym.symmetry.lengths import other_lengths, samples_of
+from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
+from lightning_sym.symmetry.tangents import OrbitTangents, tangents_at
+from lightning_sym.symmetry.tracing.calls import Call, tensors_of
+from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
+
+# Networks with more parameters are not measured, nor those that compute more numbers on the way to so many rows.
+_MOST_PARAMETERS = 500
+_MOST_NUMBERS = 2e7
+# Singular values that are smaller, relative to the largest, are zero.
+_ZERO = 1e-12
+# Different inputs of each length, at least.
+_INPUTS = 48
+# Most steps of a search for generic weights, and how many equal results there have to be.
+_STEPS, _AGREEING = 20, 3
+# Normal numbers above which an entry is changed in a step: where further directions move it, and elsewhere.
+_RARITIES = ((-1.0, 2.0), (0.0, 1.8), (1.0, 1.5), (1.8, 1.2))
+# Root mean squares of random weights: of matrices times the root of what a unit reads, and of vectors at least.
+_GROWTH, _LEAST = 1.5, 0.2
+# So many times as many inputs as at first are taken in a search.
+_MORE = 4
+# Inputs are so many times fewer where a network runs on one after the other.
+_FASTER = 4
+# Names that a note gives.
+_SHOWN = 6
+
+
+class Excess(NamedTuple):
+    """What a group leaves out of the kernel of a Jacobian.
+
+    Attributes:
+        missing: Dimension of the kernel without that of the orbit.
+        nullity: Dimension of the kernel.
+        moved: The entries of parameters that directions outside of the orbit's tangents move, as masks by name.
+        names: Finds as few parameters as possible that such directions move.
+    """
+
+    missing: int
+    nullity: int
+    moved: Mapping[str, Tensor] = {}
+    names: Callable[[], Sequence[str]] = tuple
+
+
+def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture]) -> None:
+    """Measure the nullity of a network's Jacobian, and note how many of its dimensions the group leaves out.
+
+    Args:
+        symmetry: The symmetry, which has passed its self-test. Its nullity stays None if the network is too large,
+            rounds to single precision, cannot be differentiated, or has other nullities at all weights that are tried.
+        network: Not changed.
+        captures: The calls that were traced.
+    """
+    count = sum(parameter.numel() for parameter in network.parameters())
+    if not 0 < count <= _MOST_PARAMETERS or symmetry.precision != torch.float64:
+        return
+    if count * max(map(_numbers, captures)) > _MOST_NUMBERS:
+        return
+    exact = double_copy(network).cpu()
+    calls = pytree.tree_map_only(Tensor, Tensor.cpu, [double(_few(captured.call)) for captured in captures])
+    found = None
+    with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched():
+        warnings.simplefilter("ignore")  # of other operations without a batched version
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # there is no derivative
+            found = _least(symmetry, exact, network.state_dict(), calls)
+    if found is None:
+        return
+    symmetry.nullity = found.nullity
+    if found.missing:
+        names = found.names()
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        symmetry.notes = (
+            *symmetry.notes,
+            f"this group leaves out {found.missing} of {found.nullity} dimensions of the Jacobian's nullity (at these "
+            f"sizes), which move {', '.join(names[:_SHOWN])}{more}",
+        )
+
+
+class _Batched(TorchFunctionMode):
+    """Writes out functions of which the derivative has no batched version; embeddings, at padding tokens, too."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = {} if kwargs is None else kwargs
+        if function is F.embedding and not options.get("max_norm"):
+            return args[1][args[0]]
+        if function is F.prelu and not options:
+            x, slope = args
+            slope = slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope
+            return torch.where(x > 0, x, slope * x)
+        return function(*args, **options)
+
+
+def _numbers(captured: Capture) -> int:
+    """Return how many numbers a call computes."""
+    values = (node.meta.get("val") for node in captured.graph.nodes)
+    return sum(value.numel() for value in values if isinstance(value, Tensor))
+
+
+def _few(call: Call) -> Call:
+    """Return a call with two samples at most."""
+    result: Call = pytree.tree_map_only(Tensor, lambda t: t[:2], call) if samples_of(call) else call
+    return result
+
+
+def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]) -> Excess | None:
+    """Return the excess at generic weights.
+
+    Units that are dead or always on have further directions. From weights with such units steps lead to others, at
+    which entries that these directions move have other signs and sizes.
+
+    Args:
+        symmetry: The symmetry.
+        exact: The network in float64 and evaluation mode; its weights are replaced.
+        own: The network's own weights and buffers.
+        calls: Inputs of every length that was traced.
+
+    Returns:
+        The excess; None if it cannot be measured, or if not all searches end with the same.
+    """
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(amount: float) -> None:
+        exact.load_state_dict(own)
+        perturb(symmetry, exact, amount, generator)
+        if math.isinf(amount):
+            _spread(exact, generator)
+
+    for amount in (math.inf, 0.3, 0.03):  # some functions are not finite at most weights
+        drawn(amount)
+        if (first := _measured(symmetry, exact, calls[:1], generator)) is not None:
+            break
+    if first is None or not first.missing:
+        return first
+    calls = [*_further(exact, calls, generator)]
+    # Where there are notes, one search is enough.
+    searches, steps, agreeing = (1, 2, 2) if symmetry.notes else (3, _STEPS, _AGREEING)
+    ends: list[list[int]] = []
+    for _ in range(searches):
+        best, results = first, list[int]()
+        while len(results) < steps and (len(results) < agreeing or len({*results}) > 1):
+            found = _measured(symmetry, exact, calls, generator, _MORE)
+            if found is None or not found.missing:
+                return found
+            results.append(found.missing)
+            if found.missing == min(results):
+                best, kept = found, {name: weight.detach().clone() for name, weight in exact.named_parameters()}
+            _mutate(exact, kept, best.moved, len(results), generator)
+        ends.append(results)
+        if results.count(min(results)) < agreeing or min(results) != min(ends[0]):  # it may be less elsewhere
+            return None
+        if len(ends) == 2 and len({*ends[0], *ends[1]}) == 1:
+            break
+        drawn(amount)
+    return best
+
+
+def _spread(network: nn.Module, generator: torch.Generator) -> None:
+    """Give weights sizes and signs at which few units are dead, always on or saturated.
+
+    Values keep their sizes from layer to layer, biases are smaller, and no line of a weight has one sign only.
+    """
+    for weight in network.parameters():
+        with torch.no_grad():
+            size = float(weight.square().mean().sqrt()) if weight.numel() else 1.0
+            wanted = (
+                _GROWTH / math.sqrt(weight[0].numel() or 1) if weight.ndim > 1 and len(weight) else max(size, _LEAST)
+            )
+            weight.mul_(wanted / (size or 1.0))
+            for axis in range(weight.ndim) if weight.ndim > 1 else ():
+                same = (weight.sign().sum(axis, keepdim=True).abs() == weight.shape[axis]) & (weight.shape[axis] > 1)
+                at = torch.randint(max(weight.shape[axis], 1), same.shape, generator=generator)
+                weight.mul_(1 - 2 * torch.zeros_like(weight).scatter_(axis, at, same.to(weight.dtype)))
+
+
+def _mutate(
+    network: nn.Module, kept: Mapping[str, Tensor], moved: Mapping[str, Tensor], step: int, generator: torch.Generator
+) -> None:
+    """Replace weights by others, some entries of which have other signs and sizes: more or fewer from step to step."""
+    least, elsewhere = _RARITIES[step % len(_RARITIES)]
+    for name, weight in network.named_parameters():
+        sign, size, drawn = torch.randn(3, *weight.shape, generator=generator, dtype=weight.dtype).unbind()
+        chosen = moved[name] & (drawn > least) | (drawn > elsewhere)
+        with torch.no_grad():
+            weight.copy_(torch.where(chosen, sign.sign() * size.exp(), 1.0) * kept[name])
+
+
+# ---- inputs
+
+
+def _further(network: nn.Module, calls: Sequence[Call], generator: torch.Generator) -> Iterator[Call]:
+    """Yield calls with all tokens that a network takes, and calls of other lengths."""
+    for call in calls:
+        call = _reaching(network, call)
+        yield call
+        own = [tensor.shape[1:] if samples_of(call) else tensor.shape for tensor in tensors_of(list(call))]
+        with torch.no_grad():
+            others = [exactly for _, exactly, _ in other_lengths(network, call, generator, thrifty=False)]
+        for other in others:
+            if [t.shape[1:] if samples_of(call) else t.shape for t in tensors_of(list(other))] != own:
+                yield other
+
+
+def _reaching(network: nn.Module, call: Call) -> Call:
+    """Return a call whose integers reach the last row of a table that a network takes; masks stay as they are."""
+    sizes = sorted({parameter.shape[0] for parameter in network.parameters() if parameter.ndim > 1}, reverse=True)
+    leaves, structure = pytree.tree_flatten(call)
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dtype == torch.bool or not leaf.numel():
+            continue
+        if int(leaf.min()) < 0 or int(leaf.max()) == 1:
+            continue
+        for size in sizes:
+            reached = leaf.clone()
+            reached.view(-1)[-1] = size - 1
+            tried: Call = pytree.tree_unflatten([*leaves[:number], reached, *leaves[number + 1 :]], structure)
+            if size > int(leaf.max()) + 1 and runs(network, [tried]):
+                leaves[number] = reached
+                break
+    result: Call = pytree.tree_unflatten(leaves, structure)
+    return result
+
+
+def _varied(tensor: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return a tensor with noise of several sizes, or other integers in its range. Shape (count, ...)."""
+    shape = (count, *tensor.shape)
+    if tensor.is_floating_point():
+        finite = tensor[tensor.isfinite()]
+        size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+        drawn = torch.randn(count, *[1] * tensor.ndim, generator=generator, dtype=torch.float64).exp()
+        return tensor + (size or 1.0) * drawn * torch.randn(shape, generator=generator, dtype=torch.float64)
+    if tensor.dtype == torch.bool or not tensor.numel():
+        return tensor.expand(shape)
+    return torch.randint(int(tensor.min()), int(tensor.max()) + 1, shape, generator=generator, dtype=tensor.dtype)
+
+
+# ---- the Jacobian
+
+
+def _measured(
+    symmetry: Symmetry, network: nn.Module, calls: Sequence[Call], generator: torch.Generator, least: int = 1
+) -> Excess | None:
+    """Return the excess at a network's weights; None if it cannot be measured."""
+    for more in (least, 8):  # where many numbers are not finite
+        rows = torch.cat([_rows(network, call, more, generator) for call in calls])
+        rows = rows[rows.isfinite().all(1)]
+        if len(rows) >= (count := rows.shape[1]):
+            break
+    else:
+        return None
+    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    rows = torch.linalg.qr(rows / lengths.clamp(min=1e-6 * float(lengths.max())), mode="r").R
+    sizes = torch.linalg.vector_norm(rows, dim=0)
+    rows = rows / sizes.clamp(min=1e-3 * float(sizes.max()))
+    nullity = count - _rank(torch.linalg.svdvals(rows))
+    if nullity == symmetry.dimension and not symmetry.structure.dense:  # of which some may change nothing
+        return Excess(0, nullity)
+    return _compared(symmetry, network, rows, sizes)
+
+
+def _rank(values: Tensor) -> int:
+    """Return how many singular values are not zero."""
+    return int((values > _ZERO * float(values.max())).sum()) if len(values) else 0
+
+
+def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator) -> Tensor:
+    """Return rows of the Jacobian on inputs around those of a call: random sums of outputs by all parameters.
+
+    Returns:
+        At least `more` times as many rows as there are parameters. Shape (rows, parameters), float64.
+
+    Raises:
+        RuntimeError: If the network cannot be differentiated.
+    """
+    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    buffers = dict(network.named_buffers())
+    leaves, structure = pytree.tree_flatten(call)
+    varying = [isinstance(leaf, Tensor) for leaf in leaves]
+
+    def outputs(weights: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        given = iter(tensors)
+        own: Call = pytree.tree_unflatten(
+            [next(given) if use else leaf for leaf, use in zip(leaves, varying, strict=True)], structure
+        )
+        found = functional_call(network, (dict(weights), buffers), own.positional, dict(own.keywords))
+        counted = (leaf for leaf in own.counted(found) if leaf.is_floating_point())
+        return torch.cat([torch.nan_to_num(leaf, 0.0, 0.0, 0.0).flatten() for leaf in counted])
+
+    def pulled(tensors: Sequence[Tensor], sums: Tensor, function: Callable[..., Tensor]) -> Tensor:
+        pull = vjp(lambda weights: function(weights, tensors), parameters)[1]
+        return _beside(vmap(pull)(sums)[0].values())
+
+    tensors = [leaf for leaf, use in zip(leaves, varying, strict=True) if use]
+    values = outputs(parameters, tensors).abs()
+    scale = torch.where(values > 0, values, values.max()).clamp(min=1e-300)  # some may be far larger than others
+    size, count = len(values), sum(parameter.numel() for parameter in parameters.values())
+    number = math.ceil(max(_INPUTS * more, 1.1 * count * math.sqrt(more) / size))
+    given = [_varied(tensor, number, generator) for tensor in tensors]
+    each = min(size, math.ceil((count + 16) * math.sqrt(more) / number))
+    sums = torch.randn(number, each, size, generator=generator, dtype=torch.float64) / scale
+    for function in (outputs, functionalize(outputs)):  # the latter writes into nothing, and takes longer
+        with contextlib.suppress(RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
+            found: Tensor = vmap(pulled, (0, 0, None), randomness="same")(given, sums, function)
+            return found.flatten(0, 1)
+    weights = {name: parameter.requires_grad_() for name, parameter in parameters.items()}
+    blocks = []
+    for index in range(math.ceil(number / _FASTER)):  # one call after the other
+        made = outputs(weights, [tensor[index] for tensor in given])
+        own = torch.randn(min(_FASTER * each, size), size, generator=generator, dtype=torch.float64) / scale
+        # Of what is not read, there is one zero for all rows.
+        parts = torch.autograd.grad(made, [*weights.values()], own, is_grads_batched=True, materialize_grads=True)
+        whole = zip(parts, weights.values(), strict=True)
+        blocks.append(_beside(part.expand(len(own), *weight.shape) for part, weight in whole))
+    return torch.cat(blocks)
+
+
+def _beside(parts: Iterable[Tensor]) -> Tensor:
+    """Return rows of all parameters beside one another, from those of each."""
+    return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+
+
+# ---- the group
+
+
+def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tensor) -> Excess:
+    """Compare the kernel of a Jacobian with the orbit's tangents, on entries of parameters that any output depends on.
+
+    Args:
+        symmetry: The symmetry.
+        network: The network at these weights.
+        rows: Rows with the kernel of the Jacobian. Shape (rows, parameters).
+        sizes: The lengths of the Jacobian's columns. Shape (parameters,).
+    """
+    tangents = tangents_at(symmetry, network)
+    read = sizes > 0
+    scale = sizes.clamp(min=1e-3 * float(sizes.max()))[read, None]
+    known = scale * _in_order(tangents, network, symmetry.structure.charts)[read]
+    basis, values, _ = torch.linalg.svd(known, full_matrices=False)
+    kernel = _kernel(rows[:, read])
+    left, cosines, _ = torch.linalg.svd(kernel.T @ basis[:, : _rank(values)])
+    rank = int((cosines > 0.5).sum())  # 1, as tangents are in the kernel
+    rest = torch.linalg.vector_norm(kernel @ left[:, rank:], dim=1)
+    # Scales of running statistics count if gains and biases make up for them. They are no tangents of parameters.
+    absorbed = tangents.statistics - symmetry.buffer_dimension
+    missing = max(kernel.shape[1] - rank - absorbed, 0)
+    moved = torch.zeros(len(read), dtype=torch.bool)
+    moved[read] = rest > 1e-6
+    parts = dict(network.named_parameters())
+    counts = [part.numel() for part in parts.values()]
+    pieces = zip(parts.items(), torch.split(moved, counts), strict=True)
+    masks = {name: mask.view(part.shape) for (name, part), mask in pieces}
+    of = torch.repeat_interleave(torch.tensor(counts))[read]
+    names = functools.partial(_names, parts, of, kernel, left[:, :rank], rest, absorbed)
+    return Excess(missing, tangents.rank + absorbed + missing, masks, names)
+
+
+def _kernel(rows: Tensor) -> Tensor:
+    """Return an orthonormal basis of a matrix's kernel, by inverse iteration. Shape (columns, dimension)."""
+    values = torch.linalg.svdvals(rows)
+    count = rows.shape[1]
+    shift = 1e-13 * values[0] * torch.eye(count, dtype=rows.dtype)
+    triangle = torch.linalg.qr(torch.cat([rows, shift]), mode="r").R
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randn(count, count - _rank(values), generator=generator, dtype=rows.dtype)
+    for _ in range(3):
+        found = torch.linalg.solve_triangular(triangle.T, found, upper=False)
+        found = torch.linalg.qr(torch.linalg.solve_triangular(triangle, found, upper=True)).Q
+    return found
+
+
+def _in_order(tangents: OrbitTangents, network: nn.Module, charts: Charts) -> Tensor:
+    """Return tangents by the network's parameters in their order. Shape (parameters, tangents)."""
+    parameters = dict(network.named_parameters())
+    counts = [own.numel() for own in parameters.values()]
+    numbers = torch.split(torch.arange(sum(counts), dtype=torch.float64), counts)
+    zeros = charted({name: torch.zeros_like(own) for name, own in parameters.items()}, charts)
+    number = {name: n.view(own.shape) for (name, own), n in zip(parameters.items(), numbers, strict=True)}
+    found = charted(number, charts)
+    places = torch.cat([(found[name] - zeros[name]).flatten() for name in tangents.names])
+    result = torch.zeros(sum(counts), tangents.vectors.shape[1], dtype=torch.float64)
+    result[places.round().long()] = torch.from_numpy(tangents.vectors.toarray())
+    return result
+
+
+def _names(
+    parts: Mapping[str, Tensor], of: Tensor, kernel: Tensor, known: Tensor, rest: Tensor, absorbed: int
+) -> list[str]:
+    """Return as few parameters as possible such that directions that move these alone complete the kernel.
+
+    Args:
+        parts: All parameters.
+        of: For each entry the number of its parameter. Shape (entries,).
+        kernel: Orthonormal basis. Shape (entries, dimension).
+        known: What the tangents span, in coordinates of the kernel. Shape (dimension, known).
+        rest: How far directions outside of the tangents move each entry. Shape (entries,).
+        absorbed: So many directions of biases and gains, which make up for statistics, may be missing.
+    """
+    moves = torch.zeros(len(parts), dtype=torch.float64).index_add_(0, of, rest.square())
+    matrices = [part.ndim > 1 for part in parts.values()]
+    kept = torch.ones(len(parts), dtype=torch.bool)
+    for number in sorted(range(len(parts)), key=lambda n: (absorbed > 0 and matrices[n], float(moves[n]))):
+        kept[number] = False
+        outside = kernel[~kept[of]]
+        values, vectors = torch.linalg.eigh(outside.T @ outside)
+        inside = torch.cat([vectors[:, values < 1e-12], known], 1)
+        kept[number] = int((torch.linalg.svdvals(inside) > 1e-6).sum()) < kernel.shape[1] - absorbed
+    return [name for name, keep in zip(parts, kept.tolist(), strict=True) if keep]

@@ -1,0 +1,1 @@
+"""The group of a symmetry: its factors, its elements, and what these do."""

@@ -1,0 +1,177 @@
+"""Factors by which units are multiplied: magnitudes and signs."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.arrays import Floats, Ints, along, odd
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Draw, Factor
+from lightning_sym.symmetry.statistics import kernel, tangent_rows
+
+
+class Diagonal(Factor[Tensor]):
+    """One number per generator; generators act on positions with exponents, and permutations exchange generators."""
+
+    neutral: ClassVar[float]
+    kind: ClassVar[Literal["scales", "signs"]]
+
+    @property
+    @abstractmethod
+    def forms(self) -> sparse.csr_matrix:
+        """The generators' exponents. Shape (positions of all slots, generators)."""
+
+    @property
+    @abstractmethod
+    def tables(self) -> tuple[Ints, ...]:
+        """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
+
+    def identity(self) -> Tensor:
+        """Return the part that changes nothing."""
+        return torch.full((self.forms.shape[1],), self.neutral, dtype=torch.float64)
+
+    def is_identity(self, own: Tensor) -> bool:
+        """Return whether a part changes nothing."""
+        return not bool((own != self.neutral).any())
+
+    def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
+        """Return the numbers of the units that come, for each place."""
+        result, there = own.clone(), back.permutation.numpy()
+        for orbit, table in enumerate(self.tables):
+            if table.shape[1]:
+                old = self.structure.arriving(orbit, self.kind, there)
+                result[torch.from_numpy(old)] = own[torch.from_numpy(table)]
+        return result
+
+    def outside_cells(self, own: Tensor) -> Tensor:
+        """Set what acts inside dense cells, whose matrices do it all, to nothing."""
+        for units, table in zip(self.structure.orbits, self.tables, strict=True):
+            if self.structure.cell_of[units[0]] >= 0:
+                own[torch.from_numpy(table.ravel())] = self.neutral
+        return own
+
+    @property
+    def inside(self) -> int:
+        """How many generators act inside dense cells."""
+        return sum(len(cell) for cell in self.structure.dense)
+
+
+class Scale(Diagonal):
+    """Positive factors, by their logarithms."""
+
+    name, kind, neutral = "log_scale", "scales", 0.0
+
+    @property
+    def forms(self) -> sparse.csr_matrix:
+        """The generators' exponents. Shape (positions of all slots, generators)."""
+        return self.structure.magnitudes
+
+    @property
+    def tables(self) -> tuple[Ints, ...]:
+        """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
+        return self.structure.scale_table
+
+    def sample(self, draw: Draw) -> Tensor:
+        """Draw logarithms, normally distributed."""
+        drawn = torch.randn(self.forms.shape[1], dtype=torch.float64, generator=draw.generator) * draw.scale
+        return self.outside_cells(drawn)
+
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        """Return the product of two parts, of which `earlier` acts first."""
+        return later + earlier
+
+    def inverse(self, own: Tensor) -> Tensor:
+        """Return the inverse of a part."""
+        return -own
+
+    @property
+    def dimension(self) -> int:
+        """The number of scales outside dense cells."""
+        return int(self.forms.shape[1]) - self.inside
+
+    def multipliers(self, own: Tensor) -> Floats:
+        """Return for each position of all slots by what it is multiplied, before it moves."""
+        result: Floats = np.exp(self.forms @ own.numpy())
+        return result
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions of all combinations of scales that move no buffer; see :class:`Factor`."""
+        structure = self.structure
+        blocks = [tangent_rows(structure.slots_of.get(name, ()), w, self.forms) for name, w in parameters.items()]
+        rows = [np.arange(slot.rows.start, slot.rows.stop) for slot in structure.slots if slot.tensor not in parameters]
+        moved = sparse.vstack([sparse.csr_matrix((0, self.forms.shape[1])), *blocks]).tocsr()
+        return moved @ kernel(self.forms[np.concatenate(rows)]) if rows and self.forms.shape[1] else moved
+
+    def coordinates(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the coordinates: the logarithms themselves."""
+        return {"scales": (self.forms.shape[1],)}
+
+    def at(self, coordinates: Mapping[str, Tensor]) -> Tensor:
+        """Return the part at some coordinates."""
+        return self.outside_cells(coordinates["scales"].clone())
+
+    def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the derivative with respect to the logarithms; see :class:`Factor`."""
+        found = self.identity()
+        for slot in self.structure.slots:
+            if slot.tensor in weights and self.forms[slot.rows].nnz:
+                inner = along(weights[slot.tensor] * gradients[slot.tensor], slot.axes).reshape(-1)
+                found += torch.from_numpy(self.forms[slot.rows].T @ inner)
+        return {"scales": self.outside_cells(found)}
+
+
+class Sign(Diagonal):
+    """Signs, +1 or -1."""
+
+    name, kind, neutral = "sign", "signs", 1.0
+
+    @property
+    def forms(self) -> sparse.csr_matrix:
+        """The generators' exponents, which count modulo 2. Shape (positions of all slots, generators)."""
+        return self.structure.signs
+
+    @property
+    def tables(self) -> tuple[Ints, ...]:
+        """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
+        return self.structure.sign_table
+
+    def sample(self, draw: Draw) -> Tensor:
+        """Draw signs, both being equally likely."""
+        if not draw.signs:
+            return self.identity()
+        drawn = torch.randint(0, 2, (self.forms.shape[1],), generator=draw.generator).double() * 2 - 1
+        return self.outside_cells(drawn)
+
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        """Return the product of two parts, of which `earlier` acts first."""
+        return later * earlier
+
+    def inverse(self, own: Tensor) -> Tensor:
+        """Return the inverse of a part."""
+        return own
+
+    @property
+    def log_order(self) -> float:
+        """Natural logarithm of the number of signs that are no matrices of another factor (half a turn is a sign)."""
+        inside = self.inside + self.structure.phases
+        inside += sum(rotation.size for rotation in self.structure.rotations if rotation.plain_sign.any())
+        return float((self.forms.shape[1] - inside) * np.log(2))
+
+    def multipliers(self, own: Tensor) -> Floats:
+        """Return for each position of all slots by what it is multiplied, before it moves."""
+        return np.where(odd(self.forms @ (own < 0).double().numpy()), -1.0, 1.0)
+
+    def check(self, own: Tensor) -> None:
+        """Check that a part is one of this factor.
+
+        Raises:
+            ValueError: If a number is neither 1 nor -1.
+        """
+        super().check(own)
+        if not bool((own.abs() == 1).all()):
+            raise ValueError("sign holds other numbers than 1 and -1")

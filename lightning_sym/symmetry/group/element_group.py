@@ -1,0 +1,135 @@
+"""Group operations on the elements of a symmetry, without a network."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Draw
+from lightning_sym.symmetry.group.kinds import factors_of
+from lightning_sym.symmetry.group.saved import read_element, write_element
+from lightning_sym.symmetry.tracing.structure import Structure
+
+
+class ElementGroup:
+    """A symmetry group with the operations on its elements.
+
+    Args:
+        structure: The group.
+        fingerprint: Identifies the group; elements of other groups are rejected.
+
+    Attributes:
+        factors: What elements are products of.
+    """
+
+    def __init__(self, structure: Structure, fingerprint: str) -> None:
+        self.structure, self.fingerprint = structure, fingerprint
+        self.factors = factors_of(structure)
+
+    @property
+    def units(self) -> int:
+        """The number of units, and the length of a permutation."""
+        return self.structure.units
+
+    @property
+    def scales(self) -> int:
+        """The number of independent scales, including those inside GL(d) blocks."""
+        return int(self.structure.magnitudes.shape[1])
+
+    @property
+    def signs(self) -> int:
+        """The number of independent signs, including those inside GL(d) blocks."""
+        return int(self.structure.signs.shape[1])
+
+    def identity(self) -> Element:
+        """Return the identity element."""
+        return self.factors.identity(self.fingerprint)
+
+    def sample(
+        self,
+        generator: torch.Generator | None = None,
+        *,
+        scale: float = 0.5,
+        permutations: bool = True,
+        signs: bool = True,
+        mixing: bool = True,
+        shifts: bool = True,
+    ) -> Element:
+        """Draw a random element.
+
+        Args:
+            generator: Generator of the random numbers; by default the global one.
+            scale: Standard deviation of the natural logarithms of scales and of the singular values of GL(d) matrices,
+                and of the translations. 0 leaves all magnitudes unchanged.
+            permutations: Whether units are permuted, uniformly over all permutations of each cell and of the blocks.
+            signs: Whether signs are drawn.
+            mixing: Whether GL(d) blocks and streams get random matrices (uniform if orthogonal), layer norms
+                rank-one maps, and rotary pairs phases (uniform).
+            shifts: Whether translations are drawn.
+
+        Raises:
+            TypeError: If `generator` is neither a generator nor None.
+            ValueError: If `scale` is negative or not finite.
+        """
+        if not (generator is None or isinstance(generator, torch.Generator)):
+            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+        if not (math.isfinite(scale) and scale >= 0):
+            raise ValueError(f"scale must be a finite number >= 0, got {scale}")
+        return self.drawn(Draw(generator, scale, permutations, signs, mixing, shifts))
+
+    def drawn(self, draw: Draw) -> Element:
+        """Draw a random element, as a `Draw` says; see :meth:`sample`."""
+        return self.factors.sample(self.fingerprint, draw)
+
+    def compose(self, second: Element, first: Element) -> Element:
+        """Return the composition that applies `first`, then `second`.
+
+        Raises:
+            ValueError: If an element belongs to another network's symmetry.
+        """
+        self._own(second, first)
+        return self.factors.compose(second, first)
+
+    def inverse(self, element: Element) -> Element:
+        """Return the inverse of an element."""
+        self._own(element)
+        return self.factors.inverse(element)
+
+    def save(self, element: Element, path: str | Path) -> Path:
+        """Write an element to a file of safetensors, with the fingerprint of the group.
+
+        Args:
+            element: From this symmetry.
+            path: The file, whose name ends in ``.safetensors``. An element that is there is replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: If the element belongs to another network's symmetry, or the path ends otherwise.
+        """
+        self._own(element)
+        return write_element(element, path)
+
+    def load(self, path: str | Path) -> Element:
+        """Read an element that :meth:`save` wrote.
+
+        Args:
+            path: The file.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If it holds no element, one of another symmetry, or numbers that no element has.
+        """
+        return self.factors.of(self.fingerprint, read_element(path, self.fingerprint))
+
+    def _own(self, *elements: Element) -> None:
+        for element in elements:
+            if not isinstance(element, Element):
+                raise TypeError(f"expected an element of this symmetry, got {type(element).__name__}")
+            if element.group != self.fingerprint:
+                raise ValueError(
+                    "the element belongs to the symmetry of another network; expected one made by this symmetry's "
+                    "identity() or sample()"
+                )

@@ -1,0 +1,460 @@
+"""The factors of a symmetry group: kinds of changes, each of which is a group, with one interface.
+
+An element is a product of one part per factor. Of two factors the one that acts later is *outer*; it carries the inner
+one into itself: with parts g and n, :math:`g n g^{-1}` is a part of the inner factor again. One formula then composes
+all kinds (docs/theory/intertwiners.md, 4): with g the outer parts of the first element, part f of ``second first`` is
+the product of :math:`g^{-1} f_2 g` and :math:`f_1`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.group.element import Element, Part
+from lightning_sym.symmetry.rearranging import Summand
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+P = TypeVar("P", bound=Part)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a random element is drawn from; see :meth:`Symmetry.sample`.
+
+    Each factor takes the attributes that are about it: discrete ones `permutations` or `signs`, continuous ones
+    `mixing` or `shifts`, or `scale` alone. With all of these off and `scale` 0 every part is the identity.
+
+    Attributes:
+        generator: Where randomness comes from; None for the global generator.
+        scale: Standard deviation of logarithms of magnitudes, and of shifts. At least 0.
+        permutations: Whether units change places.
+        signs: Whether signs change.
+        mixing: Whether matrices, rotations, tilts and phases are drawn.
+        shifts: Whether shifts are drawn.
+        cycles: Whether all units that can move do, in one cycle per cell.
+        most: How many units a rotation changes at most; None for all.
+    """
+
+    generator: torch.Generator | None
+    scale: float = 0.5
+    permutations: bool = True
+    signs: bool = True
+    mixing: bool = True
+    shifts: bool = True
+    cycles: bool = False
+    most: int | None = None
+
+
+class Gains(dict[str, Tensor]):
+    """The gains between which rotations and tilts act, by name, in double precision."""
+
+    def learn(self, name: str, tensors: Mapping[str, Tensor], what: str, at: Tensor | None = None) -> None:
+        """Keep a gain, before it changes.
+
+        Args:
+            name: Its name; where it is not among the tensors, it is missed as soon as it is needed.
+            tensors: Parameters, by name.
+            what: What acts between the gains, for the message.
+            at: The entries that must not be zero; all if None.
+
+        Raises:
+            ValueError: If such an entry is zero.
+        """
+        if name in self or name not in tensors:
+            return
+        gain = tensors[name].detach().to("cpu", torch.float64, copy=True).reshape(-1)
+        if not bool((gain if at is None else gain[at]).all()):
+            raise ValueError(
+                f"the gain {name} holds a zero, through which no {what} passes; expected gains other than zero, or an "
+                f"element without {what}s: sample(mixing=False)"
+            )
+        self[name] = gain
+
+    def of(self, name: str, what: str) -> Tensor:
+        """Return a gain.
+
+        Raises:
+            ValueError: If it is not known.
+        """
+        if name not in self:
+            raise ValueError(
+                f"a {what} acts behind the gain {name}, which is not there; expected the network itself beside what is "
+                f"changed, or an element without {what}s: sample(mixing=False)"
+            )
+        return self[name]
+
+
+class LinearAction:
+    """What one part of an element does by matrices, on single axes."""
+
+    def learn(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the gains between which it acts, if there are such.
+
+        Raises:
+            ValueError: If a gain holds a zero.
+        """
+
+    def acts_at(self, slot: Slot) -> bool:
+        """Return whether it changes what stands in a slot."""
+        raise NotImplementedError
+
+    def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Return what it makes of one axis of a tensor, as it acts at the slot."""
+        raise NotImplementedError
+
+    def require(self, tap: Tap, slot: Slot) -> None:
+        """Check that it acts on a value inside the network by a matrix.
+
+        Raises:
+            ValueError: If it does not.
+        """
+
+
+class Factor(ABC, Generic[P]):
+    """One factor of a symmetry group. Subclasses are listed, from the outermost inwards, in `group/kinds.py`.
+
+    Parts act in the reverse order of that list. A factor stands where all factors before it carry it into itself, and
+    where it carries all factors behind it into themselves; if it does not commute with one of these, the method
+    `carried` of that one has to take it into account.
+
+    Weight matching, distances of orbits and canonical forms know a new factor only by :meth:`settled`; without it, two
+    members of an orbit may have different canonical forms (a note says so) and a distance above 0. Matching asks the
+    factors that it names for :meth:`best_match`.
+
+    Args:
+        group: All factors of the group.
+
+    Attributes:
+        name: The name of its part in elements.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, group: "Factors") -> None:
+        self.group, self.structure = group, group.structure
+
+    # The group.
+
+    @abstractmethod
+    def identity(self) -> P:
+        """Return the part that changes nothing."""
+
+    @abstractmethod
+    def is_identity(self, own: P) -> bool:
+        """Return whether a part changes nothing."""
+
+    @abstractmethod
+    def sample(self, draw: Draw) -> P:
+        """Draw a random part."""
+
+    @abstractmethod
+    def compose(self, later: P, earlier: P) -> P:
+        """Return the product of two parts, of which `earlier` acts first."""
+
+    @abstractmethod
+    def inverse(self, own: P) -> P:
+        """Return the inverse of a part."""
+
+    def carried(self, own: P, by: Element, back: Element) -> P:
+        """Return :math:`g n g^{-1}` for a part n and the outer parts g of an element.
+
+        By default that is n: right where all outer factors commute with this one. A permutation seldom does; where it
+        brings the content of each position from is `self.group.source(by.permutation)`.
+
+        Args:
+            own: n.
+            by: The element; only its outer parts count.
+            back: Its inverse, as far as its outer parts go.
+        """
+        return own
+
+    # Its size.
+
+    @property
+    def dimension(self) -> int:
+        """The dimension of its continuous part."""
+        return 0
+
+    @property
+    def log_order(self) -> float:
+        """Natural logarithm of the order of its discrete part."""
+        return 0.0
+
+    def dimension_at(self, offsets: Collection[int]) -> int:
+        """Return the dimension of what acts by matrices at some slots, given by their offsets."""
+        return 0
+
+    def describe(self) -> Iterable[str]:
+        """Yield lines on what it is, for `print(symmetry)`."""
+        return ()
+
+    # Its action.
+
+    def linear_action(self, own: P, gains: Gains) -> LinearAction | None:
+        """Return what a part does by matrices; None where it changes nothing in this way."""
+        return None
+
+    def multipliers(self, own: P) -> Floats | None:
+        """Return for each position of all slots by what a part multiplies it, before it moves; None for nothing."""
+        return None
+
+    def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
+        """Return what a part adds to tensors before anything else acts, by name; of shapes that broadcast to theirs.
+
+        All factors see the tensors as they were; what they add is summed up.
+
+        What all factors add is found from the same tensors, those of the network as it is, and then added up. An
+        optimiser's state does not see it. So this is for numbers that do not depend on what other factors add to the
+        same tensor; what multiplies units belongs into :meth:`multipliers`.
+
+        Args:
+            own: The part.
+            tensors: Parameters and buffers, by name.
+        """
+        return {}
+
+    def shown(self, own: P, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return what a part adds to a value inside the network before anything else acts; None for nothing.
+
+        Args:
+            own: The part.
+            tap: The value.
+            tensors: The network's parameters before, by name; None where nobody has them.
+        """
+        return None
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions in which it moves parameters and nothing else.
+
+        Args:
+            parameters: By name, float64.
+            tensors: Parameters and buffers, by name.
+
+        Returns:
+            Shape (numbers of all parameters, directions).
+        """
+        return sparse.csr_matrix((sum(own.size for own in parameters.values()), 0))
+
+    def settled(self, tensors: Mapping[str, Tensor]) -> P:
+        """Return the part that brings tensors to a domain of their own on each orbit, whatever other factors do.
+
+        Most factors have no such domain; they return the identity.
+
+        Args:
+            tensors: Parameters and buffers, by name.
+        """
+        return self.identity()
+
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> P | None:
+        """Return the part that brings parameters nearest to others, of those that change no norm; None if it has none.
+
+        It acts on the units of one orbit, where they are.
+
+        Args:
+            target: Parameters of the reference, by name.
+            current: Those of the network that is moved, gains included.
+            orbit: The number of the orbit.
+        """
+        return None
+
+    # Coordinates near the identity.
+
+    def coordinates(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its coordinates, which are 0 at the identity, by name."""
+        return {}
+
+    def at(self, coordinates: Mapping[str, Tensor]) -> P:
+        """Return the part at some coordinates: their exponential.
+
+        Args:
+            coordinates: By name, of the shapes that :meth:`coordinates` gives, float64.
+        """
+        return self.identity()
+
+    def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the derivative of a loss of the moved weights with respect to the coordinates, at 0.
+
+        Args:
+            weights: Parameters, by name, float64.
+            gradients: Those of the loss, of the same names and shapes.
+        """
+        return {}
+
+    # Files.
+
+    def check(self, own: P) -> None:
+        """Check that a part is one of this factor.
+
+        Raises:
+            ValueError: If shapes, types or numbers are not those of a part.
+        """
+        same = self.identity()
+        expected, found = _members(same), _members(own)
+        if isinstance(own, tuple) != isinstance(same, tuple) or len(expected) != len(found):
+            raise ValueError(f"{self.name} has {len(found)} tensors; expected {len(expected)}")
+        for one, two in zip(expected, found, strict=True):
+            fits = two.shape == one.shape or (isinstance(own, tuple) and self._fits(two))
+            if not (fits and two.dtype == one.dtype and bool(two.isfinite().all())):
+                raise ValueError(
+                    f"{self.name} holds a tensor of shape {list(two.shape)} and type {two.dtype}, or numbers that are "
+                    f"not finite; expected finite numbers of shape {list(one.shape)} and type {one.dtype}"
+                )
+
+    def _fits(self, member: Tensor) -> bool:
+        """Return whether a member of a part has another shape than the identity's, that is allowed, too."""
+        return False
+
+
+def _members(part: Part) -> tuple[Tensor, ...]:
+    return part if isinstance(part, tuple) else (part,)
+
+
+class Additive(Factor[Tensor]):
+    """A factor whose parts are vectors that add."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number of entries of a part."""
+
+    def identity(self) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(self.size, dtype=torch.float64)
+
+    def is_identity(self, own: Tensor) -> bool:
+        """Return whether all entries are zero."""
+        return not bool(own.any())
+
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        """Return the sum."""
+        return later + earlier
+
+    def inverse(self, own: Tensor) -> Tensor:
+        """Return the negative."""
+        return -own
+
+
+class Factors:
+    """All factors of one group, from the outermost, which acts last, to the innermost.
+
+    Args:
+        structure: The group, as arrays.
+        kinds: The classes of the factors.
+    """
+
+    def __init__(self, structure: Structure, kinds: Sequence[type[Factor[Any]]]) -> None:
+        self.structure = structure
+        self._by_name = {kind.name: kind(self) for kind in kinds}
+
+    def __iter__(self) -> Iterator[Factor[Any]]:
+        return iter(self._by_name.values())
+
+    def __getitem__(self, name: str) -> Factor[Any]:
+        return self._by_name[name]
+
+    def source(self, permutation: Tensor) -> Ints:
+        """Return for each position of all slots the position whose content a permutation of units brings there."""
+        structure = self.structure
+        source, image = np.arange(structure.magnitudes.shape[0]), structure.comes(permutation.numpy())
+        for orbit, (units, columns) in enumerate(zip(structure.orbits, structure.columns, strict=True)):
+            if structure.copies_of(orbit) or not np.array_equal(image[units], units):
+                source[columns] = structure.arriving(orbit, "columns", image)
+        return source
+
+    @property
+    def inwards(self) -> list[Factor[Any]]:
+        """The factors in the order in which they act."""
+        return [*self][::-1]
+
+    def identity(self, group: str) -> Element:
+        """Return the identity; `group` is the fingerprint of the symmetry."""
+        return Element(group, {factor.name: factor.identity() for factor in self})
+
+    def compose(self, second: Element, first: Element) -> Element:
+        """Return the product of two elements, of which `first` acts first."""
+        parts, undoing = {}, _Undoing(self, first)
+        for factor in self:
+            later, earlier = second.parts[factor.name], first.parts[factor.name]
+            if not factor.is_identity(later):
+                pulled = factor.carried(later, undoing.outside(factor), first)
+                earlier = pulled if factor.is_identity(earlier) else factor.compose(pulled, earlier)
+            parts[factor.name] = earlier
+        return Element(first.group, parts)
+
+    def inverse(self, element: Element) -> Element:
+        """Return the inverse of an element."""
+        return _Undoing(self, element).outside(None)
+
+    def is_identity(self, element: Element) -> bool:
+        """Return whether an element changes nothing."""
+        return all(factor.is_identity(element.parts[factor.name]) for factor in self)
+
+    def settled(self, group: str, tensors: Mapping[str, Tensor]) -> Element:
+        """Return the element that brings tensors to where factors settle them; see :meth:`Factor.settled`."""
+        return Element(group, {factor.name: factor.settled(tensors) for factor in self})
+
+    def sample(self, group: str, draw: Draw) -> Element:
+        """Draw an element."""
+        return Element(group, {factor.name: factor.sample(draw) for factor in self})
+
+    def of(self, group: str, tensors: Mapping[str, Tensor], *, check: bool = True) -> Element:
+        """Return the element that holds some tensors, as :meth:`Element.tensors` gives them.
+
+        Args:
+            group: The fingerprint of the symmetry.
+            tensors: The tensors, by name.
+            check: Whether to check shapes, types and numbers.
+
+        Raises:
+            ValueError: If they are not those of an element.
+        """
+        left, parts = dict(tensors), dict[str, Part]()
+        for factor in self:
+            same = factor.identity()
+            if isinstance(same, Tensor):
+                names = [factor.name]
+            else:
+                names = [f"{factor.name}.{number}" for number in range(len(same))]
+            if missing := [name for name in names if name not in left]:
+                raise ValueError(
+                    f"there is no {missing[0]} among the tensors of the element; expected those of an element of this "
+                    "symmetry, written by this version"
+                )
+            found = tuple(left.pop(name).detach().cpu() for name in names)
+            parts[factor.name] = found[0] if isinstance(same, Tensor) else found
+            if check:
+                factor.check(parts[factor.name])
+        if left:
+            raise ValueError(f"no element of this symmetry has {', '.join(sorted(left))}")
+        return Element(group, parts)
+
+
+class _Undoing:
+    """The inverse of an element, found from the outermost part inwards, as far as it is asked for.
+
+    Args:
+        factors: Those of the group.
+        element: The element.
+    """
+
+    def __init__(self, factors: Factors, element: Element) -> None:
+        self._element, self._left = element, [*factors.inwards]
+        self._found = factors.identity(element.group)
+
+    def outside(self, factor: Factor[Any] | None) -> Element:
+        """Return the inverse of the parts outside of a factor; of all for None."""
+        while self._left and self._left[-1] is not factor:
+            own = self._left.pop()
+            part = self._element.parts[own.name]
+            if not own.is_identity(part):  # (g n)^-1 = g^-1 (g n^-1 g^-1)
+                undone = own.carried(own.inverse(part), self._element, self._found)
+                self._found = self._found.replaced(**{own.name: undone})
+        return self._found

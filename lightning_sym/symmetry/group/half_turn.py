@@ -1,0 +1,114 @@
+"""Half turns of sines and cosines: docs/theory/intertwiners.md, 2.17."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.arrays import Floats, Ints, odd, on_axes
+from lightning_sym.symmetry.described import listed
+from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.group.diagonal import Sign
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.rearranging import Summand
+
+_MOST = 2  # half turns of a random element, in either direction
+
+
+class HalfTurn(Additive):
+    """A whole number per bias entry in front of a sine: so many half periods are added; odd numbers flip what reads it.
+
+    With the signs, these are the infinite dihedral group of each unit.
+    """
+
+    name = "half_turn"
+
+    @property
+    def size(self) -> int:
+        """The number of entries of a part."""
+        return len(self.structure.half_turns.place)
+
+    def sample(self, draw: Draw) -> Tensor:
+        """Draw whole numbers from -2 to 2, all being equally likely; even ones where odd ones are not allowed."""
+        if not (draw.signs and self.size):
+            return self.identity()
+        drawn = torch.randint(-_MOST, _MOST + 1, (self.size,), generator=draw.generator).double()
+        return torch.where(torch.from_numpy(self.structure.half_turns.odd), drawn, 2 * (drawn / 2).trunc())
+
+    def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
+        """Return the numbers of the entries that come, with the signs that their biases get."""
+        sign = self.group["sign"]
+        assert isinstance(sign, Sign)
+        place = self.structure.half_turns.place
+        signed = own * torch.from_numpy(sign.multipliers(by.sign)[place])
+        return signed[torch.from_numpy(self._number[self.group.source(by.permutation)[place]])]
+
+    @cached_property
+    def _number(self) -> Ints:
+        """For each position of all slots the number of the half turn there, or -1."""
+        number = np.full(self.structure.magnitudes.shape[0], -1)
+        number[self.structure.half_turns.place] = np.arange(self.size)
+        return number
+
+    def multipliers(self, own: Tensor) -> Floats:
+        """Return for each position of all slots the sign by which it is multiplied, before it moves."""
+        numbers = own.numpy() % 2
+        return np.where(odd(self.structure.half_turns.flips @ numbers), -1.0, 1.0)
+
+    def added(self, own: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
+        """Return what is added to biases, before all else."""
+        amount = own * torch.from_numpy(self.structure.half_turns.size)
+        return {name: [Summand(amount[at])] for name, at in self.parts.items() if bool(amount[at].any())}
+
+    def shown(self, own: Tensor, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return what is added to a value between the bias and the sine; None for nothing."""
+        front = tap.in_front
+        if front is None or front.bias not in self.parts:
+            return None
+        at, size = self.parts[front.bias], self.structure.half_turns.size
+        amount = (front.times * own.numpy() * size)[at][front.entries]
+        shown = torch.from_numpy(on_axes(amount.ravel(), amount.shape, front.axes, len(tap.shape)))
+        return shown if bool(shown.any()) else None
+
+    @cached_property
+    def parts(self) -> dict[str, slice]:
+        """For each bias, which half turns are its."""
+        found, first = {}, 0
+        for name, count in zip(self.structure.half_turns.biases, self.structure.half_turns.counts, strict=True):
+            found[name] = slice(first, first + count)
+            first += count
+        return found
+
+    def describe(self) -> Iterable[str]:
+        """Yield a line on the biases that take up half periods."""
+        turns = self.structure.half_turns
+        if self.size:
+            some = "" if turns.odd.all() else f" ({int((~turns.odd).sum())} of them in even numbers only)"
+            yield (
+                f"half turns, {self.size} of sines and cosines, whole numbers of which biases take up{some}: "
+                + listed(list(turns.biases))
+            )
+
+    def settled(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the half turns after which biases lie in (-p / 2, p / 2] for half a period p, or a period."""
+        turns, found = self.structure.half_turns, self.identity()
+        for name, at in self.parts.items():
+            bias = tensors[name].detach().to("cpu", torch.float64)
+            step = torch.where(torch.from_numpy(turns.odd[at]), 1.0, 2.0)
+            size = torch.from_numpy(turns.size[at]) * step
+            found[at] = -(bias / size - 0.5).ceil() * step  # into (-size / 2, size / 2]
+        return found
+
+    def check(self, own: Tensor) -> None:
+        """Check that a part is one of this factor.
+
+        Raises:
+            ValueError: If a number is not whole, or odd where only even ones are allowed.
+        """
+        super().check(own)
+        step = torch.where(torch.from_numpy(self.structure.half_turns.odd), 1.0, 2.0)
+        if not bool((own % step == 0).all()):
+            raise ValueError("half_turn holds numbers that are not whole, or odd ones where only even ones are allowed")

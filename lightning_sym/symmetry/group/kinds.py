@@ -1,0 +1,20 @@
+"""The factors that a symmetry group has. A new kind of symmetry is a class, and a line here."""
+
+from lightning_sym.symmetry.group.diagonal import Scale, Sign
+from lightning_sym.symmetry.group.factor import Factors
+from lightning_sym.symmetry.group.half_turn import HalfTurn
+from lightning_sym.symmetry.group.matrix import Matrix
+from lightning_sym.symmetry.group.permutation import Permutation
+from lightning_sym.symmetry.group.phase import Phase
+from lightning_sym.symmetry.group.rotation import Rotations
+from lightning_sym.symmetry.group.shift import Shift
+from lightning_sym.symmetry.group.tilt import Tilts
+from lightning_sym.symmetry.tracing.structure import Structure
+
+# From the outermost, which acts last, to the innermost: each carries those behind it.
+KINDS = (Permutation, Scale, Sign, Matrix, Rotations, Phase, HalfTurn, Tilts, Shift)
+
+
+def factors_of(structure: Structure) -> Factors:
+    """Return the factors of a group."""
+    return Factors(structure, KINDS)

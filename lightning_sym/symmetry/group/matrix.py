@@ -1,0 +1,239 @@
+"""Invertible matrices on dense cells: units between linear layers."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym._linear_algebra import polar_factor, random_orthogonal
+from lightning_sym.symmetry.arrays import Floats, together
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+Matrices = tuple[Tensor, ...]
+
+
+class Matrix(Factor[Matrices]):
+    """Any invertible matrix A per dense cell: it acts on what writes the units, its inverse transpose on what reads."""
+
+    name = "dense"
+
+    def identity(self) -> Matrices:
+        """Return the part that changes nothing: one matrix for all cells of a size."""
+        return self.structure.same
+
+    def is_identity(self, own: Matrices) -> bool:
+        """Return whether a part changes nothing."""
+        return not changed(own, self.structure)
+
+    def sample(self, draw: Draw) -> Matrices:
+        """Draw matrices whose singular vectors are uniform, and whose singular values are log-normal."""
+        if not draw.mixing:
+            return self.identity()
+        drawn = []
+        for cell in self.structure.dense:
+            left, right = (random_orthogonal(len(cell), draw.generator) for _ in range(2))
+            sizes = draw.scale * torch.randn(len(cell), dtype=torch.float64, generator=draw.generator)
+            drawn.append((left * sizes.exp()) @ right)
+        return tuple(drawn)
+
+    def compose(self, later: Matrices, earlier: Matrices) -> Matrices:
+        """Return the product of two parts, of which `earlier` acts first."""
+        return tuple(
+            two if one is same else one if two is same else one @ two
+            for one, two, same in zip(later, earlier, self.structure.same, strict=True)
+        )
+
+    def inverse(self, own: Matrices) -> Matrices:
+        """Return the inverse of a part."""
+        found = list(own)
+        cells = sorted(changed(own, self.structure))
+        for cell, matrix in zip(cells, inverted([own[cell] for cell in cells]), strict=True):
+            found[cell] = matrix
+        return tuple(found)
+
+    def carried(self, own: Matrices, by: Element, back: Element) -> Matrices:
+        """Return the matrices of the cells that come, for each place."""
+        first = torch.tensor([int(cell[0]) for cell in self.structure.dense], dtype=torch.int64)
+        came = self.structure.cell_of[by.permutation[first].numpy()]
+        return tuple(own[cell] for cell in came.tolist())
+
+    @property
+    def dimension(self) -> int:
+        """The number of the matrices' entries."""
+        return sum(len(cell) ** 2 for cell in self.structure.dense)
+
+    def dimension_at(self, offsets: Collection[int]) -> int:
+        """Return the dimension of the matrices that act at some slots, given by their offsets."""
+        places = self.structure.dense_places
+        cells = {cell for at in offsets for own, _, _ in places.get(at, ()) for cell in own}
+        return sum(len(self.structure.dense[cell]) ** 2 for cell in cells)
+
+    def linear_action(self, own: Matrices, gains: Gains) -> "MatrixAction | None":
+        """Return what a part does by matrices; None for the identity."""
+        cells = changed(own, self.structure)
+        return MatrixAction(self.structure, own, cells) if cells else None
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions of all entries; see :class:`Factor`."""
+        structure = self.structure
+        starts = np.cumsum([0, *(own.size for own in parameters.values())]).tolist()
+        entries = np.cumsum([0, *(len(cell) ** 2 for cell in structure.dense)]).tolist()
+        result = sparse.csr_matrix((starts[-1], entries[-1]))
+        for start, (name, weights) in zip(starts, parameters.items(), strict=False):
+            for slot in structure.slots_of.get(name, ()):
+                number = torch.arange(weights.size).view(weights.shape)
+                for cells, positions, read in structure.dense_places.get(slot.offset, ()):
+                    rows = together(number, slot.axes).numpy()
+                    # Entry (i, j) adds row j to row i where units are put out, and takes i off j where they are read.
+                    for cell, at in ((cell, at) for own in positions for cell, at in zip(cells, own, strict=True)):
+                        into, of = np.indices((len(at), len(at))).reshape(2, -1)[:: -1 if read else 1]
+                        to, rates = rows[at[into]], weights.ravel()[rows[at[of]]] * (-1 if read else 1)
+                        column = np.repeat(entries[cell] + np.arange(len(into)), to[0].size)
+                        moved = (rates.ravel(), (start + to.ravel(), column))
+                        result = result + sparse.csr_matrix(moved, shape=result.shape)
+        return result
+
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
+        """Return the orthogonal matrices that bring parameters nearest to others; see :class:`Factor`."""
+        cells = self.structure.cell_of[self.structure.orbits[orbit]]
+        products = {cell: torch.zeros(0) for cell in np.unique(cells[cells >= 0]).tolist()}
+        for (_, own, _, ours), (_, _, _, theirs) in zip(
+            cell_slices(self.structure, target), cell_slices(self.structure, current), strict=True
+        ):
+            for place, cell in enumerate(own):
+                if cell in products:
+                    product = ours[place] @ theirs[place].mT
+                    products[cell] = product if not len(products[cell]) else products[cell] + product
+        found = list(self.structure.same)
+        for cell, product in products.items():
+            found[cell] = polar_factor(product) if len(product) else found[cell]
+        return tuple(found) if products else None
+
+    def coordinates(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the matrices' logarithms."""
+        return {f"matrix {index}": (len(cell), len(cell)) for index, cell in enumerate(self.structure.dense)}
+
+    def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
+        """Return the part at some coordinates: their exponential."""
+        return tuple(torch.linalg.matrix_exp(coordinates[name]) for name in self.coordinates())
+
+    def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the derivative with respect to the coordinates; see :class:`Factor`."""
+        found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.coordinates().items()}
+        slices = zip(cell_slices(self.structure, weights), cell_slices(self.structure, gradients), strict=True)
+        for (_, cells, read, own), (_, _, _, gradient) in slices:
+            products = -own @ gradient.mT if read else gradient @ own.mT
+            for cell, product in zip(cells, products, strict=True):
+                found[f"matrix {cell}"] += product
+        return found
+
+
+def changed(matrices: Matrices, structure: Structure) -> set[int]:
+    """Return the numbers of the cells whose matrices are no identities."""
+    pairs = enumerate(zip(matrices, structure.same, strict=True))
+    return {cell for cell, (own, same) in pairs if not (own is same or torch.equal(own, same))}
+
+
+class MatrixAction(LinearAction):
+    """What invertible matrices do on single axes.
+
+    Args:
+        structure: The group.
+        matrices: One per dense cell.
+        cells: The numbers of those that change anything.
+    """
+
+    def __init__(self, structure: Structure, matrices: Matrices, cells: Collection[int]) -> None:
+        self.structure, self.matrices, self.cells = structure, matrices, cells
+
+    def acts_at(self, slot: Slot) -> bool:
+        """Return whether a matrix changes what stands in a slot."""
+        places = self.structure.dense_places.get(slot.offset, ())
+        return any(cell in self.cells for cells, _, _ in places for cell in cells)
+
+    @cached_property
+    def _inverse_transposes(self) -> Matrices:
+        found, cells = list(self.matrices), sorted(self.cells)
+        for cell, inverse in zip(cells, inverted([found[cell] for cell in cells]), strict=True):
+            found[cell] = inverse.mT
+        return tuple(found)
+
+    def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let matrices act on one axis: A where units are written, its inverse transpose where they are read."""
+        shape, size = tensor.shape, tensor.shape[axis]
+        lines = tensor.reshape(math.prod(shape[:axis]), size, -1)
+        acting = [
+            (cells, at, read)
+            for cells, positions, read in self.structure.dense_places.get(slot.offset, ())
+            for at in positions  # (cells, size)
+        ]
+        # What no matrix reaches stays.
+        result = torch.empty_like(lines) if sum(at.size for _, at, _ in acting) == size else lines.clone()
+        for cells, at, read in acting:
+            inner = np.argsort(at[:, 0])  # blocks in a row need not be looked for
+            cells, at = [cells[index] for index in inner], at[inner]
+            own = self._inverse_transposes if read else self.matrices
+            matrices = torch.stack([own[cell] for cell in cells]).to(tensor)
+            first, count = int(at[0, 0]), at.size
+            if np.array_equal(at.ravel(), np.arange(first, first + count)):
+                _multiply(matrices, lines.narrow(1, first, count), result.narrow(1, first, count))
+            else:
+                index = torch.from_numpy(at.ravel()).to(tensor.device)
+                old = lines.index_select(1, index)
+                result.index_copy_(1, index, _multiply(matrices, old, torch.empty_like(old)))
+        return result.reshape(shape)
+
+
+def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inverses of square matrices, those of one size found together."""
+    found = list(matrices)
+    for size in {len(matrix) for matrix in matrices}:
+        alike = [index for index, matrix in enumerate(matrices) if len(matrix) == size]
+        inverses = torch.linalg.inv(torch.stack([matrices[index] for index in alike]))
+        for index, inverse in zip(alike, inverses.unbind(), strict=True):
+            found[index] = inverse
+    return found
+
+
+def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[int], bool, Tensor]]:
+    """Yield the weights into and out of each head.
+
+    Args:
+        structure: The group.
+        tensors: Parameters, by name; others are left out.
+
+    Yields:
+        The tensor's name; the indices of heads, all of one size; whether the weights are outgoing ones; and the
+        weights, shape (heads, size, entries), in the tensor's dtype.
+    """
+    for slot in structure.slots:
+        if slot.tensor not in tensors:
+            continue
+        for cells, positions, read in structure.dense_places.get(slot.offset, ()):
+            tensor = together(tensors[slot.tensor], slot.axes)
+            parts = [tensor[torch.from_numpy(at).to(tensor.device)].reshape(*at.shape, -1) for at in positions]
+            yield slot.tensor, cells, read, torch.cat(parts, -1)
+
+
+def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:
+    """Multiply matrices to blocks of an axis.
+
+    Args:
+        matrices: Shape (blocks, size, size).
+        lines: Shape (before, blocks x size, after).
+        out: Where the product goes, of the shape of `lines`.
+    """
+    blocks, size, _ = matrices.shape
+    old, new = (each.view(len(lines), blocks, size, -1) for each in (lines, out))
+    if lines.shape[2] == 1:
+        new.copy_(torch.bmm(old[..., 0].movedim(1, 0), matrices.mT).movedim(0, 1)[..., None])
+    else:
+        for number in range(len(lines)):
+            new[number] = torch.bmm(matrices, old[number])
+    return out

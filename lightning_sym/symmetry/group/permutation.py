@@ -1,0 +1,86 @@
+"""Permutations of units: within cells, and of whole blocks."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.group.factor import Draw, Factor
+
+
+class Permutation(Factor[Tensor]):
+    """Units of a cell change places freely, and so do whole blocks, member by member."""
+
+    name = "permutation"
+
+    def identity(self) -> Tensor:
+        """Return the part that changes nothing."""
+        return torch.arange(self.structure.units)
+
+    def is_identity(self, own: Tensor) -> bool:
+        """Return whether a part changes nothing."""
+        return torch.equal(own, self.identity())
+
+    def sample(self, draw: Draw) -> Tensor:
+        """Draw a permutation, all being equally likely; with `draw.cycles` one without fixed units, where there is."""
+        structure = self.structure
+        permutation = np.arange(structure.units)
+        if not draw.permutations:
+            return torch.from_numpy(permutation)
+        for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
+            if not movable or structure.cell_of[units[0]] >= 0:
+                continue
+            random = torch.rand(len(units), dtype=torch.float64, generator=draw.generator).numpy()
+            shuffled = units[np.lexsort((random, cells))]  # by cell, and at random within each
+            if draw.cycles:
+                begins = np.flatnonzero(np.diff(np.sort(cells))) + 1
+                permutation[shuffled] = np.concatenate([np.roll(own, -1) for own in np.split(shuffled, begins)])
+            else:
+                permutation[units[np.argsort(cells, kind="stable")]] = shuffled
+        for blocks in structure.blocks:
+            order = torch.randperm(len(blocks), generator=draw.generator).numpy()
+            new, old = (order, np.roll(order, 1)) if draw.cycles else (np.arange(len(blocks)), order)
+            permutation[blocks[new]] = permutation[blocks[old]]
+        return torch.from_numpy(permutation)
+
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        """Return the product of two parts, of which `earlier` acts first."""
+        return earlier[later]
+
+    def inverse(self, own: Tensor) -> Tensor:
+        """Return the inverse of a part."""
+        return torch.argsort(own)
+
+    def log_order_in(self, orbit: int) -> float:
+        """Return the natural logarithm of the number of permutations of an orbit's units within their cells."""
+        structure = self.structure
+        first = structure.orbits[orbit][0]
+        if not structure.movable[orbit] or structure.cell_of[first] >= 0 or structure.rotation_of[first] >= 0:
+            return 0.0  # they are among the matrices
+        return sum(math.lgamma(count + 1) for count in np.bincount(structure.cells[orbit]))
+
+    @property
+    def log_order(self) -> float:
+        """Natural logarithm of the number of permutations that are no matrices of another factor."""
+        inside = sum(self.log_order_in(orbit) for orbit in range(len(self.structure.orbits)))
+        return inside + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
+
+    def check(self, own: Tensor) -> None:
+        """Check that a part is one of this factor.
+
+        Raises:
+            ValueError: If it is no permutation, or takes units to places where they cannot go.
+        """
+        super().check(own)
+        structure, image = self.structure, own.numpy()
+        if not np.array_equal(np.sort(image), np.arange(structure.units)):
+            raise ValueError("permutation holds a number twice; expected each unit once")
+        for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
+            came = image[units]
+            inside = np.isin(came, units).all() and (movable or np.array_equal(came, units))
+            if inside:  # whole cells change places
+                pairs = np.unique(np.stack([cells, cells[structure.place_in_orbit[came]]]), axis=1)
+                inside = pairs.shape[1] == len(np.unique(cells))
+            if not inside:
+                raise ValueError("permutation moves units out of their axis or cell; expected an element of this group")

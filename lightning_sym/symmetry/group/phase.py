@@ -1,0 +1,172 @@
+"""Phases of the planes of rotary positions: docs/theory/intertwiners.md, 2.15."""
+
+import math
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Additive, Draw, Gains, LinearAction
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+
+class Phase(Additive):
+    """An angle per plane, by which the plane is turned."""
+
+    name = "phase"
+
+    @property
+    def size(self) -> int:
+        """The number of entries of a part."""
+        return self.structure.phases
+
+    def sample(self, draw: Draw) -> Tensor:
+        """Draw angles, all in [-pi, pi) being equally likely."""
+        if not draw.mixing:
+            return self.identity()
+        return (2 * torch.rand(self.size, dtype=torch.float64, generator=draw.generator) - 1) * math.pi
+
+    def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
+        """Return the angles of the planes that come, for each place."""
+        result, of = own.clone(), self.structure.phase_of
+        turned = np.flatnonzero(of >= 0)
+        result[torch.from_numpy(of[turned])] = own[torch.from_numpy(of[by.permutation.numpy()[turned]])]
+        return result
+
+    @property
+    def dimension(self) -> int:
+        """The number of planes."""
+        return self.size
+
+    def dimension_at(self, offsets: Collection[int]) -> int:
+        """Return the number of planes that stand at some slots, given by their offsets."""
+        return len({phase for at in offsets for phase in self.structure.turned_places.get(at, ([],))[0]})
+
+    def linear_action(self, own: Tensor, gains: Gains) -> "PhaseAction | None":
+        """Return what a part does by matrices; None for the identity."""
+        return None if self.is_identity(own) else PhaseAction(self.structure, own)
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions of the phases: the coordinates of each plane move by (-y, x)."""
+        blocks = [sparse.csr_matrix((0, self.size))]
+        for name, weights in parameters.items():
+            total = sparse.csr_matrix((weights.size, self.size))
+            number = np.arange(weights.size).reshape(weights.shape)
+            for slot in self.structure.slots_of.get(name, ()):
+                if slot.offset not in self.structure.turned_places:
+                    continue
+                phase, first, second = self.structure.turned_places[slot.offset]
+                for at, other, sign in ((first, second, -1.0), (second, first, 1.0)):
+                    rows = np.moveaxis(number, slot.axes[0], 0)[at].reshape(len(at), -1)
+                    rates = sign * np.moveaxis(weights, slot.axes[0], 0)[other].ravel()
+                    column = np.repeat(phase, rows.shape[1])
+                    total = total + sparse.csr_matrix((rates, (rows.ravel(), column)), shape=total.shape)
+            blocks.append(total)
+        return sparse.vstack(blocks).tocsr()
+
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Tensor | None:
+        """Return the angles that bring planes nearest to others; see :class:`Factor`."""
+        own = self.structure.phase_of[self.structure.orbits[orbit]]
+        if not (own >= 0).any():
+            return None
+        real, imaginary = self.identity(), self.identity()
+        for slot in self.structure.slots:
+            if slot.tensor in target and slot.offset in self.structure.turned_places:
+                phase, *places = self.structure.turned_places[slot.offset]
+                both = (held[slot.tensor].movedim(slot.axes[0], 0).reshape(slot.size, -1) for held in (target, current))
+                (x, y), (other_x, other_y) = ([held[torch.from_numpy(at)] for at in places] for held in both)
+                at = torch.from_numpy(phase)
+                real.index_add_(0, at, (x * other_x + y * other_y).sum(1).double().cpu())
+                imaginary.index_add_(0, at, (y * other_x - x * other_y).sum(1).double().cpu())
+        chosen = torch.from_numpy(own[own >= 0])
+        return self.identity().index_copy(0, chosen, torch.atan2(imaginary, real)[chosen])
+
+    def coordinates(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the angles."""
+        return {"phases": (self.size,)}
+
+    def at(self, coordinates: Mapping[str, Tensor]) -> Tensor:
+        """Return the part at some coordinates."""
+        return coordinates["phases"].clone()
+
+    def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the derivative with respect to the angles; see :class:`Factor`."""
+        found = self.identity()
+        for slot in self.structure.slots:
+            if slot.tensor not in weights or slot.offset not in self.structure.turned_places:
+                continue
+            phase, *places = self.structure.turned_places[slot.offset]
+            (x, y), (along_x, along_y) = (
+                [
+                    own[slot.tensor].movedim(slot.axes[0], 0).reshape(slot.size, -1)[torch.from_numpy(at)]
+                    for at in places
+                ]
+                for own in (weights, gradients)
+            )
+            found.index_add_(0, torch.from_numpy(phase), (along_y * x - along_x * y).sum(1))
+        return {"phases": found}
+
+
+class PhaseAction(LinearAction):
+    """What phases do on single axes.
+
+    Args:
+        structure: The group.
+        phase: The angle of each plane.
+    """
+
+    def __init__(self, structure: Structure, phase: Tensor) -> None:
+        self.structure, self.phase = structure, phase
+
+    def acts_at(self, slot: Slot) -> bool:
+        """Return whether a plane of a slot is turned."""
+        places = self.structure.turned_places.get(slot.offset)
+        return places is not None and bool(self.phase[torch.from_numpy(places[0])].any())
+
+    def require(self, tap: Tap, slot: Slot) -> None:
+        """Check that phases act on a value inside the network by a matrix.
+
+        Raises:
+            ValueError: If it shows some coordinates of planes only, or is half of what positions make of them.
+        """
+        phases = self.structure.phase_of[slot.unit.ravel()]
+        seen = (slot.unit.ravel() >= 0) & (phases >= 0)
+        if not seen.any() or not bool(self.phase[torch.from_numpy(phases[seen])].any()):
+            return
+        places = self.structure.turned_places.get(slot.offset)
+        if tap.half_turned or places is None or 2 * len(places[0]) != seen.sum():
+            raise ValueError(
+                f"{tap.name} shows coordinates of planes that the element turns, one by one, on which no matrix acts; "
+                "expected another tap, or an element without phases: sample(mixing=False)"
+            )
+
+    def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Turn the planes of one axis."""
+        phase, first, second = self.structure.turned_places[slot.offset]
+        return _turned(tensor, axis, self.phase[torch.from_numpy(phase)], first, second)
+
+
+def _turned(tensor: Tensor, axis: int, phase: Tensor, first: Ints, second: Ints) -> Tensor:
+    """Turn planes of an axis: (x, y) becomes (x cos - y sin, x sin + y cos).
+
+    Args:
+        tensor: Floating. Not changed.
+        axis: The axis on which the coordinates of planes stand.
+        phase: An angle for each plane. Shape (planes,), float64.
+        first: Where their first coordinates stand. Shape (planes,).
+        second: Where their second ones do. Shape (planes,).
+
+    Returns:
+        A new tensor of the same shape, dtype and device.
+    """
+    where = [torch.from_numpy(place).to(tensor.device) for place in (first, second)]
+    x, y = (tensor.index_select(axis, place) for place in where)
+    shape = [-1 if own == axis % tensor.ndim else 1 for own in range(tensor.ndim)]
+    cosine, sine = (function(phase).reshape(shape).to(tensor) for function in (torch.cos, torch.sin))
+    turned = torch.cat([x * cosine - y * sine, x * sine + y * cosine], axis)
+    return tensor.index_copy(axis, torch.cat(where), turned)

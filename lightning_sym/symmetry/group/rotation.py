@@ -1,0 +1,359 @@
+"""Orthogonal matrices on streams, between gains: docs/theory/intertwiners.md, 2.11."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym._linear_algebra import polar_factor, random_orthogonal
+from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.tracing.rotations import Rotation
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+NO_TURN = torch.zeros(0, 0, dtype=torch.float64)  # stands for the identity, of any size
+
+Turns = tuple[Tensor, ...]
+
+_ORTHOGONAL = 1e-8  # how far a matrix that is read from a file may be from an orthogonal one
+
+
+class Rotations(Factor[Turns]):
+    """An orthogonal matrix Q per stream; behind gains with diagonal D, :math:`D Q D^{-1}` acts."""
+
+    name = "rotation"
+
+    def identity(self) -> Turns:
+        """Return the part that changes nothing."""
+        return (NO_TURN,) * len(self.structure.rotations)
+
+    def is_identity(self, own: Turns) -> bool:
+        """Return whether a part changes nothing."""
+        return not any(len(turn) for turn in own)
+
+    def sample(self, draw: Draw) -> Turns:
+        """Draw matrices, all being equally likely."""
+        if not draw.mixing:
+            return self.identity()
+        return tuple(random_turn(own, draw.generator, most=draw.most) for own in self.structure.rotations)
+
+    def compose(self, later: Turns, earlier: Turns) -> Turns:
+        """Return the product of two parts, of which `earlier` acts first."""
+        pairs = zip(later, earlier, strict=True)
+        return tuple(one @ two if len(one) and len(two) else one if len(one) else two for one, two in pairs)
+
+    def inverse(self, own: Turns) -> Turns:
+        """Return the inverse of a part."""
+        return tuple(turn.mT for turn in own)
+
+    def carried(self, own: Turns, by: Element, back: Element) -> Turns:
+        """Return the matrices between permutations and the signs in front of all gains."""
+        result = list(self.identity())
+        for index, turn in enumerate(own):
+            if len(turn):
+                other, order, sign = self._brought(index, by)
+                result[other] = sign[:, None] * turn[order[:, None], order] * sign
+        return tuple(result)
+
+    def _brought(self, index: int, by: Element) -> tuple[int, Tensor, Tensor]:
+        """Return where an element carries a rotation's units, in front of all gains: x_a = sign_a x_order[a].
+
+        Returns:
+            The rotation in whose place they stand afterwards; for each of its units its place among these, shape
+            (size,); and its sign. Shape (size,).
+        """
+        structure, rotation = self.structure, self.structure.rotations[index]
+        other = int(structure.rotation_of[int(torch.argsort(by.permutation)[int(rotation.units[0])])])
+        came = by.permutation.numpy()[structure.rotations[other].units]
+        generators = structure.sign_table[rotation.orbit][structure.place_in_orbit[came]][:, rotation.plain_sign]
+        sign = by.sign[torch.from_numpy(generators)].prod(1)
+        return other, torch.from_numpy(structure.place_in_cell[came]), sign
+
+    @property
+    def dimension(self) -> int:
+        """The dimension of all matrices together."""
+        return sum(rotation.dimension for rotation in self.structure.rotations)
+
+    def dimension_at(self, offsets: Collection[int]) -> int:
+        """Return the dimension of the matrices that act at some slots, given by their offsets."""
+        places = self.structure.rotated_places
+        indices = {index for at in offsets for index, _, _ in places.get(at, ())}
+        return sum(self.structure.rotations[index].dimension for index in indices)
+
+    def linear_action(self, own: Turns, gains: Gains) -> "RotationAction | None":
+        """Return what a part does by matrices; None for the identity."""
+        action = RotationAction(self.structure, own, gains)
+        return action if action.moving else None
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions of antisymmetric matrices on streams that move parameters alone."""
+        found = [super().tangents(parameters, tensors)]
+        moved: dict[int, list[tuple[Slot, Ints, tuple[int, ...]]]] = {}
+        for slot in self.structure.slots:
+            for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
+                moved.setdefault(index, []).append((slot, at, powers))
+        for index, places in moved.items():
+            rotation = self.structure.rotations[index]
+            if not all(slot.tensor in parameters for slot, *_ in places):
+                continue
+            basis = _antisymmetric_basis(rotation.size, fixes_ones=rotation.fixes_ones)
+            change = {name: np.zeros((len(basis), *w.shape)) for name, w in parameters.items()}
+            gains = [parameters[name].ravel()[at] for name, at in rotation.gains]
+            for slot, at, powers in places:
+                factors = (gain ** float(k) for gain, k in zip(gains, powers, strict=True))
+                around = math.prod(factors, start=np.ones(len(at)))
+                rows = np.moveaxis(parameters[slot.tensor], slot.axes[0], 0)[at]
+                turned = np.tensordot(around[:, None] * basis / around, rows, 1)
+                np.moveaxis(change[slot.tensor], slot.axes[0] + 1, 1)[:, at] += turned
+            rates = np.concatenate([own.reshape(len(basis), -1) for own in change.values()], 1)
+            found.append(sparse.csr_matrix(rates.T))
+        return sparse.hstack(found).tocsr()
+
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Turns | None:
+        """Return the rotations of streams that bring parameters nearest to others; see :class:`Factor`."""
+        able = [index for index in rotatable(self.structure, current) if self.structure.rotations[index].orbit == orbit]
+        turns = list(self.identity())
+        for index in able:
+            products = weight_products(self.structure, index, target, current)
+            turns[index] = best_turn(self.structure.rotations[index], products)
+        return tuple(turns) if able else None
+
+    def coordinates(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the matrices' logarithms, of which the antisymmetric part counts."""
+        return {f"rotation {index}": (own.size, own.size) for index, own in enumerate(self.structure.rotations)}
+
+    def at(self, coordinates: Mapping[str, Tensor]) -> Turns:
+        """Return the part at some coordinates: their exponential."""
+        turns = []
+        for index, rotation in enumerate(self.structure.rotations):
+            matrix = antisymmetric(coordinates[f"rotation {index}"], rotation.fixes_ones)
+            turns.append(torch.linalg.matrix_exp(matrix) if bool(matrix.any()) else NO_TURN)
+        return tuple(turns)
+
+    def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the derivative with respect to the coordinates; see :class:`Factor`."""
+        found = {}
+        for index, rotation in enumerate(self.structure.rotations):
+            products = weight_products(self.structure, index, gradients, weights)
+            found[f"rotation {index}"] = antisymmetric(products, rotation.fixes_ones)
+        return found
+
+    def _fits(self, member: Tensor) -> bool:
+        return member.ndim == 2 and member.shape in {(own.size, own.size) for own in self.structure.rotations}
+
+    def check(self, own: Turns) -> None:
+        """Check that a part is one of this factor.
+
+        Raises:
+            ValueError: If a matrix is not orthogonal, or moves the vector of ones where a mean is taken off.
+        """
+        super().check(own)
+        for turn, rotation in zip(own, self.structure.rotations, strict=True):
+            if not len(turn):
+                continue
+            away = float((turn @ turn.mT - torch.eye(len(turn), dtype=turn.dtype)).abs().max())
+            away = max(away, float((turn.sum(1) - 1).abs().max()) if rotation.fixes_ones else 0.0)
+            if len(turn) != rotation.size or not away <= _ORTHOGONAL:
+                raise ValueError(
+                    f"rotation holds a matrix that is no rotation of {rotation.size} units ({away:.1g} off)"
+                )
+
+
+class RotationAction(LinearAction):
+    """What orthogonal matrices do on single axes.
+
+    Args:
+        structure: The group.
+        turns: One per rotation, or an empty one.
+        gains: The gains between which they act.
+    """
+
+    def __init__(self, structure: Structure, turns: Turns, gains: Gains) -> None:
+        self.structure, self.gains = structure, gains
+        self.turns: list[tuple[Ints, Tensor]] = []  # which units are moved at all, and the matrix among these
+        for matrix in turns:
+            change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
+            moved = torch.nonzero(change.any(0) | change.any(1)).ravel() if len(matrix) else torch.zeros(0).long()
+            self.turns.append((moved.numpy(), matrix[moved][:, moved]))
+
+    @property
+    def moving(self) -> bool:
+        """Whether any matrix moves anything."""
+        return any(len(moved) for moved, _ in self.turns)
+
+    def learn(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the gains between which the matrices act.
+
+        Raises:
+            ValueError: If a gain of units that move is zero.
+        """
+        for rotation, (moved, _) in zip(self.structure.rotations, self.turns, strict=True):
+            for name, at in rotation.gains if len(moved) else ():
+                self.gains.learn(name, tensors, "rotation", torch.from_numpy(at[moved]))
+
+    def acts_at(self, slot: Slot) -> bool:
+        """Return whether a matrix changes what stands in a slot."""
+        return any(len(self.turns[index][0]) for index, *_ in self.structure.rotated_places.get(slot.offset, ()))
+
+    def require(self, tap: Tap, slot: Slot) -> None:
+        """Check that the matrices act on a value inside the network.
+
+        Raises:
+            ValueError: If it holds squares.
+        """
+        if tap.squared and self.acts_at(slot):
+            raise ValueError(
+                f"{tap.name} holds squares of units that the element rotates, on which no matrix acts; expected "
+                "another tap, or an element without rotations: sample(mixing=False)"
+            )
+
+    def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let the matrices act on one axis, between gains."""
+        for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
+            moved, matrix = self.turns[index]
+            if not len(moved):
+                continue
+            for (name, place), power in zip(self.structure.rotations[index].gains, powers, strict=True):
+                if power:
+                    around = self.gains.of(name, "rotation")[torch.from_numpy(place[moved])] ** power
+                    matrix = around[:, None] * matrix / around
+            whole = np.array_equal(at[moved], np.arange(tensor.shape[axis]))
+            where = torch.from_numpy(at[moved]).to(tensor.device)
+            old = (tensor if whole else tensor.index_select(axis, where)).movedim(axis, -1)
+            new = (old @ matrix.to(tensor).mT).movedim(-1, axis)
+            tensor = new.contiguous() if whole else tensor.index_copy(axis, where, new)
+        return tensor
+
+
+def random_turn(rotation: Rotation, generator: torch.Generator | None, *, most: int | None = None) -> Tensor:
+    """Draw an orthogonal matrix, all being equally likely (of those that leave the vector of ones alone, if it must).
+
+    Args:
+        rotation: Of which cell.
+        generator: Where randomness comes from.
+        most: How many units it changes at most; any of them are equally likely. By default all.
+
+    Returns:
+        Shape (size, size), float64.
+    """
+    size = rotation.size if most is None else min(most, rotation.size)
+    matrix = random_orthogonal(size - rotation.fixes_ones, generator)
+    if rotation.fixes_ones:
+        reflection = ones_reflection(size)
+        around_first = torch.eye(size, dtype=torch.float64)
+        around_first[1:, 1:] = matrix
+        matrix = reflection @ around_first @ reflection
+    if size == rotation.size:
+        return matrix
+    chosen = torch.randperm(rotation.size, generator=generator)[:size]
+    whole = torch.eye(rotation.size, dtype=torch.float64)
+    whole[chosen[:, None], chosen] = matrix
+    return whole
+
+
+def ones_reflection(size: int) -> Tensor:
+    """Return the reflection that exchanges the first axis and the vector of ones. Shape (size, size), float64."""
+    normal = torch.full((size,), size**-0.5, dtype=torch.float64)
+    normal[0] -= 1
+    return torch.eye(size, dtype=torch.float64) - 2 * torch.outer(normal, normal) / normal.dot(normal)
+
+
+def stream_rows(
+    structure: Structure, index: int, tensors: Mapping[str, Tensor], gains: Mapping[str, Tensor]
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield the tensors that act on a stream, divided by the gains between which it rotates: one row per unit, by slot.
+
+    Args:
+        structure: The group.
+        index: The number of the rotation.
+        tensors: Parameters, by name; what is missing is left out.
+        gains: The gains, by name.
+    """
+    rotation = structure.rotations[index]
+    for slot in structure.slots:
+        if slot.tensor not in tensors:
+            continue
+        for number, at, powers in structure.rotated_places.get(slot.offset, ()):
+            if number == index:
+                tensor = tensors[slot.tensor].detach().movedim(slot.axes[0], 0)
+                rows = tensor.index_select(0, torch.from_numpy(at).to(tensor.device)).reshape(len(at), -1)
+                for (name, place), power in zip(rotation.gains, powers, strict=True):
+                    if power:
+                        gain = gains[name].detach().reshape(-1)[torch.from_numpy(place).to(rows.device)]
+                        rows = rows / gain.to(rows)[:, None] ** power
+                yield slot, rows
+
+
+def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return the numbers of the rotations between whose gains there is no zero."""
+    return [
+        index
+        for index, rotation in enumerate(structure.rotations)
+        if all(bool(tensors[name].reshape(-1)[torch.from_numpy(at)].all()) for name, at in rotation.gains)
+    ]
+
+
+def best_turn(rotation: Rotation, products: Tensor) -> Tensor:
+    """Return the allowed orthogonal Q that maximises tr(Q^T M) (orthogonal Procrustes).
+
+    Args:
+        rotation: Of which stream.
+        products: M, whose rows belong to the reference. Shape (size, size).
+
+    Returns:
+        Shape (size, size), float64, on the CPU.
+    """
+    products = products.detach().double().cpu()
+    if rotation.fixes_ones:
+        # Apart from the vector of ones, which is to stay.
+        products = products - products.mean(0, keepdim=True)
+        products = products - products.mean(1, keepdim=True)
+        products = products + products.norm().clamp_min(1e-300) / rotation.size
+    return polar_factor(products)
+
+
+def weight_products(
+    structure: Structure, index: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
+) -> Tensor:
+    """Return M such that tr(Q^T M) is what rotating the second network by Q gives to the inner product of both.
+
+    Args:
+        structure: The group.
+        index: The number of the rotation.
+        target: The parameters of the reference, by name.
+        current: Those of the network that is rotated, gains included.
+
+    Returns:
+        Shape (size, size), float64.
+    """
+    size = structure.rotations[index].size
+    total = torch.zeros(size, size, dtype=torch.float64)
+    # Gains are taken off the second network, and put on the reference: <R, D Q D^-1 S> = <Q, (D R) (D^-1 S)'>.
+    theirs = stream_rows(structure, index, current, current)
+    ours = stream_rows(
+        structure, index, target, {name: 1 / current[name] for name, _ in structure.rotations[index].gains}
+    )
+    for (_, left), (_, right) in zip(ours, theirs, strict=True):
+        total += (left @ right.T).double().cpu()
+    return total
+
+
+def antisymmetric(matrix: Tensor, fixes_ones: bool) -> Tensor:
+    """Return the nearest antisymmetric matrix (that annihilates the vector of ones, if it must)."""
+    if fixes_ones:
+        matrix = matrix - matrix.mean(0, keepdim=True)
+        matrix = matrix - matrix.mean(1, keepdim=True)
+    return (matrix - matrix.mT) / 2
+
+
+def _antisymmetric_basis(size: int, *, fixes_ones: bool) -> Floats:
+    """Return a basis of antisymmetric matrices (that send the vector of ones to 0). Shape (matrices, size, size)."""
+    frame = np.linalg.qr(np.c_[np.ones(size), np.eye(size)[:, 1:]])[0][:, 1:] if fixes_ones else np.eye(size)
+    first, second = np.triu_indices(frame.shape[1], 1)
+    outer = np.einsum("ik,jk->kij", frame[:, first], frame[:, second])
+    return np.asarray(outer - outer.transpose(0, 2, 1))

@@ -1,0 +1,86 @@
+"""Shifts: what is added to weights, before all else; docs/theory/intertwiners.md, 3.6."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.arrays import Floats
+from lightning_sym.symmetry.described import described_shifts, listed
+from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.group.action import Action
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.rearranging import Summand
+from lightning_sym.symmetry.statistics import kernel
+from lightning_sym.symmetry.translations import carried
+
+
+class Shift(Additive):
+    """A vector space, whose elements add numbers to weights."""
+
+    name = "shift"
+
+    @property
+    def size(self) -> int:
+        """The number of entries of a part."""
+        return self.structure.shifts.size
+
+    def sample(self, draw: Draw) -> Tensor:
+        """Draw a shift, normally distributed."""
+        drawn = torch.randn(self.structure.shifts.size, dtype=torch.float64, generator=draw.generator)
+        return drawn * (draw.scale if draw.shifts else 0.0)
+
+    def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
+        """Return the shift as the linear part of an element carries it."""
+        action, undoing = Action(self.group, by), Action(self.group, back)
+        return carried(self.structure.shifts, own, action, undoing, self.structure.slots_of)
+
+    @property
+    def dimension(self) -> int:
+        """The number of independent directions."""
+        return self.structure.shifts.dimension
+
+    def describe(self) -> Iterable[str]:
+        """Return lines on the kinds of shifts."""
+        return described_shifts(self.structure.shifts.kinds)
+
+    def added(self, own: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
+        """Return what a shift adds to tensors; see :class:`Factor`."""
+        return {} if self.is_identity(own) else self.structure.shifts.at(tensors).summands(own)
+
+    def shown(self, own: Tensor, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return what a shift adds to a value; see :class:`Factor`.
+
+        Raises:
+            ValueError: If that depends on the input, or on tensors that are not given.
+        """
+        space, shown, element = self.structure.shifts, tap.shown, own
+        if not shown or not bool(element.any()):
+            return None
+        if space.shows(element, shown.unknown):
+            raise ValueError(
+                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
+                "does not see that); expected an element without shifts: sample(shifts=False)"
+            )
+        if shown.at is None or not space.shows(element, shown.at):
+            return None
+        if tensors is None and (needed := space.needed(shown.at)):
+            raise ValueError(
+                f"what shifts add to {tap.name} depends on {listed(sorted(needed))}; expected the network, too, or an "
+                "element without shifts: sample(shifts=False)"
+            )
+        located = space.generic if tensors is None else space.at(tensors)
+        added = torch.from_numpy(located.known(element)[shown.at])
+        return added if bool(added.any()) else None
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions of shifts that move parameters alone."""
+        space = self.structure.shifts
+        if not space:
+            return super().tangents(parameters, tensors)
+        found = space.at(tensors).rates(tensors.keys())
+        moved = sparse.vstack([found[name] for name in parameters]).tocsr()
+        buffers = [matrix for name, matrix in found.items() if name not in parameters]
+        return moved @ kernel(sparse.vstack(buffers).tocsr()) if buffers else moved

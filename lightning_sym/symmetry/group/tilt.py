@@ -1,0 +1,168 @@
+r"""Tilts of layer norms: maps :math:`I + t 1^T` between gains, with :math:`1 + 1^T t \neq 0`.
+
+See docs/theory/intertwiners.md, 2.12.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.arrays import Floats
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+_NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
+
+Vectors = tuple[Tensor, ...]
+
+
+class Tilts(Factor[Vectors]):
+    """A vector t per layer norm's bias: the map acts on the bias, its inverse on what reads the norm."""
+
+    name = "tilt"
+
+    def identity(self) -> Vectors:
+        """Return the part that changes nothing."""
+        return tuple(torch.zeros(tilt.size, dtype=torch.float64) for tilt in self.structure.tilts)
+
+    def is_identity(self, own: Vectors) -> bool:
+        """Return whether a part changes nothing."""
+        return not any(bool(vector.any()) for vector in own)
+
+    def sample(self, draw: Draw) -> Vectors:
+        """Draw tilts that change what a norm puts out about `draw.scale` times as much as there is.
+
+        `draw.scale` is the standard deviation of the logarithm of the map's determinant, and, times the square root of
+        the size, of the entries. With `draw.signs` the determinant may be negative.
+        """
+        return tuple(self._drawn(tilt.size, draw) for tilt in self.structure.tilts) if draw.mixing else self.identity()
+
+    def _drawn(self, size: int, draw: Draw) -> Tensor:
+        vector = torch.randn(size, dtype=torch.float64, generator=draw.generator) * (draw.scale / math.sqrt(size))
+        factor = float(torch.exp(draw.scale * torch.randn((), dtype=torch.float64, generator=draw.generator)))
+        if draw.signs and bool(torch.randint(0, 2, (), generator=draw.generator)):
+            factor = -factor
+        return vector + (factor - 1 - float(vector.sum())) / size
+
+    def compose(self, later: Vectors, earlier: Vectors) -> Vectors:
+        """Return the product: (I + s 1^T) (I + t 1^T) = I + (t + (1 + 1^T t) s) 1^T."""
+        return tuple(two + (1 + two.sum()) * one for one, two in zip(later, earlier, strict=True))
+
+    def inverse(self, own: Vectors) -> Vectors:
+        """Return the inverse of a part."""
+        return tuple(-vector / (1 + vector.sum()) for vector in own)
+
+    def carried(self, own: Vectors, by: Element, back: Element) -> Vectors:
+        """Return Q t in the new order, as Q leaves the vector of ones alone: Q (I + t 1^T) Q^-1 = I + Q t 1^T."""
+        result = []
+        for tilt, vector in zip(self.structure.tilts, own, strict=True):
+            slot = self.structure.slots_of[tilt.offset][0]
+            for index, at, _ in self.structure.rotated_places.get(slot.offset, ()):
+                if len(turn := by.rotation[index]):
+                    where = torch.from_numpy(at)
+                    vector = vector.index_copy(0, where, turn @ vector[where])
+            source = self.group.source(by.permutation)[slot.rows] - slot.offset
+            result.append(vector[torch.from_numpy(source)])
+        return tuple(result)
+
+    @property
+    def dimension(self) -> int:
+        """The number of entries of all vectors."""
+        return sum(tilt.size for tilt in self.structure.tilts)
+
+    def dimension_at(self, offsets: Collection[int]) -> int:
+        """Return the number of entries of the vectors that act at some slots, given by their offsets."""
+        places = self.structure.tilted_places
+        return sum(self.structure.tilts[index].size for index in {places[at][0] for at in offsets if at in places})
+
+    def describe(self) -> Iterable[str]:
+        """Yield a line for each tilt."""
+        for tilt in self.structure.tilts:
+            yield f"tilts, {tilt.size} of a layer norm's bias with what reads it: {tilt.offset}"
+
+    def linear_action(self, own: Vectors, gains: Gains) -> "TiltAction | None":
+        """Return what a part does by matrices; None for the identity."""
+        return None if self.is_identity(own) else TiltAction(self.structure, own, gains)
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions of the tilts, one per entry."""
+        found = [super().tangents(parameters, tensors)]
+        for tilt in self.structure.tilts:
+            gain = np.ones(tilt.size) if tilt.gain is None else parameters[tilt.gain]
+            change = {name: np.zeros((tilt.size, *w.shape)) for name, w in parameters.items()}
+            change[tilt.offset] += np.diag(gain * (parameters[tilt.offset] / gain).sum())
+            for name, axis in tilt.readers:
+                columns = np.moveaxis(parameters[name], axis, 0) * gain[:, None]
+                change[name] -= np.moveaxis(columns[:, None] / gain[:, None], 1, axis + 1)
+            rates = np.concatenate([own.reshape(tilt.size, -1) for own in change.values()], 1)
+            found.append(sparse.csr_matrix(rates.T))
+        return sparse.hstack(found).tocsr()
+
+    def to_gains(self, tensors: Mapping[str, Tensor]) -> tuple[Vectors, list[str]]:
+        """Return the tilts after which each norm's bias equals its gain, of all that the norm's readers leave open.
+
+        Args:
+            tensors: The network's parameters, by name.
+
+        Returns:
+            The tilts, and a note for each that stays: the ratio of bias to gain sums to zero, which no tilt changes.
+        """
+        result, notes = [], []
+        for tilt in self.structure.tilts:
+            bias = tensors[tilt.offset].detach().to("cpu", torch.float64)
+            gain = torch.ones_like(bias) if tilt.gain is None else tensors[tilt.gain].detach().to("cpu", torch.float64)
+            ratio = bias / gain
+            total = ratio.sum()
+            if not bool(ratio.isfinite().all()) or float(total.abs()) <= _NOTHING * float(ratio.abs().sum()):
+                notes.append(f"{tilt.offset} stays, as its ratio to the gain sums to zero, which no tilt changes")
+                result.append(torch.zeros_like(bias))
+            else:
+                result.append((1 - ratio) / total)
+        return tuple(result), notes
+
+
+class TiltAction(LinearAction):
+    """What tilts do on single axes: they add a matrix of rank one.
+
+    Args:
+        structure: The group.
+        vectors: One per tilt.
+        gains: The gains between which they act.
+    """
+
+    def __init__(self, structure: Structure, vectors: Vectors, gains: Gains) -> None:
+        self.structure, self.vectors, self.gains = structure, vectors, gains
+
+    def learn(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the gains between which the maps act.
+
+        Raises:
+            ValueError: If a gain holds a zero.
+        """
+        for tilt, vector in zip(self.structure.tilts, self.vectors, strict=True):
+            if tilt.gain is not None and bool(vector.any()):
+                self.gains.learn(tilt.gain, tensors, "tilt")
+
+    def acts_at(self, slot: Slot) -> bool:
+        """Return whether a tilt changes what stands in a slot."""
+        at = self.structure.tilted_places.get(slot.offset)
+        return at is not None and bool(self.vectors[at[0]].any())
+
+    def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let a tilt act on one axis, between gains."""
+        index, reads = self.structure.tilted_places[slot.offset]
+        gain, vector = self.structure.tilts[index].gain, self.vectors[index]
+        ones = torch.ones_like(vector)
+        if reads:  # W - W t 1^T / (1 + 1^T t), written for columns
+            ones, vector = -vector / (1 + vector.sum()), ones
+        if gain is not None:
+            around = self.gains.of(gain, "tilt")
+            vector, ones = (vector / around, ones * around) if reads else (vector * around, ones / around)
+        total = torch.tensordot(tensor, ones.to(tensor), ([axis], [0])).unsqueeze(axis)
+        change: Tensor = total * vector.to(tensor).reshape([-1 if at == axis else 1 for at in range(tensor.ndim)])
+        return tensor + change

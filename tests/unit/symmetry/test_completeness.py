@@ -1,0 +1,164 @@
+"""What the measured nullity says of a group: nothing where it is whole, and where what is missing lives."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Program, of, parameter
+from torch import Tensor, nn
+
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+
+torch.set_num_threads(1)
+
+L = nn.Linear
+
+
+def left_out(symmetry: Symmetry) -> str:
+    return "".join(note for note in symmetry.notes if "leaves out" in note)
+
+
+def vectors(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def network(function: Callable[..., Any], **parts: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Program(function, parts).double().eval()
+
+
+def perceptron(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [[L(one, two), activation()] for one, two in itertools.pairwise(widths)]
+    return nn.Sequential(*[part for own in layers for part in own][:-1])
+
+
+def attention(s: Any, x: Tensor) -> Tensor:
+    weights = torch.softmax(s.q(x) @ s.k(x).mT, -1)
+    return s.o(weights @ s.v(x))
+
+
+# Of a function: the nullity of its Jacobian, and that of the group.
+WHOLE: dict[str, tuple[int, tuple[int, ...], Callable[..., Any], dict[str, Any]]] = {
+    "attention": (40, (4, 6), attention, {name: of(L, 6, 4) for name in "qkv"} | {"o": of(L, 4, 6)}),
+    "written in place": (8, (6,), lambda s, x: s.b(torch.relu_(s.a(x)).mul_(2)), {"a": of(L, 6, 8), "b": of(L, 8, 3)}),
+    "linear layers": (42, (9,), lambda s, x: s.b(s.a(x)), {"a": of(L, 9, 6), "b": of(L, 6, 8)}),
+    "one number": (8, (6,), lambda s, x: s.t.exp() * s.b(torch.relu(s.a(x))), {
+        "a": of(L, 6, 7), "b": of(L, 7, 3), "t": parameter()}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_group_is_said_to_be_whole(name: str) -> None:
+    nullity, shape, function, parts = WHOLE[name]
+    symmetry = trace_symmetry(network(function, **parts), vectors(2, *shape))
+    assert symmetry.nullity == nullity
+    if not left_out(symmetry):
+        assert symmetry.dimension == nullity
+    assert f"nullity of the Jacobian: {nullity}" in str(symmetry).splitlines()
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Tanh, nn.GELU])
+@pytest.mark.parametrize("widths", [(3, 4, 2), (5, 7, 6, 3), (2, 6, 6, 6, 2), (3, 3, 3, 3)])
+def test_dead_and_always_active_units_raise_no_alarm(widths: tuple[int, ...], activation: type[nn.Module]) -> None:
+    symmetry = trace_symmetry(perceptron(*widths, activation=activation), torch.randn(2, widths[0]))
+    assert symmetry.nullity in (symmetry.dimension, None)  # of some no weights are found at which no unit is special
+    assert symmetry.nullity is not None or activation is nn.PReLU
+    assert not symmetry.notes
+
+
+def test_weights_that_are_special_raise_no_alarm() -> None:
+    own = perceptron(4, 6, 3)
+    with torch.no_grad():
+        own[0].bias.fill_(-100)
+        own[2].weight.zero_()
+    symmetry = trace_symmetry(own, torch.zeros(2, 4))
+    assert (symmetry.nullity, symmetry.notes) == (6, ())
+
+
+def test_tokens_that_the_example_lacks_raise_no_alarm() -> None:
+    torch.manual_seed(0)
+    own = nn.Sequential(nn.Embedding(30, 4), L(4, 6), nn.Tanh(), L(6, 9))
+    symmetry = trace_symmetry(own, torch.zeros(2, 3, dtype=torch.long))
+    assert symmetry.nullity == symmetry.dimension == 16 + 4
+    assert not symmetry.notes
+
+
+# What no rule finds: weights that are used in more than one way.
+MISSING: dict[str, tuple[int, int, str, Callable[..., Any], dict[str, Any]]] = {
+    "two weights read one value": (21, 21, "b.weight, c.weight", lambda s, x: s.b(torch.tanh(s.a(x))) + s.c(
+        torch.tanh(s.a(x))), {"a": of(L, 6, 7), "b": of(L, 7, 3), "c": of(L, 7, 3, bias=False)}),
+    "an orthogonal matrix of weights": (10, 10, "a.weight", lambda s, x: s.b(torch.tanh(
+        x @ torch.linalg.qr(s.a.weight.T).Q)), {"a": of(L, 6, 4, bias=False), "b": of(L, 4, 3)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (3, 6)])
+@pytest.mark.parametrize("name", MISSING)
+def test_a_note_counts_what_is_missing_and_names_the_parameters(name: str, shape: tuple[int, ...]) -> None:
+    nullity, missing, names, function, parts = MISSING[name]
+    symmetry = trace_symmetry(network(function, **parts), vectors(*shape))
+    assert symmetry.nullity == nullity
+    text = (
+        f"leaves out {missing} of {nullity} dimensions of the Jacobian's nullity (at these sizes), which move {names}"
+    )
+    assert left_out(symmetry).endswith(text)
+
+
+def test_what_is_not_measured_is_none() -> None:
+    inputs = vectors(2, 5)
+    own = perceptron(5, 6, 3).double()
+    assert trace_symmetry(own, inputs).nullity == 6
+    assert trace_symmetry(own, inputs, check=False).nullity is None
+    assert trace_symmetry(own, inputs, shifts=False).nullity is None
+    assert trace_symmetry(perceptron(5, 60, 60, 3), inputs.float()).nullity is None
+    single = network(lambda s, x: s.b(torch.relu(s.a(x)).float().double()), a=of(L, 5, 6), b=of(L, 6, 3))
+    assert trace_symmetry(single, inputs).nullity is None
+    written = network(lambda s, x: s.b(s.h(torch.tanh(s.a(x)))), a=of(L, 5, 6), b=of(L, 6, 3), h=Written)
+    assert trace_symmetry(written, inputs).nullity is None
+
+
+class Written(nn.Module):
+    """Writes over a value that its derivative needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 1] = x[:, 0]
+        return x
+
+
+def test_the_output_that_counts_is_measured() -> None:
+    own = network(
+        lambda s, x: (s.b(torch.relu(s.a(x))), s.c(torch.tanh(s.a(x)))), a=of(L, 5, 6), b=of(L, 6, 3), c=of(L, 6, 2)
+    )
+    whole = trace_symmetry(own, vectors(2, 5))
+    assert (whole.nullity, whole.dimension) == (0, 0)
+    one = trace_symmetry(own, vectors(2, 5), output=0)
+    assert (one.nullity, one.dimension) == (6 + 14, 14)  # the other output still holds the scales
+    assert left_out(one).endswith(
+        "6 of 20 dimensions of the Jacobian's nullity (at these sizes), which move a.weight, a.bias, b.weight"
+    )
+
+
+def test_measuring_leaves_network_and_random_numbers_alone() -> None:
+    own = perceptron(5, 6, 3)
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    trace_symmetry(own, torch.zeros(2, 5))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
+    assert all(weight.grad is None for weight in own.parameters())
+
+
+def test_convolutions_with_batch_norms_are_whole() -> None:
+    torch.manual_seed(0)
+    own = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), L(3, 2),
+    )  # fmt: skip
+    symmetry = trace_symmetry(own, torch.randn(2, 2, 7, 7))
+    assert symmetry.nullity == symmetry.dimension
+    assert not symmetry.notes
