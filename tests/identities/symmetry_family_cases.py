@@ -874,7 +874,7 @@ def unbind_in_place(s, x):
     return s.b(h.flatten(1))
 
 # A view sees what is written into its base, and a copy does not.
-@writes(FOUR, spare=[LOST], slack=True, b=of(L, 4, 2))
+@writes(FOUR, spare=[group([], 4, 4)], slack=True, b=of(L, 4, 2))
 def view_of_what_is_written_later(s, x):
     h = s.a(x)
     half = h[:, :4]
