@@ -873,7 +873,7 @@ def unbind_in_place(s, x):
     two.sigmoid_()
     return s.b(h.flatten(1))
 
-# A view sees what is written into its base, and a copy does not. Weights of the other units are shifts, scales among them.
+# A view sees what is written into its base, and a copy does not. All weights of the other units are shifts.
 @writes(FOUR, spare=[Group(0, 4, 4, 0, 0)], slack=True, b=of(L, 4, 2))
 def view_of_what_is_written_later(s, x):
     h = s.a(x)
