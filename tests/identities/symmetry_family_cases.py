@@ -873,8 +873,8 @@ def unbind_in_place(s, x):
     two.sigmoid_()
     return s.b(h.flatten(1))
 
-# A view sees what is written into its base, and a copy does not.
-@writes(FOUR, spare=[LOST], slack=True, b=of(L, 4, 2))
+# A view sees what is written into its base, and a copy does not. All weights of the other units are shifts.
+@writes(FOUR, spare=[Group(0, 4, 4, 0, 0)], slack=True, b=of(L, 4, 2))
 def view_of_what_is_written_later(s, x):
     h = s.a(x)
     half = h[:, :4]

@@ -131,6 +131,7 @@ SHIFTS = {
     **dict.fromkeys(["shared: layer_norm_used_twice_in_series"], 15),
     **dict.fromkeys(["shared: gated_recurrence"], 16),
     "tables: gathered": 8,
+    "writes: view_of_what_is_written_later": 24,
 }
 
 

@@ -18,9 +18,9 @@ from lightning_sym.symmetry.tracing.choice_rules import picked, without_scale
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.joining import MET
-from lightning_sym.symmetry.tracing.memory import choose, overwrite
 from lightning_sym.symmetry.tracing.nodes import axes_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
+from lightning_sym.symmetry.tracing.overwriting import choose, overwrite
 from lightning_sym.symmetry.tracing.rules import fix_choice, pointwise, register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value, filled, numbered, values_in
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace

@@ -100,11 +100,12 @@ class _Versions:
 
     def _write(self, node: fx.Node, targets: list[fx.Node]) -> bool:
         """Let what an operation writes be its result; return whether nothing is left of the operation itself."""
-        target = targets[0]
-        new = self._result(node, self.held[target]) if len(targets) == 1 else None
+        target, alone = targets[0], len(targets) == 1
+        new = self._result(node, self.held[target]) if alone else None
+        if new is None and alone:  # it stands for what it writes, of which its rule tells
+            node.meta["val"], self.rewriter.at = self.held[target].clone(), node.next
         for own in targets:
-            value: Tensor = self.held[own]
-            self._set(own, new or self._unknown(node.all_input_nodes, value))
+            self._set(own, new or (node if alone else self._unknown(node.all_input_nodes, self.held[own])))
         if new is None:
             return False
         if node.meta.get("val") is not None:

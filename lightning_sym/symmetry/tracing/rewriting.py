@@ -26,8 +26,8 @@ _ORDER: tuple[Made, ...] = ("constants", "weights", "inputs")
 class Rewriter:
     """Puts operations in the place of others in the graph of a capture, which is changed.
 
-    A new operation counts as having the memory of the one that it replaces. The rewriter leaves alone tensors whose
-    memory is written into and read elsewhere, and operations for which a user has a rule.
+    The rewriter leaves alone operations for which a user has a rule, and those that write into memory: `functional.py`
+    left only those for which no other operation can stand.
 
     Args:
         capture: The network.
@@ -306,7 +306,7 @@ class Rewriter:
             new: Made by `insert`, or a node before.
 
         Raises:
-            ValueError: If they differ in shape or type, or memory that is written into would be another one.
+            ValueError: If they differ in shape or type.
         """
         one, two = _tensor(old), _tensor(new)
         if one.shape != two.shape or one.dtype != two.dtype:

@@ -146,6 +146,8 @@ class Walk(Trace):
             except OnlyUnlabelledError as error:
                 if not written_by(node):
                     raise TypeError(str(error)) from None
+                result = None
+            if result is None and written_by(node):
                 result = unknown(self, *arguments, **keywords)
         result = self.stacks.after(node, arguments, keywords, result, since)
         result = self.turns.follow(node, mixture, result)

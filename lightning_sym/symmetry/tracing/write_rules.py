@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.choice_rules import TAKEN, marked
-from lightning_sym.symmetry.tracing.memory import overwrite
+from lightning_sym.symmetry.tracing.overwriting import overwrite
 from lightning_sym.symmetry.tracing.rules import fix_choice, register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value, filled
 from lightning_sym.symmetry.tracing.vocabulary import Trace

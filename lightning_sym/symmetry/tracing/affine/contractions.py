@@ -386,17 +386,9 @@ class Contractions(Algebra):
         gone = [by.one.index(letter) for letter in by.gone]
         for key, drift in self._living(own).items():
             summed = {axis - 1 for axis in varying(drift.numbers) if axis} & set(gone)
-            if not summed:
-                shape = [
-                    size if letter in by.two or (letter in by.one and drift.function.shape[by.one.index(letter)] > 1)
-                    else 1
-                    for letter, size in zip(by.out, result.shape, strict=True)
-                ]  # fmt: skip
-                result.drifts[self.system.source()] = Drift(places(shape), aligned(drift.numbers, by.one, by.out, 1))
-                continue
             size = drift.numbers.shape[0] * self._linear_size(drift.numbers[0], other, by)
             constant = not other.varies and not other.learned and varying(drift.function).isdisjoint(gone)
-            if constant and size <= _MOST and other.rank == len(gone):
+            if summed and constant and size <= _MOST and other.rank == len(gone):
                 numbers = self._linear_form(drift.numbers, other, by)
                 if numbers is not None:
                     numbers = numbers if drift.numbers.shape[0] > 1 else numbers[None]

@@ -11,7 +11,7 @@ from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.products import Products, listed
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
-from lightning_sym.symmetry.tracing.nodes import argument
+from lightning_sym.symmetry.tracing.nodes import argument, reduced
 from lightning_sym.symmetry.tracing.operations import name_of
 
 _VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
@@ -86,20 +86,15 @@ class Layers(Products):
         x = self._value(node.args[0])
         if x is None:
             return None
-        axes: Any = argument(node, 1, "dim")
-        axes = range(x.rank) if axes in (None, []) else [axes] if isinstance(axes, int) else axes
         keep = len(node.meta["val"].shape) == x.rank
-        return self.reduce(x, [axis % x.rank for axis in axes], node, mean=name_of(node) == "mean", keep=keep)
+        return self.reduce(x, sorted(reduced(node, x.rank)), node, mean=name_of(node) == "mean", keep=keep)
 
     def _extremum(self, node: fx.Node) -> Any:
         """The largest element along axes, or the logarithm of a sum of exponentials: moves as all of them do."""
         x = self._value(node.args[0])
         if x is None or not x.varies:
             return None
-        axes: Any = argument(node, 1, "dim")
-        axes = range(x.rank) if axes in (None, []) else [axes] if isinstance(axes, int) else axes
-        axes = [axis % x.rank for axis in axes]
-        self.alike(x, axes)
+        self.alike(x, axes := sorted(reduced(node, x.rank)))
         keep = len(node.meta["val"].shape) == x.rank
         return self.reduce(x.with_(relation=None), axes, None, mean=True, keep=keep)
 
@@ -125,12 +120,9 @@ class Layers(Products):
     def _spread(self, node: fx.Node) -> Any:
         """Variances and standard deviations: blind to what is the same along their axes."""
         x = self._value(node.args[0])
-        axes: Any = argument(node, 1, "dim")
-        if x is None or not x.varies or isinstance(axes, bool):
+        if x is None or not x.varies or isinstance(argument(node, 1, "dim"), bool):
             return None
-        axes = range(x.rank) if axes in (None, []) else [axes] if isinstance(axes, int) else axes
-        axes = [axis % x.rank for axis in axes]
-        self.alike(x, axes)
+        self.alike(x, sorted(reduced(node, x.rank)))
         return Value(tuple(node.meta["val"].shape), True, learned=x.learned)
 
     def _pooled(self, node: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""Which tensors of a network share memory, and what a write through one of them leaves in the others."""
+"""Labels of values some of whose elements are another value's."""
 
 import math
 from collections.abc import Callable, Sequence
