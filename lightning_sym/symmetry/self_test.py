@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.completeness import measure
+from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.lengths import other_lengths, tested, tried
 from lightning_sym.symmetry.proof import (
     batches_of,
@@ -60,7 +61,7 @@ def proven(
     for count in range(_MOST_TRACES):
         symmetry = derive(captures)
         try:
-            exact = _prove(symmetry, network, tolerance, thrifty=thrifty)
+            exact = _prove(symmetry, network, captures, tolerance, thrifty=thrifty)
         except RuntimeError:
             further = [each for call in symmetry.examples for each in tested(call, [own.call for own in captures])]
             more = [found for call in further if (found := tried(trace, call))]
@@ -137,7 +138,9 @@ def _size(call: Call) -> int:
     return sum(tensor.numel() for tensor in tensors_of(list(call)))
 
 
-def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, thrifty: bool) -> nn.Module:
+def _prove(
+    symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture], tolerance: float | None, *, thrifty: bool
+) -> nn.Module:
     """Try random elements, and raise an error if one of them changes the outputs.
 
     Returns:
@@ -170,10 +173,12 @@ def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, t
             break  # a function may do something else with small images
     symmetry.tolerance = tolerance if tolerance is not None else tolerance_of(symmetry.precision)
     if not symmetry.worst_error <= symmetry.tolerance:
+        rules = listed(sorted({name for each in captures for name in each.rules}))
+        check = f"check your rule for {rules}, or report" if rules else "report"
         raise RuntimeError(
             f"the self-test changed the output by {symmetry.worst_error:.1e} (relative; at most "
             f"{symmetry.tolerance:.1g} was expected): the rule of some operation allows too much, or the network keeps "
-            "something computed from its weights from one call to the next; check your own rules, or report the network"
+            f"something computed from its weights from one call to the next; {check} the network"
         )
     return exact
 

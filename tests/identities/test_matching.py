@@ -54,6 +54,47 @@ def test_planted_elements_are_recovered(name, scale):
     assert match.method == "weights"
 
 
+def two_networks(make):
+    """Return two networks of one architecture from two seeds, and their symmetry."""
+    networks = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        networks.append(make().eval())
+    return *networks, trace_symmetry(networks[0], torch.randn(1, 3, 8, 8), check=False)
+
+
+def _narrow() -> nn.Module:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), *layers, nn.Linear(64, 10))
+
+
+def _normed() -> nn.Module:
+    layers = (nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, bias=False))
+    return nn.Sequential(*layers, nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 16, 10))
+
+
+@pytest.mark.parametrize("make", [_narrow, _normed])
+def test_a_pass_from_layer_to_layer_comes_nearer(make, monkeypatch):
+    a, b, symmetry = two_networks(make)
+    ours = [weight_matching(symmetry, a, b, scales=False, seed=seed) for seed in range(3)]
+    monkeypatch.setattr(Descent, "pass_forward", lambda _: None)
+    plain = [weight_matching(symmetry, a, b, scales=False, seed=seed) for seed in range(3)]
+    assert max(match.distance_after for match in ours) < min(match.distance_after for match in plain)
+
+
+@pytest.mark.parametrize("make", [_narrow, _normed])
+def test_scales_take_nothing_where_they_give_nothing(make):
+    """Balancing two networks as they were initialised gives nothing, and no forms are compared."""
+    a, b, symmetry = two_networks(make)
+    match = weight_matching(symmetry, a, b)
+    assert match.distance_after <= weight_matching(symmetry, a, b, scales=False, signs=False).distance_after
+    compared = comparable(symmetry, a, b, balance=True)
+    assert not Descent(compared, signs=True, device=torch.device("cpu")).suspicious(symmetry.identity())
+    for planted in (0.0, 0.05):  # even, too
+        moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0), scale=planted), a)
+        assert weight_matching(symmetry, a, moved).distance_after < 1e-5 * parameter_distance(a, moved)
+
+
 def test_planted_permutations_of_heads_are_recovered():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)

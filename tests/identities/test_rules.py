@@ -524,6 +524,11 @@ def without_shape(x: Tensor) -> Tensor:
     return torch.relu(x) * 2
 
 
+@torch.library.custom_op("lightning_sym_tests::double_relu_", mutates_args=("x",))
+def double_relu_(x: Tensor) -> None:
+    x.relu_().mul_(2)
+
+
 def fused(s: Any, x: Tensor) -> Tensor:
     result: Tensor = torch.ops.lightning_sym_tests.fused_norm(x, s.gain, 1e-3, scale=2.0)
     return result
@@ -619,6 +624,15 @@ def test_operations_that_are_written_out(name: str) -> None:
     assert torch.allclose(made[0][1], made[1][1], rtol=0, atol=1e-12)
 
 
+def test_a_rule_of_no_module_is_a_rule() -> None:
+    def rule(trace: Any, x: Value, gain: Value, eps: float, *, scale: float) -> Any:
+        return trace.compute(lambda x, gain: scale * F.rms_norm(x, (7,), gain, eps), x, gain)
+
+    rule.__module__ = None  # type: ignore[assignment]  # of a script that is run by exec
+    register_rule(fused_norm)(rule)
+    assert trace_symmetry(between(fused, gain=(7,))(Plain), vectors(2, 3)).dimension > 0
+
+
 def test_several_results_of_an_operation() -> None:
     def used(act: Any) -> Build:
         def function(s: Any, x: Tensor) -> Tensor:
@@ -690,7 +704,7 @@ def test_a_linear_map_of_which_only_the_axes_are_known_says_so() -> None:
         nn.Conv2d(3, 4, 3).double(), own(lambda s, x: F.avg_pool2d(x, 2)), nn.Conv2d(4, 5, 1).double()
     )
     symmetry = trace_symmetry(
-        with_rule(build, lambda trace, module, x: trace.linear_along(x, [-1, -2], trace.output_shape(0)))(),
+        with_rule(build, lambda trace, module, x: trace.linear_along(x, [-1, -2], trace.output_shape()))(),
         images(2, 3),
     )
     assert symmetry.dimension == 16
@@ -705,7 +719,19 @@ def test_a_linear_map_of_which_only_the_axes_are_known_says_so() -> None:
     assert "a function of weights only which group it has" in said[0]
 
 
-def test_rules_that_are_wrong_say_how() -> None:
+def trace_normalised(trace: Any, module: Any, x: Value) -> Any:
+    return trace.normalise(x, axes=[3], mean=False)
+
+
+def trace_softmax(trace: Any, module: Any, x: Value) -> Any:
+    return trace.softmax(x, 3)
+
+
+def trace_linear(trace: Any, module: Any, x: Value) -> Any:
+    return trace.linear_along(x, [3], x.shape)
+
+
+def test_rules_that_are_wrong_say_how(capfd: pytest.CaptureFixture[str]) -> None:
     def refused(rule: Any, says: Any, error: type[Exception], operation: Any = None) -> None:
         if operation is None:
             make = with_rule(between(lambda s, x: torch.relu(x)), rule)
@@ -720,8 +746,38 @@ def test_rules_that_are_wrong_say_how() -> None:
     refused(lambda trace, module, x: 3, "returned int; expected the Value", TypeError)
     refused(lambda trace, module, x: trace.parameter(module, "gain"), "no parameter or buffer 'gain'", KeyError)
     refused(
-        lambda trace, module, x: trace.compute(lambda x: x * float(x.sum()), x), "cannot be followed", ValueError
+        lambda trace, module, x: trace.compute(lambda x: x * float(x.sum()), x),
+        "in the rule for Mine cannot be followed", ValueError,
     )  # fmt: skip
+    no_operator = "operators and indices take no Value"
+    refused(lambda trace, module, x: x * x, (no_operator, "trace.join"), TypeError)
+    refused(lambda trace, module, x: x[..., :3], (no_operator, "trace.move"), TypeError)
+    refused(lambda trace, module, x: torch.relu(x), ("torch's relu takes no Value", "trace.compute"), TypeError)
+    refused(lambda trace, module, x: torch.ones(7) * x, (no_operator, "trace.join"), TypeError)
+    refused(lambda trace, module, x: x.relu(), ("a Value has no 'relu'", "trace.compute"), AttributeError)
+    for given in (numbers(7), 2.0):
+        says = ("the rule for Mine gives a", type(given).__name__, "trace.parameter")
+        refused(lambda trace, module, x, given=given: trace.join(x, given, product=True), says, TypeError)
+    refused(lambda trace, module, x: trace.elementwise(numbers(7)), "the rule for Mine gives a Tensor", TypeError)
+    refused(
+        lambda trace, module, x: trace.join(x, trace.move(x, lambda tensor: tensor[..., :3]), product=True),
+        ("the rule for Mine joins the shapes (2, 3, 7) and (2, 3, 3)", "trace.move"), ValueError,
+    )  # fmt: skip
+    for method in (trace_normalised, trace_softmax, trace_linear):
+        refused(method, ("the rule for Mine names the axes [3]", "from -3 to 2"), ValueError)
+    refused(
+        lambda trace, module, x: trace.contract(x, [0, 1, 2], x, [0, 1, None], (2, 3, 7)),
+        ("contracts a value of shape (2, 3, 7) with the places [0, 1, 2]", "None for the one"), ValueError,
+    )  # fmt: skip
+    refused(
+        lambda trace, module, x: trace.move(x, lambda tensor: tensor[..., :1]),
+        "the rule for Mine returned a value of shape (2, 3, 1); expected (2, 3, 7)", ValueError,
+    )  # fmt: skip
+    several = lambda trace, x: trace.linear_along(x, [-1], trace.output_shape())  # noqa: E731
+    register_rule(act_and_peak)(several)
+    network = between(lambda s, x: act_and_peak(x)[0])(Plain)
+    assert_refused(trace_symmetry, network, vectors(2, 3), says=("2 values come out", "output_shape(0)"))
+    refused(lambda trace, module, x: x, ("self-test", "check your rule for Mine"), RuntimeError)
     weight = nn.Parameter(numbers(7))
     refused(lambda trace, module, x: trace.compute(lambda x: x * weight, x), "none of its arguments", ValueError)
     refused(
@@ -733,6 +789,34 @@ def test_rules_that_are_wrong_say_how() -> None:
         lambda trace, x, gain, eps, scale: trace.compute(fused_norm, x, gain, eps), "computes it by", ValueError,
         fused_norm,
     )  # fmt: skip
+    assert not any(capfd.readouterr())  # torch logs what does not run without data
+
+
+def test_functions_that_are_odd_up_to_a_constant_have_signs_where_a_bias_takes_it_up() -> None:
+    def traced(offset: float, bias: bool = True, affine: bool = True) -> Symmetry:
+        kind = type("Mine", (Own,), {})
+        register_rule(kind)(lambda trace, module, x: trace.elementwise(x, signs=True, offset=offset))
+        own = kind(lambda s, x: 3 * torch.sigmoid(x) - 1)
+        network = nn.Sequential(linear(9, 7), own, nn.Linear(7, 6, bias=bias).double())
+        return trace_symmetry(network, vectors(2, 3), affine=affine)
+
+    symmetry = traced(1.0)
+    assert (symmetry.signs, symmetry.dimension) == (7, 0)
+    assert symmetry.structure.absorbed == (("2.bias", "2.weight", 1, 1.0),)
+    assert traced(1.0, bias=False).signs == traced(1.0, affine=False).signs == 0
+    assert_refused(traced, 0.9, says=("self-test", "check your rule for Mine"), error=RuntimeError)
+
+
+def test_an_operation_that_only_writes_may_have_a_rule() -> None:
+    def function(s: Any, x: Tensor) -> Tensor:
+        x = x * 1
+        double_relu_(x)
+        return x
+
+    inputs = vectors(2, 3)
+    assert trace_symmetry(between(function)(Plain), inputs).dimension == 0
+    register_rule(double_relu_)(lambda trace, x: trace.elementwise(x, positive_scales=True))
+    assert trace_symmetry(between(function)(Plain), inputs).dimension == 7
 
 
 def test_an_operation_that_does_not_say_its_shape_is_named() -> None:

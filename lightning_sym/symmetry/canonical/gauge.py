@@ -111,7 +111,7 @@ class ScaleGauge:
         """
         zero = sum(sides) <= NOTHING
         self.dead[own[zero]] = True
-        own, up, down = (part[~zero] for part in (own, *sides))
+        own, (up, down) = own[~zero], (side[~zero] for side in sides)
         step = np.log(target[own] / (up + down)) / (2 * self.plan.largest[own])
         self.log_scale[own] += np.where(up > 0, step, -step)
         return float(abs(step).max(initial=0))

@@ -310,7 +310,7 @@ class Squares:
 
 def _summed_squares(tensor: Tensor, axes: list[int]) -> Tensor:
     """Return the sums of the squares of a tensor over some axes, in float64: of a part at a time."""
-    parts = tensor.split(max(_AT_ONCE // max(tensor[:1].numel(), 1), 1))
+    parts = torch.split(tensor, max(_AT_ONCE // max(tensor[:1].numel(), 1), 1))
     sums = [part.to(torch.float64, copy=True).square_().sum(axes) for part in parts]
     return torch.stack(sums).sum(0) if 0 in axes else torch.cat(sums)
 

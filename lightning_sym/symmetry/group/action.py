@@ -1,6 +1,7 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
-import itertools
+import functools
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
-from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factors, Gains, LinearAction
@@ -154,34 +154,10 @@ class Action:
         return ActivationAction(parts, self._shown(tap, tensors))
 
     def _shown(self, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Return what shifts add to a value; None for nothing."""
-        parts = [factor.shown(self.element.parts[factor.name], tap) for factor in self.factors]
-        total = None
-        for part in (*parts, self._shifted(tap, tensors)):
-            if part is not None:
-                total = part if total is None else total + part
-        return total
-
-    def _shifted(self, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Return what shifts of the weights add to a value; None for nothing."""
-        space, shown, element = self.structure.shifts, tap.shown, self.element.shift
-        if not shown or not bool(element.any()):
-            return None
-        if space.shows(element, shown.unknown):
-            raise ValueError(
-                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
-                "does not see that); expected an element without shifts: sample(shifts=False)"
-            )
-        if shown.at is None or not space.shows(element, shown.at):
-            return None
-        if tensors is None and (needed := space.needed(shown.at)):
-            raise ValueError(
-                f"what shifts add to {tap.name} depends on {listed(sorted(needed))}; expected the network, too, or an "
-                "element without shifts: sample(shifts=False)"
-            )
-        located = space.generic if tensors is None else space.at(tensors)
-        added = torch.from_numpy(located.known(element)[shown.at])
-        return added if bool(added.any()) else None
+        """Return what is added to a value before all else; None for nothing."""
+        parts = (factor.shown(self.element.parts[factor.name], tap, tensors) for factor in self.factors)
+        shown = [part for part in parts if part is not None]
+        return functools.reduce(operator.add, shown) if shown else None
 
     def on_thin(self, name: str, values: Tensor, axes: Collection[int], lead: int = 0) -> Tensor:
         """Return what the linear part makes of what is added to a tensor, on some of its axes.
@@ -225,12 +201,10 @@ class Action:
     def summands(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> dict[str, list[Summand]]:
         """Return what is added to tensors before they move, by name; the arguments are those of :meth:`on_weights`."""
         tensors = ConvertedTensors(tensors, _exact)
-        added: dict[str, list[Summand]] = {}
-        if shifted and bool(self.element.shift.any()):
-            added = self.structure.shifts.at(tensors).summands(self.element.shift)
-        parts = [factor.added(self.element.parts[factor.name], tensors) for factor in self.factors]
-        for name, summand in itertools.chain(self._added(tensors).items(), *(own.items() for own in parts)):
-            added.setdefault(name, []).append(Summand(summand))
+        added: dict[str, list[Summand]] = {name: [Summand(own)] for name, own in self._added(tensors).items()}
+        for factor in self.factors if shifted else (own for own in self.factors if own.name != "shift"):
+            for name, summands in factor.added(self.element.parts[factor.name], tensors).items():
+                added.setdefault(name, []).extend(summands)
         return added
 
     def moved(

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element, Part
+from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 P = TypeVar("P", bound=Part)
@@ -27,6 +28,9 @@ P = TypeVar("P", bound=Part)
 @dataclass(frozen=True)
 class Draw:
     """What a random element is drawn from; see :meth:`Symmetry.sample`.
+
+    Each factor takes the attributes that are about it: discrete ones `permutations` or `signs`, continuous ones
+    `mixing` or `shifts`, or `scale` alone. With all of these off and `scale` 0 every part is the identity.
 
     Attributes:
         generator: Where randomness comes from; None for the global generator.
@@ -117,6 +121,14 @@ class LinearAction:
 class Factor(ABC, Generic[P]):
     """One factor of a symmetry group. Subclasses are listed, from the outermost inwards, in `group/kinds.py`.
 
+    Parts act in the reverse order of that list. A factor stands where all factors before it carry it into itself, and
+    where it carries all factors behind it into themselves; if it does not commute with one of these, the method
+    `carried` of that one has to take it into account.
+
+    Weight matching, distances of orbits and canonical forms know a new factor only by :meth:`settled`; without it, two
+    members of an orbit may have different canonical forms (a note says so) and a distance above 0. Matching asks the
+    factors that it names for :meth:`best_match`.
+
     Args:
         group: All factors of the group.
 
@@ -153,6 +165,9 @@ class Factor(ABC, Generic[P]):
 
     def carried(self, own: P, by: Element, back: Element) -> P:
         """Return :math:`g n g^{-1}` for a part n and the outer parts g of an element.
+
+        By default that is n: right where all outer factors commute with this one. A permutation seldom does; where it
+        brings the content of each position from is `self.group.source(by.permutation)`.
 
         Args:
             own: n.
@@ -191,8 +206,14 @@ class Factor(ABC, Generic[P]):
         """Return for each position of all slots by what a part multiplies it, before it moves; None for nothing."""
         return None
 
-    def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return what a part adds to tensors before all else, by name; of shapes that broadcast to theirs.
+    def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
+        """Return what a part adds to tensors before anything else acts, by name; of shapes that broadcast to theirs.
+
+        All factors see the tensors as they were; what they add is summed up.
+
+        What all factors add is found from the same tensors, those of the network as it is, and then added up. An
+        optimiser's state does not see it. So this is for numbers that do not depend on what other factors add to the
+        same tensor; what multiplies units belongs into :meth:`multipliers`.
 
         Args:
             own: The part.
@@ -200,8 +221,14 @@ class Factor(ABC, Generic[P]):
         """
         return {}
 
-    def shown(self, own: P, tap: Tap) -> Tensor | None:
-        """Return what a part adds to a value inside the network before all else; None for nothing."""
+    def shown(self, own: P, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return what a part adds to a value inside the network before anything else acts; None for nothing.
+
+        Args:
+            own: The part.
+            tap: The value.
+            tensors: The network's parameters before, by name; None where nobody has them.
+        """
         return None
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:

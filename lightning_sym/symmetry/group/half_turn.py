@@ -1,6 +1,6 @@
 """Half turns of sines and cosines: docs/theory/intertwiners.md, 2.17."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,7 @@ from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.diagonal import Sign
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.rearranging import Summand
 
 _MOST = 2  # half turns of a random element, in either direction
 
@@ -57,12 +58,12 @@ class HalfTurn(Additive):
         numbers = own.numpy() % 2
         return np.where(odd(self.structure.half_turns.flips @ numbers), -1.0, 1.0)
 
-    def added(self, own: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def added(self, own: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
         """Return what is added to biases, before all else."""
         amount = own * torch.from_numpy(self.structure.half_turns.size)
-        return {name: amount[at] for name, at in self.parts.items() if bool(amount[at].any())}
+        return {name: [Summand(amount[at])] for name, at in self.parts.items() if bool(amount[at].any())}
 
-    def shown(self, own: Tensor, tap: Tap) -> Tensor | None:
+    def shown(self, own: Tensor, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
         """Return what is added to a value between the bias and the sine; None for nothing."""
         front = tap.in_front
         if front is None or front.bias not in self.parts:

@@ -1,16 +1,18 @@
 """Shifts: what is added to weights, before all else; docs/theory/intertwiners.md, 3.6."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats
-from lightning_sym.symmetry.described import described_shifts
+from lightning_sym.symmetry.described import described_shifts, listed
+from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.action import Action
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.statistics import kernel
 from lightning_sym.symmetry.translations import carried
 
@@ -43,6 +45,35 @@ class Shift(Additive):
     def describe(self) -> Iterable[str]:
         """Return lines on the kinds of shifts."""
         return described_shifts(self.structure.shifts.kinds)
+
+    def added(self, own: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
+        """Return what a shift adds to tensors; see :class:`Factor`."""
+        return {} if self.is_identity(own) else self.structure.shifts.at(tensors).summands(own)
+
+    def shown(self, own: Tensor, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return what a shift adds to a value; see :class:`Factor`.
+
+        Raises:
+            ValueError: If that depends on the input, or on tensors that are not given.
+        """
+        space, shown, element = self.structure.shifts, tap.shown, own
+        if not shown or not bool(element.any()):
+            return None
+        if space.shows(element, shown.unknown):
+            raise ValueError(
+                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
+                "does not see that); expected an element without shifts: sample(shifts=False)"
+            )
+        if shown.at is None or not space.shows(element, shown.at):
+            return None
+        if tensors is None and (needed := space.needed(shown.at)):
+            raise ValueError(
+                f"what shifts add to {tap.name} depends on {listed(sorted(needed))}; expected the network, too, or an "
+                "element without shifts: sample(shifts=False)"
+            )
+        located = space.generic if tensors is None else space.at(tensors)
+        added = torch.from_numpy(located.known(element)[shown.at])
+        return added if bool(added.any()) else None
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
         """Return the directions of shifts that move parameters alone."""

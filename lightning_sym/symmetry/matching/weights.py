@@ -109,10 +109,12 @@ def weight_matching(
     .. math:: M_{ij} = \sum_{\text{parameters, axes, tags}} \langle a_{i}, (g_{-} b)_{j} \rangle,
 
     solved exactly; where signs are free, with the best signs of each pair, e.g. :math:`|M_{ij}|`. Groups whose
-    neighbours have not changed since their last assignment are skipped. Networks are balanced before (inner products
-    are not invariant under scales), and ``b`` is brought from there to the scales of ``a``; units that are nearly dead
-    in ``a`` do not hand theirs over (docs/theory/matching.md, 1.5). If that takes ``b`` farther away than it was, it is
-    matched in its own scales instead: without ``initial`` the match is never farther than ``b``.
+    neighbours have not changed since their last assignment are skipped. The first descent begins with a pass in the
+    order of the layers, each group assigned by what is known by then. Networks are balanced before (inner products are
+    not invariant under scales) unless that hardly changes the proportions of units. Then ``b`` is brought to the scales
+    of ``a``; units that are nearly dead in ``a`` do not hand theirs over (docs/theory/matching.md, 1.5). If that takes
+    ``b`` farther away than it was, it is matched in its own scales instead: without ``initial`` the match is never
+    farther than ``b``.
 
     - Units change places within their cell; blocks of cells (heads, convolution groups) are permuted as wholes by a
       second move, with the gains of their members' best assignments. A grouped convolution's weight counts for its
@@ -132,8 +134,9 @@ def weight_matching(
         b: The network that is moved. Not changed.
         scales: Whether magnitudes (and shifts of biases in front of batch norms) may change.
         signs: Whether signs may change.
-        restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, the others at random
-            permutations (if ``initial`` is given, all there, and only the order of the groups differs).
+        restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, or with a pass from
+            layer to layer, the others at random permutations (if ``initial`` is given, all there, and only the order of
+            the groups differs).
         seed: Seed of the order of groups and of the restarts; no other generator is used or changed.
         initial: Where to begin, an element for ``b``; its scales and shifts are not used.
         max_sweeps: Most sweeps over all groups in a descent, >= 1.
@@ -162,7 +165,7 @@ def weight_matching(
 
     References:
         Ainsworth et al. (2022), "Git Re-Basin: Merging Models modulo Permutation Symmetries", Algorithm 1,
-        arXiv:2209.04836. Scales, signs, blocks, rotations and the skipping of unchanged groups are added.
+        arXiv:2209.04836. The first pass, scales, signs, blocks, rotations and skipping unchanged groups are added.
     """
     check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)

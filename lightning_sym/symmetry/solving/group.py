@@ -118,9 +118,9 @@ def find_group(labels: Labels) -> Group:
         structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
     )
     structure, values = (replace(each, rotations=tuple(rotations)) for each in (structure, values))
-    left_out = [
-        f"{scales.left_out} scales and {signs.left_out} signs that only act together with others are left out"
-    ] * bool(scales.left_out or signs.left_out)
+    counts = {"scales": scales.left_out, "signs": signs.left_out}
+    apart = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    left_out = [f"{apart} that only act together with others are left out"] * bool(apart)
     return Group(
         replace(structure, charts=labels.charts),
         values,

@@ -36,7 +36,7 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite parts that were made alike of parts of a value, and are put together: made of the whole value at once."""
     parts: Any = node.args[0]
     axis = argument(node, 1, "dim", 0) % len(r.shape(node))
-    if len(parts) < 2 or any(not r.only_for(part, node) for part in parts) or r.writes_into(node):
+    if len(parts) < 2 or any(not r.only_for(part, node) for part in parts):
         return None
     branches = _Branches(r)
     lifted = branches.lift(parts, [node] * len(parts))
@@ -49,18 +49,9 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of what experts make, one after the other: made by all at once."""
-    if r.writes_into(node) or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
+    if any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
         return None
-    leaves: list[Any] = []
-    readers: list[fx.Node] = []
-    waiting: list[tuple[Any, fx.Node]] = [(given, node) for given in reversed(node.args[:2])]
-    while waiting:
-        value, reader = waiting.pop()
-        if r.name(value) == "add" and r.only_for(value, reader) and not value.kwargs:
-            waiting += [(given, value) for given in reversed(value.args[:2])]
-        else:
-            leaves.append(value)
-            readers.append(reader)
+    leaves, readers = r.leaves(node, {"add"})
     leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # of Python's sum
     if len(leaves) < 2 or node.kwargs or any(r.shape(leaf) != r.shape(node) for leaf in leaves):
         return None
@@ -106,20 +97,9 @@ class _Branches:
             if len(self.known) == _MOST:
                 return None
             self.known[key] = None
-            found = self._constants(nodes) or self.parts_of_one(nodes) or self._repeated(nodes)
+            found = self.parts_of_one(nodes) or self._repeated(nodes)
             self.known[key] = found or self._operation(nodes, readers)
         return self.known[key]
-
-    def _constants(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
-        """Return what stands for one constant of each branch, which may be the same in all."""
-        values = [self.r.constant(node) for node in nodes]
-        first = values[0]
-        if first is None or any(value is None or value.shape != first.shape for value in values):
-            return None
-        if all(torch.equal(value, first) for value in values if value is not None):
-            return _Lifted(nodes[0], False)
-        wide = [self.r.insert(aten.unsqueeze.default, node, 0) for node in nodes]
-        return _Lifted(self.r.insert(aten.cat.default, wide, 0), True)
 
     def parts_of_one(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
         """Return the value of which each branch has a part, its parts along a new first axis."""
@@ -127,7 +107,7 @@ class _Branches:
         if any(not isinstance(value, Tensor) or value.shape != values[0].shape for value in values):
             return None
         memories = [memories_of(node) for node in nodes]
-        if any(memory != memories[0] for memory in memories) or any(self.r.is_frozen(node) for node in nodes):
+        if any(memory != memories[0] for memory in memories):
             return None
         source = source_of(self.r, nodes[0])
         held = None if source is None else source.meta["val"]

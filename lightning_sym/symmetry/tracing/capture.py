@@ -125,6 +125,7 @@ class Capture:
             number, or one for each element of a vector.
         pieces: By parameter that is read in pieces, all of these, if the graph has them in the parameter's place.
         call: The call that was captured.
+        rules: The operations and modules of which rules of users have said what they do.
     """
 
     graph: fx.Graph
@@ -139,6 +140,7 @@ class Capture:
     charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
     pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     call: Call = field(default_factory=Call)
+    rules: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,19 @@ def share_memory(network: nn.Module, names: Mapping[str, str]) -> nn.Module:
     return network
 
 
+def _held_by(network: nn.Module, made: dict[int, Any]) -> str:
+    """Say which attribute of which module cannot be copied, if it is one by itself."""
+    for name, module in network.named_modules():
+        for attribute, held in vars(module).items():
+            if attribute.startswith("_"):  # tensors and modules, hooks
+                continue
+            try:
+                copy.deepcopy(held, dict(made))
+            except TypeError:
+                return f" because of {f'{name}.{attribute}' if name else attribute}"
+    return ""
+
+
 def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy of a network, in which the same names share their memory.
 
@@ -266,8 +281,8 @@ def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
         result = copy.deepcopy(network, made)
     except TypeError as error:
         raise TypeError(
-            f"the network cannot be copied ({error}); expected modules without locks, files or other things that "
-            "copy.deepcopy refuses"
+            f"the network cannot be copied ({error}){_held_by(network, made)}; expected modules without locks, files "
+            "or other things that copy.deepcopy refuses"
         ) from error
     return share_memory(result, first_names(network))
 
@@ -288,6 +303,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, kept)
+
+
+def without_log() -> contextlib.AbstractContextManager[None]:
+    """Let torch log no errors of operations that do not run without data, as exceptions say the same."""
+    return _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def _is_causal_as_given(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
@@ -554,7 +574,7 @@ def capture(
             left_out.extend(call.left_out(outputs))
             return call.counted(outputs)
 
-        stack.enter_context(_replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(without_log())
         try:
             module: fx.GraphModule | None = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(
                 fake, arguments

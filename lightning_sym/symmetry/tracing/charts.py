@@ -54,7 +54,8 @@ def read_as_sums(r: Rewriter) -> None:
             continue
         for read in reads:
             r.at = read.node
-            new = read.part if read.factor == 1 else r.insert(aten.mul.Tensor, read.part, read.factor)
+            new = r.insert(aten.neg.default, read.part) if read.factor < 0 else read.part
+            new = new if abs(read.factor) == 1 else r.insert(aten.mul.Tensor, new, abs(read.factor))
             r.replace(read.node, new)
         r.capture.charts[name] = numbers.pop()
 

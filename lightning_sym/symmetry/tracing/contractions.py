@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.nodes import argument, memories_of, numbers_of
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, memories_of, numbers_of, terms_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
@@ -47,7 +47,7 @@ def shown(r: Rewriter, node: fx.Node) -> list[fx.Node]:
     """Return the values whose memory a node shows in its own shape, the first one first, and itself."""
     found = [node]
     while r.name(found[-1]) in VIEWS and isinstance(before := found[-1].args[0], fx.Node):
-        if r.is_frozen(before) or memories_of(before) != memories_of(node):
+        if memories_of(before) != memories_of(node):
             break
         found.append(before)
     return found[::-1]
@@ -113,6 +113,11 @@ def contract(
         second: Second factor.
         bias: What is added along the one letter that only weights have.
     """
+    # Of factors of other sizes along one axis, that of size 1 is the same everywhere.
+    own = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
+    gone = [letter for letter in one if letter in two and own[0][letter] != own[1][letter]]
+    first, one = without(r, first, one, [letter for letter in gone if own[0][letter] == 1])
+    second, two = without(r, second, two, [letter for letter in gone if own[1][letter] == 1])
     sizes: dict[str, int] = {}
     for letters, node in ((one, first), (two, second)):
         if len(letters) != len(r.shape(node)) or len(set(letters)) != len(letters):
@@ -259,8 +264,9 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     rewritten = _with_diagonal(r, first, second)
     if rewritten is not None:
         return rewritten
-    if made == {"weights", "inputs"}:
-        rewritten = _with_weights(r, first, second)
+    equation = equation_of(node)
+    if made == {"weights", "inputs"} and equation is not None:
+        rewritten = contract(r, *terms_of(equation), first, second)
     elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
         rewritten = _as_row(r, first, second)
     if rewritten is None and r.name(node) != "matmul":
@@ -287,20 +293,6 @@ def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | No
                 wide = r.insert(aten.unsqueeze.default, vector, 1) if diagonal is first else vector
                 return r.insert(aten.mul.Tensor, value, wide)
     return None
-
-
-def _with_weights(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
-    """Rewrite the product of a value and weights."""
-    ranks = len(r.shape(first)), len(r.shape(second))
-    batch = string.ascii_lowercase[: max(*ranks, 2) - 2]
-    one, two = (batch[len(batch) - max(rank - 2, 0) :] for rank in ranks)
-    # Of factors of other sizes along the axes in front, those of size 1 are the same everywhere.
-    sizes = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
-    gone = [letter for letter in one if letter in two and sizes[0][letter] != sizes[1][letter]]
-    first, one = without(r, first, one, [letter for letter in gone if sizes[0][letter] == 1])
-    second, two = without(r, second, two, [letter for letter in gone if sizes[1][letter] == 1])
-    rows, columns = "Y" * (ranks[0] > 1), "Z" * (ranks[1] > 1)
-    return contract(r, f"{one}{rows}X", f"{two}X{columns}", f"{batch}{rows}{columns}", first, second)
 
 
 def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
@@ -501,7 +493,7 @@ def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
         source, *_ = shown(r, whole)
     held = source.meta.get("val")
     whole_too = isinstance(held, Tensor) and memories_of(source) == memories_of(part)
-    return source if whole_too and not r.is_frozen(source) else None
+    return source if whole_too else None
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
@@ -509,7 +501,7 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
     if len(memories) < len(parts) or any(memory != memories[0] for memory in memories):
         return None
-    if any(r.is_frozen(part) for part in parts) or sum(math.prod(r.shape(part)) for part in parts) > _MOST:
+    if sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
     if (source := source_of(r, parts[0])) is None:
         return None

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Capture, Template, operation_name, state_tensors
-from lightning_sym.symmetry.tracing.nodes import between, written_by
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
+from lightning_sym.symmetry.tracing.functional import functional
+from lightning_sym.symmetry.tracing.nodes import between, result_shape, written_by
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import (
     by_place,
@@ -68,7 +69,7 @@ class Written(Value):
     def _constant(self) -> Tensor | None:
         """Return its numbers, if it is made of constants."""
         constant: Tensor | None = self.rewriter.constant(self.node)
-        if constant is None and (self.rewriter.made_of(self.node) != "inputs" or self.rewriter.writes_into(self.node)):
+        if constant is None and self.rewriter.made_of(self.node) != "inputs":
             raise NotWrittenError("asks for the numbers of a value")
         return constant
 
@@ -85,6 +86,7 @@ def expand(capture: Capture) -> Capture:
     Returns:
         The capture.
     """
+    functional(capture)
     own = own_operations()
     if not any(is_own(node.target, own) for node in capture.graph.nodes):
         return capture
@@ -113,7 +115,6 @@ class Expansion:
         self._demands: list[fx.Node] = []  # sums and products, which demand something even if nobody reads them
         self._nothing: list[fx.Node] = []  # values on which nothing acts
         self._target: Any = node.target
-        self._copied_to: Any = None
         self._parameters: dict[str, fx.Node] = {}
         if self._leaf is not None:
             self._parameters = by_place(self._leaf.module, node.args[1])  # type: ignore[arg-type]
@@ -130,9 +131,8 @@ class Expansion:
         return operation_name(self.node.target) if self._leaf is None else type(self._leaf.module).__name__
 
     def output_shape(self, index: int | None = None) -> tuple[int, ...]:
-        """Return the shape of the result of the operation at hand (of one of its results)."""
-        value = self.node.meta["val"]
-        return tuple((value if index is None else value[index]).shape)
+        """Return the shape of the result of the operation at hand (of one of its results, if there are several)."""
+        return result_shape(self.node, index)
 
     def note(self, text: str) -> None:
         """Tell the user something about the operation at hand."""
@@ -148,10 +148,12 @@ class Expansion:
 
     def fix(self, value: Value, reason: str | None = None) -> Value:
         """Nothing may act on this value."""
+        self._check(value)
         return self._demand("fix", value.shape, value, reason)
 
     def elementwise(self, value: Value, **allowed: Any) -> Value:
         """Apply one function, of which only the group is known, to every element."""
+        self._check(value)
         return self._demand("elementwise", value.shape, value, **allowed)
 
     def permutations_only(self, value: Value) -> Value:
@@ -160,10 +162,13 @@ class Expansion:
 
     def linear_along(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
         """Apply a linear map of which only the axes are known."""
+        self._check(value)
+        axes = self._axes(value, axes)
         return self._demand("linear_along", shape, value, list(axes), list(shape))
 
     def move(self, value: Value, function: Callable[[Tensor], Any], *, filled_by_zero: bool = True) -> Any:
         """Move elements about."""
+        self._check(value)
         if filled_by_zero:
             before = self.node.prev
             with contextlib.suppress(ValueError):
@@ -180,6 +185,14 @@ class Expansion:
 
     def join(self, one: Value, two: Value, *, product: bool, divide: bool = False, gain: str | None = None) -> Value:
         """Combine two values element by element; a gain is found without being named."""
+        self._check(one, two)
+        try:
+            np.broadcast_shapes(one.shape, two.shape)
+        except ValueError:
+            raise ValueError(
+                f"the rule for {self.operation} joins the shapes {one.shape} and {two.shape}, which do not broadcast; "
+                "expected trace.move(value, function) before, as lambda tensor: tensor[:, None]"
+            ) from None
         target = (aten.div.Tensor if divide else aten.mul.Tensor) if product else aten.add.Tensor
         try:
             joined = self.rewriter.insert(target, self._node(one), self._node(two))
@@ -198,7 +211,15 @@ class Expansion:
         shape: Sequence[int],
     ) -> Value:
         """Multiply two values and sum over one axis of each."""
+        self._check(one, two)
         axes = one_axes, two_axes
+        for value, goes in ((one, one_axes), (two, two_axes)):
+            if len(goes) != value.ndim or None not in goes or not {*goes} <= {None, *range(len(shape))}:
+                raise ValueError(
+                    f"the rule for {self.operation} contracts a value of shape {value.shape} with the places "
+                    f"{list(goes)}; expected for each of its axes the place in the result of shape {tuple(shape)}, and "
+                    "None for the one that is summed over"
+                )
         plain = all(list(goes).count(None) == 1 for goes in axes)
         if plain and {*one_axes, *two_axes} == {None, *range(len(shape))}:
             terms = ["".join("z" if axis is None else _LETTERS[axis] for axis in goes) for goes in axes]
@@ -212,16 +233,20 @@ class Expansion:
 
     def normalise(self, value: Value, axes: Sequence[int], *, mean: bool, eps: float = 0.0) -> Value:
         """Divide by the root mean square over some axes, from which the mean is taken off before if `mean`."""
+        self._check(value)
+        axes = self._axes(value, axes)
 
         def norm(x: Tensor) -> Tensor:
-            centred = x - x.mean(list(axes), keepdim=True) if mean else x
-            return centred * (centred.square().mean(list(axes), keepdim=True) + eps).rsqrt()
+            centred = x - x.mean(axes, keepdim=True) if mean else x
+            return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
 
         result: Value = self.compute(norm, value)
         return result
 
     def softmax(self, value: Value, axis: int) -> Value:
         """Apply a softmax along an axis."""
+        self._check(value)
+        (axis,) = self._axes(value, axis)
         result: Value = self.compute(torch.softmax, value, axis)
         return result
 
@@ -262,6 +287,26 @@ class Expansion:
         node = made.node
         return node
 
+    def _check(self, *values: Any) -> None:
+        """Check that a rule gives values to a method of the trace."""
+        for value in values:
+            if not isinstance(value, Value):
+                raise TypeError(
+                    f"the rule for {self.operation} gives a {type(value).__name__} to a method of the trace; expected "
+                    "a Value: trace.parameter(module, name) for a parameter, trace.compute(function, value) for what "
+                    "takes numbers, too"
+                )
+
+    def _axes(self, value: Value, axes: int | Sequence[int]) -> list[int]:
+        """Return axes of a value as a list, of which each is one of the value."""
+        found = [axes] if isinstance(axes, int) else [*axes]
+        if not all(-value.ndim <= axis < value.ndim for axis in found):
+            raise ValueError(
+                f"the rule for {self.operation} names the axes {found} of a value of shape {value.shape}; expected "
+                f"numbers from {-value.ndim} to {value.ndim - 1}"
+            )
+        return found
+
     def _demand(self, method: str, shape: Sequence[int], *args: Any, **kwargs: Any) -> Written:
         """Write a call of a method of the trace; without a method nothing acts on what comes out."""
         args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
@@ -291,7 +336,8 @@ class _Replacement(Expansion):
             raise ValueError(
                 f"the rule for {self.operation} computes it by {self.operation}; expected other operations of torch"
             )
-        self.rewriter.at = node
+        self.rewriter.at, self.rewriter.rule = node, f"for {self.operation}"
+        self.capture.rules.add(self.operation)
         try:
             results = self._results()
         except NotWrittenError as reason:
@@ -318,7 +364,6 @@ class _Replacement(Expansion):
         """Run the rule; return what comes out."""
         node, leaf = self.node, self._leaf
         owner: Any
-        self._write_apart()
         if written_by(node):
             raise NotWrittenError("belongs to an operation that writes into its arguments")
         if leaf is not None:
@@ -331,22 +376,17 @@ class _Replacement(Expansion):
         results = [part for part in checked_results(result, owner) if part is not None]
         wanted = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, Tensor)]
         if len(results) != len(wanted):
-            raise TypeError(f"the rule for {self.operation} returned {len(results)} values; expected {len(wanted)}")
+            raise TypeError(
+                f"the rule for {self.operation} returned {len(results)} values; expected {len(wanted)}, one for each "
+                "tensor that comes out"
+            )
         for value, real in zip(results, wanted, strict=True):
             if tuple(value.shape) != tuple(real.shape):
-                raise NotWrittenError(f"returns the shape {tuple(value.shape)}, where {tuple(real.shape)} comes out")
+                raise ValueError(
+                    f"the rule for {self.operation} returned a value of shape {tuple(value.shape)}; expected "
+                    f"{tuple(real.shape)}, the shape of what comes out"
+                )
         return [self._node(value) for value in results]
-
-    def _write_apart(self) -> None:
-        """Let an operation that writes into its argument leave it alone; where others see that, a copy writes."""
-        node, target = self.node, self.node.target
-        if written_by(node) != list(node.args[:1]):
-            return
-        other: Any = out_of_place(target)  # type: ignore[arg-type]
-        one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
-        if other is not target and not other._schema.is_mutable and (one.shape, one.dtype) == (two.shape, two.dtype):
-            self._copied_to = node.args[0] if self.rewriter.is_frozen(node) else None
-            node.target = other
 
     def _argument(self, node: fx.Node) -> Any:
         return self._value(node) if _is_tensor(node) else node.meta.get("val")
@@ -367,15 +407,10 @@ class _Replacement(Expansion):
     def _put(self, old: fx.Node, new: fx.Node) -> None:
         """Put a result in the place of what came out, of the same type and in memory of its own."""
         kind = old.meta["val"].dtype
-        if self._copied_to is not None:
-            self.rewriter.replace(old, self.rewriter.insert(aten.copy_.default, self._copied_to, new))
-            return
         if new.target is DEMAND and not new.users:
             new.meta["val"] = old.meta["val"]
         elif new.meta["val"].dtype != kind:
             new = self.rewriter.insert(aten.to.dtype, new, kind)
-        if self.rewriter.writes_into(old) or self.rewriter.writes_into(new):
-            new = self.rewriter.insert(aten.clone.default, new)
         self.rewriter.replace(old, new)
 
 

@@ -59,16 +59,7 @@ def of_parts(name: str) -> Rewrite:
     names = {name, "f" + name[:3]}
 
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
-        leaves: list[Any] = []
-        readers: list[fx.Node] = []
-        waiting: list[tuple[Any, fx.Node]] = [(given, node) for given in reversed(node.args)]
-        while waiting:
-            value, reader = waiting.pop()
-            if r.name(value) in names and r.only_for(value, reader):
-                waiting += [(given, value) for given in reversed(value.args)]
-            else:
-                leaves.append(value)
-                readers.append(reader)
+        leaves, readers = r.leaves(node, names)
         if all(
             r.name(leaf) == "neg" and r.only_for(leaf, reader) for leaf, reader in zip(leaves, readers, strict=True)
         ):
@@ -80,29 +71,6 @@ def of_parts(name: str) -> Rewrite:
         if alike and r.made_of(node) == "inputs" and (whole := pieces(r, leaves)) is not None:
             return r.insert(_OVER[name[:3]], whole, [0], False)
         return r.insert(_OF_TWO[name[:3]], *node.args) if r.name(node) != name else None
-
-    return rewrite
-
-
-def of_stack(name: str) -> Rewrite:
-    """Return a rewrite of the extremum over a stack of parts of one value."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
-        stack = node.args[0]
-        if r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
-            return None
-        assert isinstance(stack, fx.Node)
-        parts: Any = stack.args[0]
-        rank = len(r.shape(stack))
-        axis = argument(stack, 1, "dim", 0) % rank
-        apart = r.name(stack) == "stack"
-        if reduced(node, rank) != {axis} or not (apart or all(r.shape(part)[axis] == 1 for part in parts)):
-            return None
-        if all(r.name(part) == "unsqueeze" for part in parts):
-            parts = [part.args[0] for part in parts]
-        if r.made_of(node) != "inputs" or (whole := pieces(r, parts)) is None:
-            return None
-        return reshaped(r, r.insert(_OVER[name], whole, [0], False), r.shape(node))
 
     return rewrite
 
@@ -175,8 +143,6 @@ def log_of_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 REWRITES: dict[str, Callable[[Rewriter, fx.Node], fx.Node | None]] = {
-    "amax": of_stack("max"),
-    "amin": of_stack("min"),
     "max": whole_or_two("max"),
     "min": whole_or_two("min"),
     **dict.fromkeys(("maximum", "fmax"), of_parts("maximum")),

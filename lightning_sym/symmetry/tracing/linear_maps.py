@@ -4,7 +4,6 @@ A part of the graph that makes a value of one other value and one weight is run 
 docs/theory/tracing.md, 3.
 """
 
-import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -76,24 +75,13 @@ class _Respeller:
         self.rewriter, self.graph = rewriter, rewriter.graph
         self.constants = Constants()
         self.failures: dict[fx.Node, int] = {}
-        self._number()
-
-    def _number(self) -> None:
-        self.order = {node: place for place, node in enumerate(self.graph.nodes)}
 
     def run(self) -> int:
         """Replace all regions."""
-        return self.rewriter.rewrite_from_the_end(self._respelled)
-
-    def _respelled(self, node: fx.Node) -> fx.Node | None:
-        first = self._rewritten(node)
-        if first is None:
-            return None
-        self._number()
-        return first.prev
+        return self.rewriter.rewrite_from_the_end(self._rewritten)
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
-        """Replace the region that ends in a node, if there is one; return the first operation in its place."""
+        """Replace the region that ends in a node, if there is one; return the node at which to go on."""
         if self.rewriter.name(node) not in _LINEAR or not _is_real(node):
             return None
         most = 0
@@ -127,14 +115,14 @@ class _Respeller:
         return self._put(node, lambda: layer.put(self.rewriter.insert, start, weight, bias))
 
     def _put(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node | None:
-        """Put what is made in the place of a node; return the first operation of it, None if it cannot be put there."""
+        """Put what is made in the place of a node; return what stands before it, None if it cannot be put there."""
         before = node.prev
         try:
             new = make()
             if new.meta["val"].dtype == node.meta["val"].dtype and before.next is not node:
                 first = before.next
                 self.rewriter.replace(node, new)
-                return first
+                return first.prev
         except NoSpellingError:
             pass
         while node.prev is not before:
@@ -144,23 +132,22 @@ class _Respeller:
     def _regions(self, end: fx.Node) -> Iterator[_Region]:
         """Yield what makes a value of one other value and weights, the smallest region first."""
         region = _Region(end)
-        heap: list[tuple[int, fx.Node]] = []
+        waiting: list[fx.Node] = []
         seen: set[fx.Node] = set()
 
         def add(node: fx.Node) -> bool:
             made = self.rewriter.made_of(node)
             if made == "inputs" and node not in seen:
                 seen.add(node)
-                heapq.heappush(heap, (-self.order[node], node))
+                waiting.append(node)
             return made != "weights" or self._add_weights(region, node)
 
         add(end)
-        while heap and len(region.steps) < _MOST_NODES:
-            open_ones = [one for _, one in heap]
-            _, node = heapq.heappop(heap)
-            if region.steps and len(open_ones) <= 2 - bool(region.weights) and all(map(_is_real, open_ones)):
-                region.starts = open_ones
+        while waiting and len(region.steps) < _MOST_NODES:
+            if region.steps and len(waiting) <= 2 - bool(region.weights) and all(map(_is_real, waiting)):
+                region.starts = sorted(waiting, reverse=True)
                 yield region
+            waiting.remove(node := max(waiting))
             name = self.rewriter.name(node)
             inner = node is end or (set(node.users) <= seen and not self.rewriter.is_marked(node))
             if name not in _LINEAR or not inner or not is_plain_operation(node):
@@ -221,7 +208,7 @@ class _Respeller:
 
     def _function(self, region: _Region) -> Callable[[dict[fx.Node, Tensor]], Tensor]:
         """Return what computes a region's end from the numbers of its starts and weights."""
-        steps = [Step.of(step) for step in sorted([*region.steps, *region.of_weights], key=self.order.__getitem__)]
+        steps = [Step.of(step) for step in sorted([*region.steps, *region.of_weights])]
 
         def made(numbers: dict[fx.Node, Tensor]) -> Tensor:
             values: dict[fx.Node, Any] = dict(numbers)

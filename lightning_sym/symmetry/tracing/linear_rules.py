@@ -10,6 +10,7 @@ from torch import fx
 from lightning_sym.symmetry.tracing.choice_rules import taken_at
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.elementwise_rules import summed_over
+from lightning_sym.symmetry.tracing.nodes import equation_of, terms_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value
@@ -18,46 +19,29 @@ from lightning_sym.symmetry.tracing.vocabulary import Trace
 # Linear maps.
 
 
-@register_rule("aten::linear")
-def _linear(trace: Trace, value: Value, weight: Value, bias: Value | None = None) -> Any:
-    last = value.ndim - 1
-    if weight.ndim != 2:
-        return unknown(trace, value, weight, bias)
-    result = trace.contract(value, [*range(last), None], weight, [last, None], trace.output_shape())
-    return _biased(trace, result, bias, last)
+@register_rule("aten::linear", "aten::matmul", "aten::einsum")
+def _contracted(trace: Trace, *args: Any, **kwargs: Any) -> Any:
+    equation, is_einsum = equation_of(trace.node), trace.operation == "einsum"
+    values = args[1] if is_einsum else args[:2]
+    if is_einsum and len(values) == 1:
+        terms = args[0].replace(" ", "").split("->")
+        moves = len(set(terms[0])) == len(terms[0]) and sorted(terms[0]) == sorted(terms[-1])
+        return trace.move(values[0], lambda t: torch.einsum(args[0], t)) if moves else unknown(trace, values)
+    *terms, out = terms_of(equation) if equation is not None else ("", "", "")
+    summed = [set(term) - set(out) for term in terms]
+    if not summed[0] or summed[0] != summed[1]:
+        return unknown(trace, *args)
+    if len(summed[0]) > 1:
+        return _summed_twice(trace, terms, out, values)
+    axes = [[out.index(c) if c in out else None for c in term] for term in terms]
+    result = trace.contract(values[0], axes[0], values[1], axes[1], trace.output_shape())
+    return result if is_einsum else _biased(trace, result, *args[2:], axis=result.ndim - 1)
 
 
-def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value:
+def _biased(trace: Trace, result: Value, bias: Value | None = None, *, axis: int) -> Value:
     if bias is None:
         return result
     return trace.join(result, bias.on([axis], result.ndim), product=False)
-
-
-@register_rule("aten::matmul")
-def _matmul(trace: Trace, one: Value, two: Value) -> Any:
-    shape = trace.output_shape()
-    batch = len(shape) - (one.ndim > 1) - (two.ndim > 1)
-    # Vectors have one axis, which is summed over; the others' batch axes are the last ones of the result's.
-    first = [*range(batch + 2 - one.ndim, batch), batch, None] if one.ndim > 1 else [None]
-    second = [*range(batch + 2 - two.ndim, batch), None, len(shape) - 1] if two.ndim > 1 else [None]
-    return trace.contract(one, first, two, second, shape)
-
-
-@register_rule("aten::einsum")
-def _einsum(trace: Trace, equation: str, values: Sequence[Value], **kwargs: Any) -> Any:
-    equation = equation.replace(" ", "")
-    inputs, _, output = equation.partition("->")
-    terms = inputs.split(",")
-    plain = "->" in equation and "." not in equation and all(len(set(term)) == len(term) for term in terms)
-    if plain and len(values) == 1 and sorted(terms[0]) == sorted(output):
-        return trace.move(values[0], lambda t: torch.einsum(equation, t))
-    summed = [set(term) - set(output) for term in terms]
-    if plain and len(values) == 2 and len(summed[0]) > 1 and summed[0] == summed[1]:
-        return _summed_twice(trace, terms, output, values)
-    if not plain or len(values) != 2 or len(summed[0]) != 1 or summed[0] != summed[1]:
-        return unknown(trace, values)
-    axes = [[output.index(c) if c in output else None for c in term] for term in terms]
-    return trace.contract(values[0], axes[0], values[1], axes[1], trace.output_shape())
 
 
 def _summed_twice(trace: Trace, terms: Sequence[str], output: str, values: Sequence[Value]) -> Value:
@@ -97,7 +81,7 @@ def _convolution(
         result = trace.contract(value, kept, weight, into, shape)
     else:
         result = _grouped(trace, value, weight, groups, channel, transposed, shape)
-    return _biased(trace, result, bias, channel)
+    return _biased(trace, result, bias, axis=channel)
 
 
 def _way_from_parameter(trace: Trace) -> list[torch.fx.Node]:
@@ -327,34 +311,3 @@ def _rms_norm(
     # A root mean square is even in every unit: signs pass one by one.
     value = _normalised_over(trace, value, axes, 1.0 if epsilon is None else epsilon, centred=False)
     return _affine(trace, value, weight, None, axes)
-
-
-@register_rule("aten::group_norm")
-def _group_norm(
-    trace: Trace,
-    value: Value,
-    groups: int,
-    weight: Value | None = None,
-    bias: Value | None = None,
-    epsilon: float = 1e-5,
-    *args: Any,
-) -> Value:
-    value = trace.tied(value, range(2, value.ndim))
-    label = trace.label(value, 1)
-    # Of weights, the first axis has units, too: each is divided by its own deviations.
-    rows = tuple(_normalised(trace, own, epsilon) for own in value.labels if own.axes and 1 not in own.axes)
-    for own in value.labels:
-        if 1 in own.axes and len(own.axes) > 1:
-            trace.fix(value.with_labels(own), "units on several axes are normalised in groups")
-    value = value.with_labels(*rows)
-    if label is not None:
-        size = value.shape[1] // groups
-        parents = np.arange(value.shape[1]) // size
-        if groups > 1:
-            coarse = trace.constraints.fresh((1,), (groups,))
-            trace.see(coarse)
-            if size > 1:
-                trace.constraints.block(coarse.atom[parents], label.atom)
-        # A group of one channel is divided by its own deviation, over places.
-        value = value.with_labels(*rows, _normalised(trace, label, epsilon, parents if size > 1 else None))
-    return _affine(trace, value, weight, bias, [1])

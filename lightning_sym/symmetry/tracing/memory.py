@@ -8,94 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, fx
+from torch import Tensor
 
 from lightning_sym.symmetry.tracing.constraints import Label
-from lightning_sym.symmetry.tracing.nodes import numbers_of, written_by
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.vocabulary import Trace
-
-Place = tuple[fx.Node, int | None]  # a tensor of the graph: a node, or one of the list that it returns
-
-
-class Memory:
-    """Which tensors of a graph lie in memory that some operation writes into.
-
-    Views share the memory of their base, whatever operation made them; each element of memory has a number, and each
-    tensor knows from its offset and strides which elements it shows. A write through one of them is seen in all others.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._written = {self._memory((node, None)) for user in graph.nodes for node in written_by(user)}
-        self._places: dict[int, list[Place]] = {}
-
-    @staticmethod
-    def _tensor(place: Place) -> Tensor:
-        node, item = place
-        tensor: Tensor = node.meta["val"] if item is None else node.meta["val"][item]
-        return tensor
-
-    @classmethod
-    def _memory(cls, place: Place) -> int:
-        return int(cls._tensor(place).untyped_storage()._cdata)
-
-    def hold(self, node: fx.Node) -> None:
-        """Note where the results of an operation lie."""
-        value = node.meta.get("val") if self._written else None
-        items = [None] if isinstance(value, Tensor) else range(len(value)) if isinstance(value, (list, tuple)) else []
-        for item in items:
-            tensor = self._tensor((node, item))
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                memory = self._memory((node, item))
-                if memory in self._written:
-                    self._places.setdefault(memory, []).append((node, item))
-
-    def write(self, trace: Trace, environment: dict[fx.Node, Any], target: fx.Node, new: Value) -> None:
-        """Let all tensors that share the target's memory show what was written through it."""
-
-        def shown(place: Place) -> Any:
-            node, item = place
-            return environment[node] if item is None else environment[node][item]
-
-        def show(place: Place, value: Any) -> None:
-            node, item = place
-            if item is not None:
-                value = [value if at == item else old for at, old in enumerate(environment[node])]
-            environment[node] = value
-
-        places = self._places[self._memory((target, None))]
-        elements = {place: numbers_of(self._tensor(place)) for place in places}
-        written = elements[target, None]
-        if all(torch.equal(own, written) for own in elements.values()):
-            for place in places:
-                show(place, new)
-            return
-        first = places[0]
-        base = shown(first)
-        if base.concrete is not None and new.concrete is not None:
-            return  # the operation was run for real, on memory that its tensors share
-        number_of = torch.full((max(int(own.max()) for own in elements.values() if own.numel()) + 1,), -1)
-        number_of[elements[first].reshape(-1)] = torch.arange(elements[first].numel())
-        if any(bool((number_of[own] < 0).any()) for own in elements.values()):
-            trace.note("writes through a view that is larger than what it was made from")
-            for place in places:
-                show(place, trace.fix(shown(place)))
-            return
-        updated = overwrite(trace, base, number_of[written], new)
-
-        def part(at: Tensor) -> Value:
-            def move(tensor: Tensor) -> Tensor:
-                return tensor.reshape(-1)[at]
-
-            return trace.carry(updated, trace.move(updated, move), move)
-
-        for place, own in elements.items():
-            if torch.equal(own, written):
-                show(place, new)
-            elif place == first:
-                show(place, updated)
-            elif bool(torch.isin(own, written).any()):
-                show(place, part(number_of[own]))
 
 
 def overwrite(trace: Trace, base: Value, where: Tensor, new: Value) -> Value:

@@ -1,5 +1,6 @@
 """Queries on the nodes of a captured graph: shapes, arguments, memory with in-place writes."""
 
+import string
 from typing import Any
 
 import torch
@@ -15,9 +16,54 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
+def result_shape(node: fx.Node, index: int | None = None) -> tuple[int, ...]:
+    """Return the shape of the tensor that a node makes, or of one of several.
+
+    Args:
+        node: The node.
+        index: Which of several tensors.
+
+    Raises:
+        ValueError: If there are several, and no index.
+    """
+    value = node.meta["val"]
+    if index is None and isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise ValueError(f"{len(value)} values come out; expected the place of one of them: output_shape(0)")
+        index = 0
+    return tuple((value if index is None else value[index]).shape)
+
+
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     """Return an argument of an operation that was passed by position or by keyword."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def equation_of(node: fx.Node) -> str | None:
+    """Return the equation of `torch.einsum` that a product of two values is; None if there is no plain one.
+
+    In a plain equation every axis has a letter, and no letter comes twice in a term.
+    """
+    name = name_of(node)
+    if name == "einsum":
+        equation = str(node.args[0]).replace(" ", "")
+        terms = equation.partition("->")[0].split(",")
+        plain = "->" in equation and "." not in equation and all(len(set(term)) == len(term) for term in terms)
+        return equation if plain and len(terms) == 2 else None
+    one, two = (len(shape_of(given) or ()) for given in node.args[:2])
+    if name == "linear":
+        lead = string.ascii_letters[: one - 1]
+        return f"{lead}y,zy->{lead}z" if two == 2 else None
+    batch, row, column = string.ascii_letters[: max(one, two, 2) - 2], "x" * (one > 1), "z" * (two > 1)
+    first, second = (batch[len(batch) - max(rank - 2, 0) :] for rank in (one, two))
+    return f"{first}{row}y,{second}y{column}->{batch}{row}{column}" if name in ("matmul", "mm", "bmm", "mv") else None
+
+
+def terms_of(equation: str) -> tuple[str, str, str]:
+    """Return the letters of the two factors of an equation and those of the result."""
+    given, out = equation.split("->")
+    first, second = given.split(",")
+    return first, second, out
 
 
 def moved(node: fx.Node, tensor: Tensor) -> Any:
@@ -29,24 +75,6 @@ def moved(node: fx.Node, tensor: Tensor) -> Any:
         return tensor.reshape(shape) if isinstance(shape, (list, tuple)) else None
     target: Any = node.target
     return target(tensor, *node.args[1:], **node.kwargs)
-
-
-def shared_memory(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes with memory that is written in place and may be read afterwards through other nodes."""
-    nodes = {node: place for place, node in enumerate(graph.nodes)}
-    by_memory: dict[int, list[fx.Node]] = {}
-    written: set[int] = set()
-    for node, place in nodes.items():
-        memories = memories_of(node)
-        for target in written_by(node):
-            for memory in memories_of(target):
-                others = [other for other in by_memory.get(memory, ()) if other is not target]
-                late = any(nodes[user] > place for other in (target, *others) for user in other.users)
-                if late or target.op == "placeholder" or shape_of(target) != shape_of(node):
-                    written.add(memory)
-        for memory in memories:
-            by_memory.setdefault(memory, []).append(node)
-    return {node for memory in written for node in by_memory[memory]}
 
 
 def memories_of(node: fx.Node) -> set[int]:

@@ -30,15 +30,16 @@ from lightning_sym.symmetry.tracing.contractions import (
     summed_product,
 )
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
-from lightning_sym.symmetry.tracing.filling import join_parts
+from lightning_sym.symmetry.tracing.filling import filled
+from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
-from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced, replaces, written_by
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
-from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, unseen, with_parts
+from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, with_parts
 
 aten = torch.ops.aten
 
@@ -55,10 +56,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     Returns:
         The capture.
     """
-    _write_apart(capture, kept)
-    join_parts(capture, kept)
-    _remove_writes(Rewriter(capture, kept))
-    rewriter = Rewriter(capture, kept)
+    rewriter = Rewriter(functional(capture), kept)
     rewriter.erase_unread()
     _spell(rewriter)
     for respell in (respell_layers, recognise_batch_norms):
@@ -80,36 +78,6 @@ def _spell(rewriter: Rewriter) -> None:
         rewriter.share()
 
 
-def _without_write(node: fx.Node) -> Any:
-    """Return the operation that leaves its first argument alone, of one that writes into nothing else; else None."""
-    target: Any = node.target
-    if replaces(node) or written_by(node) != list(node.args[:1]):
-        return None
-    other = out_of_place(target)
-    if other is target or other._schema.is_mutable:
-        return None
-    one, two = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
-    return other if one.shape == two.shape and one.dtype == two.dtype else None  # it computes in the type it writes
-
-
-def _write_apart(capture: Capture, kept: Collection[str]) -> None:
-    """Let copies write what operations that are others in a row put into their arguments."""
-    nodes = [node for node in capture.graph.nodes if name_of(node) in written_out.FUNCTIONS and written_by(node)]
-    r = Rewriter(capture, kept) if nodes else None
-    for node in nodes:
-        if r is not None and r.plain_name(node) and r.is_frozen(node) and (other := _without_write(node)) is not None:
-            r.at = node
-            new = r.insert(other, *node.args, **node.kwargs)
-            r.replace(node, r.insert(aten.copy_.default, node.args[0], new))
-
-
-def _remove_writes(r: Rewriter) -> None:
-    """Put operations that leave their arguments alone in the place of those whose writes nobody else sees."""
-    for node in list(r.graph.nodes):
-        if r.name(node) and (other := _without_write(node)) is not None:
-            node.target = other
-
-
 # Operations that are two others.
 
 
@@ -122,9 +90,9 @@ def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the stack over whose terms a sum or product goes, or the values of size 1 that were put together."""
+    """Return the stack over whose terms a reduction goes, or the values of size 1 that were put together."""
     stack = node.args[0] if node.args else None
-    if r.name(node) not in ("sum", "prod") or r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
+    if r.name(node) not in _FOLDS or r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
         return None
     assert isinstance(stack, fx.Node)
     values: Any = stack.args[0]
@@ -136,16 +104,18 @@ def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum or product of what was stacked for it, and the sum of a product."""
-    stack, added = _stacked(r, node), r.name(node) == "sum"
+    """Rewrite the sum, product or extremum of what was stacked for it, and the sum of a product."""
+    stack = _stacked(r, node)
     if stack is None:
-        return (_hidden_in_sum(r, node) or summed_product(r, node)) if added else None
+        return (_hidden_in_sum(r, node) or summed_product(r, node)) if r.name(node) == "sum" else None
     values: Any = stack.args[0]
+    axis, has = argument(stack, 1, "dim", 0) % len(r.shape(stack)), r.name(stack) == "cat"
+    if has and all(r.name(value) == "unsqueeze" and value.args[1] % len(r.shape(stack)) == axis for value in values):
+        values, has = [value.args[0] for value in values], False
     total: fx.Node = values[0]
     for value in values[1:]:
-        total = r.insert(aten.add.Tensor if added else aten.mul.Tensor, total, value)
-    axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
-    has, wanted = r.name(stack) == "cat", len(r.shape(node)) == len(r.shape(stack))
+        total = r.insert(_FOLDS[r.name(node)], total, value)
+    wanted = len(r.shape(node)) == len(r.shape(stack))
     if has and not wanted:
         return r.insert(aten.squeeze.dim, total, axis)
     return r.insert(aten.unsqueeze.default, total, axis) if wanted and not has else total
@@ -167,13 +137,6 @@ def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     mask = r.insert(aten.logical_not.default, mask) if r.name(value) == "masked_fill" else mask
     product = r.insert(aten.mul.Tensor, shown, r.insert(aten.to.dtype, mask, shown.meta["val"].dtype))
     return r.insert(node.target, product, *node.args[1:])
-
-
-def _reversed_difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    one, two = node.args[:2]
-    if not isinstance(two, fx.Node) or argument(node, 2, "alpha", 1) != 1:
-        return None
-    return r.insert(aten.sub.Tensor, two, one)
 
 
 def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -231,7 +194,7 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     neutral = 0 if r.name(node) in ("add", "sub") else 1
     for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
         same = isinstance(value, fx.Node) and isinstance(other, (int, float)) and other == neutral
-        if same and value.meta["val"].dtype == node.meta["val"].dtype and not r.writes_into(node):  # type: ignore[union-attr]
+        if same and value.meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
             return value  # type: ignore[return-value]
     return None
 
@@ -285,7 +248,7 @@ def _made_like(r: Rewriter, node: fx.Node) -> fx.Node | None:
     number: Any = {"zeros": 0, "ones": 1}.get(r.name(node).removeprefix("new_").removesuffix("_like"))
     if number is None:
         number = node.args[1] if r.name(node) == "full_like" else node.args[2]
-    if isinstance(number, fx.Node) or r.writes_into(node):
+    if isinstance(number, fx.Node):
         return None
     kind = node.meta["val"].dtype
     return r.insert(aten.full.default, list(r.shape(node)), number, dtype=kind, device=node.meta["val"].device)
@@ -448,32 +411,6 @@ def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.layer_norm.default, value, sizes, argument(node, 2, "weight"), None, eps)
 
 
-def _vector_norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite norms of vectors: along one axis, or of all elements."""
-    order, axes, keep = (argument(node, 1 + at, key) for at, key in enumerate(("ord", "dim", "keepdim")))
-    axes = [axes] if isinstance(axes, int) else axes
-    flat = axes is None and order is None
-    if (not flat and len(axes or [0] * len(r.shape(node.args[0]))) != 1) or isinstance(order, str):
-        return None
-    return r.insert(aten.linalg_vector_norm.default, node.args[0], 2 if order is None else order, axes, bool(keep))
-
-
-def _matrix_diagonal(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the diagonal of a matrix."""
-    if len(r.shape(node.args[0])) != 2:
-        return None
-    return r.insert(aten.diagonal.default, node.args[0], argument(node, 1, "diagonal", 0))
-
-
-def _same_shape(target: Any) -> Rewrite:
-    """Return a rewrite of an operation that takes a shape from another value."""
-
-    def rewrite(r: Rewriter, node: fx.Node) -> fx.Node:
-        return _undone(r, node) or r.insert(target, node.args[0], list(r.shape(node)))
-
-    return rewrite
-
-
 def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite movements that show, in the end, what was there before."""
     value = node.meta.get("val")
@@ -508,15 +445,11 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if len(parts) > 1 and all(part is parts[0] for part in parts) and r.made_of(parts[0]) == "inputs":
         return _repeated(r, node, parts[0], len(parts), axis % len(r.shape(node)))
     whole = joined(r, parts, axis)
-    if whole is not None and not r.writes_into(node) and not r.writes_into(whole):
-        return whole
-    return together(r, node)
+    return together(r, node) if whole is None else whole
 
 
 def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
     """Return a value that comes several times in a row along an axis."""
-    if r.writes_into(node) or r.writes_into(value):
-        return None
     sizes = list(r.shape(value))
     if sizes[axis] == 1:
         return r.insert(aten.expand.default, value, [*sizes[:axis], times, *sizes[axis + 1 :]])
@@ -534,11 +467,11 @@ def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return None
         axis, place = next((at, own) for at, own in enumerate(axis) if own is not None)
     known = r.constant(place) if isinstance(place, fx.Node) else None
-    if known is None or known.ndim != 1 or known.dtype not in (torch.int64, torch.int32) or r.writes_into(node):
+    if known is None or known.ndim != 1 or known.dtype not in (torch.int64, torch.int32):
         return None
     count = r.shape(value)[axis]
     times = len(known) // count
-    if len(known) != times * count or not isinstance(value, fx.Node) or r.writes_into(value) or not times:
+    if len(known) != times * count or not isinstance(value, fx.Node) or not times:
         return None
     if torch.equal(known, torch.arange(count).repeat_interleave(times).to(known)):
         return value if times == 1 else r.insert(aten.repeat_interleave.self_int, value, times, axis)
@@ -566,21 +499,25 @@ def _of_one_axis(r: Rewriter, place: Any, axis: int, shape: tuple[int, ...]) -> 
 def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the triangle of a value: times a constant."""
     value = node.args[0]
-    if r.made_of(value) != "inputs" or r.writes_into(node):
+    if r.made_of(value) != "inputs":
         return None
     sizes, kind = r.shape(value)[-2:], node.meta["val"].dtype
     ones = r.insert(aten.full.default, list(sizes), 1.0, dtype=kind, device=node.meta["val"].device)
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
+_FOLDS = {
+    "sum": aten.add.Tensor,
+    "prod": aten.mul.Tensor,
+    "amax": aten.maximum.default,
+    "amin": aten.minimum.default,
+}
 _SUMS = (_scaled_sum, _neutral, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
-    **written_out.REWRITES,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     "einsum": einsum,
-    **dict.fromkeys(("sum", "prod"), _total),
-    **dict.fromkeys(operations(Trait.SOFTMAX), unseen),
+    **dict.fromkeys(_FOLDS, _total),
     "add": _sum,
     "sub": _difference,
     "mul": _product,
@@ -589,17 +526,14 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
     "im2col": _windows,
-    "linalg_norm": _vector_norm,
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm_of_centred),
-    "diag": _matrix_diagonal,
     **dict.fromkeys(("tril", "triu"), _triangle),
-    "rsub": _reversed_difference,
     "stack": _stack,
     "getitem": _item,
     **dict.fromkeys(VIEWS, _undone),
-    **dict.fromkeys(("view_as", "reshape_as"), _same_shape(aten.reshape.default)),
-    "expand_as": _same_shape(aten.expand.default),
+    **written_out.REWRITES,
     "cat": _cat,
+    "put": filled,
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,
     **REWRITES,

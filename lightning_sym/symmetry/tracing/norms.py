@@ -17,7 +17,7 @@ _SUMS = {"add", "sub"}
 _PASSED = operations(Trait.CAST) | {"neg"}
 _MOVED = _PASSED | operations(Trait.MOVE)
 _HANDED_ON = _MOVED | operations(Trait.POOL) | {"getitem"}
-_PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3)}
+_PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None)}
 _BATCH_NORMS = {"batch_norm", "cudnn_batch_norm"}
 
 
@@ -99,7 +99,7 @@ class _Finder:
                 gain = self._state(argument(node, at_gain, "weight"))
                 bias = self._state(argument(node, at_bias, "bias")) if at_bias is not None else None
                 gain, bias, plain = self._behind(node, gain, bias)
-                layer = name == "layer_norm" and len(node.args[1]) == 1
+                layer = name == "layer_norm" and len(node.args[1]) == 1 and not _is_of_parts(node)
                 writers, others = self._writers(node.args[0]) if layer else ((), ())
                 yield Norm(module, gain, bias, plain, layer, writers, others)
 
@@ -184,6 +184,17 @@ class _Finder:
         return f"{name} in {module}" if module else name
 
 
+def _is_of_parts(node: fx.Node) -> bool:
+    """Whether a norm goes over parts of an axis (groups of channels), which are joined again behind it."""
+    source: Any = node.args[0]
+    whole = shape_of(source.args[0]) if name_of(source) in operations(Trait.REGROUP) else None
+    while whole is not None and len(node.users) == 1:
+        (node,) = node.users
+        if shape_of(node) == whole or name_of(node) not in _MOVED | _SUMS | {"mul", "div"}:
+            return shape_of(node) == whole
+    return False
+
+
 def _over_last(node: fx.Node) -> bool:
     """Whether a mean goes over the last axis."""
     rank = len(shape_of(node.args[0]) or ())
@@ -198,5 +209,7 @@ def _passed(node: Any) -> Any:
 
 
 def _is_vector(node: Any) -> bool:
-    """Whether a value has one axis, besides those of size 1."""
+    """Whether a value, at most moved, has one axis, besides those of size 1."""
+    while name_of(node) in _MOVED:
+        node = node.args[0]
     return sum(size > 1 for size in shape_of(node) or ()) == 1

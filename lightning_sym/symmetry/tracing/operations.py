@@ -114,7 +114,7 @@ _ROWS = {
     "topk sort argsort argmax argmin": _T.CHOOSE,
     "max min": _T.CHOOSE | _T.REDUCE,
     "scatter": _T.WRITE | _T.REPLACE | _T.EQUALISE,
-    "copy fill zero index_put index_copy index_fill": _T.WRITE | _T.REPLACE,
+    "copy fill zero index_put index_copy index_fill put": _T.WRITE | _T.REPLACE,
     "slice_scatter select_scatter diagonal_scatter": _T.WRITE | _T.REPLACE,
     "_index_put_impl index_add scatter_add scatter_reduce": _T.WRITE,
     "zeros ones full empty scalar_tensor": _T.CONSTANT,

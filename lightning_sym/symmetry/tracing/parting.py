@@ -19,9 +19,9 @@ def _as_part(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return r.insert(aten.slice.Tensor, node.args[0], axis, first, first + size)
     cut: Any = node.args[0]
     item: Any = node.args[1]
-    if r.plain_name(cut) not in operations(Trait.PARTS) or not isinstance(item, int):
+    if r.name(cut) not in operations(Trait.PARTS) or not isinstance(item, int):
         return None
-    value, alone = cut.args[0], r.plain_name(cut) == "unbind"
+    value, alone = cut.args[0], r.name(cut) == "unbind"
     axis = argument(cut, 1 if alone else 2, "dim", 0) % len(r.shape(value))
     sizes = [1 if alone else part.shape[axis] for part in cut.meta["val"]]
     if {user.args[1] for user in cut.users} >= {*range(len(sizes))}:

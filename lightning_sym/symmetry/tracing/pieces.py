@@ -103,7 +103,7 @@ def _cut(capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]]
             _renew(user, memories_of(state), made[piece].meta["val"], value.storage_offset())
             user.replace_input_with(read, made[piece])
     shown = [node for node in capture.graph.nodes if memories_of(node) == memories_of(state)]
-    capture.marks[:] = [mark for mark in capture.marks if mark.node not in shown and mark.after not in shown]
+    capture.marks[:] = [mark for mark in capture.marks if mark.node not in shown]
     for node in reversed(shown):
         capture.modules.pop(node, None)
         capture.graph.erase_node(node)

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name
-from lightning_sym.symmetry.tracing.nodes import between, memories_of, shared_memory, written_by
+from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name, without_log
+from lightning_sym.symmetry.tracing.nodes import between, memories_of, written_by
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Returns what stands for an operation, if it is of the spelling that this rewrites; None if it is not.
@@ -36,13 +36,13 @@ class Rewriter:
     Attributes:
         graph: Its graph.
         at: The operation at hand, before which others are put.
+        rule: Which rule puts them, for messages.
     """
 
     def __init__(self, capture: Capture, kept: Collection[str] = ()) -> None:
         self.capture, self.graph, self.kept = capture, capture.graph, kept
         self.at: fx.Node = next(iter(capture.graph.nodes))
-        self._frozen = shared_memory(capture.graph)
-        self._written = {memory for node in self.graph.nodes for at in written_by(node) for memory in memories_of(at)}
+        self.rule = "at hand"
         self._marked = {mark.node for mark in capture.marks}
         self._made: dict[fx.Node, Made] = {}
         self._constants: dict[fx.Node, Tensor | None] = {}
@@ -65,17 +65,9 @@ class Rewriter:
         """Return the name of an operation that may be replaced, without the mark of writing in place; else nothing."""
         if not isinstance(node, fx.Node) or node.op != "call_function":
             return ""
-        # Whatever is written into a result later, an operation makes the same of what it reads.
-        if node in self._frozen and (node is not self.at or self._shares(node)):
-            return ""
-        if self.is_kept(node.target) or node.kwargs.get("out") is not None:
+        if self.is_kept(node.target) or written_by(node):
             return ""
         return operation_name(node.target).removesuffix("_")
-
-    def plain_name(self, node: Any) -> str:
-        """Return the name of an operation, whoever sees what it writes, without the mark of writing in place."""
-        plain = isinstance(node, fx.Node) and node.op == "call_function" and not self.is_kept(node.target)
-        return operation_name(node.target).removesuffix("_") if plain else ""
 
     def is_kept(self, target: Any) -> bool:
         """Whether a user has a rule for an operation."""
@@ -92,22 +84,9 @@ class Rewriter:
             return ()
         return tuple(_tensor(node).shape)
 
-    @staticmethod
-    def _shares(node: fx.Node) -> bool:
-        own = memories_of(node)
-        return any(own & memories_of(given) for given in node.all_input_nodes)
-
-    def is_frozen(self, node: fx.Node) -> bool:
-        """Whether something is written into the memory of a node that others see: it stays as it is."""
-        return node in self._frozen
-
     def is_marked(self, node: fx.Node) -> bool:
         """Whether a node is by what a value of the network is known."""
         return node in self._marked
-
-    def writes_into(self, node: fx.Node) -> bool:
-        """Whether something is written into the memory of a node."""
-        return not self._written.isdisjoint(memories_of(node))
 
     def constant(self, item: Any) -> Tensor | None:
         """Return the value of what is made of numbers alone, in float64 if it is one; None if that is not known."""
@@ -118,7 +97,7 @@ class Rewriter:
         return self._constants[item]
 
     def _constant(self, item: fx.Node) -> Tensor | None:
-        if self.made_of(item) != "constants" or math.prod(self.shape(item)) > _MOST or self.is_frozen(item):
+        if self.made_of(item) != "constants" or math.prod(self.shape(item)) > _MOST:
             return None
         if item.op == "get_attr":
             held: Any = getattr(item.graph.owning_module, str(item.target))
@@ -157,8 +136,6 @@ class Rewriter:
             value = node.meta.get("val")
             floating = isinstance(value, Tensor) and value.is_floating_point()
             self._made[node] = "inputs" if node not in self.capture.states else "weights" if floating else "constants"
-        elif memories_of(node) & self._written:  # it tells nothing of what others write
-            self._made[node] = "inputs"
         else:
             parts = [self._made[given] for given in node.all_input_nodes]
             self._made[node] = max(parts, default="constants", key=_ORDER.index)
@@ -168,6 +145,23 @@ class Rewriter:
         if not self.name(node) or node in self._marked or list(node.users) != [user]:
             return False
         return sum(one is node for one in pytree.tree_leaves((user.args, user.kwargs))) == 1
+
+    def leaves(self, node: fx.Node, names: Collection[str]) -> tuple[list[Any], list[fx.Node]]:
+        """Return what nested operations combine, two at a time, and what reads each of these values.
+
+        Args:
+            node: The last of the operations.
+            names: Their names; only the last one is read by others.
+        """
+        found: list[tuple[Any, fx.Node]] = []
+        waiting: list[tuple[Any, fx.Node]] = [(given, node) for given in reversed(node.args[:2])]
+        while waiting:
+            value, reader = waiting.pop()
+            if self.name(value) in names and self.only_for(value, reader) and not value.kwargs:
+                waiting += [(given, value) for given in reversed(value.args[:2])]
+            else:
+                found.append((value, reader))
+        return [value for value, _ in found], [reader for _, reader in found]
 
     # Changes.
 
@@ -194,7 +188,7 @@ class Rewriter:
         with self.graph.inserting_before(self.at):
             node = self.graph.create_node("call_function", target, args, kwargs)
         try:
-            node.meta["val"] = self._computed(target, args, kwargs)
+            node.meta["val"] = self.computed(target, args, kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             self.graph.erase_node(node)
             raise NoSpellingError from error
@@ -266,13 +260,13 @@ class Rewriter:
             form_out.append(spec)
             return results
 
-        with torch.no_grad(), self._mode:
+        with torch.no_grad(), self._mode, without_log():  # the error says what the log would
             try:
                 written = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(*held)
             except Exception as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ValueError(
-                    f"a function in the rule at hand cannot be followed ({type(error).__name__}: {reason[:200]}); "
+                    f"a function in the rule {self.rule} cannot be followed ({type(error).__name__}: {reason[:200]}); "
                     "expected operations of torch on its arguments, whose order does not depend on values"
                 ) from error
         self._alike[key] = written, form_out[-1]
@@ -282,7 +276,7 @@ class Rewriter:
         """Return a node that holds a constant, before the one at hand."""
         if isinstance(tensor, (nn.Parameter, FakeTensor)):
             raise ValueError(
-                "a function in the rule at hand reads a parameter that is none of its arguments; expected "
+                f"a function in the rule {self.rule} reads a parameter that is none of its arguments; expected "
                 "trace.parameter(module, name) among them"
             )
         owner: Any = self.graph.owning_module
@@ -294,7 +288,7 @@ class Rewriter:
         self._learn(node)
         return node
 
-    def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def computed(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation makes, without data."""
         args, kwargs = fx.map_arg((args, kwargs), _held)
         with torch.no_grad(), self._mode:
@@ -321,10 +315,6 @@ class Rewriter:
                 f"{two.dtype}; expected the same shape and type"
             )
         here, there = memories_of(old), memories_of(new)
-        if not self._written.isdisjoint(here ^ there):
-            if new.users or new in self._marked:
-                raise ValueError(f"{old} or {new} is written into; expected that they share their memory")
-            new.meta["val"] = one
         users = [user for user in old.users if memories_of(user) & here] if here != there else []
         old.replace_all_uses_with(new)
         for at, mark in enumerate(self.capture.marks if new not in self.capture.states else ()):
@@ -333,64 +323,25 @@ class Rewriter:
                 self._marked.add(new)
         self._marked.discard(old)
         self.erase(old)
-        if memories_of(new) == there:
-            for user in users:
-                self._renew(user)
-
-    def fill(self, base: fx.Node, new: fx.Node, written: Sequence[fx.Node]) -> None:
-        """Let a node stand for memory that was filled, for all that reads it later.
-
-        Args:
-            base: The memory.
-            new: Made by `insert`, behind all that was written.
-            written: What wrote into it, and through which views; goes with it.
-        """
-        self._written -= memories_of(base)
-        before = memories_of(base)
-        for user in list(base.users):
-            if user not in written:
-                user.replace_input_with(base, new)
-        order = {node: place for place, node in enumerate(self.graph.nodes)}
-        gone = {base, *written}
-        self.capture.marks[:] = [  # what memory holds before it is full is named no longer
-            replace(mark, node=new) if mark.node is base else mark
-            for mark in self.capture.marks
-            if mark.node not in gone or (mark.node is base and order[mark.after] >= order[new])
-        ]
-        for node in [*reversed(written), base]:
-            for at, mark in enumerate(self.capture.marks):
-                if mark.after is node:
-                    self.capture.marks[at] = replace(mark, after=new)
-            self.capture.modules.pop(node, None)
-            self.graph.erase_node(node)
-        for user in new.users:
-            if memories_of(user) & before:
-                self._renew(user)
+        for user in users:
+            self._renew(user)
 
     def _renew(self, node: fx.Node) -> None:
         """Let a view show the memory that its argument has now, and all views of it."""
         before = memories_of(node)
-        if node.op != "call_function" or not self._written.isdisjoint(before):
+        if node.op != "call_function":
             return
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default  # its argument may lie otherwise now
-        node.meta["val"] = self._computed(node.target, node.args, node.kwargs)
+        node.meta["val"] = self.computed(node.target, node.args, node.kwargs)
         for user in node.users:
             if memories_of(user) & before:
                 self._renew(user)
-
-    def _may_replace(self, old: fx.Node, new: fx.Node) -> bool:
-        """Whether a node shares the memory of what it is to stand for, where that is written into; a new one will."""
-        fresh = not new.users and new not in self._marked
-        return fresh or not (memories_of(old) ^ memories_of(new)) & self._written
 
     def erase(self, node: fx.Node) -> None:
         """Take out a node that nobody reads, and what only it read."""
         before = node.all_input_nodes
         self.capture.marks[:] = [mark for mark in self.capture.marks if mark.node is not node]
-        for at, mark in enumerate(self.capture.marks):
-            if mark.after is node:
-                self.capture.marks[at] = replace(mark, after=node.prev)
         self.capture.modules.pop(node, None)
         self._made.pop(node, None)
         self._constants.pop(node, None)
@@ -437,7 +388,7 @@ class Rewriter:
         self._share_constants()
         for node in list(self.graph.nodes):
             target = node.target
-            if not self.name(node) or not isinstance(node.meta.get("val"), Tensor) or self.writes_into(node):
+            if not self.name(node) or not isinstance(node.meta.get("val"), Tensor):
                 continue
             if isinstance(target, torch._ops.OpOverload) and (
                 target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
@@ -449,9 +400,7 @@ class Rewriter:
                 self.replace(node, first)
 
     def _share_constants(self) -> None:
-        """Let one constant stand for all that hold the same numbers, unless something is written anywhere."""
-        if any(written_by(node) for node in self.graph.nodes):
-            return
+        """Let one constant stand for all that hold the same numbers."""
         known: dict[Any, fx.Node] = {}
         for node in list(self.graph.nodes):
             held = getattr(node.graph.owning_module, str(node.target)) if node.op == "get_attr" else None
@@ -479,7 +428,7 @@ class Rewriter:
                     new = rule(self, node)
                 except NoSpellingError:
                     new = None
-                if new is not None and (_kind(new) != _kind(node) or not self._may_replace(node, new)):
+                if new is not None and _kind(new) != _kind(node):
                     new = None
                 put_in = between(before, node)
                 for one in reversed(put_in):

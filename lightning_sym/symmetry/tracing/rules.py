@@ -7,7 +7,6 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -90,7 +89,7 @@ def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
 def own_operations() -> frozenset[str]:
     """Return the operations that stay as they are: those for which users wrote rules, and what such rules demand."""
     ours = __name__.rpartition(".")[0]
-    where = ((name, getattr(rule, "__module__", "")) for name, rule in _RULES.items())
+    where = ((name, getattr(rule, "__module__", None) or "") for name, rule in _RULES.items())  # None: of no module
     own = (name for name, module in where if not module.startswith(ours))
     return frozenset((DEMAND._schema.name, *own))
 
@@ -158,10 +157,13 @@ def _measured_group(target: Any, trace: Trace, value: Value, args: Any, kwargs: 
 def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
     if group.dense:
         return value
-    if group.offset:
-        return replace(trace.elementwise(value, signs=True), offset=group.offset)
     return trace.elementwise(
-        value, positive_scales=group.positive_scales, signs=group.signs, exponent=group.exponent, even=group.even
+        value,
+        positive_scales=group.positive_scales,
+        signs=group.signs,
+        exponent=group.exponent,
+        even=group.even,
+        offset=group.offset,
     )
 
 

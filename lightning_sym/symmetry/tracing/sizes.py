@@ -7,7 +7,7 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 
 # Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
-OF_NO_SIZE = {"repeat", "copy", "fill", "zero", "eq", "ne"} | operations(
+OF_NO_SIZE = {"repeat", "copy", "fill", "zero", "put", "eq", "ne"} | operations(
     Trait.CONSTANT | Trait.CAST | Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND | Trait.PICK
 )
 OF_NO_SIZE |= operations(Trait.LINEAR | Trait.POINTWISE | Trait.ORDER | Trait.SOFTMAX)

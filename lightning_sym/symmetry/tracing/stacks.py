@@ -20,7 +20,7 @@ from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label, Sighting
 from lightning_sym.symmetry.tracing.coordinates import core
-from lightning_sym.symmetry.tracing.nodes import axes_of
+from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, terms_of
 from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
 from lightning_sym.symmetry.tracing.values import Members, Value, values_in
@@ -210,7 +210,7 @@ class Stacks:
         if name in operations(Trait.MOVE) and len(inside) == 1 and args[0] is inside[0]:
             return _moved(node, name, args, kwargs)
         if name in (*_PRODUCTS, "linear"):
-            return _contracted(name, args, tuple(meta.shape))
+            return _contracted(node, args, tuple(meta.shape))
         if _is_pointwise(node) and isinstance(meta, Tensor):
             rank = meta.ndim
             numbers = [v.members.number for v in inside if v.members]
@@ -257,21 +257,13 @@ def _picked(name: str, args: Any, shape: tuple[int, ...]) -> Any:
     return index.members.number.reshape(*index.shape, *[1] * (value.ndim - 1)).expand(shape)
 
 
-def _contracted(name: str, args: Any, shape: tuple[int, ...]) -> Any:
-    if name == "einsum":
-        equation = args[0].replace(" ", "")
-        inputs, arrow, out = equation.partition("->")
-        terms, values = inputs.split(","), list(args[1])
-        if not arrow or "." in equation or any(len(set(term)) < len(term) for term in terms):
-            return _MIXED
-    else:
-        values, batch = list(args[:2]), "abcdefghijklmnop"[: len(shape) - 2]
-        if any(value.ndim < 2 for value in values):
-            return _MIXED
-        first, second = (batch[len(batch) + 2 - value.ndim :] for value in values)
-        terms, out = [first + "qs", "ts" if name == "linear" else second + "st"], batch + "qt"
-        if name == "linear" and len(args) > 2 and args[2] is not None:
-            values, terms = [*values, args[2]], [*terms, "t"]
+def _contracted(node: fx.Node, args: Any, shape: tuple[int, ...]) -> Any:
+    if (equation := equation_of(node)) is None:
+        return _MIXED
+    *terms, out = terms_of(equation)
+    values = list(args[1]) if name_of(node) == "einsum" else list(args[:2])
+    if name_of(node) == "linear" and len(args) > 2 and args[2] is not None:
+        values, terms = [*values, args[2]], [*terms, out[-1]]
     every = "".join(dict.fromkeys(out + "".join(terms)))
     numbers = []
     for term, value in zip(terms, values, strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped, shown, stored
-from lightning_sym.symmetry.tracing.nodes import ancestors, argument
+from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
@@ -243,35 +243,3 @@ def _logarithm(r: Rewriter, node: Any, like: fx.Node) -> fx.Node | None:
     if node.meta["val"].dtype != kind:
         node = r.insert(aten.to.dtype, node, kind)
     return r.insert(aten.log.default, node)
-
-
-def unseen(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a softmax of what all its terms have in common with what else they are made of: the largest taken off."""
-    value: Any = node.args[0]
-    axis = argument(node, 1, "dim") % len(r.shape(value)) - len(r.shape(value))
-    kept = _without_common(r, value, axis)
-    return None if kept is None else r.insert(node.target, kept, *node.args[1:], **node.kwargs)
-
-
-def _without_common(r: Rewriter, value: fx.Node, axis: int) -> fx.Node | None:
-    """Return a sum without a term that is the same along an axis, counted from the end; None if it has none."""
-    if r.name(value) not in ("add", "sub"):
-        return None
-    pairs = [value.args[:2], value.args[1::-1]] if r.name(value) == "add" else [value.args[:2]]
-    for kept, common in pairs:
-        if not isinstance(kept, fx.Node) or r.shape(kept) != r.shape(value):
-            continue
-        sizes = r.shape(common)
-        alike = len(sizes) < -axis or sizes[axis] == 1
-        # Otherwise nobody would read a weight any more.
-        if alike and (not isinstance(common, fx.Node) or _states(r, common) <= _states(r, kept)):
-            return kept
-        if (rest := _without_common(r, kept, axis)) is not None:
-            turned = kept is not value.args[0]
-            return r.insert(value.target, *((common, rest) if turned else (rest, common)), **value.kwargs)
-    return None
-
-
-def _states(r: Rewriter, node: fx.Node) -> set[fx.Node]:
-    """Return the weights of which a node is made."""
-    return {one for one in ancestors(node) if one in r.capture.states}

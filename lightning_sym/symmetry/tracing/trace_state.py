@@ -12,6 +12,7 @@ from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
 from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, counted
 from lightning_sym.symmetry.tracing.growing import growing_axes
 from lightning_sym.symmetry.tracing.mixtures import Mixture
+from lightning_sym.symmetry.tracing.nodes import result_shape
 from lightning_sym.symmetry.tracing.sizes import growing_inputs
 from lightning_sym.symmetry.tracing.values import InFront, Path, Value
 
@@ -151,9 +152,8 @@ class TraceState:
         return None
 
     def output_shape(self, index: int | None = None) -> tuple[int, ...]:
-        """Return the shape of the result of the operation at hand (of one of its results)."""
-        value = self.node.meta["val"]
-        return tuple((value if index is None else value[index]).shape)
+        """Return the shape of the result of the operation at hand (of one of its results, if there are several)."""
+        return result_shape(self.node, index)
 
     def fix(self, value: Value, reason: str | None = None) -> Value:
         """Nothing may act on this value: its units may neither move nor be scaled.

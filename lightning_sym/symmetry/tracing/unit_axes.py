@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
-from lightning_sym.symmetry.tracing.nodes import moved
+from lightning_sym.symmetry.tracing.nodes import equation_of, moved, terms_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
@@ -40,10 +40,11 @@ class _UnitAxes:
             return {rank - 1}
         if name.startswith("conv"):
             return {1}
-        if name == "matmul":
-            first, second = ({axis - len(self.r.shape(part)) for axis in self.of(part)} for part in node.args[:2])
-            kept = {axis for axis in first | second if axis < -2} | ({-2} & first) | ({-1} & second)
-            return {axis + rank for axis in kept}
+        if (equation := equation_of(node) if name in ("matmul", "einsum") else None) is not None:
+            *terms, out = terms_of(equation)
+            parts: Any = node.args[1] if name == "einsum" else node.args[:2]
+            letters = {term[axis] for term, part in zip(terms, parts, strict=True) for axis in self.of(part)}
+            return {axis for axis, letter in enumerate(out) if letter in letters}
         if name in operations(Trait.MOVE) and node.all_input_nodes == [node.args[0]]:
             own = self.of(node.args[0])
             after = moved(node, coordinates(self.r.shape(node.args[0]), sorted(own))) if own else None

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,12 @@ from lightning_sym.symmetry.tracing.coordinates import rank_within
 from lightning_sym.symmetry.tracing.mixtures import Mixture
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
+
+# What a rule should do with values in the place of what it does with tensors.
+_EXPECTED = (
+    "expected a method of the trace, as trace.join for sums and products, trace.move for indices and views, or "
+    "trace.compute(function, value) for any function of torch"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +86,23 @@ class Value:
     members: Members | None = None
     mixture: Mixture | None = None
     half_turned: InFront | None = None
+
+    if not TYPE_CHECKING:  # type checkers find these mistakes themselves
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            """Raise an error: functions of torch take no values."""
+            raise TypeError(f"torch's {getattr(function, '__name__', function)} takes no Value; {_EXPECTED}")
+
+        def __getattr__(self, name):
+            known = "" if name.startswith("__") else f"; {_EXPECTED}"  # Python asks for dunder names itself
+            raise AttributeError(f"a Value has no {name!r}{known}")
+
+        def _refused(self, *others):
+            raise TypeError(f"operators and indices take no Value; {_EXPECTED}")
+
+        __getitem__ = __neg__ = __abs__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refused
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused
 
     @property
     def ndim(self) -> int:

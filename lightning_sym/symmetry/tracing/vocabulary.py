@@ -48,16 +48,24 @@ class Trace(Joining):
         signs: bool = False,
         exponent: float = 1.0,
         even: bool = False,
+        offset: float = 0.0,
     ) -> Value:
-        """Apply one function to every element: units may move; what else may happen is the activation's own group.
+        """Apply one function f to every element: units may move; what else may happen is the activation's own group.
+
+        :func:`~lightning_sym.symmetry.intertwiner_group` measures all of it.
 
         Args:
             value: Any value.
-            positive_scales: f(t x) = t ** exponent f(x) for all t > 0.
-            signs: f(-x) = -f(x), or f(x) if `even`.
-            exponent: See above.
-            even: See above.
+            positive_scales: Whether f(t x) = t ** exponent f(x) for all t > 0.
+            signs: Whether f(-x) is f(x) if `even`, and else offset - f(x).
+            exponent: The power of a scale that passes; it counts where `positive_scales` does.
+            even: Whether f(-x) = f(x); it counts where `signs` does.
+            offset: The constant in f(-x) = offset - f(x). Unless it is 0, signs count only if the symmetry is traced
+                with `affine=True` and the next bias can take the constant up (docs/theory/intertwiners.md, 1.4).
         """
+        if offset:
+            value = self.elementwise(value, signs=signs and self.affine)
+            return replace(value, offset=offset) if signs and self.affine else value
         labels = []
         for label in value.labels:
             self.constraints.restrict(label)

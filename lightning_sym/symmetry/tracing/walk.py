@@ -17,7 +17,6 @@ from lightning_sym.symmetry.tracing import (  # noqa: F401 (they register rules)
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark
 from lightning_sym.symmetry.tracing.choice_rules import tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
-from lightning_sym.symmetry.tracing.memory import Memory
 from lightning_sym.symmetry.tracing.nodes import replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
@@ -73,10 +72,9 @@ class Walk(Trace):
         self.absorbed_before = tuple(self.absorbed)
         self.turns = Turns(self.constraints)
         environment = self.environment = dict[fx.Node, Any]()
-        memory = Memory(capture.graph)
         marks: dict[fx.Node, list[Mark]] = {}
         for mark in capture.marks if self.walks == 1 else ():
-            marks.setdefault(mark.after, []).append(mark)
+            marks.setdefault(mark.node, []).append(mark)
         outputs: list[Value] = []
         for node in capture.graph.nodes:
             self.node = node
@@ -88,14 +86,12 @@ class Walk(Trace):
                 else:
                     meta = node.meta.get("val")  # torch 2.11 says nothing of arguments that are no tensors
                     environment[node] = Value(tuple(meta.shape)) if isinstance(meta, Tensor) else meta
-                memory.hold(node)
             elif node.op == "get_attr":
                 held = getattr(node.graph.owning_module, str(node.target))
                 if isinstance(held, Tensor):
                     concrete = None if held.is_meta else held.detach().to("cpu", copy=True)
                     held = Value(tuple(held.shape), concrete=concrete)
                 environment[node] = held
-                memory.hold(node)
             elif node.op == "output":
                 arguments = fx.map_arg(node.args[0], lambda n: environment[n])
                 outputs = values_in(arguments)
@@ -111,11 +107,6 @@ class Walk(Trace):
                     varying.add(node)
                 else:
                     self.made_of_states |= {id(v): v for v in torch.utils._pytree.tree_leaves(result)}
-                memory.hold(node)
-                for target in written_by(node):
-                    # An operation that writes and returns nothing is none that is known.
-                    new = result if isinstance(result, Value) else self.fix(environment[target])
-                    memory.write(self, environment, target, new)
                 for value in values_in(result):
                     for label in value.labels:
                         self.see(label)
@@ -231,7 +222,7 @@ class Walk(Trace):
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
         """Run operations on constants for real: their results may say which elements another operation takes."""
-        if node.target in OPAQUE:
+        if node.target in OPAQUE or written_by(node):
             return None
         values, name = values_in((arguments, keywords)), name_of(node)
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):

@@ -70,6 +70,14 @@ def _whole(trace: Trace, target: Value, new: Any = 0.0, *args: Any) -> Value:
     return _put(trace, target, _elements(target), new)
 
 
+@register_rule("aten::put")
+def _at_places(trace: Trace, base: Value, where: Value, new: Value, accumulate: bool = False) -> Value:
+    if where.concrete is None:
+        fixed: Value = unknown(trace, base, where, new)
+        return fixed
+    return _put(trace, base, where.concrete, new, add=accumulate)
+
+
 @register_rule("aten::index_put", "aten::_index_put_impl")
 def _at_indices(
     trace: Trace, base: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False, *args: Any

@@ -6,6 +6,7 @@ One entry here makes an unknown operation known to all rules (docs/theory/tracin
 import functools
 import string
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -70,6 +71,20 @@ def _gated(x: Tensor, dim: int = -1) -> Tensor:
     return value * gate.sigmoid()
 
 
+def _group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn: bool = True,
+) -> Tensor:
+    parts = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
+    x, wide = torch.layer_norm(parts, parts.shape[2:], None, None, eps).reshape(x.shape), [-1, *[1] * (x.ndim - 2)]
+    x = x if weight is None else x * weight.reshape(wide)
+    return x if bias is None else x + bias.reshape(wide)
+
+
 def _instance_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -82,7 +97,7 @@ def _instance_norm(
     cudnn: bool = False,
 ) -> Tensor:
     if own_statistics:
-        return torch.group_norm(x, x.shape[1], weight, bias, eps)
+        return _group_norm(x, x.shape[1], weight, bias, eps)
     return torch.batch_norm(x, weight, bias, mean, variance, False, momentum, eps, cudnn)
 
 
@@ -147,6 +162,18 @@ def _norm_except(v: Tensor, pow: float = 2, dim: int = 0) -> Tensor:
     return result
 
 
+def _vector_norm(x: Tensor, ord: float | None = None, dim: Any = None, keepdim: bool = False) -> Tensor:
+    if not (dim is ord is None) and len([dim] if isinstance(dim, int) else dim or x.shape) != 1:
+        raise ValueError("a norm of matrices")
+    result: Tensor = torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim)
+    return result
+
+
+def _diagonal(x: Tensor, diagonal: int = 0) -> Tensor:
+    (_, _) = x.shape
+    return x.diagonal(diagonal)
+
+
 FUNCTIONS: Mapping[str, Written] = {
     "logaddexp": lambda x, y: (x.exp() + y.exp()).log(),
     "hstack": _beside(1, 1),
@@ -165,17 +192,23 @@ FUNCTIONS: Mapping[str, Written] = {
     "cdist": _distances,
     **dict.fromkeys(("concat", "concatenate"), torch.cat),
     "cosine_similarity": _cosine,
+    "diag": _diagonal,
     "diff": _difference,
     **dict.fromkeys(("divide", "true_divide"), torch.div),
+    "expand_as": lambda x, y: x.expand(y.shape),
     "glu": _gated,
+    "group_norm": _group_norm,
     "hypot": lambda x, y: (x.square() + y.square()).sqrt(),
     "instance_norm": _instance_norm,
     "lerp": lambda start, end, weight: start + weight * (end - start),
+    "linalg_norm": _vector_norm,
     "linalg_vecdot": lambda x, y, *, dim=-1: (x * y).sum(dim),
     "multiply": torch.mul,
     **dict.fromkeys(("outer", "ger"), lambda x, y: x.unsqueeze(-1) * y),
     "pairwise_distance": _distance,
     "inner": lambda x, y: _over(x, y, [-1], [-1]),
+    **dict.fromkeys(("reshape_as", "view_as"), lambda x, y: x.reshape(y.shape)),
+    "rsub": lambda x, y, alpha=1: y.sub(x, alpha=alpha),
     "subtract": torch.sub,
     "tensordot": _over,
     "prelu": _leaking,

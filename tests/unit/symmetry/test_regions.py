@@ -122,6 +122,11 @@ FUSED = {
     "rms_norm by length": (lambda x, g, b: F.rms_norm(x, (D,), g, 0.0) + b, LENGTH, D),
     "group_norm": (groups_of_channels, GROUPS, 12),
 }
+# Those that are norms of torch already, between movements, casts, gains and biases.
+PLAIN = {
+    *(("layer_norm", name) for name in ("without gain", "in double precision")),
+    *(("group_norm", name) for name in ("layer norm", "gains in groups")),
+}
 SPELLINGS = [(kind, name) for kind, (_, spellings, _) in FUSED.items() for name in spellings]
 
 
@@ -202,7 +207,7 @@ def test_what_is_put_in_computes_the_same(kind: str, name: str) -> None:
     network = Program(function, FUSED[kind][2] if kind in FUSED else D).double()
     x = torch.randn(2, 3, 9, dtype=torch.float64)
     found = capture(network, Call.of(x))
-    assert recognise(Rewriter(found)) == 1
+    assert recognise(Rewriter(found)) == ((kind, name) not in PLAIN)
     (result,) = outputs_of_graph(found, network, [x])
     torch.testing.assert_close(result, network(x).detach(), rtol=1e-10, atol=1e-10)
 
@@ -268,7 +273,7 @@ def test_what_is_named_or_read_by_others_stays() -> None:
     found = capture(network, Call.of(torch.randn(2, 3, 9)))
     assert recognise(Rewriter(found)) == 1
     nodes = set(found.graph.nodes)
-    assert all({mark.node, mark.after} <= nodes for mark in found.marks)
+    assert all(mark.node in nodes for mark in found.marks)
     assert {"rms_norm", "mean", "mul"} <= set(names_of(found))
 
 

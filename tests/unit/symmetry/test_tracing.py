@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -361,6 +362,12 @@ def test_units_of_which_a_rule_scales_some_change_places_with_their_like() -> No
     symmetry = trace_symmetry(with_operation(packet()), X)
     assert sorted(group.size for group in symmetry.groups if group.movable) == [3, 5]
     assert symmetry.dimension == 5
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    network = nn.Sequential(mlp(), nn.ReLU())
+    network[1].kept = threading.Lock()
+    assert_refused(trace_symmetry, network, X, says=("cannot be copied", "because of 1.kept"), error=TypeError)
 
 
 @pytest.mark.usefixtures("own_rules")

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.tracing.affine.moves import Move, groups_of
+from lightning_sym.symmetry.tracing.affine.moves import Move, groups_of, spread
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import (
     ONE,
@@ -234,10 +235,8 @@ class Algebra:
         """Return the relation of a value times a factor, to which multiples of weights are added."""
         coefficient = relation.coefficient.times(Coefficient(1 / factor))
         own = self.system.coefficient(other).mapped(lambda t: wide(t, len(shape)))
-        if any(not varying(places) <= relation.axes for *_, places in own.items):
-            return None
-        return self.moved_total(Relation(relation.axes, relation.segments, coefficient, relation.total), shape,
-                                own.times(Coefficient(by)))  # fmt: skip
+        told = _told(relation, own, shape)
+        return self.moved_total(replace(told, coefficient=coefficient), shape, own.times(Coefficient(by)))
 
     def moved_total(self, relation: Relation, shape: Shape, by: Coefficient) -> Relation | None:
         """Return the relation of a value to which something is added that depends on the weights alone."""
@@ -350,15 +349,9 @@ class Algebra:
                 if (numbers := self.unknowns.combined([(drift.numbers, by)], 1)) is not None:
                     result.drifts[key] = Drift(drift.function, numbers)
             if value.relation is not None and value.shape == shape:
-                result.relation = self._divided(value.relation, by)
+                told, own_by = _told(value.relation, by, shape), value.relation.coefficient.times(by.power(-1))
+                result.relation = replace(told, coefficient=own_by)
         return result
-
-    @staticmethod
-    def _divided(relation: Relation, by: Coefficient) -> Relation | None:
-        if any(not varying(places) <= relation.axes for *_, places in by.items):
-            return None
-        coefficient = relation.coefficient.times(by.power(-1))
-        return Relation(relation.axes, relation.segments, coefficient, relation.total)
 
     def _both(self, one: Value, two: Value) -> None:
         """Note that of what is added to two factors only one may stay: its product would be added, too."""
@@ -452,6 +445,11 @@ class Algebra:
         segments = torch.zeros((1,) * len(shape), dtype=torch.int64)
         long = frozenset(axis for axis in axes if shape[axis] > 1)
         return Relation(long or frozenset(axes), segments, ONE, Total(1, total))
+
+
+def _told(relation: Relation, by: Coefficient, shape: Shape) -> Relation:
+    """Return a relation whose segments tell apart what a coefficient does."""
+    return spread(relation, set().union(*(varying(places) for *_, places in by.items)), shape)
 
 
 def wide_shape(shape: Shape, rank: int) -> Shape:

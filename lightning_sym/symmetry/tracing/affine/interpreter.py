@@ -14,6 +14,7 @@ from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import Drift, Value, places
 from lightning_sym.symmetry.tracing.capture import OPAQUE
+from lightning_sym.symmetry.tracing.nodes import written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
@@ -28,7 +29,7 @@ class Interpreter(Layers):
 
     def __init__(self, system: System, constants: Constants, *, outputs: bool = False) -> None:
         super().__init__(system)
-        self.capture, self.constants, self.unsafe = constants.capture, constants, constants.unsafe
+        self.capture, self.constants = constants.capture, constants
         self.outputs = outputs
         self.values: dict[fx.Node, Any] = {}
         self.readings: dict[fx.Node, list[tuple[str, frozenset[int], Value]]] = {}
@@ -37,11 +38,7 @@ class Interpreter(Layers):
         """Go through all operations, in order."""
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
-                value = self._placeholder(node)
-                if node in self.unsafe and value is not None:
-                    self.fix(value)
-                    value = Value(value.shape, True, learned=True)
-                self.values[node] = value
+                self.values[node] = self._placeholder(node)
             elif node.op == "get_attr":
                 owner: Any = node.graph.owning_module
                 own = getattr(owner, str(node.target))
@@ -107,7 +104,7 @@ class Interpreter(Layers):
                 self._see_weights(given, [])
                 result = self._written(node)
             return result
-        if node in self.unsafe:
+        if written_by(node):
             return self._written(node)
         if self.constants.is_constant(node):
             return self._constant(node)
@@ -255,13 +252,10 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "mul": Interpreter._mul,
     "div": Interpreter._div,
     "neg": Interpreter._neg,
-    "linear": Interpreter._linear,
-    "matmul": Interpreter._matmul,
-    "einsum": Interpreter._einsum,
+    **dict.fromkeys(("linear", "matmul", "einsum"), Interpreter._contracted),
     "embedding": Interpreter._embedding,
     **dict.fromkeys(operations(Trait.CONVOLVE), Interpreter._convolution),
     **dict.fromkeys(("layer_norm", "rms_norm"), Interpreter._layer_norm),
-    "group_norm": Interpreter._group_norm,
     "batch_norm": Interpreter._batch_norm,
     **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
     **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
@@ -276,4 +270,4 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "lightning_sym::any_step": Interpreter._step,
 }
 # What does not see all of weights.
-_BLIND = operations(Trait.SOFTMAX) | {"layer_norm", "group_norm"}
+_BLIND = operations(Trait.SOFTMAX) | {"layer_norm"}

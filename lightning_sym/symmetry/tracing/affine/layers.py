@@ -46,17 +46,6 @@ class Layers(Products):
             result = self.multiply(result, by, None)
         return result if offset is None else self.add(result, offset, node)
 
-    def _group_norm(self, node: fx.Node) -> Any:
-        x = self._value(node.args[0])
-        if x is None or not x.varies:
-            return None
-        groups: Any = node.args[1]
-        parted = (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-        own = self.move(x, regroup(x.shape, parted))[0]
-        own = self.normalise(own, range(2, len(parted)), mean=True)
-        result = self.move(own, regroup(parted, x.shape))[0]
-        return self._affine(result, argument(node, 2, "weight"), argument(node, 3, "bias"), node)
-
     def _batch_norm(self, node: fx.Node) -> Any:
         """Batch norm by its own statistics, or by running ones."""
         x = self._value(node.args[0])

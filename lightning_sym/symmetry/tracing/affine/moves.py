@@ -154,30 +154,29 @@ class Move:
             axes = frozenset(axis + extra for axis in axes)
             if any(self.after[axis] != self.before[axis - extra] for axis in axes):
                 return None
-        segments, copies = relation.segments, 1
         if self.kind == "groups":
-            axes = frozenset[int]()
-            for own, new in self.groups:
-                if relation.axes.isdisjoint(own):
-                    continue
-                axes |= set(new)
-                for axis in own:
-                    if axis not in relation.axes and self.before[axis] > 1:
-                        shape = [size if at == axis else 1 for at, size in enumerate(self.before)]
-                        segments = segments * self.before[axis] + torch.arange(self.before[axis]).reshape(shape)
-                        copies *= self.before[axis]
-        segments = _first(self(segments))
+            met = [(own, new) for own, new in self.groups if not relation.axes.isdisjoint(own)]
+            axes = frozenset(axis for _, new in met for axis in new)
+            relation = spread(relation, {axis for own, _ in met for axis in own}, self.before)
         coefficient = relation.coefficient.mapped(lambda own: _first(self(own)))
-        if copies > 1:
-            total = Total(relation.total.segments * copies)
-            total.before = relation.total, torch.arange(total.segments) // copies
-            return Relation(axes, segments, coefficient, total)
-        return _narrowed(Relation(axes, segments, coefficient, relation.total), self.after)
+        return _narrowed(Relation(axes, _first(self(relation.segments)), coefficient, relation.total), self.after)
 
 
 def _first(result: Any) -> Tensor:
     first: Tensor = result[0] if isinstance(result, list) else result
     return first
+
+
+def spread(relation: Relation, axes: Collection[int], shape: Shape) -> Relation:
+    """Return a relation that holds segments apart by their places on further axes, too."""
+    segments, total = relation.segments, relation.total
+    for axis in set(axes) - relation.axes:
+        if (size := shape[axis]) > 1:
+            segments = segments * size + torch.arange(size).reshape(
+                [-1 if at == axis else 1 for at in range(len(shape))]
+            )
+            total = Total(total.segments * size, before=(total, torch.arange(total.segments * size) // size))
+    return Relation(relation.axes | set(axes), segments, relation.coefficient, total)
 
 
 def _narrowed(relation: Relation, shape: Shape) -> Relation:

@@ -79,7 +79,7 @@ def _one(interpreter: Interpreter) -> dict[Pair, Normed]:
     result = {}
     for pair, own in nodes.items():
         readers: dict[tuple[str, int], None] = {}
-        alone = interpreter.unsafe.isdisjoint(own)
+        alone = True
         for node in own:
             (axis,) = values[node].relation.axes
             alone &= axis == values[node].rank - 1

@@ -4,7 +4,6 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -13,7 +12,7 @@ from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Value
-from lightning_sym.symmetry.tracing.nodes import argument
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, terms_of
 from lightning_sym.symmetry.tracing.operations import name_of, places_of
 
 _LETTERS = string.ascii_letters
@@ -108,13 +107,19 @@ class Products(Contractions):
 
     # Contractions.
 
-    def _linear(self, node: fx.Node) -> Any:
-        x, w = self._value(node.args[0]), self._value(node.args[1])
-        if x is None or w is None or w.rank != 2:
+    def _contracted(self, node: fx.Node) -> Any:
+        given: Any = node.args[1] if name_of(node) == "einsum" else node.args[:2]
+        equation, values = equation_of(node), [self._value(own) for own in given]
+        if equation is None or None in values:
             return None
-        lead = _LETTERS[: x.rank - 1]
-        result = self.contract(x, w, f"{lead}y,zy->{lead}z", node)
-        return self._with_bias(result, argument(node, 2, "bias"), node)
+        terms = terms_of(equation)[:2]
+        sizes: dict[str, int] = {}
+        for term, value in zip(terms, values, strict=True):
+            sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, value.shape, strict=True)}  # type: ignore[union-attr]
+        x, y = (self.broadcast(value, tuple(sizes[letter] for letter in term))  # type: ignore[arg-type]
+                for term, value in zip(terms, values, strict=True))  # fmt: skip
+        result = self.contract(x, y, equation, node)
+        return self._with_bias(result, argument(node, 2, "bias"), node) if name_of(node) == "linear" else result
 
     def _with_bias(self, result: Value, bias: Any, node: fx.Node, after: int = 0) -> Value:
         own = self._value(bias)
@@ -123,47 +128,6 @@ class Products(Contractions):
         if after:
             own = self.move(own, regroup(own.shape, (*own.shape, *[1] * after)), own.node)[0]
         return self.add(result, own, node)
-
-    def _matmul(self, node: fx.Node) -> Any:
-        x, y = self._value(node.args[0]), self._value(node.args[1])
-        return None if x is None or y is None else self._product(x, y, node)
-
-    def _product(self, x: Value, y: Value, node: fx.Node | None) -> Value:
-        if x.rank == 1 or y.rank == 1:
-            lead = _LETTERS[: max(x.rank, y.rank) - (1 if x.rank == y.rank == 1 else 2)]
-            if x.rank == 1 and y.rank == 1:
-                equation = "y,y->"
-            elif y.rank == 1:
-                equation = f"{_LETTERS[: x.rank - 1]}y,y->{_LETTERS[: x.rank - 1]}"
-            else:
-                equation = f"y,{lead}yz->{lead}z"
-            return self.contract(x, y, equation, node)
-        count = max(x.rank, y.rank) - 2
-        lead = _LETTERS[:count]
-        one, two = lead[count - x.rank + 2 :], lead[count - y.rank + 2 :]
-        batch = tuple(np.broadcast_shapes(x.shape[:-2], y.shape[:-2]))
-        for own, letters in ((x, one), (y, two)):
-            wanted = batch[count - len(letters) :] if letters else ()
-            if own.shape[:-2] != wanted and letters and any(letter in (two if own is x else one) for letter in letters):
-                shape = (*wanted, *own.shape[-2:])
-                if own is x:
-                    x = self.broadcast(own, shape)
-                else:
-                    y = self.broadcast(own, shape)
-        return self.contract(x, y, f"{one}wy,{two}yz->{lead}wz", node)
-
-    def _einsum(self, node: fx.Node) -> Any:
-        equation, factors = str(node.args[0]).replace(" ", ""), [self._value(own) for own in node.args[1]]  # type: ignore[union-attr]
-        if len(factors) != 2 or "->" not in equation or "." in equation or any(own is None for own in factors):
-            return None
-        one, two = factors
-        assert one is not None
-        assert two is not None
-        given, out = equation.split("->")
-        first, second = given.split(",")
-        if any(len(set(letters)) < len(letters) for letters in (first, second)):
-            return None
-        return self.contract(one, two, f"{first},{second}->{out}", node)
 
     def _embedding(self, node: fx.Node) -> Any:
         table, index = self._value(node.args[0]), self._value(node.args[1])

@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.growing import growing_axes, of_sizes
-from lightning_sym.symmetry.tracing.nodes import shared_memory
+from lightning_sym.symmetry.tracing.nodes import written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
@@ -31,7 +31,6 @@ class Constants:
 
     def __init__(self, system: System, capture: Capture, values: Weights) -> None:
         self.system, self.capture, self.values = system, capture, values
-        self.unsafe = shared_memory(capture.graph)
         self.inputs = growing_inputs(capture.inputs, _features(capture.inputs))
         self.lengths = {node.meta["val"].shape[axis] for node, axes in self.inputs.items() for axis in axes}
         self._constant: dict[fx.Node, bool] = {}
@@ -44,10 +43,10 @@ class Constants:
         if node.op == "placeholder":
             name, own = self.capture.states.get(node), node.meta.get("val")
             known = isinstance(own, Tensor) and (name in self.system.constants or not own.is_floating_point())
-            return name is not None and known and node not in self.unsafe
+            return name is not None and known
         if node.op == "get_attr":
-            return node not in self.unsafe
-        if node.op != "call_function" or node in self.unsafe or node.target in OPAQUE:
+            return True
+        if node.op != "call_function" or written_by(node) or node.target in OPAQUE:
             return False
         return name_of(node) in operations(Trait.LIKE) or all(self._constant[given] for given in node.all_input_nodes)
 
@@ -213,7 +212,7 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
                 own = [part[at] for part in parts]
                 yield from _readers(user, own, constants, cut) if name == "getitem" else [_Read(own, cut)]
             continue
-        if user not in constants.unsafe and user.args and user.args[0] is node:
+        if user.args and user.args[0] is node:
             move = move_of(user, name, shape, constants.known) if name in MOVES else None
             if move is not None:
                 long = move.cut_to(constants.lengths)

@@ -1,0 +1,163 @@
+"""Rewrites a captured graph without writes: what an operation would write into memory is a new value.
+
+All tensors that show the memory are made again of the new value where they are read later.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.nodes import memories_of, numbers_of, written_by
+from lightning_sym.symmetry.tracing.operations import name_of, out_of_place
+from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
+
+aten = torch.ops.aten
+
+
+def functional(capture: Capture) -> Capture:
+    """Put operations that return new values in the place of those that write into tensors, in place.
+
+    Args:
+        capture: The network, as captured.
+
+    Returns:
+        The capture.
+    """
+    written = {memory for node in capture.graph.nodes for target in written_by(node) for memory in memories_of(target)}
+    return _Versions(capture, written).run() if written else capture
+
+
+class _Versions:
+    """Which values stand for the tensors that lie in memory that is written into.
+
+    Args:
+        capture: The network.
+        written: The memory.
+    """
+
+    def __init__(self, capture: Capture, written: set[int]) -> None:
+        self.capture, self.written, self.rewriter = capture, written, Rewriter(capture)
+        self.memory: dict[fx.Node, int] = {}
+        self.base: dict[int, fx.Node] = {}
+        self.parent: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}  # of a view: its base or another view
+        self.held: dict[fx.Node, Any] = {}  # the tensors as they were, which tell what of the memory they show
+        self.writes: Counter[int] = Counter()
+        self.current: dict[fx.Node, tuple[int, fx.Node]] = {}
+
+    def run(self) -> Capture:
+        """Go through all operations, in order."""
+        marks, self.capture.marks = self.capture.marks, []
+        gone: list[fx.Node] = []
+        for node in list(self.capture.graph.nodes):
+            self.rewriter.at = node
+            given, targets = node.all_input_nodes, written_by(node)
+            for own in given:
+                node.replace_input_with(own, self.now(own))
+            if targets:
+                gone += [node] * self._write(node, targets)
+            elif not self.written.isdisjoint(memories := memories_of(node)):
+                self._enter(node, next((own for own in given if self.memory.get(own) in memories), None))
+            self.rewriter.at = node.next
+            for mark in marks:
+                if mark.after is node:
+                    self.capture.marks.append(replace(mark, node=self.now(mark.node)))
+        for node in reversed(gone):
+            self.capture.modules.pop(node, None)
+            self.capture.graph.erase_node(node)
+        return self.capture
+
+    def _enter(self, node: fx.Node, parent: fx.Node | None) -> None:
+        """Take note of a tensor, or a list of parts of one, in memory that is written into."""
+        if parent is None and not isinstance(node.meta["val"], Tensor):
+            return  # each of its items has memory of its own
+        (memory, *_) = memories_of(node)
+        self.memory[node], self.held[node] = memory, node.meta["val"]
+        self.current[node] = self.writes[memory], node
+        if parent is None:
+            self.base[memory] = node
+        else:
+            self.parent[node] = parent, node.all_input_nodes[0]
+            node.target = aten.reshape.default if node.target is aten.view.default else node.target
+            node.meta["val"] = self.rewriter.computed(node.target, node.args, node.kwargs)
+
+    def now(self, node: fx.Node) -> fx.Node:
+        """Return the value that stands for a tensor at the operation at hand."""
+        if node not in self.memory:
+            return node
+        version, found = self.current[node]
+        if version < self.writes[self.memory[node]]:
+            parent, source = self.parent[node]
+            found = self.now(parent)
+            if source is not None:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda own: found if own is source else own)
+                found = self.rewriter.insert(node.target, *args, **kwargs)
+            self.current[node] = self.writes[self.memory[node]], found
+        return found
+
+    def _write(self, node: fx.Node, targets: list[fx.Node]) -> bool:
+        """Let what an operation writes be its result; return whether nothing is left of the operation itself."""
+        target = targets[0]
+        new = self._result(node, self.held[target]) if len(targets) == 1 else None
+        for own in targets:
+            value: Tensor = self.held[own]
+            self._set(own, new or self._unknown(node.all_input_nodes, value))
+        if new is None:
+            return False
+        if node.meta.get("val") is not None:
+            self.memory[node], self.held[node] = self.memory[target], self.held[target]
+            self.parent[node] = target, None
+            self.current[node] = self.current[target]
+        return True
+
+    def _result(self, node: fx.Node, value: Tensor) -> fx.Node | None:
+        """Return what an operation writes into a tensor; None if no other operation returns that."""
+        insert, target = self.rewriter.insert, node.target
+        if not isinstance(target, torch._ops.OpOverload) or "out" in node.kwargs:
+            return None
+        try:
+            if name_of(node) == "copy":
+                new: Any = node.args[1]
+                new = insert(aten.expand.default, new, list(value.shape)) if _shape(new) != value.shape else new
+            elif (other := out_of_place(target)) is not target and not other._schema.is_mutable:
+                new = insert(other, *node.args, **node.kwargs)
+            else:
+                return None
+            if new.meta["val"].dtype != value.dtype:
+                new = insert(aten.to.dtype, new, value.dtype)
+        except NoSpellingError:
+            return None
+        return new if _shape(new) == value.shape else None
+
+    def _unknown(self, given: list[fx.Node], value: Tensor) -> fx.Node:
+        """Return a value of which nothing is known."""
+        given = [own for own in given if isinstance(own.meta.get("val"), Tensor)]
+        new = self.rewriter.demand(given, list(value.shape))
+        new.meta["demand"], new.meta["rule_of"] = ("", None), name_of(given[0])
+        return new if new.meta["val"].dtype == value.dtype else self.rewriter.insert(aten.to.dtype, new, value.dtype)
+
+    def _set(self, target: fx.Node, new: fx.Node) -> None:
+        """Let a value stand for a tensor, and in all others that show the same memory."""
+        memory = self.memory[target]
+        base = self.base[memory]
+        shown, whole = numbers_of(self.held[target]), numbers_of(self.held[base])
+        result = new
+        if shown.shape != whole.shape or not torch.equal(shown, whole):
+            before = self.now(base)
+            place = torch.full((int(max(own.max() for own in (shown, whole) if own.numel())) + 1,), -1)
+            place[whole.reshape(-1)] = torch.arange(whole.numel())
+            if bool((place[shown] < 0).any()):  # through a view that is larger than what it was made from
+                result = self._unknown([before, new], self.held[base])
+            else:
+                result = self.rewriter.insert(aten.put.default, before, self.rewriter.hold(place[shown]), new)
+        self.writes[memory] += 1
+        self.current[base] = self.writes[memory], result
+        self.current[target] = self.writes[memory], new
+
+
+def _shape(node: fx.Node) -> torch.Size:
+    shape: torch.Size = node.meta["val"].shape
+    return shape
