@@ -55,12 +55,14 @@ class Excess(NamedTuple):
         nullity: Dimension of the kernel.
         moved: The entries of parameters that directions outside of the orbit's tangents move, as masks by name.
         names: Finds as few parameters as possible that such directions move.
+        counts: Dimension of the kernel of the whole Jacobian, and the number of entries on which an output depends.
     """
 
     missing: int
     nullity: int
     moved: Mapping[str, Tensor] = {}
     names: Callable[[], Sequence[str]] = tuple
+    counts: tuple[int, int] = (0, 0)
 
 
 def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture]) -> None:
@@ -153,13 +155,14 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
     if first is None or not first.missing:
         return first
     calls = [*_further(exact, calls, generator)]
-    # Where there are notes, one search is enough.
+    more = max(1, _MORE // len(calls))
+    # Where there are notes, little is searched.
     searches, steps, agreeing = (1, 2, 2) if symmetry.notes else (3, _STEPS, _AGREEING)
     ends: list[list[int]] = []
     for _ in range(searches):
         best, results = first, list[int]()
         while len(results) < steps and (len(results) < agreeing or len({*results}) > 1):
-            found = _measured(symmetry, exact, calls, generator, _MORE)
+            found = _measured(symmetry, exact, calls, generator, more, best)
             if found is None or not found.missing:
                 return found
             results.append(found.missing)
@@ -258,9 +261,26 @@ def _varied(tensor: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _measured(
-    symmetry: Symmetry, network: nn.Module, calls: Sequence[Call], generator: torch.Generator, least: int = 1
+    symmetry: Symmetry,
+    network: nn.Module,
+    calls: Sequence[Call],
+    generator: torch.Generator,
+    least: int = 1,
+    before: Excess | None = None,
 ) -> Excess | None:
-    """Return the excess at a network's weights; None if it cannot be measured."""
+    """Return the excess at a network's weights.
+
+    Args:
+        symmetry: The symmetry.
+        network: The network at these weights.
+        calls: What it is run on.
+        generator: Source of the noise around these.
+        least: How many times as many inputs as there have to be.
+        before: The excess at other weights, with which a larger kernel is compared in place of the orbit's tangents.
+
+    Returns:
+        The excess; None if too few outputs are finite.
+    """
     for more in (least, 8):  # where many numbers are not finite
         rows = torch.cat([_rows(network, call, more, generator) for call in calls])
         rows = rows[rows.isfinite().all(1)]
@@ -275,7 +295,13 @@ def _measured(
     nullity = count - _rank(torch.linalg.svdvals(rows))
     if nullity == symmetry.dimension and not symmetry.structure.dense:  # of which some may change nothing
         return Excess(0, nullity)
-    return _compared(symmetry, network, rows, sizes)
+    counts = nullity, int((sizes > 0).sum())
+    if before is not None and before.counts[1] == counts[1] and nullity >= before.counts[0]:
+        # The same entries are read, so that the orbit has the same dimension there.
+        return (
+            before if counts == before.counts else before._replace(missing=before.missing + nullity - before.counts[0])
+        )
+    return _compared(symmetry, network, rows, sizes)._replace(counts=counts)
 
 
 def _rank(values: Tensor) -> int:

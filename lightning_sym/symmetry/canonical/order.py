@@ -140,9 +140,16 @@ class _SignChoice:
         if int(members[0]) in self.of_streams:
             return None
         forms, touched = self.plan.forms, self._touched(members[0])
-        scales = [forms.indices[slice(*forms.indptr[position : position + 2])] for position, _ in touched]
-        for (_, slot), own in zip(touched, scales, strict=True):
-            if self.gauged.tensors[slot.tensor].numel() == slot.size and not np.array_equal(own, scales[0]):
+        rows = [slice(*forms.indptr[position : position + 2]) for position, _ in touched]
+        scales = [forms.indices[row] for row in rows]
+        powers = [
+            (module_of(slot.tensor), *forms.indices[row], *forms.data[row])
+            for (_, slot), row in zip(touched, rows, strict=True)
+        ]
+        vectors = [self.gauged.tensors[slot.tensor].numel() == slot.size for _, slot in touched]
+        matrices = {power for power, vector in zip(powers, vectors, strict=True) if not vector}
+        for (_, slot), own, power, vector in zip(touched, scales, powers, vectors, strict=True):
+            if vector and not np.array_equal(own, scales[0]) and power not in matrices:  # it is no bias
                 return slot.tensor
         return None
 

@@ -104,7 +104,8 @@ def find_group(labels: Labels) -> Group:
     blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
     dense, between = find_dense(constraints, positions, orbits, forms)
     end = positions.own + sum(label.size for label in walk.grouped.values())
-    scales, signs = (tabulate(orbits.columns, own, end) for own in forms)
+    scales = tabulate(orbits.columns, forms.magnitudes, end, modulo_two=False)
+    signs = tabulate(orbits.columns, forms.signs, end, modulo_two=True)
     del forms
     copies = copies_of(orbits, blocks.number_of, folded, positions, (scales, signs))
     irregular = [own.slots for own in copies if own is not None and not (own.scales.complete and own.signs.complete)]

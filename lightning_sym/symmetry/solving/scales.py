@@ -157,16 +157,18 @@ def _cancels(exponents: Sequence[NDArray[np.float64]], labels: Sequence[Label], 
     return not (total % 2 if modulo_two else total).any()
 
 
-def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int) -> Table:
+def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, modulo_two: bool) -> Table:
     """Find which generators belong to each unit.
 
     A generator belongs to a unit if, at some place of the unit, it is the only one that is not known from other places.
-    Those that only ever act together are left out, since nothing says how permutations carry them along.
+    Where others that are known act with it, what all of them do there is taken in its place as a generator. Those that
+    only ever act together are left out, since nothing says how permutations carry them along.
 
     Args:
         columns: For each orbit (units, columns): the positions at which each unit stands.
         forms: All generators by position.
         rows: How many of the first positions are those of parameters: generators that touch none are dropped.
+        modulo_two: Whether they are signs.
     """
     forms, left_out = _used(forms, rows), 0
     while True:
@@ -176,9 +178,49 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int) -> Ta
             known[table] = True
         if known.all():
             return Table(forms, tables, found, left_out)
+        if (parted := _parted(columns, forms, known)) is not None:
+            parted.data = np.mod(parted.data, 2) if modulo_two else parted.data
+            parted.eliminate_zeros()
+            forms = parted
+            continue
         left_out += int((~known).sum())
         forms = forms[:, np.flatnonzero(known)].tocsr()
         forms.sort_indices()
+
+
+def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: NDArray[np.bool_]) -> sparse.csr_matrix | None:
+    """Exchange generators for others, each of which acts alone at one place of its units.
+
+    At these places one generator that is not known acts to the power 1 or -1, with others that are known. That all of
+    them act to the power 1 there is the new generator; the known ones stay, and so does what they generate.
+
+    Args:
+        columns: See `tabulate`.
+        forms: All generators by position.
+        known: For each generator whether it is known.
+
+    Returns:
+        The same by the new generators; None if there is no such place.
+    """
+    for column in (column for matrix in columns for column in matrix.T):
+        acting = forms[column].tocoo()
+        new = ~known[acting.col]
+        if not np.array_equal(acting.row[new], np.arange(len(column))) or (np.abs(acting.data[new]) != 1).any():
+            continue
+        replaced, first, which = np.unique(acting.col[new], return_index=True, return_inverse=True)
+        rows = forms[column]
+        if abs(rows - rows[first[which]]).nnz:  # of two units it is not the same that is done
+            continue
+        # x_new = sum_k c_k x_k + c x_old, solved for x_old
+        signs = sparse.diags(acting.data[new][first])
+        held = sparse.csr_matrix(
+            (np.ones(len(replaced)), (replaced, np.arange(len(replaced)))), (len(known), len(first))
+        )
+        change = sparse.identity(len(known), format="csr") + held @ (signs @ (held.T - rows[first]))
+        result = (forms @ change).tocsr()
+        result.sort_indices()
+        return result
+    return None
 
 
 def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:

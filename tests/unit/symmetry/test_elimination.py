@@ -7,6 +7,7 @@ from scipy import sparse
 from scipy.sparse import csr_matrix
 
 from lightning_sym.symmetry.arrays import rising, rising_pairs
+from lightning_sym.symmetry.solving import scales
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.solution import eliminate
 from lightning_sym.symmetry.tracing.affine.values import ONE, Coefficient, Unknowns, distinct
@@ -171,3 +172,22 @@ def test_different_numbers_and_pairs_are_those_of_numpy():
         np.testing.assert_array_equal(rising(one), np.unique(one))
         np.testing.assert_array_equal(rising_pairs(one, two), np.unique(np.stack([one, two]), axis=1))
         np.testing.assert_array_equal(rising_pairs(two, one), np.unique(np.stack([two, one]), axis=1))
+
+
+def test_generators_that_act_with_known_ones_are_exchanged_for_what_acts_alone() -> None:
+    """Four units are written by s + t and read by -s - t: s is one of two, t of each unit; s acts alone elsewhere."""
+    rows = [[unit % 2, 2 + unit] for unit in range(4)]
+    forms = np.zeros((10, 6))
+    for unit, own in enumerate(rows):
+        forms[unit, own], forms[4 + unit, own] = (-1, 1), (-1, -1)
+    forms[8, 0] = forms[9, 1] = 1
+    columns = [np.arange(8).reshape(2, 4).T, np.array([[8], [9]])]
+    for modulo_two in (False, True):
+        given = sparse.csr_matrix(abs(forms) if modulo_two else forms)
+        found = scales.tabulate(columns, given, 10, modulo_two=modulo_two)
+        assert found.left_out == 0
+        assert found.forms.shape == (10, 6)
+        assert set(np.unique(found.of_units[0])) >= {2, 3, 4, 5}
+        if not modulo_two:  # what they generate stays
+            assert np.linalg.matrix_rank(np.hstack([forms, found.forms.toarray()])) == 6
+            assert np.array_equal(found.forms.toarray(), np.rint(found.forms.toarray()))

@@ -1,0 +1,41 @@
+"""What is free does not depend on the order in which equations between scales, and between signs, are solved."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from further_model_cases import FURTHER_TRANSFORMERS
+
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.solving import scales
+from lightning_sym.symmetry.tracing.equations import solve
+
+torch.set_num_threads(1)
+
+
+class Shuffled:
+    """Solves equations in another order."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+
+    def __call__(self, number: int, equations: Any, zeros: Any, **options: Any) -> Any:
+        given = [(rows[self.generator.permutation(len(rows))], once) for rows, once in equations]
+        return solve(number, [given[index] for index in self.generator.permutation(len(given))], zeros, **options)
+
+
+@pytest.mark.parametrize(("name", "free"), [("roformer", (66, 71)), ("exaone4", (62, 164))])
+def test_what_acts_with_others_does_not_depend_on_the_order_of_equations(
+    name: str, free: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = FURTHER_TRANSFORMERS[name]
+    network, inputs = model.make().eval(), model.inputs(False)
+    for seed in range(3):
+        monkeypatch.setattr(scales, "solve", Shuffled(seed))
+        given, named = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+        symmetry = trace_symmetry(network, *given, check=not seed, **named)
+        assert (symmetry.scales, symmetry.signs) == free
+        assert not any("only act together" in note for note in symmetry.notes)
