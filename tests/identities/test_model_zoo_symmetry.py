@@ -37,6 +37,7 @@ HARMLESS = ("parameters that evaluation never uses", "of the outputs", "no examp
 TIED = "embeddings are tied, or values before and behind a gain are added up"
 HEADS = "meets numbers that tell units apart"  # linear biases, masks of windows, factors of one head's widths
 PLACES = "units that stand at different places meet"  # rotary pairs, and tables of relative positions
+TOGETHER = "8 signs that only act together with others are left out"
 CHOSEN = "units are chosen by their values"  # groups of experts
 EQUAL = f"{CHOSEN}, of which several may be equal"  # and experts behind the mask of their groups
 OVERLAP = "labels on axes that overlap only in part meet"  # attention over channels
@@ -47,6 +48,7 @@ MEANING = {
     TIED: "the stream is permuted, not rotated: a gain stands behind it that no reader takes up",
     HEADS: "units or heads meet constants that differ: slopes of linear biases, masks of windows",
     PLACES: "rotary pairs of a convention in which a unit meets itself, tables of relative positions",
+    TOGETHER: "signs of planes whose gains all heads share",
     CHOSEN: "experts are chosen by groups first",
     EQUAL: "and masked values may be equal",
     ONE_AXIS: "two kinds of units are written side by side into one tensor",
@@ -63,6 +65,8 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("transformers", ("bloom", "falcon", "falcon-alibi", "mpt", "swin"), {TIED, HEADS}),
         ("transformers", ("gptj", "codegen", "deberta", "deberta_v2"), {PLACES}),
         ("transformers", ("cohere",), {TIED, PLACES}),
+        ("transformers", ("qwen3",), {TOGETHER}),
+        ("transformers", ("qwen3-moe",), {TOGETHER}),
         ("transformers", ("deepseek_v3",), {HEADS, PLACES, CHOSEN, EQUAL, ONE_AXIS}),
         ("timm", ("swin", "swinv2", "pvt_v2", "poolformer"), {TIED}),
         ("timm", ("eva02", "eva02, any size", "vit, rotary"), {PLACES}),

@@ -178,8 +178,8 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
             known[table] = True
         if known.all():
             return Table(forms, tables, found, left_out)
-        if (parted := _parted(columns, forms, known)) is not None:
-            parted.data = np.mod(parted.data, 2) if modulo_two else parted.data
+        # Signs inside rotations have to stay as they are: they are among the matrices.
+        if not modulo_two and (parted := _parted(columns, forms, known)) is not None:
             parted.eliminate_zeros()
             forms = parted
             continue
