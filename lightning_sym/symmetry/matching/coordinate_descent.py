@@ -30,6 +30,7 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     within_cells,
 )
 from lightning_sym.symmetry.matching.balanced import Comparison, inner, squared_difference
+from lightning_sym.symmetry.matching.half_turns import gains_of_half_turns, reflected
 from lightning_sym.symmetry.proof import compute_the_same
 
 # Which moves there are: docs/theory/matching.md, 1.7.
@@ -482,10 +483,10 @@ class Descent:
         if not (self.signs and len(turns.place)):
             return False
         improved = False
-        for reflected in (False, True):
-            acting, sign = self._reflected if reflected else (turns.flips.tocsc(), None)
+        for with_sign in (False, True):
+            acting, sign = self._reflected if with_sign else (turns.flips.tocsc(), None)
             names, slopes = self._slopes(acting)
-            gained, step = self._gains_of_half_turns(-1.0 if reflected else 1.0)
+            gained, step = gains_of_half_turns(turns, self.target, self.current, -1.0 if with_sign else 1.0)
             gained -= 4 * slopes
             if sign is not None:
                 gained[sign < 0] = 0.0
@@ -506,33 +507,7 @@ class Descent:
 
     @cached_property
     def _reflected(self) -> tuple[sparse.csc_matrix, Ints]:
-        """What half turns flip together with the signs of their units, but for biases; and these signs, -1 for none."""
-        structure = self.symmetry.structure
-        turns, signs = structure.half_turns, structure.signs
-        start, count = signs.indptr[turns.place], np.diff(signs.indptr)[turns.place]
-        able = (count == 1) & turns.odd
-        sign = np.where(able, signs.indices[np.minimum(start, len(signs.indices) - 1)], -1)
-        acting = (turns.flips + self.flips[:, np.maximum(sign, 0)]).tolil()
-        acting[turns.place, np.arange(len(turns.place))] = 0
-        acting = acting.tocsc()
-        acting.data = np.mod(acting.data, 2)
-        acting.eliminate_zeros()
-        return acting, sign
-
-    def _gains_of_half_turns(self, sign: float) -> tuple[Floats, Floats]:
-        """Return by how much biases come nearer, squared, if they change their sign or not; and the best half turns."""
-        turns, first = self.symmetry.structure.half_turns, 0
-        gained, step = np.zeros(len(turns.place)), np.where(turns.odd, 1.0, 2.0)
-        for name, count in zip(turns.biases, turns.counts, strict=True):
-            at = slice(first, first + count)
-            ours, theirs = (own[name].double().cpu().numpy() for own in (self.target, self.current))
-            up, down = (
-                np.square(ours - theirs) - np.square(ours - sign * (theirs + k * turns.size[at]))
-                for k in (step[at], -step[at])
-            )
-            gained[at], step[at] = np.maximum(up, down), np.where(up >= down, step[at], -step[at])
-            first += count
-        return gained, step
+        return reflected(self.symmetry.structure, self.flips)
 
     def _is_settled(self, group: MatchingGroup, column: int) -> bool:
         """Whether the signs in a column of a group's table are those of gains that are positive in both networks."""
