@@ -465,7 +465,7 @@ class Symmetry(ElementGroup):
                 "axis, or on several together."
             )
         tilted = tap.seen[0].offset in self._values.tilted_places
-        shifted = bool(tap.offset) or tap.shown.adds or tilted
+        shifted = bool(tap.offset) or tap.shown.adds or tilted or tap.in_front is not None
         return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
     def call(self, inputs: Any = None, keywords: Mapping[str, Any] | None = None) -> Call:

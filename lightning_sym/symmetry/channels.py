@@ -156,7 +156,7 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         kinds=torch.tensor(kinds),
         inside=tuple(inside),
         scales=_classes(values.magnitudes[slot.rows], own),
-        signs=_classes(values.signs[slot.rows], own),
+        signs=_classes(values.flips[slot.rows], own),
         axes=slot.axes,
         shifted=shifted,
         name=name,

@@ -212,7 +212,7 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
         mark.name,
         permutations=bool(values.moves[units].any()),
         positive_scales=any(values.magnitudes[slot.rows].nnz for slot in seen),
-        signs=any(values.signs[slot.rows].nnz for slot in seen),
+        signs=any(values.flips[slot.rows].nnz for slot in seen),
         dense=bool((values.cell_of[units] >= 0).any()),
     )
     half_turned = value.mixture is not None and value.mixture.mixed

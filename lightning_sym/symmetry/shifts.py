@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.affine.space import Shown, Translations
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import Labels
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.tracing.structure import NO_HALF_TURNS, Structure
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tilt_search import find_tilts
 from lightning_sym.symmetry.translations import folded
@@ -56,6 +56,8 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
     find = functools.partial(find_translations, captures, constants=kept, fixed=labels.stacked, keep=flipped)
     if wanted:
         found = find(states)
+    else:
+        structure, values = (replace(each, half_turns=NO_HALF_TURNS) for each in (structure, values))
     structure = replace(structure, shifts=found)
     tilts, notes = find_tilts(structure, values, found.normed)
     structure, values = (replace(each, tilts=tuple(tilts)) for each in (structure, values))

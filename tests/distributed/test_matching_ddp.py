@@ -51,9 +51,11 @@ def test_elements_are_the_same(runs):
         for method in ("weights", "activations"):  # of straight-through in the conformance suite
             expected = methods[method]
             for element in (two[pair][method], untrained[pair][method]):
-                assert torch.equal(element["permutation"], expected["permutation"]), (pair, method)
+                assert torch.equal(element["parts"]["permutation"], expected["parts"]["permutation"]), (pair, method)
                 # Moments in float64, added up in another order.
-                torch.testing.assert_close(element["log_scale"], expected["log_scale"], atol=1e-4, rtol=1e-3)
+                torch.testing.assert_close(
+                    element["parts"]["log_scale"], expected["parts"]["log_scale"], atol=1e-4, rtol=1e-3
+                )
 
 
 def test_every_image_counts_once_in_the_report(runs):
@@ -72,6 +74,8 @@ def test_moments_of_two_processes_are_in_a_checkpoint_of_the_first_epoch(runs):
     for pair, methods in whole["elements"].items():
         for method, expected in methods.items():
             element = resumed["elements"][pair][method]
-            assert torch.equal(element["permutation"], expected["permutation"]), (pair, method)
-            torch.testing.assert_close(element["log_scale"], expected["log_scale"], atol=1e-9, rtol=1e-9)
+            assert torch.equal(element["parts"]["permutation"], expected["parts"]["permutation"]), (pair, method)
+            torch.testing.assert_close(
+                element["parts"]["log_scale"], expected["parts"]["log_scale"], atol=1e-9, rtol=1e-9
+            )
     assert_same(whole["kept"], resumed["kept"])

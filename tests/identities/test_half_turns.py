@@ -186,3 +186,11 @@ def test_elements_that_are_none_are_refused(tmp_path):
     assert_refused(
         lambda: symmetry.load(tmp_path / "none.safetensors"), error=FileNotFoundError, says="there is no file"
     )
+
+
+def test_half_turns_are_shifts_and_signs():
+    network, x, symmetry = traced("random features")
+    assert not len(trace_symmetry(network, x, shifts=False).structure.half_turns.place)
+    assert not bool(symmetry.sample(shifts=False).half_turn.any())
+    assert symmetry.taps["a"].in_front is not None
+    assert symmetry.channels("a").shifted

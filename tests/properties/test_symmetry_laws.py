@@ -363,6 +363,8 @@ def test_sampling_respects_its_flags(name, seed, flags, scale):
         assert not any(bool(t.any()) for t in g.tilt)
     if scale == 0 or not flags["shifts"]:
         assert not bool(g.shift.any())
+    if not flags["shifts"]:
+        assert not bool(g.half_turn.any())
     (still,) = draw(symmetry, seed, 1, scale=0, **dict.fromkeys(flags, False))
     assert all(own.is_identity(still.parts[own.name]) for own in symmetry.factors)
     same_weights(network, symmetry.act(still, network), 0)

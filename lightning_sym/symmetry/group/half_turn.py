@@ -32,8 +32,11 @@ class HalfTurn(Additive):
         return len(self.structure.half_turns.place)
 
     def sample(self, draw: Draw) -> Tensor:
-        """Draw whole numbers from -2 to 2, all being equally likely; even ones where odd ones are not allowed."""
-        if not (draw.signs and self.size):
+        """Draw whole numbers from -2 to 2, all being equally likely; even ones where odd ones are not allowed.
+
+        Without signs or without shifts there are none: half turns change the ones and are the others.
+        """
+        if not (draw.signs and draw.shifts and self.size):
             return self.identity()
         drawn = torch.randint(-_MOST, _MOST + 1, (self.size,), generator=draw.generator).double()
         return torch.where(torch.from_numpy(self.structure.half_turns.odd), drawn, 2 * (drawn / 2).trunc())

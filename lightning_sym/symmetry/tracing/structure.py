@@ -142,6 +142,12 @@ class Structure:
         return self.copies[orbit] if orbit < len(self.copies) else None
 
     @cached_property
+    def flips(self) -> sparse.csr_matrix:
+        """All that changes signs, signs and half turns: shape (positions of all slots, generators), modulo 2."""
+        turns = self.half_turns
+        return sparse.hstack([self.signs, turns.flips]).tocsr() if len(turns.place) else self.signs
+
+    @cached_property
     def same(self) -> tuple[Tensor, ...]:
         """For each dense cell the matrix that changes nothing, one for all of a size. Each of shape (size, size)."""
         by_size = {size: torch.eye(size, dtype=torch.float64) for size in {len(cell) for cell in self.dense}}
