@@ -32,6 +32,8 @@ CASES = {
     "in place": (lambda s, x: s.c(torch.tanh(s.b(s.a(x).sin_()))), (6, 2), 8, 0),
     "one stream": (lambda s, x: s.c(sin(s.b(v := sin(s.a(x)))) + s.d(v)), (6, 2), 15, 0),
     "summed": (lambda s, x: s.c(sin(s.b(v := torch.tanh(s.a(x)))) + sin(s.d(v))), (6, 2), 14, 14),
+    "two layers": (lambda s, x: s.c(torch.tanh(s.b(sin(s.a(x) + s.e(x))))), (6, 2), 8, 0),
+    "added to itself": (lambda s, x: s.c(s.b(sin((v := s.a(x)) + v.flip(-1)))), (6, 2), 0, 0),
     "two frequencies": (lambda s, x: s.c(s.b(sin(v := s.a(x)) + sin(2 * v))), (6, 2), 0, 0),
     "another reader": (lambda s, x: s.c(s.b(sin(v := s.a(x)) + v)), (6, 2), 0, 0),
     "without a bias": (lambda s, x: s.c(s.b(sin(s.e(x)))), (6, 2), 0, 0),
@@ -194,3 +196,16 @@ def test_half_turns_are_shifts_and_signs():
     assert not bool(symmetry.sample(shifts=False).half_turn.any())
     assert symmetry.taps["a"].in_front is not None
     assert symmetry.channels("a").shifted
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_bias_that_another_length_reads_otherwise_has_no_half_turns(first):
+    def branching(s, x):
+        return s.c((sin(s.a(x)) if (x.shape[1] > 4) == first else torch.tanh(s.a(x))).sum(1))
+
+    torch.manual_seed(0)
+    network = Program(branching, {"a": of(L, 2, 8), "c": of(L, 8, 3)}).double()
+    x, shorter = (torch.randn(3, length, 2, dtype=torch.float64) for length in (6, 2))
+    symmetry = trace_symmetry(network, x, more_examples=[shorter])
+    assert not len(symmetry.structure.half_turns.place)
+    assert symmetry.worst_error < 1e-10

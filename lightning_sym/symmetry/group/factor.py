@@ -92,7 +92,7 @@ class Gains(dict[str, Tensor]):
         return self[name]
 
 
-class LinearAction:
+class LinearAction(ABC):
     """What one part of an element does by matrices, on single axes."""
 
     def learn(self, tensors: Mapping[str, Tensor]) -> None:
@@ -102,13 +102,13 @@ class LinearAction:
             ValueError: If a gain holds a zero.
         """
 
+    @abstractmethod
     def acts_at(self, slot: Slot) -> bool:
-        """Return whether it changes what stands in a slot."""
-        raise NotImplementedError
+        """Return whether it changes entries of a slot."""
 
+    @abstractmethod
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Return what it makes of one axis of a tensor, as it acts at the slot."""
-        raise NotImplementedError
+        """Return a tensor after the action on one of its axes, as at the slot."""
 
     def require(self, tap: Tap, slot: Slot) -> None:
         """Check that it acts on a value inside the network by a matrix.

@@ -4,6 +4,7 @@ As sin(x + pi) = -sin(x) and cos(x + pi) = -cos(x), half a period added to a bia
 See docs/theory/intertwiners.md, 2.17.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator
@@ -46,15 +47,16 @@ def _periodic(trace: Trace, value: Value) -> Value:
     """Units move and change sign; half a period in a bias flips what comes out."""
     assert isinstance(trace.node.target, torch._ops.OpOverload)
     passed: Value = pointwise(out_of_place(trace.node.target), trace, value)
-    chain = list(_back(trace, trace.node.args[0]))
-    start = _sum_at(trace, chain[-1][0]) if chain else None
+    chain = _back(trace, trace.node.args[0])
+    start = _sum_at(trace, chain[0][0]) if chain else None
     if start is None:
         return passed
-    period = trace.periods.setdefault(start.node, _period(trace, start))
-    number = _entries(trace, start)
+    period, number = _period(trace, start), _entries(trace, start, chain)
     own = next((label for label in passed.labels if _known(label, number) is not None), None)
-    if period is None or own is None:
+    if period is None or own is None:  # what else reads the bias then is no reader of half periods, either
+        trace.aperiodic.add(start.bias)
         return passed
+    trace.periodic.add(start.bias)
     constraints = trace.constraints
     found = constraints.half_periods.get(start.bias)
     if found is None:
@@ -62,8 +64,8 @@ def _periodic(trace: Trace, value: Value) -> Value:
         found = HalfPeriod(period, standing, constraints.fresh_scales(standing.shape))
         constraints.fix_scales(found.flip, signs=False)
         constraints.half_periods[start.bias] = found
-    elif not math.isclose(found.size, period):  # of captures that differ
-        constraints.half_periods[start.bias] = replace(found, size=math.nan)
+    elif not math.isclose(found.size, period):  # in captures that differ
+        trace.aperiodic.add(start.bias)
         return passed
     for node, times in chain:
         held = trace.environment[node]
@@ -79,45 +81,48 @@ def _periodic(trace: Trace, value: Value) -> Value:
     return replace(passed, labels=labels)
 
 
-def _back(trace: Trace, node: Any) -> Iterator[tuple[fx.Node, float]]:
-    """Yield what leads to a value without anything but numbers and movements, and by what each is multiplied there.
+def _back(trace: Trace, node: Any) -> list[tuple[fx.Node, float]] | None:
+    """Return a path from a sum with a bias to a value, along which nothing but periodic functions reads anything.
 
-    The last one is where a bias is added, if there is such a sum; numbers are relative to that one.
+    Returns:
+        The operations from the sum to the value, and by what number the bias is multiplied from the sum to each; None
+        if there is no such path.
     """
-    nodes: list[tuple[fx.Node, float]] = []
-    while isinstance(node, fx.Node):
-        step = None if _sum_at(trace, node) is not None else _step(trace, node)
-        nodes.append((node, 1.0 if step is None else step[1]))
-        if step is None:
-            break
-        node = step[0]
-    total, found = 1.0, []
-    for one, times in reversed(nodes):
-        total *= times
-        found.append((one, total))
-    yield from reversed(found)
+    if not isinstance(node, fx.Node) or any(math.isnan(own) for own in _frequencies(trace, node, set())):
+        return None
+    if _sum_at(trace, node) is not None:
+        return [(node, 1.0)]
+    for given in node.all_input_nodes:
+        times = _times(trace, node, given)
+        if times is not None and (path := _back(trace, given)) is not None:
+            return [*path, (node, path[-1][1] * times)]
+    return None
 
 
-def _step(trace: Trace, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """Return what an operation multiplies by a number, adds a number to, or moves; None if it does something else."""
-    name, nodes = name_of(node), [own for own in node.args if isinstance(own, fx.Node)]
+def _times(trace: Trace, node: fx.Node, given: fx.Node) -> float | None:
+    """Return by what number an operation multiplies an argument that it moves or adds to; None if it does more."""
+    name = name_of(node)
     if node.target is operator.getitem or name in operations(Trait.MOVE):
-        return (nodes[0], 1.0) if len(node.all_input_nodes) == 1 else None
+        return 1.0 if node.all_input_nodes == [given] else None
     if name == "neg":
-        return nodes[0], -1.0
+        return -1.0
     if name not in operations(Trait.PRODUCT | Trait.JOIN) or node.kwargs or len(node.args) != 2:
         return None
-    for place, (own, other) in enumerate((node.args, node.args[::-1])):
-        number = _number(trace, other)
-        if not isinstance(own, fx.Node) or number is None or _number(trace, own) is not None:
-            continue
-        if name in operations(Trait.JOIN):
-            sign = -1.0 if (name in ("sub", "subtract") and place == 1) or (name == "rsub" and place == 0) else 1.0
-            return own, sign
-        if name in ("mul", "multiply"):
-            return (own, number) if number else None
-        return (own, 1 / number) if place == 0 and number else None
-    return None
+    place = int(node.args[1] is given)
+    other = node.args[1 - place]
+    if other is given:
+        return None
+    if name in operations(Trait.JOIN):
+        return -1.0 if _is_taken_off(name, place) else 1.0
+    number = _number(trace, other)
+    if not number or (place == 1 and name not in ("mul", "multiply")):
+        return None
+    return number if name in ("mul", "multiply") else 1 / number
+
+
+def _is_taken_off(name: str, place: int) -> bool:
+    """Return whether an argument of a sum or a difference has a minus."""
+    return place == 1 if name in ("sub", "subtract") else place == 0 and name == "rsub"
 
 
 def _number(trace: Trace, given: Any) -> float | None:
@@ -143,13 +148,14 @@ def _sum_at(trace: Trace, node: fx.Node) -> _Sum | None:
     for place, given in enumerate(node.args):
         if (bias := _bias(trace, given)) is not None and isinstance(node.args[1 - place], fx.Node):
             held, times, axis = bias
-            minus = (name in ("sub", "subtract") and place == 1) or (name == "rsub" and place == 0)
-            return _Sum(node, held, -times if minus else times, axis + shape.ndim)
+            times = -times if _is_taken_off(name, place) else times
+            fits = shape.shape[axis] == trace.tensors[held].numel()
+            return _Sum(node, held, times, axis + shape.ndim) if fits else None
     return None
 
 
 def _bias(trace: Trace, node: Any) -> tuple[str, float, int] | None:
-    """Return which bias a value is, by what it is multiplied, and on which axis it stands, counted from the last."""
+    """Return the name of a bias, the number that multiplies it, and its axis, counted from the last; None for others."""
     times, value = 1.0, trace.environment.get(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, Value) or len(value.labels) != 1 or len(value.labels[0].axes) != 1:
         return None
@@ -158,37 +164,54 @@ def _bias(trace: Trace, node: Any) -> tuple[str, float, int] | None:
         if (name := trace.capture.states.get(node)) is not None:
             vector = name in trace.axis_labels and len(trace.tensors[name].shape) == 1
             return (name, times, axis) if vector and trace.tensors[name].numel() == value.labels[0].size else None
-        step = _step(trace, node)
-        if step is None or name_of(node) in operations(Trait.JOIN):
+        (given, *others) = node.all_input_nodes or (None,)
+        step = _times(trace, node, given) if given is not None and not others else None
+        if step is None:
             return None
-        node, times = step[0], times * step[1]
+        node, times = given, times * step
     return None
 
 
 def _period(trace: Trace, start: _Sum) -> float | None:
     """Return half a period in the bias, if sines and cosines of one frequency alone read the sum."""
-    found = {round(own, 12) for own in _frequencies(trace, start.node)}
-    frequency = found.pop() * abs(start.times) if len(found) == 1 else math.nan
-    return None if math.isnan(frequency) else math.pi / frequency
+    found = {round(own, 12) for own in _frequencies(trace, start.node, set())}
+    return math.pi / (found.pop() * abs(start.times)) if len(found) == 1 else None
 
 
-def _frequencies(trace: Trace, node: fx.Node) -> Iterator[float]:
+def _frequencies(trace: Trace, node: fx.Node, sums: set[fx.Node]) -> Iterator[float]:
+    """Yield by what number each periodic function that reads a value multiplies it; nan for any other reader.
+
+    Args:
+        trace: The walk.
+        node: The value.
+        sums: Additions that were met on the way; what meets one twice is added to itself.
+    """
     for user in node.users:
+        times = _times(trace, user, node)
         if name_of(user) in _PERIODIC:
             yield 1.0
-        elif (step := _step(trace, user)) is not None and step[0] is node:
-            yield from (abs(step[1]) * own for own in _frequencies(trace, user))
-        else:
+        elif times is None or user in sums:
             yield math.nan
+        else:
+            sums |= {user} if name_of(user) in operations(Trait.JOIN) else set()
+            yield from (abs(times) * own for own in _frequencies(trace, user, sums))
 
 
-def _entries(trace: Trace, start: _Sum) -> dict[int, int]:
-    """Return for each unit of a sum the number of its bias's entry."""
-    for label in trace.environment[start.node].labels:
-        if label.axes == (start.axis,):
-            number = {int(atom): place for place, atom in enumerate(label.atom)}
-            return number if len(number) == trace.tensors[start.bias].numel() else {}
-    return {}
+def _entries(trace: Trace, start: _Sum, path: list[tuple[fx.Node, float]]) -> dict[int, int]:
+    """Return for each unit along a path from a sum the number of its bias's entry."""
+    labels = [label for label in trace.environment[start.node].labels if label.axes == (start.axis,)]
+    number = {int(atom): place for label in labels for place, atom in enumerate(label.atom)}
+    if len(number) != trace.tensors[start.bias].numel():
+        return {}
+    for (before, _), (node, _) in itertools.pairwise(path):
+        if name_of(node) not in operations(Trait.JOIN):  # which may go on with the units of the other summand
+            continue
+        one, two = trace.environment[before], trace.environment[node]
+        for label, other in itertools.product(one.labels, two.labels):
+            same = other.axes == tuple(axis + two.ndim - one.ndim for axis in label.axes)
+            if same and label.atom.shape == other.atom.shape and (entries := _known(label, number)) is not None:
+                number |= dict(zip(other.atom.ravel().tolist(), entries.ravel().tolist(), strict=True))
+    return number
 
 
 def _known(label: Label, number: dict[int, int]) -> Ints | None:

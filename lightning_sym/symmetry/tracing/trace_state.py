@@ -71,7 +71,8 @@ class TraceState:
         self.taps: dict[Mark, Value] = {}
         self.seen: set[int] = set()
         self.half_turned: dict[fx.Node, InFront] = {}
-        self.periods: dict[fx.Node, float | None] = {}
+        self.periodic: set[str] = set()
+        self.aperiodic: set[str] = set()
         self.environment: dict[fx.Node, Any] = {}
 
     # What something is called, for notes and errors.

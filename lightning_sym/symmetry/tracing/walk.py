@@ -1,5 +1,6 @@
 """Walk through a captured network, and have each operation's rule write down what it demands."""
 
+import math
 from collections.abc import Container
 from dataclasses import replace
 from typing import Any
@@ -72,6 +73,7 @@ class Walk(Trace):
         self.absorbed_before = tuple(self.absorbed)
         self.turns = Turns(self.constraints)
         environment = self.environment = dict[fx.Node, Any]()
+        self.periodic = set()
         marks: dict[fx.Node, list[Mark]] = {}
         for mark in capture.marks if self.walks == 1 else ():
             marks.setdefault(mark.node, []).append(mark)
@@ -120,6 +122,7 @@ class Walk(Trace):
             for mark, value in self.taps.items()
             if mark.node not in self.untold
         }
+        self.aperiodic |= {state for node, state in capture.states.items() if node.users and state not in self.periodic}
         self._fix_unread()
         self.turns.finish()
         for node, state in capture.states.items():
@@ -163,6 +166,8 @@ class Walk(Trace):
                 root = Value(tuple(self.tensors[name].shape), labels, state=name)
                 self.reads[name] = (root, [])
         self._fix_unread(states=True)
+        for name in self.aperiodic & self.constraints.half_periods.keys():  # a capture reads the bias otherwise
+            self.constraints.half_periods[name] = replace(self.constraints.half_periods[name], size=math.nan)
         for name in [name for name, times in self.gains.items() if times != self.uses[name]]:  # and something else
             del self.gains[name]
             for label in self.axis_labels[name]:
