@@ -95,7 +95,7 @@ class Gains(dict[str, Tensor]):
 class LinearAction(ABC):
     """What one part of an element does by matrices, on single axes."""
 
-    def learn(self, tensors: Mapping[str, Tensor]) -> None:
+    def learn(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027 (most have no gains)
         """Keep the gains between which it acts, if there are such.
 
         Raises:
@@ -110,7 +110,7 @@ class LinearAction(ABC):
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Return a tensor after the action on one of its axes, as at the slot."""
 
-    def require(self, tap: Tap, slot: Slot) -> None:
+    def require(self, tap: Tap, slot: Slot) -> None:  # noqa: B027 (most act on every value)
         """Check that it acts on a value inside the network by a matrix.
 
         Raises:

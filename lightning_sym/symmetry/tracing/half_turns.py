@@ -155,7 +155,7 @@ def _sum_at(trace: Trace, node: fx.Node) -> _Sum | None:
 
 
 def _bias(trace: Trace, node: Any) -> tuple[str, float, int] | None:
-    """Return the name of a bias, the number that multiplies it, and its axis, counted from the last; None for others."""
+    """Return the name of a bias, the number that multiplies it, and its axis counted from the last."""
     times, value = 1.0, trace.environment.get(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, Value) or len(value.labels) != 1 or len(value.labels[0].axes) != 1:
         return None
