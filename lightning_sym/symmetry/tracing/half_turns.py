@@ -47,7 +47,7 @@ def _periodic(trace: Trace, value: Value) -> Value:
     """Units move and change sign; half a period in a bias flips what comes out."""
     assert isinstance(trace.node.target, torch._ops.OpOverload)
     passed: Value = pointwise(out_of_place(trace.node.target), trace, value)
-    chain = _back(trace, trace.node.args[0])
+    chain = _back(trace, trace.node.args[0]) or []
     start = _sum_at(trace, chain[0][0]) if chain else None
     if start is None:
         return passed
