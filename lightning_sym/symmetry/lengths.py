@@ -10,7 +10,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.proof import double, noisy, outputs_of
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
-from lightning_sym.symmetry.tracing.capture import containers_kept
+from lightning_sym.symmetry.tracing.capture import Capture, containers_kept
+from lightning_sym.symmetry.tracing.nodes import argument, shape_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 # Axes of a call's tensors: the number of the tensor among the leaves, and its axis.
 Axes = frozenset[tuple[int, int]]
@@ -177,6 +179,48 @@ def lengthened(examples: Sequence[Call], number: int, trace: Callable[[Call], Re
         return tried(trace, resized(resized(call, samples, 2), own - samples, size))
 
     return grown(axes, take) if axes else None
+
+
+def captures_of(examples: Sequence[Call], trace: Callable[[Call], Capture]) -> list[Capture]:
+    """Trace a network on examples, and on longer inputs where an example shows too little.
+
+    Axes of length 1 are traced at another length. Where a softmax sees one place only, which says nothing of what it
+    reads, an input of two or four times the size is traced, too.
+
+    Args:
+        examples: All examples.
+        trace: Traces a network on a call.
+    """
+    found = []
+    for number, call in enumerate(examples):
+        captured = lengthened(examples, number, trace) or trace(call)
+        found.append(captured)
+        if _sees_one_place(captured):
+            found += _larger(captured.call, trace)
+    return found
+
+
+def _sees_one_place(captured: Capture) -> bool:
+    """Return whether some softmax is over an axis of length 1."""
+    softmaxes = (node for node in captured.graph.nodes if name_of(node) in operations(Trait.SOFTMAX))
+    shapes = ((shape_of(node), argument(node, 1, "dim")) for node in softmaxes)
+    return any(shape and isinstance(axis, int) and shape[axis] == 1 for shape, axis in shapes)
+
+
+def _larger(call: Call, trace: Callable[[Call], Capture]) -> list[Capture]:
+    """Trace an input of two or four times the size of a call, at which no softmax sees one place only."""
+    samples = samples_of(call)
+    for times, size in itertools.product(
+        (2, 4), dict.fromkeys(size for t in tensors_of(list(call)) for size in t.shape)
+    ):
+
+        def take(own: Axes, longer: int = times * size) -> Capture | None:
+            return tried(trace, resized(call, own, longer))
+
+        captured = grown(axes_of(call, size) - samples, take)
+        if captured is not None and not _sees_one_place(captured):
+            return [captured]
+    return []
 
 
 def tried(trace: Callable[[Call], Result], call: Call) -> Result | None:

@@ -14,7 +14,7 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.checking import check_network, examples_of
-from lightning_sym.symmetry.lengths import lengthened
+from lightning_sym.symmetry.lengths import captures_of
 from lightning_sym.symmetry.self_test import proven
 from lightning_sym.symmetry.shifts import find_shifts
 from lightning_sym.symmetry.solving.group import find_group
@@ -105,9 +105,7 @@ def trace_symmetry(
         tensors = Tensors.of(network)
         examples = examples if tensors.weightless else on_device_of(network, examples)
         trace = Tracer(network, cuts)
-        captures = trace.agreeing(
-            [lengthened(examples, number, trace) or trace(call) for number, call in enumerate(examples)]
-        )
+        captures = trace.agreeing(captures_of(examples, trace))
         for note in tensors.cut(captures).unused(captures):
             warnings.warn(note, stacklevel=2)
         derive = functools.partial(

@@ -32,7 +32,10 @@ CASES = [
 
 # Parameters that evaluation never uses, outputs that do not count and rows of tables that no example reaches: these say
 # nothing of a rule.
-HARMLESS = ("parameters that evaluation never uses", "of the outputs", "no example reaches")
+HARMLESS = (
+    *("parameters that evaluation never uses", "of the outputs", "no example reaches"),
+    *("nothing reads", "invertible matrices mix these, too", "unknowns)"),  # freer than the group
+)
 # The reasons, as notes give them.
 TIED = "embeddings are tied, or values before and behind a gain are added up"
 HEADS = "meets numbers that tell units apart"  # linear biases, masks of windows, factors of one head's widths
@@ -40,6 +43,8 @@ PLACES = "units that stand at different places meet"  # rotary pairs, and tables
 TOGETHER = "8 signs that only act together with others are left out"
 CHOSEN = "units are chosen by their values"  # groups of experts
 EQUAL = f"{CHOSEN}, of which several may be equal"  # and experts behind the mask of their groups
+FACTORS = "sums units times fixed numbers, behind which they keep no scale in common"  # relative positions by numbers
+ALONG = "acts along an axis on which units live"  # positions that are resized
 OVERLAP = "labels on axes that overlap only in part meet"  # attention over channels
 ONE_AXIS = "two labelled axes became one"
 RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
@@ -54,6 +59,8 @@ MEANING = {
     ONE_AXIS: "two kinds of units are written side by side into one tensor",
     OVERLAP: "attention over channels",
     RELATIVE: "one table of relative positions for all heads, learned keys",
+    FACTORS: "tables of relative positions are made of fixed numbers",
+    ALONG: "learned positions are resized",
 }
 STAYS_FIXED: dict[str, set[str]] = {
     f"{library}: {name}": reasons
@@ -65,15 +72,22 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("transformers", ("bloom", "falcon", "falcon-alibi", "mpt", "swin"), {TIED, HEADS}),
         ("transformers", ("gptj", "codegen", "deberta", "deberta_v2"), {PLACES}),
         ("transformers", ("cohere",), {TIED, PLACES}),
+        ("transformers", ("gemma", "gemma2", "gemma2-untied"), {TIED}),
+        ("transformers", ("gemma3",), {TIED, TOGETHER}),
+        ("transformers", ("dinov2",), {ALONG}),
         ("transformers", ("qwen3",), {TOGETHER}),
         ("transformers", ("qwen3-moe",), {TOGETHER}),
         ("transformers", ("deepseek_v3",), {HEADS, PLACES, CHOSEN, EQUAL, ONE_AXIS}),
-        ("timm", ("swin", "swinv2", "pvt_v2", "poolformer"), {TIED}),
+        ("timm", ("swin", "pvt_v2", "poolformer"), {TIED}),
+        ("timm", ("swinv2",), {TIED, FACTORS}),
+        ("timm", ("vit, relative positions", "vit, shared relative positions", "convit"), {FACTORS}),
         ("timm", ("eva02", "eva02, any size", "vit, rotary"), {PLACES}),
         ("timm", ("vit, learned rotary",), {PLACES, ONE_AXIS}),
         ("timm", ("dinov3",), {HEADS}),
-        ("timm", ("xcit", "davit", "coat", "edgenext"), {OVERLAP}),
-        ("timm", ("sam", "botnet", "lambda_resnet"), {RELATIVE}),
+        ("timm", ("davit", "coat"), {OVERLAP}),
+        ("timm", ("xcit", "edgenext"), {OVERLAP, FACTORS}),
+        ("timm", ("botnet", "lambda_resnet"), {RELATIVE}),
+        ("timm", ("sam",), {RELATIVE, ALONG}),
         ("timm", ("tnt",), {TIED, PLACES}),
     )
     for name in names

@@ -143,3 +143,26 @@ def test_a_table_at_one_row_is_fixed_as_before():
     network.table = table
     notes = [trace_symmetry(network, inputs((2, length))).notes for length in (1, 4)]
     assert all(any(note.startswith("table[0] is fixed") for note in own) for own in notes)
+
+
+class OnePatch(nn.Module):
+    """Attention over patches of 4 x 4 pixels, of which an example may have one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.head = nn.Conv2d(2, D, 4, 4), nn.Linear(D, 3)
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.patch(x).flatten(2).mT)
+        return self.head(torch.tanh(((self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)).mean(1)))
+
+
+def test_a_softmax_over_one_place_is_traced_over_several():
+    """Without a self-test, whose other sizes would tell: those of large networks are no larger than the example."""
+    torch.manual_seed(0)
+    network = OnePatch().double()
+    small, large = (torch.randn(2, 2, size, size, dtype=torch.float64) for size in (4, 8))
+    found = trace_symmetry(network, small, check=False)
+    assert found.dimension == trace_symmetry(network, large, check=False).dimension
+    assert found.check(network, large) < EXACT
