@@ -41,7 +41,7 @@ def resized(call: Call, axes: Axes, size: int, generator: torch.Generator | None
         axes: The axes.
         size: Their size: entries from the first on, and from the first on again.
         generator: Source of noise as large as floating entries, and of integers in the range of those that are there;
-            None for no noise.
+            masks of zeros and ones stay. None for no noise.
     """
     leaves, structure = pytree.tree_flatten(call)
     for number, axis in axes:
@@ -55,6 +55,8 @@ def resized(call: Call, axes: Axes, size: int, generator: torch.Generator | None
             leaves[number] = noisy(own, generator)
         elif own.dtype != torch.bool and not own.is_complex():
             low, high = int(own.min()), int(own.max())
+            if (low, high) == (0, 1):  # a mask: no place attends to nothing
+                continue
             drawn = torch.randint(low, high + 1, own.shape, dtype=own.dtype, generator=generator)
             leaves[number] = drawn.to(own.device)
     result: Call = pytree.tree_unflatten(leaves, structure)
