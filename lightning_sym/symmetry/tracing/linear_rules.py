@@ -108,8 +108,12 @@ def _grouped(
         return Value(
             shape, (*rest, trace.beside_constant(constraints.resolve(label), filters)) if label is not None else rest
         )
-    if label is None or name is None or first is None or second is None:
-        trace.fix(value, "grouped convolution of what nothing acts on")
+    if label is None:  # an input, say: its channels stay as they are
+        label = constraints.fresh((channel,), (value.shape[channel],))
+        constraints.fix(label)
+        value = value.with_labels(label)
+    if name is None or first is None or second is None:
+        trace.fix(value, "grouped convolution whose weights are no parameter")
         if name is not None and name in trace.grouped:
             trace.constraints.fix(trace.grouped.pop(name))
         trace.fix(weight)
