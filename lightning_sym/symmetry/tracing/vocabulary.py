@@ -288,7 +288,8 @@ class Trace(Joining):
             alone: Whether nothing acts on the product but what acts on its blocks: then these have scales.
 
         Returns:
-            The blocks of units that stand at one place of the batch axes, on these; None if there are no such axes.
+            The blocks of units that stand at one place of the batch axes, on these; without such axes the product as
+            one number, if nothing else acts on it, or None.
         """
         summed = [targets.index(None) for targets in goes]
         # The summed axis last, batch axes before, in the order of the result.
@@ -309,7 +310,7 @@ class Trace(Joining):
         if squared.any():  # a sum of squares: of all mixtures only orthogonal ones undo themselves
             self.constraints.keep_norm(one.at(squared))
         joined = self.constraints.same_units(one, two, contracted=True)
-        if not axes:
+        if not axes and not alone:
             self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
             return None
         # The same members again (in another sample of the batch) are the same block.
