@@ -267,11 +267,39 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     equation = equation_of(node)
     if made == {"weights", "inputs"} and equation is not None:
         rewritten = contract(r, *terms_of(equation), first, second)
+    elif made == {"inputs"} and (rewritten := _associated(r, node, first, second)) is not None:
+        return rewritten
     elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
         rewritten = _as_row(r, first, second)
     if rewritten is None and r.name(node) != "matmul":
         return r.insert(aten.matmul.default, first, second)
     return rewritten
+
+
+def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> fx.Node | None:
+    """Rewrite q (k v) as (q k) v, if q k has no units on its rows and columns, but k v has (linear attention)."""
+    last = len(r.shape(node)) - 1
+    for product, other in ((second, first), (first, second)):
+        if not r.only_for(product, node) or len(r.shape(product)) <= last:
+            continue
+        way = product
+        turned = r.name(product) in ("permute", "transpose", "t", "mT") and r.only_for(product.args[0], product)
+        if turned:
+            way = product.args[0]  # type: ignore[assignment]
+            if layout(way.meta["val"].mT) != layout(product.meta["val"]):
+                continue
+        if r.name(way) != "matmul" or not {last - 1, last} <= unit_axes(r, product):
+            continue
+        factors: list[Any] = list(way.args[:2])
+        if any(len(r.shape(own)) <= last for own in (*factors, other)):
+            continue
+        if turned:
+            swapped = [*range(last - 1), last, last - 1]
+            factors = [permuted(r, own, swapped) for own in factors[::-1]]
+        if product is second:
+            return r.insert(aten.matmul.default, r.insert(aten.matmul.default, other, factors[0]), factors[1])
+        return r.insert(aten.matmul.default, factors[0], r.insert(aten.matmul.default, factors[1], other))
+    return None
 
 
 def _as_row(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
