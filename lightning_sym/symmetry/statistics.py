@@ -10,6 +10,7 @@ from scipy import sparse
 from lightning_sym.symmetry.arrays import Floats, on_axes
 from lightning_sym.symmetry.group.factor import Factors
 from lightning_sym.symmetry.tracing.affine.weights import Generic
+from lightning_sym.symmetry.tracing.equations import vanishing
 from lightning_sym.symmetry.tracing.numbering import Ints
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -76,7 +77,7 @@ def free_positions(
         may[slot.rows] = slot.tensor in some
     forms = structure.magnitudes[:rows]
     everywhere = forms.tocoo()
-    asked[everywhere.row[_vanishing(forms[~may].tocsr())[everywhere.col]]] = True
+    asked[everywhere.row[vanishing(forms[~may].tocsr())[everywhere.col]]] = True
     for positions in wanted:
         asked[positions] = True
     names = sorted({slot.tensor for slot in structure.slots if slot.tensor in some and asked[slot.rows].any()})
@@ -110,17 +111,6 @@ def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> 
         at = structure.columns[orbit_of[int(cell[0])]][structure.place_in_orbit[cell]]
         shared += (len(cell) ** 2 - len(cell)) * bool(free[at[at < len(free)]].all())
     return shared
-
-
-def _vanishing(matrix: sparse.csr_matrix) -> NDArray[np.bool_]:
-    """Return a mask that includes all columns of linear combinations equal to zero, and possibly more."""
-    left, row = np.ones(matrix.shape[1], bool), np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
-    while True:  # the only remaining column of a row is in none
-        held = left[matrix.indices]
-        single = held & (np.bincount(row[held], minlength=matrix.shape[0])[row] == 1)
-        if not single.any():
-            return left
-        left[matrix.indices[single]] = False
 
 
 def _alone(moving: sparse.csc_matrix) -> NDArray[np.bool_]:

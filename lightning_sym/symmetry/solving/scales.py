@@ -10,10 +10,10 @@ from scipy import sparse
 from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label
-from lightning_sym.symmetry.tracing.equations import solve
+from lightning_sym.symmetry.tracing.equations import kernel_of, solve, vanishing
 from lightning_sym.symmetry.tracing.numbering import Ints, flat
 
-_TRIES = 8  # places of a tensor that are looked at first
+_ROUNDING = 1e-9  # of exponents
 
 
 class Forms(NamedTuple):
@@ -110,51 +110,55 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
 
 
 def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool = False) -> sparse.csr_matrix:
-    """Drop generators that act on one parameter only, and there undo along some axes what they do along others."""
-    places, offset = positions.places[: positions.parameters], positions.offset
-    by_tensor: dict[str | None, list[int]] = {}
-    for index, place in enumerate(places):
-        by_tensor.setdefault(place.tensor, []).append(index)
-    times, idle = np.bincount(forms.indices, minlength=forms.shape[1]), []
-    for name, slots in by_tensor.items():
-        if len(slots) < 2 or name in positions.grouped:
-            continue
-        own = [forms[offset[index] : offset[index + 1]] for index in slots]
-        here = rising(np.concatenate([each.indices for each in own]))
-        found = np.stack([np.bincount(np.searchsorted(here, each.indices), minlength=len(here)) for each in own])
-        inside = here[(found.sum(0) == times[here]) & ((found > 0).sum(0) > 1)]
-        labels = [places[index].label for index in slots]
-        columns = [each[:, inside].tocsc() for each in own] if len(inside) else []
-        for number, generator in enumerate(inside):
-            exponents = [each[:, number].toarray().ravel() for each in columns]
-            if _cancels(exponents, labels, modulo_two=modulo_two):
-                idle.append(generator)
-    return forms[:, np.setdiff1d(np.arange(forms.shape[1]), idle)] if idle else forms
+    """Drop generators until no combination undoes along some axes of all parameters what it does along others."""
+    end = positions.own + sum(label.size for label in positions.grouped.values())
+    acting = (_differences(positions, end) @ forms[:end]).tocsr()
+    acting.data[np.abs(acting.data) <= _ROUNDING] = 0
+    acting.eliminate_zeros()
+    maybe = vanishing(acting)
+    maybe[np.bincount(forms[:end].indices, minlength=len(maybe)) == 0] = False
+    if not maybe.any():
+        return forms
+    columns = np.flatnonzero(maybe)
+    idle = kernel_of(acting[:, columns], modulo_two=modulo_two)
+    times = np.bincount(forms.indices, minlength=len(maybe))[columns]
+    dropped = []
+    for row in range(len(idle)):  # of those that act together, what acts at most places
+        pivot = max(np.flatnonzero(idle[row]), key=lambda column: times[column])
+        dropped.append(columns[pivot])
+        idle -= np.outer(np.where(np.arange(len(idle)) > row, idle[:, pivot] / idle[row, pivot], 0), idle[row])
+        idle = idle % 2 if modulo_two else np.where(np.abs(idle) <= _ROUNDING, 0, idle)
+    return forms[:, np.setdiff1d(np.arange(forms.shape[1]), dropped)]
 
 
-def _cancels(exponents: Sequence[NDArray[np.float64]], labels: Sequence[Label], *, modulo_two: bool) -> bool:
-    """Whether exponents along the axes of one tensor add up to nothing everywhere.
+def _differences(positions: Positions, end: int) -> sparse.csr_matrix:
+    """Return a matrix that makes zeros of exponents by position if these change no entry of a parameter.
+
+    Along each of several axes all positions do the same, and all axes together nothing. Shape (positions, positions).
 
     Args:
-        exponents: For each label, by position.
-        labels: Each along some axes of the tensor.
-        modulo_two: Whether they are signs.
+        positions: Where units are seen.
+        end: How many of the first positions are those of parameters, grouped weights included.
     """
-    rank = 1 + max((axis for label in labels for axis in label.axes), default=0)
-    parts = []
-    for exponent, label in zip(exponents, labels, strict=True):
-        sizes = dict(zip(label.axes, label.atom.shape, strict=True))
-        parts.append(exponent.reshape([sizes.get(axis, 1) for axis in range(rank)]))
-    shape = np.broadcast_shapes(*(part.shape for part in parts))
-    # Where one of them acts, the others are looked at in a few places first: most do not undo it.
-    acting = next(part for part in parts if part.any())
-    lines = np.random.default_rng(0).integers(0, shape, (_TRIES, rank))
-    lines = np.where(np.array(acting.shape) > 1, np.argwhere(acting)[0], lines)
-    seen = np.sum([part[tuple(np.where(np.array(part.shape) > 1, lines, 0).T)] for part in parts], 0)
-    if (seen % 2 if modulo_two else seen).any():
-        return False
-    total = np.asarray(sum(parts))
-    return not (total % 2 if modulo_two else total).any()
+    by_tensor: dict[str | None, list[int]] = {}
+    for index, place in enumerate(positions.places[: positions.parameters]):
+        by_tensor.setdefault(place.tensor, []).append(index)
+    first = np.full(end, -1)  # of those along the same axes
+    others: list[tuple[int, int]] = []
+    for name, slots in by_tensor.items():
+        axes = [axis for index in slots for axis in positions.places[index].label.axes]
+        empty = any(not positions.places[index].label.size for index in slots)
+        if len(slots) < 2 or len(axes) > len({*axes}) or name in positions.grouped or empty:
+            continue
+        begins = [int(positions.offset[index]) for index in slots]
+        for index, begin in zip(slots, begins, strict=True):
+            first[begin + 1 : positions.offset[index + 1]] = begin
+            others += [(begins[0], begin)] * (begin != begins[0])
+            first[begin] = -2 * (begin != begins[0]) - 1
+    own, apart = np.flatnonzero(first != -3), np.flatnonzero(first >= 0)
+    row, column = np.array(others, np.int64).reshape(-1, 2).T
+    data = np.r_[np.ones(len(own)), -np.ones(len(apart)), np.ones(len(row))]
+    return sparse.csr_matrix((data, (np.r_[own, apart, row], np.r_[own, first[apart], column])), shape=(end, end))
 
 
 def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, modulo_two: bool) -> Table:

@@ -1,5 +1,7 @@
 """Solve many short linear equations at once: which scales, and which signs, stay free."""
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
@@ -137,3 +139,26 @@ def _eliminated(rows: sparse.csr_matrix) -> tuple[sparse.csr_matrix, Ints, spars
         rows = rows + rows[:, defined] @ definition
     definition = definition + sparse.csr_matrix((np.ones(len(at)), (np.arange(len(at)), defined)), definition.shape)
     return rows[np.setdiff1d(np.arange(rows.shape[0]), taken)], defined, definition
+
+
+def vanishing(matrix: sparse.csr_matrix) -> NDArray[np.bool_]:
+    """Return a mask that includes all columns of linear combinations equal to zero, and possibly more."""
+    left, row = np.ones(matrix.shape[1], bool), np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
+    while True:  # the only remaining column of a row is in none
+        held = left[matrix.indices]
+        single = held & (np.bincount(row[held], minlength=matrix.shape[0])[row] == 1)
+        if not single.any():
+            return left
+        left[matrix.indices[single]] = False
+
+
+def kernel_of(matrix: sparse.csr_matrix, *, modulo_two: bool = False) -> Floats:
+    """Return a basis of the combinations of columns that are zero. Shape (combinations, columns)."""
+    equations: dict[bytes, tuple[list[Ints], Floats]] = {}
+    for begin, end in itertools.pairwise(matrix.indptr):
+        if end > begin:
+            own: Floats = matrix.data[begin:end]
+            equations.setdefault(own.tobytes(), ([], own))[0].append(matrix.indices[begin:end].astype(np.int64))
+    listed = [(np.stack(rows), own) for rows, own in equations.values()]
+    found: Floats = solve(matrix.shape[1], listed, np.zeros(0, np.int64), modulo_two=modulo_two).toarray().T
+    return found
