@@ -207,6 +207,8 @@ class Algebra:
         for first, second, factor, by_other in sides:
             if first.relation is not None and first.shape == shape and not second.varies and factor:
                 result.relation = self._offset(first.relation, second, shape, factor, by_other)
+        if one.varies and two.varies and one.shape == two.shape == shape and all(by):
+            result.relation = _both_sums([part.relation for part in parts], by)
         return result
 
     def _summands(self, values: Sequence[Value], by: Sequence[float]) -> list[Tensor]:
@@ -445,6 +447,23 @@ class Algebra:
         segments = torch.zeros((1,) * len(shape), dtype=torch.int64)
         long = frozenset(axis for axis in axes if shape[axis] > 1)
         return Relation(long or frozenset(axes), segments, ONE, Total(1, total))
+
+
+def _both_sums(relations: Sequence[Relation | None], by: Sequence[float]) -> Relation | None:
+    """Return the relation of the sum of multiples of two values, if each has one whose sum is a number."""
+    one, two = relations
+    if one is None or two is None or one.axes != two.axes or one.total.segments != 1 or two.total.segments != 1:
+        return None
+    total = Total(1)
+    for own, factor in ((one, by[0]), (two, by[1])):
+        if own.total.known is None or any(at.numel() > 1 for *_, at in own.coefficient.items):
+            return None
+        number = own.coefficient.power(-1).times(Coefficient(factor * own.total.known))
+        if number.items:
+            total.terms.append((number, own.segments, (1,) * own.segments.ndim))
+        else:
+            total.constant += number.factor
+    return Relation(one.axes, one.segments, ONE, total)
 
 
 def _told(relation: Relation, by: Coefficient, shape: Shape) -> Relation:

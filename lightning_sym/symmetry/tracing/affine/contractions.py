@@ -243,7 +243,7 @@ class Contractions(Algebra):
         blocks = places(shape).reshape(len(source), -1), places(source.shape).reshape(len(source), -1)
         found = self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, unseen=unseen)
         found = torch.cat([found, torch.zeros_like(found[:1])])[place[like]]
-        found = found.reshape(*moved.shape[: len(free)], *shape[1:])
+        found = found.reshape([*moved.shape[: len(free)], *shape[1:]])
         return found.permute([(free + made).index(letter) for letter in by.out])
 
     def _is_cut(self, weights: Value, by: Sum) -> bool:

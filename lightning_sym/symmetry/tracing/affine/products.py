@@ -99,7 +99,14 @@ class Products(Contractions):
         number = self.constants.number(node.args[1])
         if number and one is not None and one.shape == tuple(node.meta["val"].shape):
             return self.scale(one, 1 / number, node)
-        return self.multiply(one, two, node, divide=True) if one is not None and two is not None else None
+        if one is None or two is None:
+            return None
+        result = self.multiply(one, two, node, divide=True)
+        total: Any = node.args[1]
+        if name_of(total) == "sum" and total.args[0] is node.args[0] and one.varies and two.rank == one.rank:
+            axes = [axis for axis, (own, left) in enumerate(zip(one.shape, two.shape, strict=True)) if own > left]
+            result.relation = self._over(one.shape, axes, 1.0) if axes else None  # shares
+        return result
 
     def _neg(self, node: fx.Node) -> Any:
         value = self._value(node.args[0])
