@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.nodes import argument, equation_of, memories_of, numbers_of, terms_of
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, memories_of, numbers_of, reduced, terms_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
@@ -19,6 +19,7 @@ from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 aten = torch.ops.aten
 # Operations that show the memory of their first argument in another shape.
 VIEWS = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND) | {"contiguous", "alias", "detach", "to"}
+_TURNS = ("permute", "transpose", "t", "mT")
 _MOST = 2**22  # elements of a tensor that are numbered
 
 
@@ -267,7 +268,10 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     equation = equation_of(node)
     if made == {"weights", "inputs"} and equation is not None:
         rewritten = contract(r, *terms_of(equation), first, second)
-    elif made == {"inputs"} and (rewritten := _associated(r, node, first, second)) is not None:
+    elif (
+        made == {"inputs"}
+        and (rewritten := _associated(r, node, first, second) or _before_sum(r, first, second)) is not None
+    ):
         return rewritten
     elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
         rewritten = _as_row(r, first, second)
@@ -283,7 +287,7 @@ def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> 
         if not r.only_for(product, node) or len(r.shape(product)) <= last:
             continue
         way = product
-        turned = r.name(product) in ("permute", "transpose", "t", "mT") and r.only_for(product.args[0], product)
+        turned = r.name(product) in _TURNS and r.only_for(product.args[0], product)
         if turned:
             way = product.args[0]  # type: ignore[assignment]
             if layout(way.meta["val"].mT) != layout(product.meta["val"]):
@@ -293,13 +297,35 @@ def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> 
         factors: list[Any] = list(way.args[:2])
         if any(len(r.shape(own)) <= last for own in (*factors, other)):
             continue
+        swapped = [*range(last - 1), last, last - 1]
         if turned:
-            swapped = [*range(last - 1), last, last - 1]
             factors = [permuted(r, own, swapped) for own in factors[::-1]]
-        if product is second:
-            return r.insert(aten.matmul.default, r.insert(aten.matmul.default, other, factors[0]), factors[1])
-        return r.insert(aten.matmul.default, factors[0], r.insert(aten.matmul.default, factors[1], other))
+        if product is first:  # from the other side
+            factors = [permuted(r, own, swapped) for own in factors[::-1]]
+            other = permuted(r, other, swapped)
+        if r.name(factors[0]) in _TURNS and layout(factors[0].args[0].meta["val"].mT) == layout(factors[0].meta["val"]):
+            factors[0] = permuted(r, factors[0].args[0], swapped)  # in one spelling
+        weights = r.insert(aten.matmul.default, other, factors[0])
+        result = r.insert(aten.matmul.default, weights, factors[1])
+        return permuted(r, result, swapped) if product is first else result
     return None
+
+
+def _before_sum(r: Rewriter, value: fx.Node, column: fx.Node) -> fx.Node | None:
+    """Rewrite the product with a sum of rows as the sum of the products with each of them."""
+    total, shape = shown(r, column)[0], r.shape(column)
+    if r.name(total) != "sum" or shape[-1:] != (1,) or len(r.shape(value)) != len(shape):
+        return None
+    rows: Any = total.args[0]
+    rank, before = len(r.shape(rows)), r.shape(rows)
+    if rank != len(shape) or reduced(total, rank) != {rank - 2} or shape[:-1] != (*before[:-2], before[-1]):
+        return None
+    if layout(column.meta["val"][..., 0]) != layout(torch.empty(shape[:-1], dtype=column.meta["val"].dtype)):
+        return None
+    if not {rank - 1} <= unit_axes(r, rows) <= {*range(rank)} - {rank - 2}:
+        return None
+    products = r.insert(aten.matmul.default, value, permuted(r, rows, [*range(rank - 2), rank - 1, rank - 2]))
+    return r.insert(aten.sum.dim_IntList, products, [-1], True)
 
 
 def _as_row(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
@@ -420,6 +446,12 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     made = {r.made_of(part) for part in parts}
     if made == {"constants", "inputs"}:
         return _scaled_sum(r, node, parts)
+    last = len(r.shape(product)) - 1
+    for value, total in (parts, parts[::-1]) if made == {"inputs"} and reduced(node, last + 1) == {last} else ():
+        if r.name(total) == "sum" and len(r.shape(total)) == last + 1 and last > 1:
+            column = permuted(r, total, [*range(last - 1), last, last - 1])
+            if (found := _before_sum(r, value, column)) is not None:
+                return reshaped(r, found, r.shape(node))
     if "inputs" not in made or "constants" in made or len({part.meta["val"].dtype for part in parts}) > 1:
         return None
     whole = r.shape(product)

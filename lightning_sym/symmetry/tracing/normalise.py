@@ -211,11 +211,25 @@ def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if (same := _neutral(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
-        if r.name(two) == "reciprocal" and isinstance(one, fx.Node) and r.only_for(two, node):
-            return r.insert(aten.div.Tensor, one, two.args[0])  # type: ignore[union-attr]
+        if isinstance(one, fx.Node) and (divisor := _inverted(r, two, node)) is not None:
+            return r.insert(aten.div.Tensor, one, divisor)
         if r.name(one) == "neg" and r.made_of(one) == "weights" and r.made_of(two) in ("inputs", "weights"):
             return r.insert(aten.neg.default, r.insert(aten.mul.Tensor, two, one.args[0]))  # type: ignore[union-attr]
     return None
+
+
+def _inverted(r: Rewriter, value: Any, user: fx.Node) -> fx.Node | None:
+    """Return the value of which another one is the reciprocal, moved."""
+    way: list[fx.Node] = []
+    while r.name(value) in operations(Trait.REGROUP) and r.only_for(value, user):
+        way.append(value)
+        value, user = value.args[0], value
+    if r.name(value) != "reciprocal" or not r.only_for(value, user):
+        return None
+    result: fx.Node = value.args[0]
+    for step in reversed(way):
+        result = r.insert(step.target, result, *step.args[1:], **step.kwargs)
+    return result
 
 
 def _quotient(r: Rewriter, node: fx.Node) -> fx.Node | None:
