@@ -183,6 +183,16 @@ class Trace(Joining):
                 inner[own] = self.constraints.spread(whole, summed[own], values[own].shape[summed[own]])
                 rest = tuple(label for label in values[own].labels if label is not whole)
                 values[own] = replace(values[own], labels=rest)
+        for own, across in ((0, 1), (1, 0)):
+            label, other = inner[own], values[across]
+            if label is None or inner[across] is not None or len(label.axes) < 2 or other.is_zero:
+                continue
+            # Nothing acts on what it meets (weights made for an input): what is summed over stays, the rest may move.
+            self.constraints.fix_units(self.parts(label, [summed[own]]).atom)
+            whole = self.parts(label, [axis for axis in label.axes if axis != summed[own]])
+            self.constraints.equate([(label.scale, 1.0), (self.onto(whole, label).scale, -1.0)])
+            rest = tuple(each for each in values[own].labels if each is not label)
+            values[own], inner[own] = replace(values[own], labels=(*rest, whole)), None
         # What is the same for all units of the other factor (an input for all experts) tells none of them apart.
         lived = [
             {goes[axis] for label in value.labels for axis in label.axes}
