@@ -15,7 +15,7 @@ from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import Labels
 from lightning_sym.symmetry.tracing.structure import NO_HALF_TURNS, Structure
 from lightning_sym.symmetry.tracing.tensors import Tensors
-from lightning_sym.symmetry.tracing.tilt_search import find_tilts
+from lightning_sym.symmetry.tracing.tilt_search import find_leaning, find_tilts
 from lightning_sym.symmetry.translations import folded
 
 
@@ -60,6 +60,7 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
         structure, values = (replace(each, half_turns=NO_HALF_TURNS) for each in (structure, values))
     structure = replace(structure, shifts=found)
     tilts, notes = find_tilts(structure, values, found.normed)
+    tilts += find_leaning(structure, values, found.leaning)
     structure, values = (replace(each, tilts=tuple(tilts)) for each in (structure, values))
     shifts = folded(structure)
     structure, values = (replace(each, shifts=shifts) for each in (structure, values))

@@ -127,15 +127,15 @@ def test_one_canonical_form_in_which_the_bias_equals_the_gain(name):
     (tilt,) = symmetry.structure.tilts
     form = found.network.state_dict()
     gain = torch.ones(D, dtype=torch.float64) if tilt.gain is None else form[tilt.gain]
-    torch.testing.assert_close(form[tilt.offset], gain, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(form[tilt.moved[0][0]], gain, rtol=EXACT, atol=EXACT)
     for seed in range(2):
         member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), network)
         for key, value in canonicalize(symmetry, member).network.state_dict().items():
             torch.testing.assert_close(value, form[key], rtol=1e-9, atol=1e-9)
     fresh = symmetry.act(symmetry.identity(), network)
-    nn.init.zeros_(dict(fresh.named_parameters())[tilt.offset])
+    nn.init.zeros_(dict(fresh.named_parameters())[tilt.moved[0][0]])
     notes = canonicalize(symmetry, fresh).notes
-    assert notes[0].startswith(f"{tilt.offset} stays")
+    assert notes[0].startswith(f"{tilt.moved[0][0]} stays")
     assert all(note.startswith("not unique") for note in notes[1:])
 
 
@@ -211,3 +211,102 @@ def test_a_norm_over_several_parts_of_a_rotated_stream_is_tilted():
     twice = symmetry.act(two, symmetry.act(one, network)).state_dict()
     for name, tensor in symmetry.act(symmetry.compose(two, one), network).state_dict().items():
         torch.testing.assert_close(tensor, twice[name], rtol=1e-9, atol=1e-9)
+
+
+# ---- streams that layer norms read, and linear layers as they are
+
+
+def residual(s, x):
+    h = s.first(x)
+    return h + s.out(torch.relu(s.into(s.norm(h))))
+
+
+def transformer(s, x):
+    h = s.first(x)
+    normed = s.norm(h)
+    weights = (s.q(normed) @ s.k(normed).mT).softmax(-1)
+    return s.head(h + s.out(weights @ s.into(normed)))
+
+
+def beside_a_constant(s, x):
+    return s.head(residual(s, x) + 1)
+
+
+def beside_its_norm(s, x):
+    h = s.first(x)
+    return s.head(h + F.layer_norm(h, (D,), eps=0.1))
+
+
+def positions(s, x):
+    h = s.first(x) + s.table
+    return s.head(h + s.out(torch.relu(s.into(s.norm(h)))))
+
+
+STREAM = {"first": of(L, 9, D), "norm": of(N, D, eps=0.1), "into": of(L, D, 3), "out": of(L, 3, D)}
+WHOLE = {**STREAM, "head": of(L, D, V)}
+# What reads and what writes, if the stream leans.
+LEANING = {
+    "residual": (lambda s, x: s.head(residual(s, x)), WHOLE, (9,), (1, 4)),
+    "two readers": (
+        lambda s, x: (lambda h: s.head(h) + torch.tanh(s.other(h)) @ s.last)(residual(s, x)),
+        {**WHOLE, "other": of(L, D, 3), "last": parameter(3, V)}, (9,), (2, 4)),
+    "without biases": (
+        lambda s, x: s.head(residual(s, x)),
+        {**STREAM, "first": FREE(9, D), "out": FREE(3, D), "head": FREE(D, V)}, (9,), (1, 2)),
+    "positions": (positions, {**WHOLE, "table": parameter(3, D)}, (3, 9), (1, 5)),
+    "transformer": (
+        transformer, {**WHOLE, "into": of(L, D, 2), "out": of(L, 2, D), "q": of(L, D, 2), "k": of(L, D, 2)},
+        (3, 9), (1, 4)),
+    "beside a constant": (beside_a_constant, WHOLE, (9,), None),
+    "beside its norm": (beside_its_norm, {"first": of(L, 9, D), "head": of(L, D, V)}, (9,), None),
+    "behind an activation": (lambda s, x: s.head(torch.relu(residual(s, x))), WHOLE, (9,), None),
+    "final norm": (lambda s, x: s.head(s.last(residual(s, x))), {**WHOLE, "last": of(N, D)}, (9,), None),
+}  # fmt: skip
+
+
+@functools.cache
+def leaning(name):
+    function, parts, shape, _ = LEANING[name]
+    torch.manual_seed(0)
+    network = Program(function, parts).double().eval()
+    for parameter_ in network.parameters():
+        nn.init.normal_(parameter_)
+    return network, trace_symmetry(network, torch.randn(2, *shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", LEANING)
+def test_multiples_of_ones_are_added_to_streams(name):
+    network, symmetry = leaning(name)
+    _, _, shape, lean = LEANING[name]
+    found = [(len(tilt.moved), len(tilt.readers)) for tilt in symmetry.structure.tilts]
+    assert found == ([] if lean is None else [lean])
+    assert symmetry.worst_error <= EXACT
+    assert ("tilts, 4 of what reads a stream" in str(symmetry)) == bool(lean)
+    if lean is None:
+        assert symmetry.nullity >= symmetry.dimension
+        return
+    assert symmetry.nullity == symmetry.dimension
+    if symmetry.structure.dense:
+        return
+    rates = orbit_tangents(symmetry, network)
+    assert rates.rank == symmetry.dimension
+    x = torch.randn(5, *shape, dtype=torch.float64)
+    own = dict(network.named_parameters())
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(network, p, (x,)).flatten())(own)
+    rows = torch.cat([jacobian[key].detach().flatten(1) for key in rates.names], 1)
+    assert float((rows @ torch.from_numpy(rates.vectors.toarray())).abs().max()) < 100 * EXACT
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, lean) in LEANING.items() if lean])
+def test_streams_that_lean_have_one_canonical_form(name):
+    network, symmetry = leaning(name)
+    form = canonicalize(symmetry, network, check=True)
+    assert form.difference < 1e-8
+    assert not form.notes
+    one, two = (symmetry.sample(torch.Generator().manual_seed(seed), scale=0.5) for seed in range(2))
+    both = symmetry.act(symmetry.compose(two, one), network).state_dict()
+    for key, value in symmetry.act(two, symmetry.act(one, network)).state_dict().items():
+        torch.testing.assert_close(value, both[key], rtol=1e-8, atol=1e-8)
+    back = symmetry.act(symmetry.inverse(one), symmetry.act(one, network)).state_dict()
+    for key, value in network.state_dict().items():
+        torch.testing.assert_close(back[key], value, rtol=1e-8, atol=1e-8)

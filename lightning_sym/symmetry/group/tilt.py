@@ -61,7 +61,8 @@ class Tilts(Factor[Vectors]):
         """Return Q t in the new order, as Q leaves the vector of ones alone: Q (I + t 1^T) Q^-1 = I + Q t 1^T."""
         result = []
         for tilt, vector in zip(self.structure.tilts, own, strict=True):
-            slot = self.structure.slots_of[tilt.offset][0]
+            name, along = tilt.moved[0]
+            slot = next(own for own in self.structure.slots_of[name] if own.axes == (along,))
             for index, at, _ in self.structure.rotated_places.get(slot.offset, ()):
                 if len(turn := by.rotation[index]):
                     where = torch.from_numpy(at)
@@ -83,7 +84,9 @@ class Tilts(Factor[Vectors]):
     def describe(self) -> Iterable[str]:
         """Yield a line for each tilt."""
         for tilt in self.structure.tilts:
-            yield f"tilts, {tilt.size} of a layer norm's bias with what reads it: {tilt.offset}"
+            name, axis = tilt.moved[0]
+            what = "what reads a stream with what writes into it" if axis else "a layer norm's bias with what reads it"
+            yield f"tilts, {tilt.size} of {what}: {name}"
 
     def linear_action(self, own: Vectors, gains: Gains) -> "TiltAction | None":
         """Return what a part does by matrices; None for the identity."""
@@ -95,16 +98,23 @@ class Tilts(Factor[Vectors]):
         for tilt in self.structure.tilts:
             gain = np.ones(tilt.size) if tilt.gain is None else parameters[tilt.gain]
             change = {name: np.zeros((tilt.size, *w.shape)) for name, w in parameters.items()}
-            change[tilt.offset] += np.diag(gain * (parameters[tilt.offset] / gain).sum())
+            for name, axis in tilt.moved:
+                rows = np.moveaxis(parameters[name], axis, 0)
+                total = np.tensordot(1 / gain, rows, 1)
+                change[name] += np.moveaxis(np.multiply.outer(np.diag(gain), total), 1, axis + 1)
             for name, axis in tilt.readers:
-                columns = np.moveaxis(parameters[name], axis, 0) * gain[:, None]
-                change[name] -= np.moveaxis(columns[:, None] / gain[:, None], 1, axis + 1)
+                rows = np.moveaxis(parameters[name], axis, 0)
+                taken = np.multiply.outer(gain, 1 / gain)
+                change[name] -= np.moveaxis(np.einsum("kd,k...->kd...", taken, rows), 1, axis + 1)
             rates = np.concatenate([own.reshape(tilt.size, -1) for own in change.values()], 1)
             found.append(sparse.csr_matrix(rates.T))
         return sparse.hstack(found).tocsr()
 
     def to_gains(self, tensors: Mapping[str, Tensor]) -> tuple[Vectors, list[str]]:
         """Return the tilts after which each norm's bias equals its gain, of all that the norm's readers leave open.
+
+        What reads a stream, M, has sums r along its units; afterwards M r is the same for all units, and the length of
+        r is their number.
 
         Args:
             tensors: The network's parameters, by name.
@@ -114,15 +124,19 @@ class Tilts(Factor[Vectors]):
         """
         result, notes = [], []
         for tilt in self.structure.tilts:
-            bias = tensors[tilt.offset].detach().to("cpu", torch.float64)
-            gain = torch.ones_like(bias) if tilt.gain is None else tensors[tilt.gain].detach().to("cpu", torch.float64)
-            ratio = bias / gain
-            total = ratio.sum()
-            if not bool(ratio.isfinite().all()) or float(total.abs()) <= _NOTHING * float(ratio.abs().sum()):
-                notes.append(f"{tilt.offset} stays, as its ratio to the gain sums to zero, which no tilt changes")
-                result.append(torch.zeros_like(bias))
+            rows = [tensors[name].detach().to("cpu", torch.float64).movedim(axis, 0) for name, axis in tilt.moved]
+            moved = torch.cat([own.reshape(tilt.size, -1) for own in rows], 1)
+            if tilt.gain is not None:
+                moved = moved / tensors[tilt.gain].detach().to("cpu", torch.float64)[:, None]
+            total = moved.sum(0)
+            size = torch.linalg.vector_norm(total)
+            if not bool(moved.isfinite().all()) or float(size) <= _NOTHING * float(moved.abs().sum()):
+                what = "its ratio to the gain" if moved.shape[1] == 1 else "each of its rows"
+                notes.append(f"{tilt.moved[0][0]} stays, as {what} sums to zero, which no tilt changes")
+                result.append(torch.zeros(tilt.size, dtype=torch.float64))
             else:
-                result.append((1 - ratio) / total)
+                factor = total[total.abs().argmax()].sign() / size
+                result.append(factor - moved @ total / size**2)
         return tuple(result), notes
 
 

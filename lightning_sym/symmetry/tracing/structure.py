@@ -319,7 +319,7 @@ class Structure:
         """By slot: which tilt acts there, and whether it does so from the readers' side."""
         places: dict[int, tuple[int, bool]] = {}
         for index, tilt in enumerate(self.tilts):
-            held = {(tilt.offset, 0): False, **dict.fromkeys(tilt.seen, False), **dict.fromkeys(tilt.readers, True)}
+            held = dict.fromkeys(tilt.moved + tilt.seen, False) | dict.fromkeys(tilt.readers + tilt.written, True)
             for (name, axis), reads in held.items():
                 for slot in self.slots_of.get(name, ()):
                     if slot.axes == (axis,):

@@ -1,11 +1,11 @@
 """Finds the layer norms whose bias and readers may be changed together, see docs/theory/intertwiners.md, 2.12."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.tracing.tilts import Normed, Tilt
+from lightning_sym.symmetry.tracing.tilts import Leaning, Normed, Tilt
 
 Norms = Mapping[tuple[str | None, str], Normed]
 
@@ -37,12 +37,31 @@ def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[l
             continue
         assert slots[0] is not None
         if all(_is_between(structure, slot, gain, power) for slot, power in _powers(slots, gain)):
-            found.append(Tilt(slots[0].size, offset, gain, tuple(norm.readers), tuple(norm.seen)))
+            found.append(Tilt(slots[0].size, ((offset, 0),), gain, tuple(norm.readers), tuple(norm.seen)))
         else:
             notes.append(
                 f"what reads the layer norm of the bias {offset} keeps its mean, as other gains are in between"
             )
     return found, notes
+
+
+def find_leaning(structure: Structure, values: Structure, streams: Sequence[Leaning]) -> list[Tilt]:
+    """Find the streams to which multiples of the vector of ones may be added, as layer norms do not see these.
+
+    Args:
+        structure: The group on tensors, rotations included.
+        values: The same group on named values.
+        streams: The streams that only layer norms and linear layers read.
+    """
+    found = []
+    for stream in streams:
+        slots = [_slot_on(structure, name, axis) for name, axis in (*stream.readers, *stream.writers)]
+        first, seen = slots[0], [_slot_on(values, name, axis) for name, axis in stream.seen]
+        if first is None or None in seen or not all(_moves_alike(structure, first, slot) for slot in slots):
+            continue
+        if all(slot is not None and _is_between(structure, slot, None, 0) for slot in slots):
+            found.append(Tilt(first.size, stream.readers, None, stream.writers, written=stream.seen))
+    return found
 
 
 def _slot_on(structure: Structure, name: str, axis: int) -> Slot | None:

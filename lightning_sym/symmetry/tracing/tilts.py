@@ -15,21 +15,45 @@ Ints = NDArray[np.int64]
 class Tilt:
     r"""Maps :math:`D (I + t 1^T) D^{-1}` of what a layer norm with gain D and a bias puts out.
 
-    As the normalised values sum to zero, only the norm's bias changes; what reads it undoes the map.
+    As the normalised values sum to zero, only the norm's bias changes; what reads it undoes the map. Of a stream that
+    layer norms read, and linear layers as it is, the map acts on what these layers sum over, and its inverse on what
+    writes: norms do not see multiples of ones.
 
     Attributes:
         size: The number of entries of t.
-        offset: The norm's bias, on which the map acts.
+        moved: What the map acts on, and along which axis: the norm's bias, or the layers that read a stream.
         gain: The norm's gain, whose diagonal D is; None for ones.
-        readers: The weights that read the norm, and the axis of each on which the inverse acts.
+        readers: The weights on which the inverse acts, transposed, and along which axis: those that read the norm, or
+            all that writes into a stream.
         seen: Values inside the network, on whose last axis the map acts: by name, their axes.
+        written: Values on whose last axis the inverse acts, transposed.
     """
 
     size: int
-    offset: str
+    moved: tuple[tuple[str, int], ...]
     gain: str | None
     readers: tuple[tuple[str, int], ...]
     seen: tuple[tuple[str, int], ...] = ()
+    written: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Leaning:
+    """A stream that only layer norms and linear layers read.
+
+    Attributes:
+        readers: The linear layers' weights, and the axis over which each sums.
+        writers: Weights, biases and tables that write, and the axis of the stream's units.
+        seen: Named values on the stream, and that axis.
+    """
+
+    readers: tuple[tuple[str, int], ...]
+    writers: tuple[tuple[str, int], ...]
+    seen: tuple[tuple[str, int], ...]
+
+    def is_like(self, other: "Leaning") -> bool:
+        """Whether another walk saw the same stream."""
+        return {*self.readers} == {*other.readers} and {*self.writers} == {*other.writers}
 
 
 @dataclass

@@ -373,7 +373,7 @@ class Algebra:
 
     def reduce(self, value: Value, axes: Collection[int], node: Any, *, mean: bool, keep: bool) -> Value:
         """Return the sum or mean over some axes."""
-        translation, drifts = None, {}
+        drifts = {}
         if not value.varies:  # rows of a table, of which a longer input has more
             self.alike(value, [axis for axis in axes if value.shape[axis] in self.system.lengths], seen=False)
 
@@ -385,8 +385,9 @@ class Algebra:
                     by = by.times(self.system.length(value.shape[axis], -1 if mean else 1))
             return None if summed is None else self.unknowns.combined([(summed, by)], lead)
 
-        if (whole := self.numbers(value)) is not None:
-            translation = reduced(whole, 0)
+        # Summands that are the same along an axis are not counted with those that are not.
+        parts = [reduced(own, 0) for own in (value.translation, *value.more) if own is not None]
+        translation, *more = [own for own in parts if own is not None] or [None]
         for key, drift in self._living(value).items():
             if varying(drift.function).isdisjoint(axes):
                 if (numbers := reduced(drift.numbers, 1)) is not None:
@@ -410,7 +411,7 @@ class Algebra:
             relation = None
         kept = tuple(1 if axis in axes else own for axis, own in enumerate(value.shape))
         result = Value(kept, value.varies, None if value.varies else node, translation, drifts, relation,
-                       learned=value.learned)  # fmt: skip
+                       learned=value.learned, more=tuple(more))  # fmt: skip
         if keep:
             return result
         after = tuple(own for axis, own in enumerate(value.shape) if axis not in axes)

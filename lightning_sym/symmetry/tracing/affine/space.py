@@ -21,7 +21,7 @@ from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import Forms, FormsAt
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Ints, Shape
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of, zero_in
-from lightning_sym.symmetry.tracing.tilts import Normed
+from lightning_sym.symmetry.tracing.tilts import Leaning, Normed
 
 Floats = NDArray[np.float64]
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
@@ -214,6 +214,7 @@ class Translations:
         kinds: What entries are called.
         notes: What limits it.
         normed: The layer norms that only linear layers read, by gain and bias.
+        leaning: The streams that only layer norms and linear layers read.
     """
 
     def __init__(self, parts: Parts | None = None, folds: Sequence[Folds] = ()) -> None:
@@ -224,6 +225,7 @@ class Translations:
         self.kinds: list[Kind] = [] if parts is None else parts.kinds
         self.notes: list[str] = [] if parts is None else parts.notes
         self.normed: dict[tuple[str | None, str], Normed] = {}
+        self.leaning: list[Leaning] = []
 
     def __bool__(self) -> bool:
         return self.size > 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
+from lightning_sym.symmetry.tracing.affine.leaning import leaning_of
 from lightning_sym.symmetry.tracing.affine.normed import normed_of
 from lightning_sym.symmetry.tracing.affine.reading import Constants, read_ahead
 from lightning_sym.symmetry.tracing.affine.solution import Solution
@@ -102,7 +103,7 @@ def _found(
         for family in system.families.get(name, {}).values():
             system.unknowns.vanish(family.directions)
     found = _Compiler(Solution(system), marked).translations()
-    found.normed = normed_of(interpreters)
+    found.normed, found.leaning = normed_of(interpreters), leaning_of(interpreters)
     found.notes.extend(system.blind)
     return found
 
