@@ -1,5 +1,6 @@
 """Scales and signs: which stay free, how they act at every position, and which of them belong to each unit."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from lightning_sym.symmetry.tracing.equations import kernel_of, solve, vanishing
 from lightning_sym.symmetry.tracing.numbering import Ints, flat
 
 _ROUNDING = 1e-9  # of exponents
+_MOST = 2**20  # entries of a parameter along axes that several labels share
 
 
 class Forms(NamedTuple):
@@ -113,6 +115,8 @@ def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool 
     """Drop generators until no combination undoes along some axes of all parameters what it does along others."""
     end = positions.own + sum(label.size for label in positions.grouped.values())
     acting = (_differences(positions, end) @ forms[:end]).tocsr()
+    if modulo_two:
+        acting.data = np.mod(np.rint(acting.data), 2)
     acting.data[np.abs(acting.data) <= _ROUNDING] = 0
     acting.eliminate_zeros()
     maybe = vanishing(acting)
@@ -134,7 +138,7 @@ def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool 
 def _differences(positions: Positions, end: int) -> sparse.csr_matrix:
     """Return a matrix that makes zeros of exponents by position if these change no entry of a parameter.
 
-    Along each of several axes all positions do the same, and all axes together nothing. Shape (positions, positions).
+    Along each of several axes all positions do the same, and all axes together nothing. Shape (rows, positions).
 
     Args:
         positions: Where units are seen.
@@ -142,23 +146,44 @@ def _differences(positions: Positions, end: int) -> sparse.csr_matrix:
     """
     by_tensor: dict[str | None, list[int]] = {}
     for index, place in enumerate(positions.places[: positions.parameters]):
-        by_tensor.setdefault(place.tensor, []).append(index)
-    first = np.full(end, -1)  # of those along the same axes
-    others: list[tuple[int, int]] = []
+        if place.label.size:
+            by_tensor.setdefault(place.tensor, []).append(index)
+    first = np.arange(end)  # of those along the same axes
+    alone = np.ones(end, bool)
+    whole: list[Ints] = []  # positions that act together. Shapes (rows, positions)
     for name, slots in by_tensor.items():
-        axes = [axis for index in slots for axis in positions.places[index].label.axes]
-        empty = any(not positions.places[index].label.size for index in slots)
-        if len(slots) < 2 or len(axes) > len({*axes}) or name in positions.grouped or empty:
+        labels = [positions.places[index].label for index in slots]
+        axes = [axis for label in labels for axis in label.axes]
+        if len(slots) < 2 or name in positions.grouped:
             continue
         begins = [int(positions.offset[index]) for index in slots]
-        for index, begin in zip(slots, begins, strict=True):
-            first[begin + 1 : positions.offset[index + 1]] = begin
-            others += [(begins[0], begin)] * (begin != begins[0])
-            first[begin] = -2 * (begin != begins[0]) - 1
-    own, apart = np.flatnonzero(first != -3), np.flatnonzero(first >= 0)
-    row, column = np.array(others, np.int64).reshape(-1, 2).T
-    data = np.r_[np.ones(len(own)), -np.ones(len(apart)), np.ones(len(row))]
-    return sparse.csr_matrix((data, (np.r_[own, apart, row], np.r_[own, first[apart], column])), shape=(end, end))
+        if len(axes) == len({*axes}):
+            for label, begin in zip(labels, begins, strict=True):
+                first[begin : begin + label.size] = begin
+                alone[begin] = False
+            whole.append(np.array([begins]))
+            continue
+        lengths = {axis: size for label in labels for axis, size in zip(label.axes, label.atom.shape, strict=True)}
+        if math.prod(lengths.values()) > _MOST:
+            continue
+        parts = []
+        for label, begin in zip(labels, begins, strict=True):
+            alone[begin : begin + label.size] = False
+            sizes = dict(zip(label.axes, label.atom.shape, strict=True))
+            own = np.arange(begin, begin + label.size)
+            parts.append(own.reshape([sizes.get(axis, 1) for axis in range(1 + max(axes))]))
+        whole.append(np.stack([part.ravel() for part in np.broadcast_arrays(*parts)], 1))
+    own = np.flatnonzero(alone)
+    apart = own[first[own] != own]
+    rows, count = [own, apart], end
+    columns, data = [own, first[apart]], [np.ones(len(own)), -np.ones(len(apart))]
+    for together in whole:
+        rows.append(np.repeat(np.arange(count, count + len(together)), together.shape[1]))
+        columns.append(together.ravel())
+        data.append(np.ones(together.size))
+        count += len(together)
+    entries = np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))
+    return sparse.csr_matrix(entries, shape=(count, end))
 
 
 def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, modulo_two: bool) -> Table:

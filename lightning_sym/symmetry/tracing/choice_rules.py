@@ -54,9 +54,10 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     if _may_be_equal(trace.node.args[0]):
         trace.fix(value, f"{CHOSEN}, of which several may be equal")
     axis = (-1 if at is None else at) % value.ndim
-    value = trace.permutations_only(value)
-    inside = [label for label in value.labels if axis in label.axes]
-    outside = [label for label in value.labels if axis not in label.axes]
+    across, along = ([label for label in value.labels if (axis in label.axes) == within] for within in (False, True))
+    inside = trace.permutations_only(value.with_labels(*along)).labels
+    # The order along other axes does not change if all that is compared has one scale.
+    outside = trace.elementwise(value.with_labels(*across), positive_scales=True).labels
     chooses: Label | None = None
     for label in inside:
         if label.axes == (axis,):

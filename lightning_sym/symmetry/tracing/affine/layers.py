@@ -98,6 +98,18 @@ class Layers(Products):
         keep = len(node.meta["val"].shape) == x.rank
         return self.reduce(x.with_(relation=None), axes, None, mean=True, keep=keep)
 
+    def _ordered(self, node: fx.Node) -> Any:
+        """The elements along an axis in their order, or the largest: move as all of them do; and where they are."""
+        x = self._value(node.args[0])
+        if x is None or not x.varies:
+            return None
+        axis: Any = argument(node, 2 if name_of(node) == "topk" else 1, "dim", -1)
+        if not isinstance(axis, int):
+            return None
+        self.alike(x, [axis % x.rank])
+        values, places = (tuple(own.shape) for own in node.meta["val"])
+        return [x.with_(shape=values, relation=None, origin=None), Value(places, True)]
+
     def _larger(self, node: fx.Node) -> Any:
         """The larger one of two values: moves as both do."""
         x, y = (self._value(given) for given in node.args[:2])
