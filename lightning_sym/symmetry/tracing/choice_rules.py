@@ -55,7 +55,15 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
         trace.fix(value, f"{CHOSEN}, of which several may be equal")
     axis = (-1 if at is None else at) % value.ndim
     across, along = ([label for label in value.labels if (axis in label.axes) == within] for within in (False, True))
-    inside = trace.permutations_only(value.with_labels(*along)).labels
+    numbers: tuple[Label, ...] = ()
+    if len(value.labels) == 1 and along and along[0].axes == (axis,):  # all have one scale, or none
+        (label,) = along
+        trace.constraints.restrict(label)
+        numbers = (trace.constraints.number_of(label),)
+        trace.constraints.fix_scales(numbers[0].scale, magnitudes=False)
+        inside: Sequence[Label] = (_still(trace, label),)
+    else:
+        inside = trace.permutations_only(value.with_labels(*along)).labels
     # The order along other axes does not change if all that is compared has one scale.
     outside = trace.elementwise(value.with_labels(*across), positive_scales=True).labels
     chooses: Label | None = None
@@ -70,7 +78,8 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
 
     if isinstance(meta, Tensor):
         return index(trace.output_shape())
-    return [_placed(outside, axis, trace.output_shape(0), value.ndim), index(trace.output_shape(1))]
+    chosen = _placed(outside, axis, trace.output_shape(0), value.ndim)
+    return [chosen.with_labels(*chosen.labels, *numbers), index(trace.output_shape(1))]
 
 
 def _may_be_equal(node: Any) -> bool:
