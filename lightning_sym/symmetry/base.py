@@ -110,7 +110,7 @@ class Symmetry(ElementGroup):
         parameters = [name for name, _ in network.named_parameters() if name in held]
         self.parameter_names = frozenset(own for name in parameters for own in charts.names_of(name))
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
-        super().__init__(structure, digest(self.architecture.text, structure))
+        super().__init__(structure, digest(self.architecture.text, structure), self.parameter_names)
         self._values = values
         self._on_values = factors_of(values)
         self._checked = True

@@ -1,6 +1,5 @@
 """Factors by which units are multiplied: magnitudes and signs."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
@@ -12,6 +11,9 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats, Ints, along, odd
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.order import find_signs
+from lightning_sym.symmetry.group.streams import folding, gain_signs
 from lightning_sym.symmetry.statistics import kernel, tangent_rows
 
 
@@ -22,14 +24,14 @@ class Diagonal(Factor[Tensor]):
     kind: ClassVar[Literal["scales", "signs"]]
 
     @property
-    @abstractmethod
     def forms(self) -> sparse.csr_matrix:
-        """The generators' exponents. Shape (positions of all slots, generators)."""
+        """The generators' exponents; those of signs count modulo 2. Shape (positions of all slots, generators)."""
+        return self.structure.magnitudes if self.kind == "scales" else self.structure.signs
 
     @property
-    @abstractmethod
     def tables(self) -> tuple[Ints, ...]:
         """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
+        return self.structure.scale_table if self.kind == "scales" else self.structure.sign_table
 
     def identity(self) -> Tensor:
         """Return the part that changes nothing."""
@@ -66,15 +68,16 @@ class Scale(Diagonal):
 
     name, kind, neutral = "log_scale", "scales", 0.0
 
-    @property
-    def forms(self) -> sparse.csr_matrix:
-        """The generators' exponents. Shape (positions of all slots, generators)."""
-        return self.structure.magnitudes
+    rung = Rung.SIZES
 
-    @property
-    def tables(self) -> tuple[Ints, ...]:
-        """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
-        return self.structure.scale_table
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether sizes are found: always, as all else goes by them."""
+        return True
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return the scales of the gauge that is wanted; gains between which streams rotate are 1 before."""
+        state.weigh(folding(self.structure, state.tensors))
+        return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
 
     def sample(self, draw: Draw) -> Tensor:
         """Draw logarithms, normally distributed."""
@@ -130,15 +133,30 @@ class Sign(Diagonal):
 
     name, kind, neutral = "sign", "signs", 1.0
 
-    @property
-    def forms(self) -> sparse.csr_matrix:
-        """The generators' exponents, which count modulo 2. Shape (positions of all slots, generators)."""
-        return self.structure.signs
+    rung = Rung.SIGNS
+
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether signs are found."""
+        return wanted.signs
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return the signs by the largest entries; where matrices do it all, as matrices."""
+        known = gain_signs(self.structure, state.tensors)
+        sign = torch.from_numpy(find_signs(state.plan, state.gauged, state.reflected, known))
+        inside, others = list(self.structure.same), sign.clone()
+        for cell, generators in self.in_cells.items():
+            inside[cell] = torch.diag(sign[generators].prod(1))
+            others[generators] = 1.0
+        return Canonical({"dense": tuple(inside), self.name: others})
 
     @property
-    def tables(self) -> tuple[Ints, ...]:
-        """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
-        return self.structure.sign_table
+    def in_cells(self) -> dict[int, Tensor]:
+        """For each dense cell the generators of its units. Each of shape (units, generators of a unit), int64."""
+        found = {}
+        for units, table in zip(self.structure.orbits, self.tables, strict=True):
+            own = self.structure.cell_of[units]
+            found.update({cell: torch.from_numpy(table[own == cell]) for cell in np.unique(own[own >= 0]).tolist()})
+        return found
 
     def sample(self, draw: Draw) -> Tensor:
         """Draw signs, both being equally likely."""

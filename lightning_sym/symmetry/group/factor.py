@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element, Part
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.norms import Plan
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -125,18 +128,19 @@ class Factor(ABC, Generic[P]):
     where it carries all factors behind it into themselves; if it does not commute with one of these, the method
     `carried` of that one has to take it into account.
 
-    Weight matching, distances of orbits and canonical forms know a new factor only by :meth:`settled`; without it, two
-    members of an orbit may have different canonical forms (a note says so) and a distance above 0. Matching asks the
-    factors that it names for :meth:`best_match`.
+    Canonical forms ask it for :meth:`canonical`; without it, two members of an orbit may have different canonical forms
+    (a note says so) and a distance above 0. Matching asks for :meth:`best_match`.
 
     Args:
         group: All factors of the group.
 
     Attributes:
         name: The name of its part in elements.
+        rung: When canonical forms ask it.
     """
 
     name: ClassVar[str]
+    rung: ClassVar[Rung] = Rung.EACH
 
     def __init__(self, group: "Factors") -> None:
         self.group, self.structure = group, group.structure
@@ -243,15 +247,36 @@ class Factor(ABC, Generic[P]):
         """
         return sparse.csr_matrix((sum(own.size for own in parameters.values()), 0))
 
-    def settled(self, tensors: Mapping[str, Tensor]) -> P:
-        """Return the part that brings tensors to a domain of their own on each orbit, whatever other factors do.
+    # Canonical forms.
 
-        Most factors have no such domain; they return the identity.
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether it is asked for its part of a form; by default where it is continuous, and scales may change.
 
         Args:
+            wanted: Which form is wanted.
+        """
+        return wanted.scales is not None and self.dimension > 0
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return what brings weights to the same place from all of an orbit, as far as this factor can do that.
+
+        It is asked when its `rung` says. By default it has no form.
+
+        Args:
+            state: The weights, and what was gathered of them.
+        """
+        return Canonical({})
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield notes on what a form leaves as it is.
+
+        Args:
+            wanted: Which form was wanted.
             tensors: Parameters and buffers, by name.
         """
-        return self.identity()
+        return ()
+
+    # Matching.
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> P | None:
         """Return the part that brings parameters nearest to others, of those that change no norm; None if it has none.
@@ -297,7 +322,7 @@ class Factor(ABC, Generic[P]):
             ValueError: If shapes, types or numbers are not those of a part.
         """
         same = self.identity()
-        expected, found = _members(same), _members(own)
+        expected, found = members(same), members(own)
         if isinstance(own, tuple) != isinstance(same, tuple) or len(expected) != len(found):
             raise ValueError(f"{self.name} has {len(found)} tensors; expected {len(expected)}")
         for one, two in zip(expected, found, strict=True):
@@ -313,7 +338,8 @@ class Factor(ABC, Generic[P]):
         return False
 
 
-def _members(part: Part) -> tuple[Tensor, ...]:
+def members(part: Part) -> tuple[Tensor, ...]:
+    """Return the tensors of a part."""
     return part if isinstance(part, tuple) else (part,)
 
 
@@ -342,16 +368,22 @@ class Additive(Factor[Tensor]):
         return -own
 
 
+_PLANS: "WeakKeyDictionary[Factors, Plan]" = WeakKeyDictionary()  # which no copy and no file takes along
+
+
 class Factors:
     """All factors of one group, from the outermost, which acts last, to the innermost.
 
     Args:
         structure: The group, as arrays.
         kinds: The classes of the factors.
+        parameters: The names of the parameters among the tensors.
     """
 
-    def __init__(self, structure: Structure, kinds: Sequence[type[Factor[Any]]]) -> None:
-        self.structure = structure
+    def __init__(
+        self, structure: Structure, kinds: Sequence[type[Factor[Any]]], parameters: frozenset[str] = frozenset()
+    ) -> None:
+        self.structure, self.parameters = structure, parameters
         self._by_name = {kind.name: kind(self) for kind in kinds}
 
     def __iter__(self) -> Iterator[Factor[Any]]:
@@ -368,6 +400,13 @@ class Factors:
             if structure.copies_of(orbit) or not np.array_equal(image[units], units):
                 source[columns] = structure.arriving(orbit, "columns", image)
         return source
+
+    @property
+    def plan(self) -> Plan:
+        """What sums over slices need to know of the structure, made at the first call."""
+        if self not in _PLANS:
+            _PLANS[self] = Plan(self.structure, self.parameters)
+        return _PLANS[self]
 
     @property
     def inwards(self) -> list[Factor[Any]]:
@@ -396,10 +435,6 @@ class Factors:
     def is_identity(self, element: Element) -> bool:
         """Return whether an element changes nothing."""
         return all(factor.is_identity(element.parts[factor.name]) for factor in self)
-
-    def settled(self, group: str, tensors: Mapping[str, Tensor]) -> Element:
-        """Return the element that brings tensors to where factors settle them; see :meth:`Factor.settled`."""
-        return Element(group, {factor.name: factor.settled(tensors) for factor in self})
 
     def sample(self, group: str, draw: Draw) -> Element:
         """Draw an element."""

@@ -13,6 +13,7 @@ from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.diagonal import Sign
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Wanted
 from lightning_sym.symmetry.rearranging import Summand
 
 _MOST = 2  # half turns of a random element, in either direction
@@ -95,15 +96,19 @@ class HalfTurn(Additive):
                 + listed(list(turns.biases))
             )
 
-    def settled(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether half turns are taken: where signs may change."""
+        return wanted.signs and self.size > 0
+
+    def canonical(self, state: Gathered) -> Canonical:
         """Return the half turns after which biases lie in (-p / 2, p / 2] for half a period p, or a period."""
-        turns, found = self.structure.half_turns, self.identity()
+        turns, found, tensors = self.structure.half_turns, self.identity(), state.tensors
         for name, at in self.parts.items():
             bias = tensors[name].detach().to("cpu", torch.float64)
             step = torch.where(torch.from_numpy(turns.odd[at]), 1.0, 2.0)
             size = torch.from_numpy(turns.size[at]) * step
             found[at] = -(bias / size - 0.5).ceil() * step  # into (-size / 2, size / 2]
-        return found
+        return Canonical({self.name: found})
 
     def check(self, own: Tensor) -> None:
         """Check that a part is one of this factor.

@@ -1,7 +1,7 @@
 """Invertible matrices on dense cells: units between linear layers."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats, together
+from lightning_sym.symmetry.group.balancing import balanced_cells
+from lightning_sym.symmetry.group.cells import cell_slices
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Matrices = tuple[Tensor, ...]
@@ -98,6 +101,22 @@ class Matrix(Factor[Matrices]):
                         moved = (rates.ravel(), (start + to.ravel(), column))
                         result = result + sparse.csr_matrix(moved, shape=result.shape)
         return result
+
+    rung = Rung.FIRST
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return what makes both Gram matrices of every cell equal and diagonal, and all scales with it."""
+        total, stay, notes = balanced_cells(self.group, state)
+        state.reflected = [cell for cell in range(len(self.structure.dense)) if cell not in stay]
+        return Canonical(total.parts, notes)
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield a note on cells that stay."""
+        if self.structure.dense and wanted.scales is None:
+            yield (
+                f"{len(self.structure.dense)} cells on which invertible matrices act stay as they are: the form is "
+                "canonical up to these matrices only"
+            )
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
         """Return the orthogonal matrices that bring parameters nearest to others; see :class:`Factor`."""
@@ -199,26 +218,6 @@ def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
         for index, inverse in zip(alike, inverses.unbind(), strict=True):
             found[index] = inverse
     return found
-
-
-def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[int], bool, Tensor]]:
-    """Yield the weights into and out of each head.
-
-    Args:
-        structure: The group.
-        tensors: Parameters, by name; others are left out.
-
-    Yields:
-        The tensor's name; the indices of heads, all of one size; whether the weights are outgoing ones; and the
-        weights, shape (heads, size, entries), in the tensor's dtype.
-    """
-    for slot in structure.slots:
-        if slot.tensor not in tensors:
-            continue
-        for cells, positions, read in structure.dense_places.get(slot.offset, ()):
-            tensor = together(tensors[slot.tensor], slot.axes)
-            parts = [tensor[torch.from_numpy(at).to(tensor.device)].reshape(*at.shape, -1) for at in positions]
-            yield slot.tensor, cells, read, torch.cat(parts, -1)
 
 
 def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.group.factor import Draw, Factor
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.order import find_order
 
 
 class Permutation(Factor[Tensor]):
@@ -43,6 +45,18 @@ class Permutation(Factor[Tensor]):
             new, old = (order, np.roll(order, 1)) if draw.cycles else (np.arange(len(blocks)), order)
             permutation[blocks[new]] = permutation[blocks[old]]
         return torch.from_numpy(permutation)
+
+    rung = Rung.ORDER
+
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether units are sorted."""
+        return wanted.order
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Sort units within cells, and blocks, dead units last."""
+        notes: list[str] = []
+        order = find_order(state.plan, state.slices, state.gauged, state.dead, state.names, notes)
+        return Canonical({self.name: torch.from_numpy(order)}, notes)
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
         """Return the product of two parts, of which `earlier` acts first."""

@@ -1,7 +1,7 @@
 """Phases of the planes of rotary positions: docs/theory/intertwiners.md, 2.15."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -12,7 +12,11 @@ from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw, Gains, LinearAction
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+# A plane whose Gram matrix is a multiple of the identity, up to this relative difference, has no principal axes.
+_ROUND = 1e-9
 
 
 class Phase(Additive):
@@ -68,6 +72,38 @@ class Phase(Additive):
                     total = total + sparse.csr_matrix((rates, (rows.ravel(), column)), shape=total.shape)
             blocks.append(total)
         return sparse.vstack(blocks).tocsr()
+
+    rung = Rung.SIZED
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return the angles that turn the planes to the principal axes of the first weights in which they stand.
+
+        There the two coordinates are orthogonal, and the first one is the larger. Half a turn is left, which is a sign.
+        """
+        structure, tensors = self.structure, state.tensors
+        gram, seen = np.zeros((3, self.size)), np.zeros(self.size, bool)
+        for slot in structure.slots:
+            if slot.offset not in structure.turned_places or slot.tensor not in tensors:
+                continue
+            phase, first, second = structure.turned_places[slot.offset]
+            if seen[phase].any():
+                continue
+            weights = tensors[slot.tensor].detach().double().cpu()
+            rows = weights.movedim(slot.axes[0], 0).reshape(slot.size, -1).numpy()
+            x, y = rows[first], rows[second]
+            for kind, product in enumerate((x * x, y * y, x * y)):
+                np.add.at(gram[kind], phase, product.sum(1))
+            seen[phase] = True
+        apart = gram[0] - gram[1]
+        unclear = np.hypot(apart, 2 * gram[2]) <= _ROUND * (gram[0] + gram[1])
+        angle = np.where(unclear, 0.0, -np.arctan2(2 * gram[2], apart) / 2)
+        notes = [f"{unclear.sum()} planes are not turned, as none of their axes is longer"] if unclear.any() else []
+        return Canonical({self.name: torch.from_numpy(angle)}, notes)
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield a note on planes that stay."""
+        if self.size and wanted.scales is None:
+            yield f"{self.size} planes are not turned: the form is canonical up to phases only"
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Tensor | None:
         """Return the angles that bring planes nearest to others; see :class:`Factor`."""

@@ -12,9 +12,10 @@ from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.action import Action
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.statistics import kernel
-from lightning_sym.symmetry.translations import carried
+from lightning_sym.symmetry.translations import carried, nearest
 
 
 class Shift(Additive):
@@ -41,6 +42,16 @@ class Shift(Additive):
     def dimension(self) -> int:
         """The number of independent directions."""
         return self.structure.shifts.dimension
+
+    rung = Rung.IN_TURN
+
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether shifts are taken off: where scales may change."""
+        return wanted.scales is not None and bool(self.structure.shifts)
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return the shift that takes off what is added, with the least sum of squares of what is left."""
+        return Canonical({self.name: nearest(self.structure.shifts, state.tensors, state.parameters)})
 
     def describe(self) -> Iterable[str]:
         """Return lines on the kinds of shifts."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
@@ -103,16 +104,14 @@ class Tilts(Factor[Vectors]):
             found.append(sparse.csr_matrix(rates.T))
         return sparse.hstack(found).tocsr()
 
-    def to_gains(self, tensors: Mapping[str, Tensor]) -> tuple[Vectors, list[str]]:
+    rung = Rung.IN_TURN
+
+    def canonical(self, state: Gathered) -> Canonical:
         """Return the tilts after which each norm's bias equals its gain, of all that the norm's readers leave open.
 
-        Args:
-            tensors: The network's parameters, by name.
-
-        Returns:
-            The tilts, and a note for each that stays: the ratio of bias to gain sums to zero, which no tilt changes.
+        A tilt stays, with a note, where the ratio of bias to gain sums to zero, which no tilt changes.
         """
-        result, notes = [], []
+        result, notes, tensors = [], [], state.tensors
         for tilt in self.structure.tilts:
             bias = tensors[tilt.offset].detach().to("cpu", torch.float64)
             gain = torch.ones_like(bias) if tilt.gain is None else tensors[tilt.gain].detach().to("cpu", torch.float64)
@@ -123,7 +122,7 @@ class Tilts(Factor[Vectors]):
                 result.append(torch.zeros_like(bias))
             else:
                 result.append((1 - ratio) / total)
-        return tuple(result), notes
+        return Canonical({self.name: tuple(result)}, notes)
 
 
 class TiltAction(LinearAction):

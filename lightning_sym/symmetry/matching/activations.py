@@ -11,7 +11,7 @@ from lightning_sym._distributed import Batches, device_of, ranks, summed, togeth
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
-from lightning_sym.symmetry.group.rotation import best_turn, rotatable
+from lightning_sym.symmetry.group.streams import best_turn, rotatable
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Gain,

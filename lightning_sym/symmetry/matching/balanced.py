@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.form import balanced_element
-from lightning_sym.symmetry.canonical.norms import plan_of
+from lightning_sym.symmetry.canonical.form import balanced_element, settled_element
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.moving import MovedTensors
@@ -86,7 +85,7 @@ class Comparison:
         if structure.dense or structure.phases or structure.rotations or structure.shifts or structure.tilts:
             return False
         both = np.stack([self.left.log_scale.numpy(), self.right.log_scale.numpy()])
-        classes = (both[:, members] for members in plan_of(self.symmetry).classes)
+        classes = (both[:, members] for members in self.symmetry.factors.plan.classes)
         return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
 
     def target(self, device: torch.device) -> Mapping[str, Tensor]:
@@ -126,9 +125,7 @@ def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool,
     if not balance:
         if not signs:
             return Comparison(symmetry, a, b)
-        both = (symmetry.factors.settled(symmetry.fingerprint, symmetry.tensors(network)) for network in (a, b))
-        left, right = (None if symmetry.factors.is_identity(own) else own for own in both)
-        return Comparison(symmetry, a, b, left, right)
+        return Comparison(symmetry, a, b, *(settled_element(symmetry, network) for network in (a, b)))
     left, right = (balanced_element(symmetry, network, signs=signs) for network in (a, b))
     return Comparison(symmetry, a, b, left, right, balanced=True)
 

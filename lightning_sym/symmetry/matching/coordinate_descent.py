@@ -17,7 +17,7 @@ from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.arrays import Floats, Ints, along
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.rotation import rotatable
+from lightning_sym.symmetry.group.streams import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Gain,

@@ -13,8 +13,8 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.cells import singular_values, unbalanced
-from lightning_sym.symmetry.group.rotation import rotatable
+from lightning_sym.symmetry.group.cells import singular_values, unbalanced
+from lightning_sym.symmetry.group.streams import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend

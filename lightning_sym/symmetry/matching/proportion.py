@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, plan_of
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
 from lightning_sym.symmetry.moving import MovedTensors
 
 # A unit is out of proportion whose squared norm is this many times that of the reference's unit and its own least one
@@ -50,7 +50,7 @@ def to_scales_of(
     log_scale = back.log_scale.numpy().copy()
     free = np.ones(len(log_scale), bool)
     while True:
-        _put_in_proportion(plan_of(symmetry), theirs, own, free, log_scale)
+        _put_in_proportion(symmetry.factors.plan, theirs, own, free, log_scale)
         raised = _keep_variances(symmetry, theirs, own, log_scale) & free
         if not raised.any():
             break

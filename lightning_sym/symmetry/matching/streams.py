@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.rotation import NO_TURN
+from lightning_sym.symmetry.group.streams import NO_TURN
 
 
 @dataclass(frozen=True, eq=False)

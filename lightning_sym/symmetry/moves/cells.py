@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.cells import balancing, gram_matrices
+from lightning_sym.symmetry.group.cells import balancing, gram_matrices
 from lightning_sym.symmetry.moves.moved import Moved, moved, require_weights
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.tracing.structure import Structure
