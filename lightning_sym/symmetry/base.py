@@ -107,6 +107,7 @@ class Symmetry(ElementGroup):
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             own: (shapes.get(own, shape), kind) for name, (shape, kind) in held.items() for own in charts.names_of(name)
         }
+        self.shapes = {name: shape for name, (shape, _) in self.layout.items()}
         parameters = [name for name, _ in network.named_parameters() if name in held]
         self.parameter_names = frozenset(own for name in parameters for own in charts.names_of(name))
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
@@ -174,7 +175,7 @@ class Symmetry(ElementGroup):
 
     def _moving(self, buffers: frozenset[str]) -> int:
         """Return in how many dimensions the group moves some buffers."""
-        return buffer_rank(self.factors, buffers, {name: shape for name, (shape, _) in self.layout.items()})
+        return buffer_rank(self.factors, buffers, self.shapes)
 
     @property
     def _whole_dimension(self) -> int:
@@ -182,7 +183,7 @@ class Symmetry(ElementGroup):
 
     @cached_property
     def _counted_twice(self) -> int:
-        return counted_twice(self.structure, {name: shape for name, (shape, _) in self.layout.items()})
+        return counted_twice(self.structure, self.shapes)
 
     @cached_property
     def log10_permutations(self) -> float:

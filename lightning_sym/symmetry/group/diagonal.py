@@ -1,6 +1,7 @@
 """Factors by which units are multiplied: magnitudes and signs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -8,13 +9,16 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, along, odd
+from lightning_sym.symmetry.arrays import Floats, Ints, along, odd, odd_entries
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.order import find_signs
+from lightning_sym.symmetry.group.search import Search
 from lightning_sym.symmetry.group.streams import folding, gain_signs
 from lightning_sym.symmetry.statistics import kernel, tangent_rows
+
+_EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
 
 
 class Diagonal(Factor[Tensor]):
@@ -57,6 +61,10 @@ class Diagonal(Factor[Tensor]):
                 own[torch.from_numpy(table.ravel())] = self.neutral
         return own
 
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return nothing: bounds are for scales as they are, and for signs by absolute values."""
+        return (), False
+
     @property
     def inside(self) -> int:
         """How many generators act inside dense cells."""
@@ -78,6 +86,12 @@ class Scale(Diagonal):
         """Return the scales of the gauge that is wanted; gains between which streams rotate are 1 before."""
         state.weigh(folding(self.structure, state.tensors))
         return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
+
+    def is_even(self, one: Tensor, two: Tensor) -> bool:
+        """Return whether scales within each class, and of both networks, are nearly the same."""
+        both = np.stack([one.numpy(), two.numpy()])
+        classes = (both[:, members] for members in self.group.plan.classes)
+        return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
 
     def sample(self, draw: Draw) -> Tensor:
         """Draw logarithms, normally distributed."""
@@ -148,6 +162,39 @@ class Sign(Diagonal):
             inside[cell] = torch.diag(sign[generators].prod(1))
             others[generators] = 1.0
         return Canonical({"dense": tuple(inside), self.name: others})
+
+    @cached_property
+    def flips(self) -> sparse.csc_matrix:
+        """Where each generator flips what stands there: 1 at (position of all slots, generator)."""
+        return odd_entries(self.forms).tocsc()
+
+    def improve(self, search: Search) -> bool:
+        """Flip generators, one column of a table at a time, where that brings networks nearer."""
+        improved = False
+        for column in search.open_signs:
+            names, slopes = search.slopes(self.flips[:, column])
+            flipped = np.unique(column[slopes < 0])
+            if search.attempt({self.name: self._flipping(flipped)}, names):
+                improved = True
+                continue
+            for generator in flipped[:, None]:  # those that act on common entries: one by one
+                improved |= search.attempt({self.name: self._flipping(generator)}, names)
+        return improved
+
+    def _flipping(self, generators: Ints) -> Tensor:
+        return self.identity().index_fill(0, torch.from_numpy(generators), -1.0)
+
+    def rigid(self, own: Tensor) -> Tensor:
+        """Return the part: no sign changes a norm."""
+        return own
+
+    def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
+        """Return the biases that take up changes of sign, and all that signs flip."""
+        if not signs:
+            return set(), set()
+        flips = self.flips.tocsr()
+        flipped = {slot.tensor for slot in self.structure.slots if flips[slot.rows].nnz}
+        return {bias for bias, _, _, _ in self.structure.absorbed}, flipped
 
     @property
     def in_cells(self) -> dict[int, Tensor]:

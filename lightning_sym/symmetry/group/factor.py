@@ -7,7 +7,7 @@ the product of :math:`g^{-1} f_2 g` and :math:`f_1`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,10 +18,11 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints
-from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.element import Element, Part
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.norms import Plan
+from lightning_sym.symmetry.group.search import Search, Seen
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -137,10 +138,16 @@ class Factor(ABC, Generic[P]):
     Attributes:
         name: The name of its part in elements.
         rung: When canonical forms ask it.
+        freedom: The word by which :func:`weight_matching` allows that it mixes units.
+        permutes: Whether its matrices hold the permutations of the units that they mix, so that these are not assigned.
+        late: Whether matching asks it when all else has settled: before, assignments can still recognise units.
     """
 
     name: ClassVar[str]
     rung: ClassVar[Rung] = Rung.EACH
+    freedom: ClassVar[str] = "matrices"
+    permutes: ClassVar[bool] = False
+    late: ClassVar[bool] = False
 
     def __init__(self, group: "Factors") -> None:
         self.group, self.structure = group, group.structure
@@ -278,6 +285,14 @@ class Factor(ABC, Generic[P]):
 
     # Matching.
 
+    def mixes(self, orbit: int) -> bool:
+        """Return whether it acts by matrices on the units of an orbit, where they are."""
+        return False
+
+    def able(self, orbit: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether it does so at some parameters."""
+        return self.mixes(orbit)
+
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> P | None:
         """Return the part that brings parameters nearest to others, of those that change no norm; None if it has none.
 
@@ -289,6 +304,128 @@ class Factor(ABC, Generic[P]):
             orbit: The number of the orbit.
         """
         return None
+
+    def seen(
+        self, groups: Sequence[AxisGroup], values: Structure, networks: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[Seen]:
+        """Yield where the units that it mixes can be watched, if the best part is to be found by activations.
+
+        Args:
+            groups: The axis groups.
+            values: The group on values inside the network.
+            networks: Parameters of all networks that are compared, by name.
+        """
+        return ()
+
+    def best_seen(self, products: Mapping[int, Tensor]) -> P:
+        """Return the part that brings activations nearest to others.
+
+        Args:
+            products: By member, the covariances of the reference's units (rows) and those that are moved.
+        """
+        return self.identity()
+
+    def pair_gains(self, orbit: int, gained: Callable[[P | None], Tensor]) -> Tensor:
+        """Return what is gained where a unit of an orbit takes the place of another, as :meth:`gains_of_blocks` asks.
+
+        Args:
+            orbit: The number of the orbit.
+            gained: Returns the gains of all pairs behind a part, or without. Of shape (units, units).
+        """
+        return gained(None)
+
+    def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
+        """Return what is gained where a block takes the place of another, members being mixed in the best way.
+
+        Args:
+            table: What :meth:`pair_gains` returned.
+            places: The members' places in the orbit. Shape (blocks, members).
+            mixing: Whether they may be mixed.
+
+        Returns:
+            Shape (blocks, blocks).
+        """
+        raise NotImplementedError(f"{self.name} mixes units; expected it to say what blocks of them gain")
+
+    def mixing_blocks(self, own: P, table: Tensor, units: Ints, places: Ints, order: Ints) -> P:
+        """Return a part with what mixes the members of blocks in the best way, before these change places.
+
+        Args:
+            own: The part.
+            table: What :meth:`pair_gains` returned.
+            units: Those of the orbit. Shape (units,).
+            places: The members' places among these. Shape (blocks, members).
+            order: Which block comes to each place. Shape (blocks,).
+        """
+        return own
+
+    def settled_signs(
+        self, orbit: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
+    ) -> frozenset[int] | None:
+        """Return the columns of an orbit's table of signs that are settled; None if its signs are sought as usual.
+
+        Args:
+            orbit: The number of the orbit.
+            target: Parameters of the reference, by name.
+            current: Those of the network that is moved.
+        """
+        return None
+
+    def improve(self, search: Search) -> bool:
+        """Try steps of its own; return whether the networks came nearer."""
+        return False
+
+    def is_even(self, one: P, two: P) -> bool:
+        """Return whether the parts that balance two networks hardly change the proportions of units.
+
+        By default where balancing asks for none.
+        """
+        return self.rung >= Rung.EACH or not self.concerned(Wanted("balanced", order=False))
+
+    def rigid(self, own: P) -> P:
+        """Return what is left of a part where no norm may change; by default nothing."""
+        return self.identity()
+
+    @property
+    def hides_units(self) -> bool:
+        """Whether units cannot be recognised before it has acted, so that descents may miss the nearest network."""
+        return False
+
+    # Bounds of distances.
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return notes on what bounds of the distance of orbits leave out, and whether no lower bound is known.
+
+        Args:
+            networks: Parameters of both, as they are compared, by name.
+            balanced: Whether both are balanced.
+        """
+        if self.dimension or self.log_order:
+            return [f"no lower bound is known for what {self.name} does"], True
+        return (), False
+
+    def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Return by name what no part changes of tensors on which it acts: lists of numbers, compared in their order.
+
+        Args:
+            tensors: Parameters, by name, float64.
+        """
+        return {}
+
+    def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
+        """Return the tensors of which bounds see nothing, and those of which they see absolute values only.
+
+        Args:
+            signs: Whether signs may change.
+        """
+        return set(), set()
+
+    # What else asks.
+
+    @property
+    def gains(self) -> frozenset[str]:
+        """The tensors between which it acts, and by which it divides."""
+        return frozenset()
 
     # Coordinates near the identity.
 

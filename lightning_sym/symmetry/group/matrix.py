@@ -10,9 +10,9 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
-from lightning_sym.symmetry.arrays import Floats, together
+from lightning_sym.symmetry.arrays import Floats, Ints, as_array, together
 from lightning_sym.symmetry.group.balancing import balanced_cells
-from lightning_sym.symmetry.group.cells import cell_slices
+from lightning_sym.symmetry.group.cells import cell_slices, singular_values, unbalanced
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
@@ -133,6 +133,55 @@ class Matrix(Factor[Matrices]):
         for cell, product in products.items():
             found[cell] = polar_factor(product) if len(product) else found[cell]
         return tuple(found) if products else None
+
+    freedom, permutes = "matrices", True
+
+    def mixes(self, orbit: int) -> bool:
+        """Return whether the units of an orbit are those of dense cells."""
+        return bool(self.structure.cell_of[self.structure.orbits[orbit][0]] >= 0)
+
+    def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
+        """Return nuclear norms, what the best rotation gives; see :class:`Factor`."""
+        index, matrix = torch.from_numpy(places), table.double().cpu()
+        pairs = matrix[index[:, None, :, None], index[None, :, None, :]]
+        gained = torch.linalg.svdvals(pairs) if mixing else pairs.diagonal(dim1=-2, dim2=-1)
+        return as_array(gained.sum(-1))
+
+    def mixing_blocks(self, own: Matrices, table: Tensor, units: Ints, places: Ints, order: Ints) -> Matrices:
+        """Return the matrices with the best rotations; see :class:`Factor`."""
+        found = list(own)
+        for new, old in enumerate(order):
+            cell = int(self.structure.cell_of[units[places[old][0]]])
+            rows, columns = (torch.from_numpy(places[index]).to(table.device) for index in (new, old))
+            found[cell] = polar_factor(table[rows[:, None], columns[None, :]])
+        return tuple(found)
+
+    def rigid(self, own: Matrices) -> Matrices:
+        """Return the orthogonal parts."""
+        return tuple(polar_factor(matrix) for matrix in own)
+
+    @property
+    def hides_units(self) -> bool:
+        """Whether there are cells."""
+        return bool(self.structure.dense)
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on cells without a balanced member; see :class:`Factor`."""
+        free = {cell for own in networks if balanced for cell in unbalanced(self.structure, own)}
+        note = (
+            f"{len(free)} cells on which invertible matrices act have no balanced member (their units are linearly "
+            "dependent): the upper bound turns them by rotations only, and no lower bound is known"
+        )
+        return [note] * bool(free), bool(free)
+
+    def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Return singular values, kind by kind, which orthogonal matrices do not change; see :class:`Factor`."""
+        found = singular_values(self.structure, tensors)
+        for name in found:
+            mixed = [slot for slot in self.structure.slots_of[name] if slot.offset in self.structure.dense_places]
+            if len(mixed) > 1:  # on both sides: those of the whole, mixed or not
+                found[name] = [torch.linalg.svdvals(together(tensors[name], mixed[0].axes).flatten(1))]
+        return found
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms."""

@@ -1,6 +1,7 @@
 """Permutations of units: within cells, and of whole blocks."""
 
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -79,6 +80,14 @@ class Permutation(Factor[Tensor]):
         """Natural logarithm of the number of permutations that are no matrices of another factor."""
         inside = sum(self.log_order_in(orbit) for orbit in range(len(self.structure.orbits)))
         return inside + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
+
+    def rigid(self, own: Tensor) -> Tensor:
+        """Return the part: no permutation changes a norm."""
+        return own
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return nothing: permutations are bounded by assignments."""
+        return (), False
 
     def check(self, own: Tensor) -> None:
         """Check that a part is one of this factor.

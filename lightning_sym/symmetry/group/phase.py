@@ -1,14 +1,14 @@
 """Phases of the planes of rotary positions: docs/theory/intertwiners.md, 2.15."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Floats, Ints, as_array
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw, Gains, LinearAction
@@ -104,6 +104,46 @@ class Phase(Additive):
         """Yield a note on planes that stay."""
         if self.size and wanted.scales is None:
             yield f"{self.size} planes are not turned: the form is canonical up to phases only"
+
+    freedom = "matrices"
+
+    def mixes(self, orbit: int) -> bool:
+        """Return whether the units of an orbit are planes."""
+        return bool((self.structure.phase_of[self.structure.orbits[orbit]] >= 0).any())
+
+    def pair_gains(self, orbit: int, gained: Callable[[Tensor | None], Tensor]) -> Tensor:
+        """Return complex numbers z; a rotation by an angle gains Re(z exp(-i angle)). See :class:`Factor`."""
+        quarter = self.identity()
+        quarter[torch.from_numpy(self.structure.phase_of[self.structure.orbits[orbit]])] = math.pi / 2
+        return torch.complex(gained(None).double(), gained(quarter).double())
+
+    def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
+        """Return the moduli of complex gains, what the best phases give; see :class:`Factor`."""
+        index = torch.from_numpy(places)
+        planes = table.cpu()[index[:, None], index[None]]
+        return as_array((planes.abs() if mixing else planes.real).sum(-1))
+
+    def mixing_blocks(self, own: Tensor, table: Tensor, units: Ints, places: Ints, order: Ints) -> Tensor:
+        """Return the angles with the best ones; see :class:`Factor`."""
+        own, table = own.clone(), table.cpu()
+        for new, old in enumerate(order):
+            pairs = table[torch.from_numpy(places[new]), torch.from_numpy(places[old])]
+            own[torch.from_numpy(self.structure.phase_of[units[places[old]]])] = pairs.angle()
+        return own
+
+    def rigid(self, own: Tensor) -> Tensor:
+        """Return the part: no phase changes a norm."""
+        return own
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on planes; see :class:`Factor`."""
+        turned = "turned to their principal axes" if balanced else "not turned"
+        note = f"{self.size} planes are {turned} for the upper bound, and left out of the lower one"
+        return [note] * (self.size > 0), False
+
+    def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
+        """Return the tensors that hold planes, of which bounds see nothing."""
+        return {slot.tensor for slot in self.structure.slots if slot.offset in self.structure.turned_places}, set()
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Tensor | None:
         """Return the angles that bring planes nearest to others; see :class:`Factor`."""

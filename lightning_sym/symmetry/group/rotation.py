@@ -1,7 +1,7 @@
 """Orthogonal matrices on streams, between gains: docs/theory/intertwiners.md, 2.11."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -9,10 +9,11 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints
-from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.search import Seen
 from lightning_sym.symmetry.group.streams import (
     NO_TURN,
     Turns,
@@ -127,6 +128,81 @@ class Rotations(Factor[Turns]):
             products = weight_products(self.structure, index, target, current)
             turns[index] = best_turn(self.structure.rotations[index], products)
         return tuple(turns) if able else None
+
+    freedom, late = "rotations", True
+
+    def mixes(self, orbit: int) -> bool:
+        """Return whether the units of an orbit are those of a stream."""
+        return any(rotation.orbit == orbit for rotation in self.structure.rotations)
+
+    def able(self, orbit: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether a stream of an orbit rotates between gains without zeros."""
+        return any(self.structure.rotations[index].orbit == orbit for index in rotatable(self.structure, tensors))
+
+    def seen(
+        self, groups: Sequence[AxisGroup], values: Structure, networks: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[Seen]:
+        """Yield the outputs of modules in which a whole stream is seen that rotates in all networks."""
+        able = set.intersection(*(set(rotatable(self.structure, own)) for own in networks))
+        for group in groups:
+            for tap in group.taps if group.rotations and not group.dense else ():
+                for slot in tap.seen if not tap.squared else ():
+                    for index, at, powers in values.rotated_places.get(slot.offset, ()):
+                        if index in able and len(slot.axes) == 1:
+                            rotation, where = self.structure.rotations[index], torch.from_numpy(at)
+                            gains = tuple((*gain, power) for gain, power in zip(rotation.gains, powers, strict=True))
+                            name = f"stream {index} at {tap.name}"
+                            yield Seen(index, rotation.orbit, name, tap, slot.axes[0], where, gains)
+
+    def best_seen(self, products: Mapping[int, Tensor]) -> Turns:
+        """Return the rotations that bring activations nearest; see :class:`Factor`."""
+        turns = enumerate(self.structure.rotations)
+        return tuple(best_turn(own, products[index]) if index in products else NO_TURN for index, own in turns)
+
+    def settled_signs(
+        self, orbit: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
+    ) -> frozenset[int] | None:
+        """Return the signs that act on gains, where these are positive in both networks; see :class:`Factor`."""
+        able = (self.structure.rotations[index] for index in rotatable(self.structure, current))
+        own = [rotation for rotation in able if rotation.orbit == orbit]
+        for tensors in (target, current):
+            for name, at in (gain for rotation in own for gain in rotation.gains):
+                gain = tensors[name].reshape(-1)
+                if not bool((gain[torch.from_numpy(at).to(gain.device)] > 0).all()):
+                    return None
+        columns = range(self.structure.sign_table[orbit].shape[1])
+        settled = frozenset(k for k in columns if not any(rotation.plain_sign[k] for rotation in own))
+        return settled if own else None
+
+    def rigid(self, own: Turns) -> Turns:
+        """Return the part: no rotation changes a norm."""
+        return own
+
+    @property
+    def hides_units(self) -> bool:
+        """Whether there are streams."""
+        return bool(self.structure.rotations)
+
+    @property
+    def gains(self) -> frozenset[str]:
+        """The gains between which streams rotate."""
+        return frozenset(name for rotation in self.structure.rotations for name, _ in rotation.gains)
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on streams that rotate between gains; see :class:`Factor`."""
+        count = len(self.structure.rotations)
+        stiff = count > 0 and not (balanced and all(len(rotatable(self.structure, own)) == count for own in networks))
+        note = "streams rotate between gains that are no ones (zeros, or not balanced): no lower bound is known"
+        return [note] * stiff, stiff
+
+    def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Return the singular values of all that stands on a stream; see :class:`Factor`."""
+        found = {}
+        for slot in self.structure.slots:
+            if slot.offset in self.structure.rotated_places and slot.tensor in tensors:
+                tensor = tensors[slot.tensor].movedim(slot.axes[0], 0)
+                found[slot.tensor] = [torch.linalg.svdvals(tensor.reshape(len(tensor), -1))]
+        return found
 
     rung = Rung.LAST
 

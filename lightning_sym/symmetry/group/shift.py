@@ -43,6 +43,15 @@ class Shift(Additive):
         """The number of independent directions."""
         return self.structure.shifts.dimension
 
+    @property
+    def gains(self) -> frozenset[str]:
+        """The tensors in multiples of which something is added."""
+        return frozenset(self.structure.shifts.factors)
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return nothing: bounds are those of networks as they are compared."""
+        return (), False
+
     rung = Rung.IN_TURN
 
     def concerned(self, wanted: Wanted) -> bool:

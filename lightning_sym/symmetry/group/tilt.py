@@ -4,7 +4,7 @@ See docs/theory/intertwiners.md, 2.12.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -103,6 +103,15 @@ class Tilts(Factor[Vectors]):
             rates = np.concatenate([own.reshape(tilt.size, -1) for own in change.values()], 1)
             found.append(sparse.csr_matrix(rates.T))
         return sparse.hstack(found).tocsr()
+
+    @property
+    def gains(self) -> frozenset[str]:
+        """The gains of the norms."""
+        return frozenset(tilt.gain for tilt in self.structure.tilts if tilt.gain is not None)
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return nothing: bounds are those of networks as they are compared."""
+        return (), False
 
     rung = Rung.IN_TURN
 

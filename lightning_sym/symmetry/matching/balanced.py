@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +16,6 @@ from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.views import ConvertedTensors
 
 _AT_ONCE = 2**20  # so many numbers are compared at once
-_EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
 
 
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
@@ -79,14 +77,9 @@ class Comparison:
     @property
     def is_even(self) -> bool:
         """Whether balancing hardly changes the proportions of units: then they are as well compared as they are."""
-        structure = self.symmetry.structure
         if not self.balanced or self.left is None or self.right is None:
             return False
-        if structure.dense or structure.phases or structure.rotations or structure.shifts or structure.tilts:
-            return False
-        both = np.stack([self.left.log_scale.numpy(), self.right.log_scale.numpy()])
-        classes = (both[:, members] for members in self.symmetry.factors.plan.classes)
-        return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
+        return all(own.is_even(self.left.parts[own.name], self.right.parts[own.name]) for own in self.symmetry.factors)
 
     def target(self, device: torch.device) -> Mapping[str, Tensor]:
         """Return the parameters of the reference as they are compared, on a device, in at least single precision."""

@@ -17,6 +17,7 @@ from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonical_element
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.gathered import Rung, Wanted
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
@@ -173,8 +174,9 @@ def weight_matching(
         symmetry._own(initial)
     if unknown_words := sorted(set(freedom) - set(FREEDOM)):
         raise ValueError(unknown("freedom", unknown_words[0], FREEDOM))
-    structure = symmetry.structure
-    if (structure.dense or structure.phases) and "matrices" not in freedom:
+    wanted = Wanted("balanced", order=False)
+    turning = (own for own in symmetry.factors if own.rung in (Rung.SIZED, Rung.FIRST) and own.concerned(wanted))
+    if any(own.freedom not in freedom for own in turning):
         balance = False  # which turns cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
 
