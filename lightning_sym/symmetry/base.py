@@ -20,19 +20,19 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by, same_but_for_rounding
-from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.charts import charted, uncharted
 from lightning_sym.symmetry.described import described_blocks, described_table, joined, wrapped
 from lightning_sym.symmetry.elements import Tap, axis_groups, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.group.action import Action, ActivationAction
+from lightning_sym.symmetry.group.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.element_group import ElementGroup
 from lightning_sym.symmetry.group.kinds import factors_of
 from lightning_sym.symmetry.group.permutation import Permutation
+from lightning_sym.symmetry.group.statistics import buffer_rank, counted_twice
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.statistics import buffer_rank, counted_twice
 from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
@@ -444,7 +444,7 @@ class Symmetry(ElementGroup):
             tap: One of :attr:`taps`, or its name.
         """
         found: list[dict[int, float]] = []
-        for forms in (self._values.magnitudes, self._values.signs):
+        for forms in (own.forms for own in self._on_values if own.forms is not None):
             shown = [forms[slot.rows] for slot in self._tapped(tap).seen]
             pairs = [pair for rows in shown for pair in zip(rows.indices.tolist(), rows.data.tolist(), strict=True)]
             found.append(dict(sorted(dict(reversed(pairs)).items())))
@@ -465,8 +465,7 @@ class Symmetry(ElementGroup):
                 f"units live on the axes {[slot.axes for slot in tap.seen]} of {tap.name}; expected channels on one "
                 "axis, or on several together."
             )
-        tilted = tap.seen[0].offset in self._values.tilted_places
-        shifted = bool(tap.offset) or tap.shown.adds or tilted or tap.in_front is not None
+        shifted = bool(tap.offset) or tap.shown.adds or tap.in_front is not None
         return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
     def call(self, inputs: Any = None, keywords: Mapping[str, Any] | None = None) -> Call:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Draw
+from lightning_sym.symmetry.group.factor import Draw, Factors
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import (
     constant_names,
@@ -42,6 +42,7 @@ class Group(Protocol):
     """What the proof asks of a symmetry: random elements, and what they do to a network."""
 
     structure: Structure
+    factors: Factors
 
     def drawn(self, draw: Draw) -> Element:
         """Draw a random element."""
@@ -522,7 +523,7 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
         generator: Where the noise comes from.
     """
     variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
-    gains = _divisors(symmetry.structure)
+    gains = {name for factor in symmetry.factors for name in factor.gains}
     constants, weights = constant_names(network), dict(network.named_parameters())
     pool = torch.randn(2 * _DRAWN, dtype=torch.float64, generator=generator)
     for name, tensor in state_tensors(network).items():
@@ -548,13 +549,6 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
                     part.copy_(noise * (min(max(size, _USUAL[0]), _USUAL[1]) if finite else 0.1))
                 else:
                     part.add_(noise, alpha=amount * size)
-
-
-def _divisors(structure: Structure) -> set[str | None]:
-    """Return the names of gains by which elements may divide: matrices and shifts act between them."""
-    names: set[str | None] = {name for rotation in structure.rotations for name, _ in rotation.gains}
-    names |= {tilt.gain for tilt in structure.tilts}
-    return names | structure.shifts.factors
 
 
 def _tiles(tensor: Tensor, drawn: Tensor) -> list[tuple[Tensor, Tensor]]:

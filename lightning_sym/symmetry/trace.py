@@ -14,12 +14,12 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.checking import check_network, examples_of
+from lightning_sym.symmetry.group.statistics import free_positions
 from lightning_sym.symmetry.lengths import captures_of
 from lightning_sym.symmetry.self_test import proven
 from lightning_sym.symmetry.shifts import find_shifts
 from lightning_sym.symmetry.solving.group import find_group
 from lightning_sym.symmetry.solving.unread import wide_matrices
-from lightning_sym.symmetry.statistics import free_positions
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import find_labels

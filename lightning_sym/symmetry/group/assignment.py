@@ -79,7 +79,8 @@ class MatchingGroup:
         movable: Whether units change places within their cells.
         mixers: What acts on the units by matrices, but for what acts late.
         assigned: Whether units are assigned one by one: they are not where a mixer permutes them, too.
-        free: The columns of the table of signs whose generators belong to one unit alone.
+        signs: The table of signs. Shape (units, signs of a unit).
+        free: The columns of that table whose generators belong to one unit alone.
         shared: The columns whose generators belong to a whole cell.
         slices: Where the units stand, by the free and shared signs that act there.
         joints: The same for columns of grouped convolutions.
@@ -93,6 +94,7 @@ class MatchingGroup:
     movable: bool
     mixers: tuple[Factor[Any], ...]
     assigned: bool
+    signs: Ints
     free: tuple[int, ...]
     shared: tuple[int, ...]
     slices: dict[Pattern, tuple[Slices, ...]]
@@ -210,6 +212,7 @@ def _matched_group(
         movable=group.movable,
         mixers=mixers,
         assigned=assigned,
+        signs=table,
         free=free,
         shared=shared,
         slices={pattern: tuple(parts) for pattern, parts in slices.items()},
@@ -421,12 +424,22 @@ def within_cells(group: MatchingGroup, tables: Tables) -> Chosen:
     return chosen
 
 
-def parts_of(factors: Factors, groups: Sequence[MatchingGroup], chosen: Mapping[int, Chosen]) -> dict[str, Part]:
-    """Return the parts that bring the chosen units to their places, by the groups' numbers."""
+_NONE = np.zeros(0, np.int64)
+
+
+def parts_of(
+    factors: Factors,
+    groups: Sequence[MatchingGroup],
+    chosen: Mapping[int, Chosen],
+    places: Ints = _NONE,
+    slots: Ints = _NONE,
+) -> dict[str, Part]:
+    """Return the parts that bring the chosen units to their places, by the groups' numbers, and slots to theirs."""
     same = factors.identity("")
     permutation, signs = same.permutation, same.sign
+    permutation[torch.from_numpy(places)] = torch.from_numpy(slots)
     for index, own in chosen.items():
-        units, table = groups[index].units, factors.structure.sign_table[index]
+        units, table = groups[index].units, groups[index].signs
         permutation[torch.from_numpy(units)] = torch.from_numpy(units[own.source])
         for k, sign in own.signs.items():
             signs[torch.from_numpy(table[own.source, k])] = torch.from_numpy(sign)

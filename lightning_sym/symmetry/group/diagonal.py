@@ -1,6 +1,6 @@
 """Factors by which units are multiplied: magnitudes and signs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats, Ints, along, odd, odd_entries
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor
-from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.group.order import find_signs
 from lightning_sym.symmetry.group.search import Search
+from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
 from lightning_sym.symmetry.group.streams import folding, gain_signs
-from lightning_sym.symmetry.statistics import kernel, tangent_rows
 
 _EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
 
@@ -25,6 +25,7 @@ class Diagonal(Factor[Tensor]):
     """One number per generator; generators act on positions with exponents, and permutations exchange generators."""
 
     neutral: ClassVar[float]
+    bounded = True
     kind: ClassVar[Literal["scales", "signs"]]
 
     @property
@@ -61,10 +62,6 @@ class Diagonal(Factor[Tensor]):
                 own[torch.from_numpy(table.ravel())] = self.neutral
         return own
 
-    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
-        """Return nothing: bounds are for scales as they are, and for signs by absolute values."""
-        return (), False
-
     @property
     def inside(self) -> int:
         """How many generators act inside dense cells."""
@@ -77,10 +74,6 @@ class Scale(Diagonal):
     name, kind, neutral = "log_scale", "scales", 0.0
 
     rung = Rung.SIZES
-
-    def concerned(self, wanted: Wanted) -> bool:
-        """Return whether sizes are found: always, as all else goes by them."""
-        return True
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return the scales of the gauge that is wanted; gains between which streams rotate are 1 before."""
@@ -147,11 +140,7 @@ class Sign(Diagonal):
 
     name, kind, neutral = "sign", "signs", 1.0
 
-    rung = Rung.SIGNS
-
-    def concerned(self, wanted: Wanted) -> bool:
-        """Return whether signs are found."""
-        return wanted.signs
+    rung, keeps_norms = Rung.SIGNS, True
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return the signs by the largest entries; where matrices do it all, as matrices."""
@@ -183,10 +172,6 @@ class Sign(Diagonal):
 
     def _flipping(self, generators: Ints) -> Tensor:
         return self.identity().index_fill(0, torch.from_numpy(generators), -1.0)
-
-    def rigid(self, own: Tensor) -> Tensor:
-        """Return the part: no sign changes a norm."""
-        return own
 
     def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
         """Return the biases that take up changes of sign, and all that signs flip."""

@@ -22,7 +22,7 @@ from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.element import Element, Part
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.norms import Plan
-from lightning_sym.symmetry.group.search import Search, Seen
+from lightning_sym.symmetry.group.search import MatrixPlace, Search, Seen
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -141,6 +141,8 @@ class Factor(ABC, Generic[P]):
         freedom: The word by which :func:`weight_matching` allows that it mixes units.
         permutes: Whether its matrices hold the permutations of the units that they mix, so that these are not assigned.
         late: Whether matching asks it when all else has settled: before, assignments can still recognise units.
+        keeps_norms: Whether its parts change no norm of the weights.
+        bounded: Whether lower bounds of distances take it into account, see :meth:`veiled` and :meth:`invariants`.
     """
 
     name: ClassVar[str]
@@ -148,6 +150,8 @@ class Factor(ABC, Generic[P]):
     freedom: ClassVar[str] = "matrices"
     permutes: ClassVar[bool] = False
     late: ClassVar[bool] = False
+    keeps_norms: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
 
     def __init__(self, group: "Factors") -> None:
         self.group, self.structure = group, group.structure
@@ -198,6 +202,21 @@ class Factor(ABC, Generic[P]):
     def log_order(self) -> float:
         """Natural logarithm of the order of its discrete part."""
         return 0.0
+
+    @property
+    def redundant(self) -> int:
+        """How many of its tangents are combinations of others, of its own or of scales."""
+        return 0
+
+    @property
+    def acts_apart(self) -> bool:
+        """Whether no two of its generators multiply the same position."""
+        return self.forms is None or not bool((np.diff(self.forms.indptr) > 1).any())
+
+    @property
+    def forms(self) -> sparse.csr_matrix | None:
+        """Exponents, if it multiplies units by powers of generators. Shape (positions of all slots, generators)."""
+        return None
 
     def dimension_at(self, offsets: Collection[int]) -> int:
         """Return the dimension of what acts by matrices at some slots, given by their offsets."""
@@ -257,12 +276,14 @@ class Factor(ABC, Generic[P]):
     # Canonical forms.
 
     def concerned(self, wanted: Wanted) -> bool:
-        """Return whether it is asked for its part of a form; by default where it is continuous, and scales may change.
+        """Return whether it is asked for its part of a form; by default as its rung says.
 
         Args:
             wanted: Which form is wanted.
         """
-        return wanted.scales is not None and self.dimension > 0
+        if self.rung < Rung.EACH:  # continuous
+            return wanted.scales is not None and self.dimension > 0
+        return {Rung.SIGNS: wanted.signs, Rung.ORDER: wanted.order}.get(self.rung, True)
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return what brings weights to the same place from all of an orbit, as far as this factor can do that.
@@ -383,13 +404,13 @@ class Factor(ABC, Generic[P]):
         return self.rung >= Rung.EACH or not self.concerned(Wanted("balanced", order=False))
 
     def rigid(self, own: P) -> P:
-        """Return what is left of a part where no norm may change; by default nothing."""
-        return self.identity()
+        """Return what is left of a part where no norm may change."""
+        return own if self.keeps_norms else self.identity()
 
     @property
     def hides_units(self) -> bool:
         """Whether units cannot be recognised before it has acted, so that descents may miss the nearest network."""
-        return False
+        return (self.permutes or self.late) and any(map(self.mixes, range(len(self.structure.orbits))))
 
     # Bounds of distances.
 
@@ -400,7 +421,7 @@ class Factor(ABC, Generic[P]):
             networks: Parameters of both, as they are compared, by name.
             balanced: Whether both are balanced.
         """
-        if self.dimension or self.log_order:
+        if not self.bounded and (self.dimension or self.log_order):
             return [f"no lower bound is known for what {self.name} does"], True
         return (), False
 
@@ -421,6 +442,10 @@ class Factor(ABC, Generic[P]):
         return set(), set()
 
     # What else asks.
+
+    def matrix_places(self) -> Iterable[MatrixPlace]:
+        """Yield where its parts are matrices, in whose place :class:`SoftMaps` may take others."""
+        return ()
 
     @property
     def gains(self) -> frozenset[str]:

@@ -27,7 +27,7 @@ class HalfTurn(Additive):
     With the signs, these are the infinite dihedral group of each unit.
     """
 
-    name = "half_turn"
+    name, bounded = "half_turn", True
 
     @property
     def size(self) -> int:
@@ -111,10 +111,6 @@ class HalfTurn(Additive):
             size = torch.from_numpy(turns.size[at]) * step
             found[at] = -(bias / size - 0.5).ceil() * step  # into (-size / 2, size / 2]
         return Canonical({self.name: found})
-
-    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
-        """Return nothing: bounds see nothing of what half turns change."""
-        return (), False
 
     def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
         """Return the biases, and all that odd numbers flip."""

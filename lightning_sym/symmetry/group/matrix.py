@@ -16,6 +16,7 @@ from lightning_sym.symmetry.group.cells import cell_slices, singular_values, unb
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.search import MatrixPlace
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Matrices = tuple[Tensor, ...]
@@ -70,6 +71,11 @@ class Matrix(Factor[Matrices]):
     def dimension(self) -> int:
         """The number of the matrices' entries."""
         return sum(len(cell) ** 2 for cell in self.structure.dense)
+
+    @property
+    def redundant(self) -> int:
+        """How many scales are also among the matrices."""
+        return sum(map(len, self.structure.dense))
 
     def dimension_at(self, offsets: Collection[int]) -> int:
         """Return the dimension of the matrices that act at some slots, given by their offsets."""
@@ -160,11 +166,6 @@ class Matrix(Factor[Matrices]):
         """Return the orthogonal parts."""
         return tuple(polar_factor(matrix) for matrix in own)
 
-    @property
-    def hides_units(self) -> bool:
-        """Whether there are cells."""
-        return bool(self.structure.dense)
-
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
         """Return a note on cells without a balanced member; see :class:`Factor`."""
         free = {cell for own in networks if balanced for cell in unbalanced(self.structure, own)}
@@ -182,6 +183,13 @@ class Matrix(Factor[Matrices]):
             if len(mixed) > 1:  # on both sides: those of the whole, mixed or not
                 found[name] = [torch.linalg.svdvals(together(tensors[name], mixed[0].axes).flatten(1))]
         return found
+
+    def matrix_places(self) -> Iterable[MatrixPlace]:
+        """Yield where cells stand; see :class:`Factor`."""
+        for slot in self.structure.slots:
+            for cells, positions, read in self.structure.dense_places.get(slot.offset, ()):
+                names = tuple(f"matrix {cell}" for cell in cells)
+                yield MatrixPlace(slot.tensor, names, slot.axes[0], MatrixPlace.indices(*positions), read)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms."""

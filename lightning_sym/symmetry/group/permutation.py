@@ -1,15 +1,16 @@
 """Permutations of units: within cells, and of whole blocks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.group.factor import Draw, Factor
-from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.group.order import find_order
+from lightning_sym.symmetry.group.search import MatrixPlace
 
 
 class Permutation(Factor[Tensor]):
@@ -47,11 +48,7 @@ class Permutation(Factor[Tensor]):
             permutation[blocks[new]] = permutation[blocks[old]]
         return torch.from_numpy(permutation)
 
-    rung = Rung.ORDER
-
-    def concerned(self, wanted: Wanted) -> bool:
-        """Return whether units are sorted."""
-        return wanted.order
+    rung, bounded, keeps_norms = Rung.ORDER, True, True
 
     def canonical(self, state: Gathered) -> Canonical:
         """Sort units within cells, and blocks, dead units last."""
@@ -81,13 +78,20 @@ class Permutation(Factor[Tensor]):
         inside = sum(self.log_order_in(orbit) for orbit in range(len(self.structure.orbits)))
         return inside + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
 
-    def rigid(self, own: Tensor) -> Tensor:
-        """Return the part: no permutation changes a norm."""
-        return own
-
-    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
-        """Return nothing: permutations are bounded by assignments."""
-        return (), False
+    def matrix_places(self) -> Iterable[MatrixPlace]:
+        """Yield where units of cells change places that no matrix mixes anyway; see :class:`Factor`."""
+        structure = self.structure
+        for orbit, (columns, cell_of) in enumerate(zip(structure.columns, structure.cells, strict=True)):
+            slot_of = structure.slots_at(columns[0])
+            slots = {int(index): structure.slots[index] for index in slot_of}
+            together = any(len(slot.axes) > 1 for slot in slots.values()) or structure.copies_of(orbit) is not None
+            mixed = any(own.mixes(orbit) and (own.permutes or own.late) for own in self.group)
+            for cell in np.unique(cell_of) if structure.movable[orbit] and not (together or mixed) else ():
+                own = columns[cell_of == cell]
+                for index, slot in slots.items() if len(own) > 1 else ():
+                    at = own[:, slot_of == index].T - slot.offset
+                    at = MatrixPlace.indices(*at[:, None])
+                    yield MatrixPlace(slot.tensor, (f"units {orbit}, {cell}",), slot.axes[0], at)
 
     def check(self, own: Tensor) -> None:
         """Check that a part is one of this factor.

@@ -73,7 +73,7 @@ class Phase(Additive):
             blocks.append(total)
         return sparse.vstack(blocks).tocsr()
 
-    rung = Rung.SIZED
+    rung, keeps_norms = Rung.SIZED, True
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return the angles that turn the planes to the principal axes of the first weights in which they stand.
@@ -129,10 +129,6 @@ class Phase(Additive):
         for new, old in enumerate(order):
             pairs = table[torch.from_numpy(places[new]), torch.from_numpy(places[old])]
             own[torch.from_numpy(self.structure.phase_of[units[places[old]]])] = pairs.angle()
-        return own
-
-    def rigid(self, own: Tensor) -> Tensor:
-        """Return the part: no phase changes a norm."""
         return own
 
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:

@@ -13,7 +13,7 @@ from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
-from lightning_sym.symmetry.group.search import Seen
+from lightning_sym.symmetry.group.search import MatrixPlace, Seen
 from lightning_sym.symmetry.group.streams import (
     NO_TURN,
     Turns,
@@ -174,15 +174,6 @@ class Rotations(Factor[Turns]):
         settled = frozenset(k for k in columns if not any(rotation.plain_sign[k] for rotation in own))
         return settled if own else None
 
-    def rigid(self, own: Turns) -> Turns:
-        """Return the part: no rotation changes a norm."""
-        return own
-
-    @property
-    def hides_units(self) -> bool:
-        """Whether there are streams."""
-        return bool(self.structure.rotations)
-
     @property
     def gains(self) -> frozenset[str]:
         """The gains between which streams rotate."""
@@ -204,7 +195,7 @@ class Rotations(Factor[Turns]):
                 found[slot.tensor] = [torch.linalg.svdvals(tensor.reshape(len(tensor), -1))]
         return found
 
-    rung = Rung.LAST
+    rung, keeps_norms = Rung.LAST, True
 
     def concerned(self, wanted: Wanted) -> bool:
         """Return whether streams are turned: in balanced forms, where signs are free."""
@@ -229,6 +220,15 @@ class Rotations(Factor[Turns]):
                 f"{stiff} streams are not rotated (with scales='balanced', signs and order only, and between gains "
                 "other than zero): the form is canonical up to these rotations only"
             )
+
+    def matrix_places(self) -> Iterable[MatrixPlace]:
+        """Yield where streams are rotated; see :class:`Factor`."""
+        for slot in self.structure.slots:
+            for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
+                known = zip(self.structure.rotations[index].gains, powers, strict=True)
+                gains = tuple((name, torch.from_numpy(where), power) for (name, where), power in known if power)
+                at = MatrixPlace.indices(at[None])
+                yield MatrixPlace(slot.tensor, (f"stream {index}",), slot.axes[0], at, gains=gains)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms, of which the antisymmetric part counts."""

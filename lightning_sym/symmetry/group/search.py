@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from scipy import sparse
 from torch import Tensor
@@ -63,3 +64,29 @@ class Seen:
         for name, at, power in self.gains:
             total *= tensors[name].detach().double().cpu().reshape(-1)[torch.from_numpy(at)] ** power
         return total
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixPlace:
+    """Where matrices act on one axis of a tensor: those of a factor, or any in their place.
+
+    Attributes:
+        tensor: The tensor's name.
+        maps: The names of the matrices, all of one size.
+        axis: The axis.
+        at: At which of its positions. Shape (matrices, size, places), int64.
+        inverse: Whether their inverses, transposed, act.
+        gains: Between which gains: names, elements of shape (size,), and powers.
+    """
+
+    tensor: str
+    maps: tuple[str, ...]
+    axis: int
+    at: Tensor
+    inverse: bool = False
+    gains: tuple[tuple[str, Tensor, int], ...] = ()
+
+    @staticmethod
+    def indices(*positions: Ints) -> Tensor:
+        """Return the positions of cells at several places, each of shape (cells, size), as (cells, size, places)."""
+        return torch.from_numpy(np.stack(positions, -1))

@@ -13,9 +13,9 @@ from lightning_sym.symmetry.group.action import Action
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.statistics import kernel
+from lightning_sym.symmetry.group.translations import carried, nearest
 from lightning_sym.symmetry.rearranging import Summand
-from lightning_sym.symmetry.statistics import kernel
-from lightning_sym.symmetry.translations import carried, nearest
 
 
 class Shift(Additive):
@@ -48,11 +48,7 @@ class Shift(Additive):
         """The tensors in multiples of which something is added."""
         return frozenset(self.structure.shifts.factors)
 
-    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
-        """Return nothing: bounds are those of networks as they are compared."""
-        return (), False
-
-    rung = Rung.IN_TURN
+    rung, bounded = Rung.IN_TURN, True
 
     def concerned(self, wanted: Wanted) -> bool:
         """Return whether shifts are taken off: where scales may change."""
@@ -61,6 +57,11 @@ class Shift(Additive):
     def canonical(self, state: Gathered) -> Canonical:
         """Return the shift that takes off what is added, with the least sum of squares of what is left."""
         return Canonical({self.name: nearest(self.structure.shifts, state.tensors, state.parameters)})
+
+    @property
+    def redundant(self) -> int:
+        """By how much entries exceed the dimension."""
+        return self.size - self.dimension
 
     def describe(self) -> Iterable[str]:
         """Return lines on the kinds of shifts."""

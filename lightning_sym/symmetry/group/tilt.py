@@ -4,7 +4,7 @@ See docs/theory/intertwiners.md, 2.12.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -109,11 +109,7 @@ class Tilts(Factor[Vectors]):
         """The gains of the norms."""
         return frozenset(tilt.gain for tilt in self.structure.tilts if tilt.gain is not None)
 
-    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
-        """Return nothing: bounds are those of networks as they are compared."""
-        return (), False
-
-    rung = Rung.IN_TURN
+    rung, bounded = Rung.IN_TURN, True
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return the tilts after which each norm's bias equals its gain, of all that the norm's readers leave open.

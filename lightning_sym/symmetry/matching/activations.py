@@ -41,6 +41,7 @@ class ActivationMoments:
         b: The second network (y).
 
     Attributes:
+        groups: What matching needs to know of the axis groups.
         places: The module that is watched, by the name of the axis group. Groups of which no module's output shows all
             units are missing.
         mixed: By the name of a factor and the number of a member that may bring units to the other's (a stream), the
@@ -59,7 +60,8 @@ class ActivationMoments:
         self._watched: dict[str, tuple[Tap, int, Tensor]] = {}
         # By group, the columns of its sign table that show at its place.
         self.visible_signs: dict[str, tuple[int, ...]] = {}
-        for group, signs in zip(symmetry.groups, symmetry.structure.sign_table, strict=True):
+        self.groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
+        for group, own in zip(symmetry.groups, self.groups, strict=True):
             if not group.taps or not (group.movable or group.signs):
                 continue
             real = [tap for tap in group.taps if not _passes_through(modules[tap.module])]
@@ -67,7 +69,7 @@ class ActivationMoments:
             axis, positions = tap.positions(group.units) or (0, group.units)
             self._watched[group.name] = (tap, axis, positions)
             visible = symmetry.generators_at(tap)[1]
-            self.visible_signs[group.name] = tuple(k for k, own in enumerate(signs.T) if visible.keys() & set(own))
+            self.visible_signs[group.name] = tuple(k for k, column in enumerate(own.signs.T) if visible.keys() & set(column))
         self._gains: dict[str, tuple[Tensor, Tensor]] = {}
         self.mixed: dict[tuple[str, int], tuple[str, ...]] = {}
         self.mixed_orbits: set[int] = set()
@@ -259,7 +261,7 @@ def activation_matching(
         )
     where = device_of(a)
     with torch.no_grad():
-        groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
+        groups = moments.groups
         gains = {
             group.index: _gain(moments, group, axis_group.name, measure, signs)
             for group, axis_group in zip(groups, symmetry.groups, strict=True)

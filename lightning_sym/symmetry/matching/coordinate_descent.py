@@ -244,9 +244,9 @@ class Descent:
         self.element = self.symmetry.compose(element, self.element)
         return True
 
-    def parts_of(self, chosen: Mapping[int, Chosen]) -> dict[str, Part]:
-        """Return the parts that bring the chosen units to their places."""
-        return parts_of(self.symmetry.factors, self.groups, chosen)
+    def parts_of(self, chosen: Mapping[int, Chosen], *moved: Ints) -> dict[str, Part]:
+        """Return the parts that bring the chosen units to their places; and other units, given the places first."""
+        return parts_of(self.symmetry.factors, self.groups, chosen, *moved)
 
     def _improve_group(self, group: MatchingGroup) -> bool:
         """Assign a group's units, or turn them."""
@@ -338,9 +338,7 @@ class Descent:
         order, chosen = best_blocks(system, tables, raw, mixing=mixing)
         if np.array_equal(order, np.arange(system.count)):
             return False
-        element = self._element(self.parts_of(chosen))
-        element.permutation[torch.from_numpy(system.slots)] = torch.from_numpy(system.slots[order])
-        parts = dict(element.parts)
+        parts = {**self.symmetry.identity().parts, **self.parts_of(chosen, system.slots, system.slots[order])}
         for group, places in system.kinds if mixing else ():
             for mixer in group.mixers:
                 table = raw[group.index, mixer.name]
@@ -350,10 +348,7 @@ class Descent:
     def improve_alone(self, *, every: bool = True) -> bool:
         """Let factors try steps of their own; signs by themselves only where assignments do not find all, or `every`."""
         columns = [
-            (group, k, column)
-            for group in self.groups
-            if group.assigned
-            for k, column in enumerate(self.symmetry.structure.sign_table[group.index].T)
+            (group, k, column) for group in self.groups if group.assigned for k, column in enumerate(group.signs.T)
         ]
         loose = every or any(k not in group.free + group.shared for group, k, _ in columns)
         self.open_signs = [

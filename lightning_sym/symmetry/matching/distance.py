@@ -168,8 +168,7 @@ def _of_group(
     size = len(group.units)
     rows = {pattern: (stacked(kept, target, size), stacked(kept, start, size)) for pattern, kept in slices.items()}
     gain = Gain({pattern: one @ two.T for pattern, (one, two) in rows.items()}, descent.signs)
-    signs = descent.symmetry.structure.sign_table[group.index].shape[1]
-    if not gain.exact or (descent.signs and len(group.free) < signs):
+    if not gain.exact or (descent.signs and len(group.free) < group.signs.shape[1]):
         # Shared signs, or too many: the bound by absolute values.
         return sum(_in_order(target[name], start[name], True) for name in target)
     # Blocks may change places: relaxed to all permutations.

@@ -12,8 +12,8 @@ from lightning_sym._linear_algebra import best_scales
 from lightning_sym.symmetry.arrays import Floats, Ints, along
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.translations import nearest
 from lightning_sym.symmetry.matching.balanced import squared_distance, working
-from lightning_sym.symmetry.translations import nearest
 
 _MOST_SWEEPS = 20  # passes over all columns
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.group.translations import elements_alone, nearest
 from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.tracing.affine.translations import WRITERS
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.translations import elements_alone, nearest
 
 
 def center_writers(
