@@ -13,10 +13,11 @@ from lightning_sym._distributed import Batches
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.connectivity.network_files import NetworkFiles
 from lightning_sym.symmetry.base import Symmetry, unchecked
+from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.matching.activations import activation_matching
-from lightning_sym.symmetry.matching.balanced import balanced, check_networks, squared_distance
+from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 
 # Where no unit moves, scales, matrices and rotations have to bring the squared distance below this part of it. Planted

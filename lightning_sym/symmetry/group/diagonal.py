@@ -13,7 +13,9 @@ from lightning_sym.symmetry.arrays import Floats, Ints, along, odd, odd_entries
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
+from lightning_sym.symmetry.group.magnitudes import MagnitudeDescent
 from lightning_sym.symmetry.group.order import find_signs
+from lightning_sym.symmetry.group.proportion import in_proportion
 from lightning_sym.symmetry.group.search import Search
 from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
 from lightning_sym.symmetry.group.streams import folding, gain_signs
@@ -85,6 +87,17 @@ class Scale(Diagonal):
         both = np.stack([one.numpy(), two.numpy()])
         classes = (both[:, members] for members in self.group.plan.classes)
         return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
+
+    def put_in_proportion(self, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], back: Tensor) -> Tensor | None:
+        """Return the changes of scales of units that would be out of proportion; see :class:`Factor`."""
+        if not len(back):
+            return None
+        change = torch.from_numpy(in_proportion(self.group.plan, theirs, own, back.numpy())) - back
+        return change if bool(change.any()) else None
+
+    def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the scales of the least distance, one after another; see :class:`Factor`."""
+        return MagnitudeDescent(self.group, target, {name: current[name] for name in target}).run()
 
     def sample(self, draw: Draw) -> Tensor:
         """Draw logarithms, normally distributed."""

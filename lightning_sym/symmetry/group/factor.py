@@ -412,6 +412,25 @@ class Factor(ABC, Generic[P]):
         """Whether units cannot be recognised before it has acted, so that descents may miss the nearest network."""
         return (self.permutes or self.late) and any(map(self.mixes, range(len(self.structure.orbits))))
 
+    def put_in_proportion(self, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], back: P) -> P | None:
+        """Return what acts before `back`, that units get no norms of which a reference says too little; None if nothing.
+
+        Args:
+            theirs: Tensors of the reference, by name.
+            own: Those of a balanced network, its units in the places of the reference's.
+            back: The part that brings a balanced reference back.
+        """
+        return None
+
+    def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> P | None:
+        """Return the part that brings parameters nearest to others, whatever norms it changes; None if it has none.
+
+        Args:
+            target: Parameters of the reference, by name.
+            current: Parameters and buffers of the network that is moved.
+        """
+        return None
+
     # Bounds of distances.
 
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:

@@ -63,6 +63,10 @@ class Shift(Additive):
         """By how much entries exceed the dimension."""
         return self.size - self.dimension
 
+    def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the shift that brings biases and means to those of the reference; see :class:`Factor`."""
+        return nearest(self.structure.shifts, current, target.keys(), target) if self.structure.shifts else None
+
     def describe(self) -> Iterable[str]:
         """Return lines on the kinds of shifts."""
         return described_shifts(self.structure.shifts.kinds)

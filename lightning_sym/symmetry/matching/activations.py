@@ -22,8 +22,7 @@ from lightning_sym.symmetry.group.assignment import (
 from lightning_sym.symmetry.group.blocks import best_blocks, block_systems
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent
-from lightning_sym.symmetry.matching.magnitudes import refined
-from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms
+from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms, refined
 from lightning_sym.symmetry.watching import watched
 
 
@@ -69,7 +68,9 @@ class ActivationMoments:
             axis, positions = tap.positions(group.units) or (0, group.units)
             self._watched[group.name] = (tap, axis, positions)
             visible = symmetry.generators_at(tap)[1]
-            self.visible_signs[group.name] = tuple(k for k, column in enumerate(own.signs.T) if visible.keys() & set(column))
+            self.visible_signs[group.name] = tuple(
+                k for k, column in enumerate(own.signs.T) if visible.keys() & set(column)
+            )
         self._gains: dict[str, tuple[Tensor, Tensor]] = {}
         self.mixed: dict[tuple[str, int], tuple[str, ...]] = {}
         self.mixed_orbits: set[int] = set()

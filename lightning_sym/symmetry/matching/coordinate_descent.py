@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_sym._distributed import rank
 from lightning_sym.symmetry.arrays import Floats, Ints, along
+from lightning_sym.symmetry.distances import inner, squared_difference
 from lightning_sym.symmetry.group.assignment import (
     Chosen,
     Gain,
@@ -28,7 +29,7 @@ from lightning_sym.symmetry.group.assignment import (
 from lightning_sym.symmetry.group.blocks import Blocks, best_blocks, block_systems
 from lightning_sym.symmetry.group.element import Element, Part
 from lightning_sym.symmetry.group.factor import Factor
-from lightning_sym.symmetry.matching.balanced import Comparison, inner, squared_difference
+from lightning_sym.symmetry.matching.balanced import Comparison
 from lightning_sym.symmetry.proof import compute_the_same
 
 # Which moves there are: docs/theory/matching.md, 1.7.
