@@ -16,6 +16,7 @@ from lightning_sym.landscape.planes import trainable, weight_tensors, weight_vec
 from lightning_sym.networks.modes import in_precision
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.proof import double, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry

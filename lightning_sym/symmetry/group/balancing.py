@@ -1,12 +1,21 @@
 """Balances dense cells against scales: docs/theory/intertwiners.md, 5.5."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_sym.symmetry.group.cells import gram_matrices, mismatch, partial_balancing, principal_balancing
+from lightning_sym.symmetry.group.cells import (
+    balancing,
+    gram_matrices,
+    mismatch,
+    partial_balancing,
+    principal_balancing,
+)
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factors
-from lightning_sym.symmetry.group.gathered import Gathered, stalled
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, stalled
 from lightning_sym.symmetry.group.gauge import ScaleGauge
 from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.group.streams import folding
@@ -15,6 +24,7 @@ from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 # Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
 _SETTLED, _MOST_ROUNDS = 1e-13, 500
+_MOST_POSITIVE, _STILL = 100, 1e-12  # by positive matrices alone
 _PARTLY_SETTLED = 1e-11  # where cells have no balanced member, and matrices with larger condition numbers
 
 
@@ -83,3 +93,31 @@ def balanced_cells(
             "their units are linearly dependent"
         )
     return total, singular, notes
+
+
+def balanced_by_positive(factors: Factors, tensors: Mapping[str, Tensor]) -> Canonical:
+    """Return the positive matrices that make both Gram matrices of every head equal, head by head in turn.
+
+    Args:
+        factors: Those of the group.
+        tensors: Parameters, by name, float64.
+    """
+    total = same = factors.identity("")
+    singular = set[int]()
+    for _ in range(_MOST_POSITIVE):
+        dense, largest = list(same.dense), 0.0
+        grams = gram_matrices(factors.structure, tensors)
+        for cell, (out, read) in enumerate(zip(*grams, strict=True)):
+            found = balancing(out, read)
+            if found is None:
+                singular.add(cell)
+                continue
+            largest = max(largest, float((found - dense[cell]).abs().max()))
+            dense[cell] = found
+        if largest <= _STILL:
+            break
+        step = same.replaced(dense=tuple(dense))
+        tensors = dict(MovedTensors(factors, step, tensors, shifted=False).items())
+        total = factors.compose(step, total)
+    note = f"{len(singular)} heads stay as they are, as what they put out or what reads it has dependent units"
+    return Canonical({"dense": total.dense}, [note] * bool(singular))

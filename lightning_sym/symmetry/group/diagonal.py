@@ -9,8 +9,9 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, along, odd, odd_entries
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, along, odd, odd_entries
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.equations import of_single_units, solved
 from lightning_sym.symmetry.group.factor import Draw, Factor
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.group.magnitudes import MagnitudeDescent
@@ -98,6 +99,11 @@ class Scale(Diagonal):
     def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensor | None:
         """Return the scales of the least distance, one after another; see :class:`Factor`."""
         return MagnitudeDescent(self.group, target, {name: current[name] for name in target}).run()
+
+    def brought_to_one(self, rows: Ints, values: Floats) -> tuple[Tensor, Bools]:
+        """Return the scales that bring magnitudes to 1; see :class:`Factor`."""
+        found, holds = solved(of_single_units(self.structure, self.forms, rows), rows, -np.log(np.abs(values)))
+        return torch.from_numpy(found), holds
 
     def sample(self, draw: Draw) -> Tensor:
         """Draw logarithms, normally distributed."""
@@ -193,6 +199,12 @@ class Sign(Diagonal):
         flips = self.flips.tocsr()
         flipped = {slot.tensor for slot in self.structure.slots if flips[slot.rows].nnz}
         return {bias for bias, _, _, _ in self.structure.absorbed}, flipped
+
+    def brought_to_one(self, rows: Ints, values: Floats) -> tuple[Tensor, Bools]:
+        """Return the signs that make values positive; see :class:`Factor`."""
+        negative = (values < 0).astype(float)
+        found, holds = solved(of_single_units(self.structure, self.forms, rows), rows, negative, modulo_two=True)
+        return torch.from_numpy(1 - 2 * found), holds
 
     @property
     def in_cells(self) -> dict[int, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints
 from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.element import Element, Part
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
@@ -413,7 +413,7 @@ class Factor(ABC, Generic[P]):
         return (self.permutes or self.late) and any(map(self.mixes, range(len(self.structure.orbits))))
 
     def put_in_proportion(self, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], back: P) -> P | None:
-        """Return what acts before `back`, that units get no norms of which a reference says too little; None if nothing.
+        """Return what acts before `back`, so that no unit gets a norm of which a reference says too little, or None.
 
         Args:
             theirs: Tensors of the reference, by name.
@@ -459,6 +459,43 @@ class Factor(ABC, Generic[P]):
             signs: Whether signs may change.
         """
         return set(), set()
+
+    # Moves that have a name.
+
+    def brought_to_one(self, rows: Ints, values: Floats) -> tuple[P, Bools] | None:
+        """Return what multiplies values to 1, as far as it can, and where it does; None if it multiplies nothing.
+
+        Args:
+            rows: Where the values stand among the positions of all slots. Shape (values,).
+            values: Not 0. Shape (values,).
+        """
+        return None
+
+    def taken_off(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> tuple[P, Bools] | None:
+        """Return what brings tensors to 0 as far as it can, and which entries; None if it adds nothing.
+
+        Args:
+            tensors: Parameters and buffers, by name, float64, on the CPU.
+            names: The tensors to bring to 0.
+        """
+        return None
+
+    def centred(self, tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[P, set[str]] | None:
+        """Return what takes off the mean of what tensors write, and for which it can; None if it adds nothing.
+
+        Args:
+            tensors: Parameters and buffers, by name, float64, on the CPU.
+            names: The tensors that write.
+        """
+        return None
+
+    def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
+        """Return what gives values and outputs, queries and keys of heads the same norms; None if it mixes none.
+
+        Args:
+            tensors: Parameters, by name, float64.
+        """
+        return None
 
     # What else asks.
 

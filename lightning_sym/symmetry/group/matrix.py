@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats, Ints, as_array, together
-from lightning_sym.symmetry.group.balancing import balanced_cells
+from lightning_sym.symmetry.group.balancing import balanced_by_positive, balanced_cells
 from lightning_sym.symmetry.group.cells import cell_slices, singular_values, unbalanced
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
@@ -190,6 +190,10 @@ class Matrix(Factor[Matrices]):
             for cells, positions, read in self.structure.dense_places.get(slot.offset, ()):
                 names = tuple(f"matrix {cell}" for cell in cells)
                 yield MatrixPlace(slot.tensor, names, slot.axes[0], MatrixPlace.indices(*positions), read)
+
+    def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
+        """Return the positive matrices after which heads have equal Gram matrices; see :class:`Factor`."""
+        return balanced_by_positive(self.group, tensors) if self.structure.dense else None
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms."""

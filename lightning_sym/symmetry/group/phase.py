@@ -158,6 +158,27 @@ class Phase(Additive):
         chosen = torch.from_numpy(own[own >= 0])
         return self.identity().index_copy(0, chosen, torch.atan2(imaginary, real)[chosen])
 
+    def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
+        """Return the scales after which queries and keys have one norm in each plane; see :class:`Factor`."""
+        if not self.size:
+            return None
+        structure, forms = self.structure, self.structure.magnitudes
+        squares = np.zeros((2, forms.shape[1]))
+        for slot in structure.slots:
+            if slot.offset not in structure.turned_places or slot.tensor not in tensors:
+                continue
+            _, *coordinates = structure.turned_places[slot.offset]
+            at = np.concatenate(coordinates)
+            rows = tensors[slot.tensor].double().cpu().movedim(slot.axes[0], 0).reshape(slot.size, -1)
+            own = forms[slot.offset + at]  # one scale at each
+            np.add.at(squares, ((own.data < 0).astype(int), own.indices), rows.square().sum(1).numpy()[at])
+        acting, nonzero = squares.any(0), squares.all(0)
+        result = np.zeros(forms.shape[1])
+        result[nonzero] = np.log(squares[1, nonzero] / squares[0, nonzero]) / 4
+        zeros = int((acting & ~nonzero).sum())
+        notes = [f"{zeros} planes stay as they are, as queries or keys are 0 there"] if zeros else []
+        return Canonical({"log_scale": torch.from_numpy(result)}, notes)
+
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of the angles."""
         return {"phases": (self.size,)}

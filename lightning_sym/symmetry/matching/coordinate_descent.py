@@ -347,7 +347,7 @@ class Descent:
         return self.attempt(parts, frozenset().union(*(group.tensors for group in groups.values())))
 
     def improve_alone(self, *, every: bool = True) -> bool:
-        """Let factors try steps of their own; signs by themselves only where assignments do not find all, or `every`."""
+        """Let factors try steps of their own; signs alone only where assignments miss some, or with `every`."""
         columns = [
             (group, k, column) for group in self.groups if group.assigned for k, column in enumerate(group.signs.T)
         ]
@@ -358,7 +358,8 @@ class Descent:
             if self.signs and loose
             if k not in self._settled.get(group.index, ()) and k not in self._kept_signs.get(group.index, ())
         ]
-        return any([factor.improve(self) for factor in self.symmetry.factors])
+        improved = [factor.improve(self) for factor in self.symmetry.factors]  # of all
+        return any(improved)
 
     def slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
         """Return the tensors that generators flip, in columns, and the inner products there, by generator."""
