@@ -28,6 +28,7 @@ from lightning_sym.symmetry.group.action import Action, ActivationAction
 from lightning_sym.symmetry.group.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.element_group import ElementGroup
+from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.group.kinds import factors_of
 from lightning_sym.symmetry.group.permutation import Permutation
 from lightning_sym.symmetry.group.statistics import buffer_rank, counted_twice
@@ -37,7 +38,7 @@ from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 
@@ -449,6 +450,18 @@ class Symmetry(ElementGroup):
             pairs = [pair for rows in shown for pair in zip(rows.indices.tolist(), rows.data.tolist(), strict=True)]
             found.append(dict(sorted(dict(reversed(pairs)).items())))
         return found[0], found[1]
+
+    def sample_at(self, seen: Slot, generator: torch.Generator | None = None, *, scale: float = 0.5) -> Element:
+        """Draw a random element that changes the units that are seen in one place, and no others.
+
+        Args:
+            seen: Where units stand in a value: one of :attr:`Tap.seen`.
+            generator: Generator of the random numbers; by default the global one.
+            scale: Standard deviation of the logarithms of scales, whose means are 1.
+        """
+        draw = Draw(generator, scale)
+        parts = {own.name: own.sample_at(seen, self._on_values[own.name], draw) for own in self.factors}
+        return self.identity().replaced(**parts)
 
     def channels(self, tap: Tap | str) -> ChannelGroup:
         """Return the group that acts on the channels of a value inside the network.

@@ -284,17 +284,20 @@ def change(
     return worst
 
 
-def moving_element(symmetry: Group, generator: torch.Generator, scale: float, flip: Tensor | None) -> Element:
+def moving_element(symmetry: Group, generator: torch.Generator, scale: float, before: Element | None) -> Element:
     """Draw an element that moves every unit that can move.
 
     Args:
         symmetry: The group.
         generator: Where randomness comes from.
         scale: Standard deviation of the logarithms of the magnitudes.
-        flip: Signs that it shall not have, so that each sign is changed by this element or the one before it.
+        before: The element before it; each sign is changed by one of the two.
     """
     element = symmetry.drawn(Draw(generator, scale, cycles=True, most=_ROTATED))
-    return element if flip is None else element.replaced(sign=-flip)
+    if before is None:
+        return element
+    pairs = ((own, element.parts[own.name], before.parts[own.name]) for own in symmetry.factors)
+    return element.replaced(**{own.name: own.unlike(part, other) for own, part, other in pairs})
 
 
 def informative(outputs: Iterable[Tensor]) -> bool:
@@ -338,7 +341,7 @@ def largest_change(
         ValueError: If no output is finite, or the network puts out something else every time.
     """
     worst, seen, precision = 0.0, False, torch.float64
-    signs: Tensor | None = None
+    element: Element | None = None
     for sample in range(samples):
         these, amount = batches[sample % len(batches)], noise[sample % len(noise)]
         lowest = LowestPrecision()
@@ -349,8 +352,7 @@ def largest_change(
             before = _perturbed_outputs(symmetry, network, these, amount, generator, own)
         precision = lowest.dtype if not sample else precision
         seen = seen or any(informative(outputs) for outputs in before)
-        element = moving_element(symmetry, generator, scale, signs)
-        signs = element.sign
+        element = moving_element(symmetry, generator, scale, element)
         worst = max(worst, change_by(symmetry, element, network, these, before, precision, generator, tolerance))
     if not seen:
         raise ValueError(

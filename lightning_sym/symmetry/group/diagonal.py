@@ -20,6 +20,7 @@ from lightning_sym.symmetry.group.proportion import in_proportion
 from lightning_sym.symmetry.group.search import Search
 from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
 from lightning_sym.symmetry.group.streams import folding, gain_signs
+from lightning_sym.symmetry.tracing.structure import Slot
 
 _EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
 
@@ -57,6 +58,19 @@ class Diagonal(Factor[Tensor]):
                 old = self.structure.arriving(orbit, self.kind, there)
                 result[torch.from_numpy(old)] = own[torch.from_numpy(table)]
         return result
+
+    def seen_at(self, seen: Slot, values: Factor[Tensor]) -> tuple[Tensor, Floats]:
+        """Return the generators outside of dense cells that act where units are seen, and their first exponents there.
+
+        Args:
+            seen: Where units stand in a value.
+            values: This factor of the group on values.
+        """
+        assert values.forms is not None
+        rows = values.forms[seen.rows]
+        numbers, first = np.unique(rows.indices, return_index=True)
+        free = self.outside_cells(torch.full((self.forms.shape[1],), -1.0))[numbers].numpy() == -1
+        return torch.from_numpy(numbers[free].astype(np.int64)), rows.data[first[free]]
 
     def outside_cells(self, own: Tensor) -> Tensor:
         """Set what acts inside dense cells, whose matrices do it all, to nothing."""
@@ -109,6 +123,14 @@ class Scale(Diagonal):
         """Draw logarithms, normally distributed."""
         drawn = torch.randn(self.forms.shape[1], dtype=torch.float64, generator=draw.generator) * draw.scale
         return self.outside_cells(drawn)
+
+    def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
+        """Draw scales whose means are 1; see :class:`Factor`."""
+        numbers, exponents = self.seen_at(seen, values)
+        drawn = (
+            draw.scale * torch.randn(len(numbers), dtype=torch.float64, generator=draw.generator) - draw.scale**2 / 2
+        )
+        return self.identity().index_copy(0, numbers, drawn / torch.from_numpy(exponents))
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
         """Return the product of two parts, of which `earlier` acts first."""
@@ -221,6 +243,16 @@ class Sign(Diagonal):
             return self.identity()
         drawn = torch.randint(0, 2, (self.forms.shape[1],), generator=draw.generator).double() * 2 - 1
         return self.outside_cells(drawn)
+
+    def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
+        """Draw signs, both being equally likely; see :class:`Factor`."""
+        numbers, _ = self.seen_at(seen, values)
+        drawn = 1.0 - 2.0 * torch.randint(0, 2, (len(numbers),), generator=draw.generator).double()
+        return self.identity().index_copy(0, numbers, drawn)
+
+    def unlike(self, own: Tensor, other: Tensor) -> Tensor:
+        """Return the signs that the other part does not change."""
+        return -other
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
         """Return the product of two parts, of which `earlier` acts first."""

@@ -170,6 +170,20 @@ class Factor(ABC, Generic[P]):
     def sample(self, draw: Draw) -> P:
         """Draw a random part."""
 
+    def unlike(self, own: P, other: P) -> P:
+        """Return a random part, changed so that it and another one together leave as little as possible alone."""
+        return own
+
+    def sample_at(self, seen: Slot, values: "Factor[P]", draw: Draw) -> P:
+        """Draw a random part that changes the units that are seen in one place, and no others.
+
+        Args:
+            seen: Where units stand in a value inside the network.
+            values: This factor of the group on values.
+            draw: What is drawn.
+        """
+        return self.identity()
+
     @abstractmethod
     def compose(self, later: P, earlier: P) -> P:
         """Return the product of two parts, of which `earlier` acts first."""

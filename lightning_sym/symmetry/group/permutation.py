@@ -11,6 +11,7 @@ from lightning_sym.symmetry.group.factor import Draw, Factor
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.group.order import find_order
 from lightning_sym.symmetry.group.search import MatrixPlace
+from lightning_sym.symmetry.tracing.structure import Slot
 
 
 class Permutation(Factor[Tensor]):
@@ -55,6 +56,15 @@ class Permutation(Factor[Tensor]):
         notes: list[str] = []
         order = find_order(state.plan, state.slices, state.gauged, state.dead, state.names, notes)
         return Canonical({self.name: torch.from_numpy(order)}, notes)
+
+    def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
+        """Draw a permutation within cells; see :class:`Factor`."""
+        structure, permutation = self.structure, np.arange(self.structure.units)
+        for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
+            if movable and structure.cell_of[units[0]] < 0 and np.isin(units, seen.unit).any():
+                random = torch.rand(len(units), dtype=torch.float64, generator=draw.generator).numpy()
+                permutation[units[np.argsort(cells, kind="stable")]] = units[np.lexsort((random, cells))]
+        return torch.from_numpy(permutation)
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
         """Return the product of two parts, of which `earlier` acts first."""
