@@ -5,6 +5,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,6 +157,8 @@ def _derived(
     labels = find_labels(captures, tensors, affine=affine, lengths=len(examples))
     group = find_group(labels)
     parameters = {*tensors.parameters}
+    told = sorted(set().union(*(captured.told for captured in captures)))
+    group = group._replace(structure=replace(group.structure, told=tuple(told)))
     added = find_shifts(captures, tensors, labels, group, wanted=shifts)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.states.items()}
     free = free_positions(added.structure, shapes, group.unread.values())

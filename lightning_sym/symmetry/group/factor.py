@@ -213,6 +213,11 @@ class Factor(ABC, Generic[P]):
         return 0
 
     @property
+    def told(self) -> list[str]:
+        """The parameters of which rules have told it, see `Trace.tell`."""
+        return [name for factor, name in self.structure.told if factor == self.name]
+
+    @property
     def log_order(self) -> float:
         """Natural logarithm of the order of its discrete part."""
         return 0.0
@@ -248,6 +253,20 @@ class Factor(ABC, Generic[P]):
 
     def multipliers(self, own: P) -> Floats | None:
         """Return for each position of all slots by what a part multiplies it, before it moves; None for nothing."""
+        return None
+
+    def entries(self, own: P, name: str) -> Tensor | None:
+        """Return by what a part multiplies single entries of a tensor, once all is added; None for nothing.
+
+        An optimiser's averages are multiplied by powers of these.
+
+        Args:
+            own: The part.
+            name: The name of the tensor.
+
+        Returns:
+            Of a shape that broadcasts to the tensor's, float64.
+        """
         return None
 
     def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:

@@ -117,7 +117,7 @@ class Gathered(ABC):
             table = plan.structure.scale_table[orbit]
             units = self.gauge.dead[table].any(1)
             if sides.dead.any() and not table.shape[1]:
-                units = (sides.incoming <= NOTHING) | (sides.outgoing <= NOTHING)
+                units = np.logical_or(sides.incoming <= NOTHING, sides.outgoing <= NOTHING)
             if units.any():
                 self.dead[orbit] = units
 

@@ -226,9 +226,9 @@ class Rotations(Factor[Turns]):
         for slot in self.structure.slots:
             for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
                 known = zip(self.structure.rotations[index].gains, powers, strict=True)
-                gains = tuple((name, torch.from_numpy(where), power) for (name, where), power in known if power)
-                at = MatrixPlace.indices(at[None])
-                yield MatrixPlace(slot.tensor, (f"stream {index}",), slot.axes[0], at, gains=gains)
+                gains = tuple((name, torch.from_numpy(own), power) for (name, own), power in known if power)
+                maps, where = (f"stream {index}",), MatrixPlace.indices(at[None])
+                yield MatrixPlace(slot.tensor, maps, slot.axes[0], where, gains=gains)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms, of which the antisymmetric part counts."""

@@ -1,6 +1,6 @@
 """What factors know of a search for the member of an orbit that is nearest to another network."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Search(Protocol):
     target: Mapping[str, Tensor]
     current: dict[str, Tensor]
     signs: bool
-    open_signs: Sequence[Ints]
+    open_signs: list[Ints]
 
     def attempt(self, parts: Mapping[str, Part], tensors: Iterable[str]) -> bool:
         """Let parts act, which change these tensors, if that is an improvement; return whether it was."""

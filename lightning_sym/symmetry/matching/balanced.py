@@ -115,7 +115,7 @@ def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool,
     if not balance:
         if not signs:
             return Comparison(symmetry, a, b)
-        return Comparison(symmetry, a, b, *(settled_element(symmetry, network) for network in (a, b)))
+        return Comparison(symmetry, a, b, settled_element(symmetry, a), settled_element(symmetry, b))
     left, right = (balanced_element(symmetry, network, signs=signs) for network in (a, b))
     return Comparison(symmetry, a, b, left, right, balanced=True)
 
