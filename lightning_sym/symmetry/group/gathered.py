@@ -115,9 +115,9 @@ class Gathered(ABC):
         self.slices, self.dead = squares.slices(self.gauged.scale**2 * determined), {}
         for orbit, sides in enumerate(sides_of_units(plan, self.slices)):
             table = plan.structure.scale_table[orbit]
-            units = self.gauge.dead[table].any(1)
+            units: Bools = np.asarray(self.gauge.dead[table].any(1))
             if sides.dead.any() and not table.shape[1]:
-                units = np.logical_or(sides.incoming <= NOTHING, sides.outgoing <= NOTHING)
+                units = (sides.incoming <= NOTHING) | (sides.outgoing <= NOTHING)
             if units.any():
                 self.dead[orbit] = units
 
