@@ -25,6 +25,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import find_labels
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
+from lightning_sym.symmetry.tracing.rules import namesakes
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tracer import Tracer
 
@@ -169,7 +170,14 @@ def _derived(
         added.values,
         labels.walk.taps,
         network,
-        [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *unread, *added.notes],
+        [
+            *tensors.unused(captures),
+            *_left_out(captures, output),
+            *group.notes,
+            *unread,
+            *added.notes,
+            *namesakes(network),
+        ],
         constants=tensors.constants(captures),
         examples=examples,
         shown=added.shown,

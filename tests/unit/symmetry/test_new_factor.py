@@ -133,3 +133,14 @@ def test_the_state_of_an_optimiser_goes_along(found, make):
         ends.append(symmetry.act(symmetry.inverse(element), own) if moved else own)
     for one, two in zip(*(end.parameters() for end in ends), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+
+
+def test_rules_for_what_is_not_there_say_so(found):
+    """Of classes that were defined again, and of operations whose names are mistyped."""
+    with pytest.raises(ValueError, match="torch has no operation aten::coshh"):
+        register_rule("aten::coshh")
+    again = type("Squared", (nn.Linear,), {"forward": Squared.forward})
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), again(6, 5, bias=False), nn.ReLU(), nn.Linear(5, 3)).double()
+    notes = trace_symmetry(network, torch.randn(2, 4).double()).notes
+    assert any("a rule belongs to another class Squared" in note for note in notes)
+    assert not any("another class" in note for note in found[1].notes)
