@@ -13,9 +13,11 @@ from lightning_sym._distributed import Batches
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.connectivity.network_files import NetworkFiles
 from lightning_sym.symmetry.base import Symmetry, unchecked
+from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.matching.activations import activation_matching
-from lightning_sym.symmetry.matching.balanced import balanced, check_networks, squared_distance
+from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 
 # Where no unit moves, scales, matrices and rotations have to bring the squared distance below this part of it. Planted
@@ -207,8 +209,8 @@ class _Alignment:
         return self._keeps_order(found.element)
 
     def _keeps_order(self, element: Element) -> bool:
-        identity = self.symmetry.identity()
-        return torch.equal(element.permutation, identity.permutation) and torch.equal(element.sign, identity.sign)
+        discrete = (own for own in self.symmetry.factors if own.rung > Rung.SIZES)
+        return all(own.is_identity(element.parts[own.name]) for own in discrete)
 
     def make_rounds(
         self, match: Callable[[nn.Module, nn.Module, Element, int], Match], most: int, seed: int, *, balance: bool

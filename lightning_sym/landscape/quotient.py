@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from lightning_sym.landscape.planes import trainable, weight_tensors, weight_vec
 from lightning_sym.networks.modes import in_precision
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.proof import double, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
@@ -303,14 +303,15 @@ class _Layer:
 def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None:
     """Return the layers of hidden units, if every entry of the weight vector belongs to at most one unit."""
     structure = symmetry.structure
-    if structure.dense or structure.rotations or structure.shifts or structure.blocks or structure.absorbed:
+    continuous = any(own.dimension for own in symmetry.factors if own.rung < Rung.EACH)
+    if continuous or structure.blocks or structure.absorbed:
         return None
     if any(len(slot.axes) != 1 for slot in structure.slots):
         return None
     # Each scale and each sign must be that of one unit, and nothing be moved by two of them.
     if any(sum(g.size * getattr(g, kind) for g in symmetry.groups) != getattr(symmetry, kind) for kind in _FREE):
         return None
-    if any((np.diff(free.indptr) > 1).any() for free in (structure.magnitudes, structure.signs)):
+    if not all(own.acts_apart for own in symmetry.factors):
         return None
     own = weight_vector(network)
     numbers = weight_tensors(network, torch.arange(len(own)))

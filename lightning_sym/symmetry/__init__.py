@@ -2,10 +2,10 @@
 
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import Balance, CanonicalForm, balance, canonicalize
-from lightning_sym.symmetry.channels import ChannelGroup
 from lightning_sym.symmetry.dimension import LocalDimension, local_dimension
 from lightning_sym.symmetry.elements import AxisGroup, Occurrence, Tap
 from lightning_sym.symmetry.group.action import ActivationAction
+from lightning_sym.symmetry.group.channels import ChannelGroup
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.groups import INTERTWINER_GROUPS, intertwiner_group, measure
 from lightning_sym.symmetry.intertwiners import GroupElement, IntertwinerGroup

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
 from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -32,6 +33,14 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 def odd(numbers: Floats) -> Bools:
     """Return whether numbers are odd, up to rounding: as many flips change a sign."""
     return np.asarray(np.mod(np.rint(numbers), 2) == 1)
+
+
+def odd_entries(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return where a matrix has odd entries: 1 there."""
+    result = matrix.tocsr(copy=True)
+    result.data = odd(result.data).astype(np.float64)
+    result.eliminate_zeros()
+    return result
 
 
 def together(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -20,24 +20,25 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by, same_but_for_rounding
-from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.charts import charted, uncharted
 from lightning_sym.symmetry.described import described_blocks, described_table, joined, wrapped
 from lightning_sym.symmetry.elements import Tap, axis_groups, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.group.action import Action, ActivationAction
+from lightning_sym.symmetry.group.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.element_group import ElementGroup
+from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.group.kinds import factors_of
 from lightning_sym.symmetry.group.permutation import Permutation
+from lightning_sym.symmetry.group.statistics import buffer_rank, counted_twice
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.statistics import buffer_rank, counted_twice
 from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 
@@ -107,10 +108,11 @@ class Symmetry(ElementGroup):
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             own: (shapes.get(own, shape), kind) for name, (shape, kind) in held.items() for own in charts.names_of(name)
         }
+        self.shapes = {name: shape for name, (shape, _) in self.layout.items()}
         parameters = [name for name, _ in network.named_parameters() if name in held]
         self.parameter_names = frozenset(own for name in parameters for own in charts.names_of(name))
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
-        super().__init__(structure, digest(self.architecture.text, structure))
+        super().__init__(structure, digest(self.architecture.text, structure), self.parameter_names)
         self._values = values
         self._on_values = factors_of(values)
         self._checked = True
@@ -174,7 +176,7 @@ class Symmetry(ElementGroup):
 
     def _moving(self, buffers: frozenset[str]) -> int:
         """Return in how many dimensions the group moves some buffers."""
-        return buffer_rank(self.factors, buffers, {name: shape for name, (shape, _) in self.layout.items()})
+        return buffer_rank(self.factors, buffers, self.shapes)
 
     @property
     def _whole_dimension(self) -> int:
@@ -182,7 +184,7 @@ class Symmetry(ElementGroup):
 
     @cached_property
     def _counted_twice(self) -> int:
-        return counted_twice(self.structure, {name: shape for name, (shape, _) in self.layout.items()})
+        return counted_twice(self.structure, self.shapes)
 
     @cached_property
     def log10_permutations(self) -> float:
@@ -443,11 +445,23 @@ class Symmetry(ElementGroup):
             tap: One of :attr:`taps`, or its name.
         """
         found: list[dict[int, float]] = []
-        for forms in (self._values.magnitudes, self._values.signs):
+        for forms in (own.forms for own in self._on_values if own.forms is not None):
             shown = [forms[slot.rows] for slot in self._tapped(tap).seen]
             pairs = [pair for rows in shown for pair in zip(rows.indices.tolist(), rows.data.tolist(), strict=True)]
             found.append(dict(sorted(dict(reversed(pairs)).items())))
         return found[0], found[1]
+
+    def sample_at(self, seen: Slot, generator: torch.Generator | None = None, *, scale: float = 0.5) -> Element:
+        """Draw a random element that changes the units that are seen in one place, and no others.
+
+        Args:
+            seen: Where units stand in a value: one of :attr:`Tap.seen`.
+            generator: Generator of the random numbers; by default the global one.
+            scale: Standard deviation of the logarithms of scales, whose means are 1.
+        """
+        draw = Draw(generator, scale)
+        parts = {own.name: own.sample_at(seen, self._on_values[own.name], draw) for own in self.factors}
+        return self.identity().replaced(**parts)
 
     def channels(self, tap: Tap | str) -> ChannelGroup:
         """Return the group that acts on the channels of a value inside the network.
@@ -464,8 +478,7 @@ class Symmetry(ElementGroup):
                 f"units live on the axes {[slot.axes for slot in tap.seen]} of {tap.name}; expected channels on one "
                 "axis, or on several together."
             )
-        tilted = tap.seen[0].offset in self._values.tilted_places
-        shifted = bool(tap.offset) or tap.shown.adds or tilted or tap.in_front is not None
+        shifted = bool(tap.offset) or tap.shown.adds or tap.in_front is not None
         return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
     def call(self, inputs: Any = None, keywords: Mapping[str, Any] | None = None) -> Call:

@@ -293,7 +293,9 @@ def _measured(
     sizes = torch.linalg.vector_norm(rows, dim=0)
     rows = rows / sizes.clamp(min=1e-3 * float(sizes.max()))
     nullity = count - _rank(torch.linalg.svdvals(rows))
-    if nullity == symmetry.dimension and not symmetry.structure.dense:  # of which some may change nothing
+    if nullity == symmetry.dimension and not any(
+        group.dense for group in symmetry.groups
+    ):  # of which some may change nothing
         return Excess(0, nullity)
     counts = nullity, int((sizes > 0).sum())
     if before is not None and before.counts[1] == counts[1] and nullity >= before.counts[0]:

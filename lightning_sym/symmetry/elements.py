@@ -1,4 +1,4 @@
-"""What a symmetry is made of: units that move together, where they stand and can be watched, and an element."""
+"""What a symmetry is made of: units that move together, and where they stand and can be watched."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -152,49 +152,6 @@ class AxisGroup:
             parts, signs = [*parts, "phase"], signs - 1
         parts += ["sign" if signs == 1 else f"{signs} signs"] * (signs > 0)
         return " + ".join(parts) or "moves with its block"
-
-
-@dataclass(frozen=True)
-class Element:
-    """One element of a network's symmetry group. Shifts come first, then scales, then permutations.
-
-    Attributes:
-        group: The fingerprint of the symmetry that it belongs to.
-        permutation: The new unit i is the old unit permutation[i]. Shape (units,), int64.
-        log_scale: Logarithms of the magnitudes. Shape (scales,), float64.
-        sign: +1 or -1. Shape (signs,), float64.
-        dense: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
-        shift: How much is added, before all else (docs/theory/intertwiners.md, 3.6);
-            or nothing at all. Shape (size,) or (0,), float64.
-        rotation: Orthogonal matrices, one per rotation of the structure, each of shape (size, size), or (0, 0) for the
-            identity; or none at all. They act before scales and permutations. Float64.
-        tilt: For each tilt of the structure its vector, of shape (size,), float64; or none at all. They act after
-            rotations, before scales and permutations.
-        phase: The angle by which each plane of the structure is turned, in radians, before scales and permutations; or
-            none at all. Shape (phases,) or (0,), float64.
-    """
-
-    group: str
-    permutation: Tensor
-    log_scale: Tensor
-    sign: Tensor
-    dense: tuple[Tensor, ...] = ()
-    shift: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    rotation: tuple[Tensor, ...] = ()
-    tilt: tuple[Tensor, ...] = ()
-    phase: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-
-    def __repr__(self) -> str:
-        moved = int((self.permutation != torch.arange(len(self.permutation))).sum())
-        scales, signs = int((self.log_scale != 0).sum()), int((self.sign < 0).sum())
-        more = f", {len(self.dense)} matrices" if self.dense else ""
-        if shifted := int((self.shift != 0).sum()):
-            more += f", {shifted} shifts"
-        if turned := int((self.phase != 0).sum()):
-            more = f", {turned} phases{more}"
-        return (
-            f"<Element: {moved} of {len(self.permutation)} units move, {scales} scales and {signs} signs change{more}>"
-        )
 
 
 def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:

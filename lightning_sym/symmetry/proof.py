@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Draw
+from lightning_sym.symmetry.group.factor import Draw, Factors
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import (
     constant_names,
@@ -42,6 +42,7 @@ class Group(Protocol):
     """What the proof asks of a symmetry: random elements, and what they do to a network."""
 
     structure: Structure
+    factors: Factors
 
     def drawn(self, draw: Draw) -> Element:
         """Draw a random element."""
@@ -283,17 +284,20 @@ def change(
     return worst
 
 
-def moving_element(symmetry: Group, generator: torch.Generator, scale: float, flip: Tensor | None) -> Element:
+def moving_element(symmetry: Group, generator: torch.Generator, scale: float, before: Element | None) -> Element:
     """Draw an element that moves every unit that can move.
 
     Args:
         symmetry: The group.
         generator: Where randomness comes from.
         scale: Standard deviation of the logarithms of the magnitudes.
-        flip: Signs that it shall not have, so that each sign is changed by this element or the one before it.
+        before: The element before it; each sign is changed by one of the two.
     """
     element = symmetry.drawn(Draw(generator, scale, cycles=True, most=_ROTATED))
-    return element if flip is None else element.replaced(sign=-flip)
+    if before is None:
+        return element
+    pairs = ((own, element.parts[own.name], before.parts[own.name]) for own in symmetry.factors)
+    return element.replaced(**{own.name: own.unlike(part, other) for own, part, other in pairs})
 
 
 def informative(outputs: Iterable[Tensor]) -> bool:
@@ -337,7 +341,7 @@ def largest_change(
         ValueError: If no output is finite, or the network puts out something else every time.
     """
     worst, seen, precision = 0.0, False, torch.float64
-    signs: Tensor | None = None
+    element: Element | None = None
     for sample in range(samples):
         these, amount = batches[sample % len(batches)], noise[sample % len(noise)]
         lowest = LowestPrecision()
@@ -348,8 +352,7 @@ def largest_change(
             before = _perturbed_outputs(symmetry, network, these, amount, generator, own)
         precision = lowest.dtype if not sample else precision
         seen = seen or any(informative(outputs) for outputs in before)
-        element = moving_element(symmetry, generator, scale, signs)
-        signs = element.sign
+        element = moving_element(symmetry, generator, scale, element)
         worst = max(worst, change_by(symmetry, element, network, these, before, precision, generator, tolerance))
     if not seen:
         raise ValueError(
@@ -522,7 +525,7 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
         generator: Where the noise comes from.
     """
     variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
-    gains = _divisors(symmetry.structure)
+    gains = {name for factor in symmetry.factors for name in factor.gains}
     constants, weights = constant_names(network), dict(network.named_parameters())
     pool = torch.randn(2 * _DRAWN, dtype=torch.float64, generator=generator)
     for name, tensor in state_tensors(network).items():
@@ -548,13 +551,6 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
                     part.copy_(noise * (min(max(size, _USUAL[0]), _USUAL[1]) if finite else 0.1))
                 else:
                     part.add_(noise, alpha=amount * size)
-
-
-def _divisors(structure: Structure) -> set[str | None]:
-    """Return the names of gains by which elements may divide: matrices and shifts act between them."""
-    names: set[str | None] = {name for rotation in structure.rotations for name, _ in rotation.gains}
-    names |= {tilt.gain for tilt in structure.tilts}
-    return names | structure.shifts.factors
 
 
 def _tiles(tensor: Tensor, drawn: Tensor) -> list[tuple[Tensor, Tensor]]:

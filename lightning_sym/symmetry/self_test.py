@@ -101,14 +101,13 @@ def _elsewhere(
         Inputs on which an element changes the outputs, and by how much: the first one, and ever shorter ones, which
         are traced with it, as the group is derived anew each time. Nothing if there is none.
     """
-    generator, signs = torch.Generator().manual_seed(1), None
+    generator, element = torch.Generator().manual_seed(1), None
 
     def failing(example: Call) -> tuple[Call, float] | None:
-        nonlocal signs
+        nonlocal element
         for call, exactly, outputs in other_lengths(exact, example, generator, thrifty=thrifty):
             for _ in range(1 if thrifty else 2) if informative(outputs) else ():
-                element = moving_element(symmetry, generator, 0.5, signs)
-                signs = element.sign
+                element = moving_element(symmetry, generator, 0.5, element)
                 try:
                     change = change_by(
                         symmetry, element, exact, [exactly], [outputs], symmetry.precision, generator,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_sym.symmetry.group.translations import folded
 from lightning_sym.symmetry.solving.group import Group
 from lightning_sym.symmetry.tracing.affine.space import Shown, Translations
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
@@ -16,7 +17,6 @@ from lightning_sym.symmetry.tracing.labels import Labels
 from lightning_sym.symmetry.tracing.structure import NO_HALF_TURNS, Structure
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tilt_search import find_leaning, find_tilts
-from lightning_sym.symmetry.translations import folded
 
 
 class Added(NamedTuple):

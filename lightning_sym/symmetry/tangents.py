@@ -85,9 +85,10 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         ((75, 8), 8)
     """
     symmetry.require(network)
-    if dense := symmetry.structure.dense:
+    mixed = [factor for factor in symmetry.factors if factor.permutes and factor.dimension]
+    if cells := sum(len(factor.identity()) for factor in mixed):
         raise ValueError(
-            f"any invertible matrix acts on {len(dense)} cells of units (linear layers in a row), for which there is "
+            f"any invertible matrix acts on {cells} cells of units (linear layers in a row), for which there is "
             "no balanced member; put an activation between them, or merge them into one."
         )
     return tangents_at(symmetry, network)
@@ -106,8 +107,7 @@ def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     states = charted(state_tensors(network), structure.charts)
     found = [factor.tangents(parameters, states) for factor in symmetry.factors]
     vectors = sparse.hstack(found).tocsc()
-    twice = structure.shifts.size - structure.shifts.dimension + symmetry._counted_twice
-    twice += sum(map(len, structure.dense))  # scales, which are also among the matrices
+    twice = symmetry._counted_twice + sum(factor.redundant for factor in symmetry.factors)
     statistics = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)

@@ -5,6 +5,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +15,17 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.checking import check_network, examples_of
+from lightning_sym.symmetry.group.statistics import free_positions
 from lightning_sym.symmetry.lengths import captures_of
 from lightning_sym.symmetry.self_test import proven
 from lightning_sym.symmetry.shifts import find_shifts
 from lightning_sym.symmetry.solving.group import find_group
 from lightning_sym.symmetry.solving.unread import wide_matrices
-from lightning_sym.symmetry.statistics import free_positions
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import find_labels
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
+from lightning_sym.symmetry.tracing.rules import namesakes
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tracer import Tracer
 
@@ -156,6 +158,8 @@ def _derived(
     labels = find_labels(captures, tensors, affine=affine, lengths=len(examples))
     group = find_group(labels)
     parameters = {*tensors.parameters}
+    told = sorted(set().union(*(captured.told for captured in captures)))
+    group = group._replace(structure=replace(group.structure, told=tuple(told)))
     added = find_shifts(captures, tensors, labels, group, wanted=shifts)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.states.items()}
     free = free_positions(added.structure, shapes, group.unread.values())
@@ -166,7 +170,14 @@ def _derived(
         added.values,
         labels.walk.taps,
         network,
-        [*tensors.unused(captures), *_left_out(captures, output), *group.notes, *unread, *added.notes],
+        [
+            *tensors.unused(captures),
+            *_left_out(captures, output),
+            *group.notes,
+            *unread,
+            *added.notes,
+            *namesakes(network),
+        ],
         constants=tensors.constants(captures),
         examples=examples,
         shown=added.shown,

@@ -1,10 +1,8 @@
 """Random changes of basis in front of one activation: elements of the symmetry group, and orthogonal matrices."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, Port
 from lightning_sym.symmetry import Element
 
@@ -49,27 +47,8 @@ def element_at(
     if not (group.permutations or group.positive_scales or group.signs or group.dense):
         raise ValueError(f"The symmetry group does not change what crosses the cut at {site!r}; {_ADVICE}.")
     symmetry = source.symmetry
-    structure = symmetry.structure
     (seen,) = symmetry.taps[f"{site}/0"].seen
-    found = symmetry.identity()
-    permutation = found.permutation.numpy().copy()
-    for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
-        if movable and structure.cell_of[units[0]] < 0 and np.isin(units, seen.unit).any():
-            draw = torch.rand(len(units), dtype=torch.float64, generator=generator).numpy()
-            permutation[units[np.argsort(cells, kind="stable")]] = units[np.lexsort((draw, cells))]
-    log_scale, sign, matrices = found.log_scale, found.sign, list(found.dense)
-    for index, cell in enumerate(structure.dense):
-        if np.isin(cell, seen.unit).all():
-            left, right = (random_orthogonal(len(cell), generator) for _ in range(2))
-            drawn = scale * torch.randn(len(cell), dtype=torch.float64, generator=generator)
-            matrices[index] = (left * drawn.exp()) @ right
-    if not group.dense:  # there the matrices do it all
-        scales, signs = symmetry.generators_at(f"{site}/0")
-        drawn = scale * torch.randn(len(scales), dtype=torch.float64, generator=generator) - scale**2 / 2
-        for (number, exponent), log in zip(scales.items(), drawn.tolist(), strict=True):
-            log_scale[number] = log / exponent
-        sign[list(signs)] = 1.0 - 2.0 * torch.randint(0, 2, (len(signs),), generator=generator).double()
-    return found.replaced(permutation=torch.from_numpy(permutation), dense=tuple(matrices))
+    return symmetry.sample_at(seen, generator, scale=scale)
 
 
 def rotate_by_group(

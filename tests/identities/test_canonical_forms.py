@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import balance, canonicalize, orbit_distance, trace_symmetry
-from lightning_sym.symmetry.canonical import norms
-from lightning_sym.symmetry.canonical.norms import Squares
+from lightning_sym.symmetry.group import norms
+from lightning_sym.symmetry.group.norms import Squares
 
 
 def squared_norm(network: nn.Module) -> float:
@@ -511,7 +511,7 @@ def test_shifts_that_do_not_settle_are_no_canonical_form(monkeypatch):
     torch.manual_seed(0)
     network = SELF_TESTED["three summands"][0]().double()
     symmetry = trace_symmetry(network, torch.randn(3, 5, dtype=torch.float64))
-    monkeypatch.setattr("lightning_sym.symmetry.canonical.form._MOST_SHIFTS", 1)
+    monkeypatch.setattr("lightning_sym.symmetry.canonical.form._MOST_TURNS", 1)
     found = canonicalize(symmetry, network)
     assert not found.converged
     assert any("shifts and all else were found to" in note for note in found.notes)

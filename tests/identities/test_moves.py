@@ -25,7 +25,7 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     untie,
 )
-from lightning_sym.symmetry.canonical.cells import gram_matrices
+from lightning_sym.symmetry.group.cells import gram_matrices
 
 torch.set_num_threads(1)
 EXACT = 1e-10

@@ -202,3 +202,45 @@ def test_the_oldest_dependencies_follow_from_their_lower_bounds(monkeypatch):
     assert len(lowest(project["dependencies"])) == len(project["dependencies"])
     with pytest.raises(ValueError, match="torch has no lower bound"):
         lowest(["torch"])
+
+
+# What belongs to one kind of symmetry: fields of a structure, parts of elements, modules with the classes of factors.
+OF_ONE_KIND = {
+    *("cell_of", "dense", "dense_places", "half_turns", "magnitudes", "phase_of", "phases", "planes", "rotated_places"),
+    *("rotation_of", "rotations", "same", "scale_table", "shifts", "sign_table", "signs", "tilted_places", "tilts"),
+    "turned_places",
+}
+ONLY_THERE = OF_ONE_KIND - {"dense", "magnitudes", "planes", "phases", "rotations", "same", "shifts", "signs"}
+PARTS = {"dense", "half_turn", "log_scale", "permutation", "phase", "rotation", "shift", "sign", "tilt"}
+HOLDERS = {"structure", "values", "_values"}
+ELEMENTS = {"back", "course", "element", "found", "gauge", "identity", "initial", "left", "match", "right", "start"}
+KINDS = {"diagonal", "half_turn", "matrix", "permutation", "phase", "rotation", "shift", "tilt"}
+
+
+def named_kinds(file):
+    """Return by which names of single kinds of symmetry a file knows them."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            holder = getattr(node.value, "attr", getattr(node.value, "id", None))
+            if node.attr in ONLY_THERE or (node.attr in OF_ONE_KIND and holder in HOLDERS):
+                found.add(node.attr)
+            if node.attr in PARTS and holder in ELEMENTS:
+                found.add(f"element.{node.attr}")
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "replaced":
+            found |= {f"replaced({own.arg})" for own in node.keywords if own.arg in PARTS}
+        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") in ("factors", "parts"):
+            found |= {f"[{node.slice.value}]"} if getattr(node.slice, "value", None) in PARTS else set()
+    homes = {f"lightning_sym.symmetry.group.{kind}" for kind in KINDS}
+    return found | {f"import {name}" for module, name, _ in imports(file) if module in homes}
+
+
+def test_kinds_of_symmetry_are_named_by_their_classes_and_what_finds_them():
+    """What a kind needs elsewhere is a method of `Factor`, which all others ask in loops."""
+    knowing = set()
+    for name, file in MODULES.items():
+        if not name.startswith(tuple(f"lightning_sym.symmetry.{own}." for own in ("group", "solving", "tracing"))):
+            knowing |= {name.removeprefix("lightning_sym.")} if named_kinds(file) else set()
+    knowing.discard("symmetry.intertwiners")  # groups of activations, whose elements are of another class
+    # The user's view of a symmetry, of its units, and the move that rotates what no other factor does.
+    assert knowing == {"symmetry.base", "symmetry.elements", "symmetry.moves.streams"}

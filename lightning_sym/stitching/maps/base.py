@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.moments import FeatureMoments
-from lightning_sym.symmetry.channels import ChannelGroup
+from lightning_sym.symmetry.group.channels import ChannelGroup
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 
 Mode = Literal["soft", "hard"]

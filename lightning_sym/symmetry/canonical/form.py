@@ -1,40 +1,30 @@
 """Canonical forms: one member for each orbit of a network's symmetry group."""
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.arrays import Bools, Floats
+from lightning_sym.symmetry.arrays import Bools
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.cells import gram_matrices, mismatch, partial_balancing, principal_balancing
-from lightning_sym.symmetry.canonical.gauge import ScaleGauge
-from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint_sums, plan_of
-from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
-from lightning_sym.symmetry.canonical.planes import principal_phases
-from lightning_sym.symmetry.canonical.streams import folding, positive, principal_turns
-from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.rotation import rotatable
-from lightning_sym.symmetry.group.tilt import Tilts
+from lightning_sym.symmetry.group.element import Element, Part
+from lightning_sym.symmetry.group.factor import Factor, members
+from lightning_sym.symmetry.group.gathered import Gathered, Rung, Scales, Wanted, stalled
+from lightning_sym.symmetry.group.norms import Squares, sides_of_units
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.capture import state_tensors
-from lightning_sym.symmetry.translations import nearest
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
-Scales = Literal["balanced", "unit"] | None
-
-# Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
-_MOST_SHIFTS, _STILL = 64, 1e-12  # how often shifts and all else are found in turn, until no entry moves by more
+_MOST_TURNS, _STILL = 64, 1e-12  # how often shifts and all else are found in turn, until no entry moves by more
 # The form of a moved copy is found for networks with fewer numbers than this: it takes a second or less.
 _CHECKED = 2_000_000
 # Forms of one orbit differ by rounding, relative to each tensor's largest entry; where they are not unique, by more.
 _SAME_FORM = 1e-8
-_SETTLED, _MOST_ROUNDS = 1e-13, 500
-_PARTLY_SETTLED = 1e-11  # where cells have no balanced member, and matrices with larger condition numbers
 
 
 @dataclass(frozen=True)
@@ -112,33 +102,13 @@ def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
         torch.Size([8])
     """
     symmetry.require(network)
-    plan = plan_of(symmetry)
-    squares = Squares(plan, symmetry.tensors(network))
-    slices = squares.slices(np.ones(plan.total))
-    return dict(_balances(symmetry, plan, slices))
-
-
-def _balances(symmetry: Symmetry, plan: Plan, slices: Floats) -> Iterator[tuple[str, Balance]]:
-    up, down = plan.up @ slices, plan.down @ slices
-    has_up = np.diff(plan.up.indptr) > 0
-    has_down = np.diff(plan.down.indptr) > 0
-    structure = symmetry.structure
-    for index, group in enumerate(symmetry.groups):
-        table = structure.scale_table[index]
-        both = np.flatnonzero(has_up[table[0]] & has_down[table[0]])
-        if table.shape[1] and not group.dense:
-            chosen = table[:, both[0] if len(both) else 0]
-            incoming, outgoing = up[chosen], down[chosen]
-            one_sided = not len(both)
-        else:
-            columns = structure.columns[index]
-            incoming = slices[columns[:, plan.first[index]]].sum(1)
-            later = ~plan.first[index] & plan.parameter[columns[0]]
-            outgoing = slices[columns[:, later]].sum(1) + joint_sums(symmetry, plan, slices)[group.units.numpy()]
-            one_sided = not later.any() and not outgoing.any()
-        dead = incoming <= NOTHING if one_sided else (incoming <= NOTHING) | (outgoing <= NOTHING)
-        one, two = torch.from_numpy(incoming), torch.from_numpy(outgoing)
-        yield group.name, Balance(one, two, one - two, int(dead.sum()))
+    plan = symmetry.factors.plan
+    slices = Squares(plan, symmetry.tensors(network)).slices(np.ones(plan.total))
+    found = {}
+    for group, sides in zip(symmetry.groups, sides_of_units(plan, slices), strict=True):
+        one, two = torch.from_numpy(sides.incoming), torch.from_numpy(sides.outgoing)
+        found[group.name] = Balance(one, two, one - two, int(sides.dead.sum()))
+    return found
 
 
 def canonicalize(
@@ -221,17 +191,17 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
-    course = _course(symmetry, symmetry.tensors(network), scales, signs=signs, order=order)
+    course = _Course(symmetry, symmetry.tensors(network), Wanted(scales, signs, order)).run()
     difference, notes = math.nan, list(course.notes)
     size = sum(tensor.numel() for tensor in state_tensors(network).values())
     if check or (check is None and size <= _CHECKED):
-        apart = _apart(course, network, signs=signs, order=order)
+        apart = _apart(course, network)
         difference = max(apart.values(), default=0.0)
         notes += _not_unique(symmetry, apart)
     return CanonicalForm(
         symmetry.act(course.element, network, inplace=inplace),
         course.element,
-        course.dead or {},
+        {symmetry.groups[index].name: torch.from_numpy(units) for index, units in (course.lifeless or {}).items()},
         course.sweeps,
         course.residual,
         course.converged and not course.unsettled,
@@ -240,28 +210,28 @@ def canonicalize(
     )
 
 
-def _apart(course: "_Course", network: nn.Module, *, signs: bool, order: bool) -> dict[str, float]:
+def _apart(course: "_Course", network: nn.Module) -> dict[str, float]:
     """Return how far the form of a moved copy is from a form, by tensor, relative to the largest entry that it had."""
-    symmetry, scales = course.symmetry, course.scales
+    symmetry, wanted = course.symmetry, course.wanted
     exact = ConvertedTensors({name: tensor.detach() for name, tensor in symmetry.tensors(network).items()}, doubled)
 
     def moved_copy(mixing: bool) -> dict[str, Tensor]:
         """Return a copy that was moved by all that the form is to undo."""
         element = symmetry.sample(
             torch.Generator().manual_seed(0),
-            scale=0.5 if scales is not None else 0.0,
-            permutations=order,
-            signs=signs,
+            scale=0.5 if wanted.scales is not None else 0.0,
+            permutations=wanted.order,
+            signs=wanted.signs,
             mixing=mixing,
-            shifts=scales is not None,
+            shifts=wanted.scales is not None,
         )
         return dict(MovedTensors(symmetry.factors, element, exact).items())
 
     try:
-        moved = moved_copy(mixing=scales == "balanced" and signs and order)
+        moved = moved_copy(mixing=wanted == Wanted("balanced"))
     except ValueError:  # a gain of 0 lets no rotation pass
         moved = moved_copy(mixing=False)
-    other = _course(symmetry, moved, scales, signs=signs, order=order).tensors
+    other = _Course(symmetry, moved, wanted).run().tensors
     found = {}
     for name, tensor in course.tensors.items():
         if tensor.is_floating_point() and tensor.numel():
@@ -289,7 +259,13 @@ def _not_unique(symmetry: Symmetry, apart: Mapping[str, float]) -> list[str]:
 
 def canonical_element(symmetry: Symmetry, network: nn.Module) -> Element:
     """Return the element that brings a network to its canonical form, or nearer to it; see :func:`canonicalize`."""
-    return _course(symmetry, symmetry.tensors(network), "balanced", signs=True, order=True, partly=True).element
+    return _Course(symmetry, symmetry.tensors(network), Wanted("balanced", partly=True)).run().element
+
+
+def settled_element(symmetry: Symmetry, network: nn.Module) -> Element | None:
+    """Return what brings a network to where factors settle it without sums of squares; None if it is there."""
+    course = _Course(symmetry, symmetry.tensors(network), Wanted(None), kept=False).settle()
+    return None if course.element is course.identity else course.element
 
 
 def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> Element:
@@ -302,73 +278,33 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
         network: Not changed.
         signs: Whether gains between which streams rotate may change their signs; they are positive then.
     """
-    course = _Course(symmetry, symmetry.tensors(network), "balanced", settling=signs, kept=False, partly=True)
-    _up_to_rotations(course, signs=False, order=False)
-    if signs and symmetry.structure.rotations:
-        course.move(positive(symmetry, course.tensors))
-    return course.element
+    wanted = Wanted("balanced", signs=signs, order=False, partly=True)
+    return _Course(symmetry, symmetry.tensors(network), wanted, kept=False).run(whole=False).element
 
 
-def _course(
-    symmetry: Symmetry,
-    given: Mapping[str, Tensor],
-    scales: Scales,
-    *,
-    signs: bool,
-    order: bool,
-    partly: bool = False,
-) -> "_Course":
-    """Bring a network's weights to their canonical form."""
-    course = _Course(symmetry, given, scales, settling=signs, partly=partly)
-    if symmetry.structure.rotations and scales == "balanced" and signs and order:
-        # Scales, shifts and cells do not depend on rotations, signs and order do.
-        _up_to_rotations(course, signs=False, order=False)
-        course.move(positive(symmetry, course.tensors))
-        turn, notes = principal_turns(symmetry, course.tensors)
-        course.move(turn)
-        _up_to_rotations(course, signs=True, order=True)
-        course.notes += notes
-    else:
-        _up_to_rotations(course, signs=signs, order=order)
-    return course
-
-
-class _Course:
-    """A network's weights on their way to the canonical form.
+class _Course(Gathered):
+    """A network's weights on their way to the canonical form: factors are asked, rung by rung.
 
     Attributes:
         element: What has brought them to where they are.
-        dead: As found where no unit had been moved yet.
+        lifeless: The dead units, as found where no unit had been moved yet.
         sweeps: Of all passes together.
         residual: Of the last pass, as `converged` and `notes`.
-        unsettled: By how much shifts still changed when they were found for the last time.
-        settling: Whether factors settle weights first: half turns.
-        kept: Whether moved tensors are kept, in double precision, or made anew whenever one is asked for.
-        partly: Whether cells without a balanced member are balanced as far as can be, which leaves rotations of them.
-        dtype: In which weights are held to sum up their squares; None for that of `tensors`.
-        reflected: Dense cells of which signs only are left to find; None while no matrix has acted on any.
+        unsettled: By how much what is found in turn still changed when it was found for the last time.
     """
 
-    def __init__(
-        self,
-        symmetry: Symmetry,
-        given: Mapping[str, Tensor],
-        scales: Scales,
-        *,
-        settling: bool = True,
-        kept: bool = True,
-        partly: bool = False,
-    ) -> None:
-        self.symmetry, self.scales, self.settling, self.kept, self.partly = symmetry, scales, settling, kept, partly
+    def __init__(self, symmetry: Symmetry, given: Mapping[str, Tensor], wanted: Wanted, *, kept: bool = True) -> None:
+        self._given = {name: tensor.detach() for name, tensor in given.items()}
+        exact = any(tensor.dtype == torch.float64 for tensor in self._given.values())
+        names = [group.name for group in symmetry.groups]
+        dtype = None if kept or exact else torch.float32
+        super().__init__(symmetry.factors.plan, wanted, names, symmetry.parameter_names, dtype)
+        self.symmetry, self._kept = symmetry, kept  # whether moved tensors are kept, or made anew when asked for
         self.element = self.identity = symmetry.identity()
-        self.dead: dict[str, Tensor] | None = None
+        self.lifeless: dict[int, Bools] | None = None
         self.sweeps, self.residual, self.converged, self.unsettled = 0, 0.0, True, 0.0
         self.notes: list[str] = []
-        self.reflected: list[int] | None = None
-        self._given = {name: tensor.detach() for name, tensor in given.items()}
         self._here: Mapping[str, Tensor] | None = self._given
-        exact = any(tensor.dtype == torch.float64 for tensor in self._given.values())
-        self.dtype = None if kept or exact else torch.float32
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -376,223 +312,109 @@ class _Course:
         if self._here is None:
             exact = ConvertedTensors(self._given, doubled)
             here = MovedTensors(self.symmetry.factors, self.element, exact)
-            self._here = dict(here.items()) if self.kept else here
+            self._here = dict(here.items()) if self._kept else here
         return self._here
 
-    def move(self, element: Element) -> None:
-        """Let an element act, when somebody looks."""
+    def move(self, parts: Mapping[str, Part]) -> None:
+        """Let parts of factors act, when somebody looks."""
+        element = self.identity.replaced(**parts)
         if not self.symmetry.factors.is_identity(element):
             self.element, self._here = self.symmetry.compose(element, self.element), None
 
+    def run(self, whole: bool = True) -> "_Course":
+        """Bring the weights to their form; only up to signs and order unless `whole`."""
+        self._find(Rung.LAST, whole)
+        return self
 
-def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
-    """Bring weights to their canonical form, up to rotations of streams."""
-    structure = course.symmetry.structure
-    if course.scales is None or not (structure.shifts or structure.tilts):
-        return _up_to_shifts(course, signs=signs, order=order)
-    # Shifts and all else in turn: biases that take up signs, or gains in a stream, say anew what shifts there are.
-    untilted: list[str] = []
-    changes: list[float] = []
-    while len(changes) < _MOST_SHIFTS and not _stalled(changes, 5):
-        tilts, untilted = Tilts(course.symmetry.factors).to_gains(course.tensors)
-        tilt = course.identity.replaced(tilt=tilts)
-        tensors = MovedTensors(course.symmetry.factors, tilt, course.tensors) if tilts else course.tensors
-        step = nearest(structure.shifts, tensors, course.symmetry.parameter_names)
-        changes.append(max((float(vector.abs().max()) for vector in (step, *tilts) if vector.numel()), default=0.0))
-        if len(changes) > 1 and changes[-1] <= _STILL:
-            break
-        course.move(course.symmetry.compose(course.identity.replaced(shift=step), tilt))
-        _up_to_shifts(course, signs=signs, order=order)
-    else:
-        course.unsettled = changes[-1]
-        course.notes.append(f"shifts and all else were found to {course.unsettled:.1e} only")
-    course.notes += untilted
+    def settle(self) -> "_Course":
+        """Let factors act that are asked before anything is gathered."""
+        parts: dict[str, Part] = {}
+        for factor in self._on(Rung.EACH):
+            parts |= factor.canonical(self).parts
+        self.move(parts)
+        return self
 
+    def _on(self, rung: Rung) -> list[Factor[Any]]:
+        return [own for own in self.symmetry.factors if own.rung == rung and own.concerned(self.wanted)]
 
-def _stalled(changes: Sequence[float], rounds: int) -> bool:
-    """Return whether the last rounds did not halve the least change: coupled cells may go to and fro for ever."""
-    return len(changes) > rounds and min(changes[-rounds:]) > min(changes[:-rounds]) / 2
+    def _find(self, rung: Rung, whole: bool) -> None:
+        """Let the factors of a rung, and of all after it, bring weights to their form."""
+        if rung == Rung.EACH:
+            return self._pass_until_signs_stay(whole)
+        factors, behind = self._on(rung), Rung(rung + 1)
+        if rung == Rung.IN_TURN and factors:
+            return self._find_in_turn(factors, whole)
+        if rung in (Rung.LAST, Rung.SIZED) and factors:
+            self._find(behind, False)
+        notes = self._ask(factors)
+        if whole or not factors or rung != Rung.LAST:
+            self._find(behind, whole)
+        self.notes += notes
 
+    def _ask(self, factors: Sequence[Factor[Any]]) -> list[str]:
+        """Let factors act by themselves, one after the other, and return their notes."""
+        notes: list[str] = []
+        for factor in factors:
+            found = factor.canonical(self)
+            self.move(found.parts)
+            notes += found.notes
+        return notes
 
-def _up_to_shifts(course: _Course, *, signs: bool, order: bool) -> None:
-    """Bring weights to their canonical form, up to rotations and shifts."""
-    if course.scales is None or not course.symmetry.structure.phases:
-        return _up_to_phases(course, signs=signs, order=order)
-    # A phase changes no norm of a unit's: scales first, then phases, then signs and all else.
-    _up_to_phases(course, signs=False, order=False)
-    phase, unclear = principal_phases(course.symmetry.structure, course.tensors)
-    course.move(course.identity.replaced(phase=phase))
-    _up_to_phases(course, signs=signs, order=order)
-    if unclear.any():
-        course.notes.append(f"{unclear.sum()} planes are not turned, as none of their axes is longer")
+    def _find_in_turn(self, factors: Sequence[Factor[Any]], whole: bool) -> None:
+        """Find what some factors do and all else in turn: biases that take up signs, or gains, say anew what it is."""
+        changes: list[float] = []
+        while len(changes) < _MOST_TURNS and not stalled(changes, 5):
+            step, here, notes = self.identity, self.tensors, list[str]()
+            change = 0.0
+            for factor in factors:
+                trial = copy.copy(self)
+                trial._here = here
+                found = factor.canonical(trial)
+                notes += found.notes
+                own = self.identity.replaced(**found.parts)
+                sizes = [
+                    float(each.abs().max()) for name in found.parts for each in members(own.parts[name]) if each.numel()
+                ]
+                change = max([change, *sizes])
+                step = self.symmetry.compose(own, step)
+                here = MovedTensors(self.symmetry.factors, own, here)
+            changes.append(change)
+            if len(changes) > 1 and change <= _STILL:
+                break
+            self.move(step.parts)
+            self._find(Rung.SIZED, whole)
+        else:
+            self.unsettled = changes[-1]
+            self.notes.append(f"shifts and all else were found to {self.unsettled:.1e} only")
+        self.notes += notes
 
+    def _pass_until_signs_stay(self, whole: bool) -> None:
+        """Find all that is found in a pass: again while signs change that biases take up, for all after them."""
+        flipped = self._pass(whole)
+        for _ in self.symmetry.structure.absorbed:
+            if not flipped:
+                break
+            flipped = self._pass(whole)
 
-def _up_to_phases(course: _Course, *, signs: bool, order: bool) -> None:
-    """Bring weights to their canonical form, up to rotations, shifts and phases."""
-    symmetry, scales = course.symmetry, course.scales
-    if scales is None or not symmetry.structure.dense:
-        return _up_to_cells(course, signs=signs, order=order)
-    cells, stay, notes = _balanced_cells(symmetry, course.tensors, scales, course.dtype, partly=course.partly)
-    course.move(cells)
-    course.reflected = [cell for cell in range(len(symmetry.structure.dense)) if cell not in stay]
-    _up_to_cells(course, signs=signs, order=order)
-    course.notes += notes
+    def _pass(self, whole: bool) -> bool:
+        """Gather statistics, ask the factors, move the weights; return whether any sign changed.
 
-
-def _up_to_cells(course: _Course, *, signs: bool, order: bool) -> None:
-    """Bring weights to their canonical form, up to all but permutations, scales and signs."""
-    flipped = _pass(course, signs=signs, order=order)
-    # What biases take up of signs counts for all that comes after them: again, until no more signs change.
-    for _ in course.symmetry.structure.absorbed:
-        if not flipped:
-            break
-        flipped = _pass(course, signs=signs, order=order)
-
-
-def _balanced_cells(
-    symmetry: Symmetry, tensors: Mapping[str, Tensor], scales: Scales, dtype: torch.dtype | None, *, partly: bool
-) -> tuple[Element, set[int], list[str]]:
-    """Return the element that makes both Gram matrices of every head equal and diagonal.
-
-    The two matrices are those of the incoming and of the outgoing weights. Scales and heads are balanced in turn. Each
-    step lowers the squared norm, which is convex along geodesics of both together (docs/theory/intertwiners.md, 5.5).
-    A matrix that acts on a head changes only the squared norms of tensors that hold the head.
-
-    Args:
-        symmetry: The group.
-        tensors: Parameters and buffers, by name.
-        scales: How scales are chosen.
-        dtype: What squares are computed in.
-        partly: Whether to balance heads without a balanced representative as far as possible, or leave them unchanged.
-
-    Returns:
-        The element, the indices of heads without a balanced representative, and notes.
-    """
-    structure, plan = symmetry.structure, plan_of(symmetry)
-    counted = {structure.slots[index].tensor for index in np.unique(plan.slot_of[plan.parameter]).tolist()}
-    mixed = {
-        slot.tensor for slot in structure.slots if slot.offset in structure.dense_places and slot.tensor in tensors
-    }
-    total = symmetry.identity()
-    singular: set[int] = set()
-    squares = Squares(plan, tensors, dtype)
-    changes: list[float] = []
-    while len(changes) < _MOST_ROUNDS and not _stalled(changes, 40):
-        here = MovedTensors(symmetry.factors, total, tensors, shifted=False)
-        gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, here))
-        step = symmetry.identity().replaced(log_scale=torch.from_numpy(gauge.log_scale))
-        squares.scale(gauge.log_scale)
-        total = symmetry.compose(step, total)
-        here = MovedTensors(symmetry.factors, total, ConvertedTensors(tensors, doubled), mixed & counted, shifted=False)
-        grams = list(enumerate(zip(*gram_matrices(structure, here), strict=True)))
-        moved = max((mismatch(*own) for cell, own in grams if cell not in singular), default=0.0)
-        partial = {cell: partial_balancing(*own) if partly else None for cell, own in grams if cell in singular}
-        for cell, diagonals in ((cell, found[1]) for cell, found in partial.items() if found is not None):
-            for gram, diagonal in zip(grams[cell][1], diagonals, strict=True):
-                apart = float((gram - torch.diag(diagonal)).abs().max() / diagonal.max())
-                moved = max(moved, apart if apart > _PARTLY_SETTLED else 0.0)
-        changes.append(moved)
-        if len(changes) > 1 and moved <= _SETTLED:
-            break
-        dense = list(symmetry.identity().dense)
-        for cell, (out, read) in grams:
-            found = None if cell in singular else principal_balancing(out, read)
-            if found is None:
-                singular.add(cell)
-                other = partial[cell] if cell in partial else partial_balancing(out, read) if partly else None
-                found = other[0] if other is not None else dense[cell]
-            dense[cell] = found
-        total = symmetry.compose(symmetry.identity().replaced(dense=tuple(dense)), total)
-        inside = total.replaced(log_scale=symmetry.identity().log_scale)
-        squares.renew(MovedTensors(symmetry.factors, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))
-    if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind, either
-        return _balanced_cells(symmetry, tensors, scales, dtype, partly=False)
-    notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
-    if singular:
-        notes.append(
-            f"{len(singular)} cells on which invertible matrices act stay as they are: the weights that write or read "
-            "their units are linearly dependent"
-        )
-    return total, singular, notes
-
-
-def _pass(course: _Course, *, signs: bool, order: bool) -> bool:
-    """Apply canonical permutations, scales and signs, and return whether any sign changed.
-
-    The step ignores the constants that changes of sign add to biases.
-    """
-    if course.settling:
-        course.move(course.symmetry.factors.settled(course.symmetry.fingerprint, course.tensors))
-    symmetry, scales, tensors, notes = course.symmetry, course.scales, course.tensors, course.notes
-    plan = plan_of(symmetry)
-    squares = Squares(plan, tensors, course.dtype)
-    _check_finite(tensors, squares)
-    gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, tensors))
-    notes[:] = gauge.notes
-    # A group without a scale of its own does not order the living units that it touches; it counts as absent.
-    determined = plan.used @ gauge.dead.astype(np.float64) == 0
-    gauged = Gauged(symmetry, plan, tensors, gauge.log_scale, determined)
-    slices = squares.slices(gauged.scale**2 * determined)
-    dead = _dead_units(symmetry, plan, slices, gauge.dead)
-    sign = find_signs(symmetry, plan, gauged, course.reflected) if signs else course.identity.sign.numpy()
-    permutation = course.identity.permutation.numpy()
-    if order:
-        last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
-        permutation = find_order(symmetry, plan, slices, gauged, last, notes)
-    if symmetry.structure.dense and scales is None:
-        notes.append(
-            f"{len(symmetry.structure.dense)} cells on which invertible matrices act stay as they are: the form is "
-            "canonical up to these matrices only"
-        )
-    if symmetry.structure.phases and scales is None:
-        notes.append(f"{symmetry.structure.phases} planes are not turned: the form is canonical up to phases only")
-    stiff = len(symmetry.structure.rotations)
-    if scales == "balanced" and signs and order:
-        stiff -= len(rotatable(symmetry.structure, tensors))
-    if stiff:
-        notes.append(
-            f"{stiff} streams are not rotated (with scales='balanced', signs and order only, and between gains other "
-            "than zero): the form is canonical up to these rotations only"
-        )
-    course.dead = dead if course.dead is None else course.dead
-    course.sweeps, course.residual, course.converged = course.sweeps + gauge.sweeps, gauge.residual, gauge.converged
-    units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
-    inside, flips = _reflections(symmetry, flips)
-    course.move(course.identity.replaced(dense=inside))
-    course.move(course.identity.replaced(permutation=units, log_scale=scale, sign=flips))
-    return bool((sign < 0).any())
-
-
-def _reflections(symmetry: Symmetry, sign: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Part signs of units in dense cells, where matrices do it all, from all others."""
-    structure = symmetry.structure
-    dense, others = list(symmetry.identity().dense), sign.clone()
-    for units, table in zip(structure.orbits, structure.sign_table, strict=True):
-        own = structure.cell_of[units]
-        for cell in np.unique(own[own >= 0]).tolist():
-            generators = torch.from_numpy(table[own == cell])
-            dense[cell] = torch.diag(sign[generators].prod(1))
-            others[generators] = 1.0
-    return tuple(dense), others
-
-
-def _check_finite(tensors: Mapping[str, Tensor], squares: Squares) -> None:
-    for name in tensors:
-        # Summing the squares is cheaper for large tensors than looking at every entry again.
-        finite = math.isfinite(squares.total(name)) if name in squares else bool(torch.isfinite(tensors[name]).all())
-        if not finite:
-            raise ValueError(
-                f"{name} holds values that are not finite; expected a network whose weights are all finite."
-            )
-
-
-def _dead_units(symmetry: Symmetry, plan: Plan, slices: Floats, dead_scales: Bools) -> dict[str, Tensor]:
-    """Return for each axis group which units are dead, where any are."""
-    result = {}
-    for (name, found), table in zip(_balances(symmetry, plan, slices), symmetry.structure.scale_table, strict=True):
-        units = dead_scales[table].any(1)
-        if found.dead and not table.shape[1]:
-            units = ((found.incoming <= NOTHING) | (found.outgoing <= NOTHING)).numpy()
-        if units.any():
-            result[name] = torch.from_numpy(units)
-    return result
+        The pass ignores the constants that changes of sign add to biases.
+        """
+        self.settle()
+        parts: dict[str, Part] = {}
+        self.notes, flipped = [], False
+        for rung in (Rung.SIZES, Rung.SIGNS, Rung.ORDER) if whole else (Rung.SIZES,):
+            for factor in self._on(rung):
+                found = factor.canonical(self)
+                parts |= found.parts
+                self.notes += found.notes
+                if rung == Rung.SIGNS:
+                    flipped |= not self.symmetry.factors.is_identity(self.identity.replaced(**found.parts))
+        for factor in self.symmetry.factors:
+            self.notes += factor.left(self.wanted, self.tensors)
+        self.lifeless = self.dead if self.lifeless is None else self.lifeless
+        self.sweeps += self.gauge.sweeps
+        self.residual, self.converged = self.gauge.residual, self.gauge.converged
+        self.move(parts)
+        return flipped

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Factors, Gains, LinearAction
+from lightning_sym.symmetry.group.factor import Factor, Factors, Gains, LinearAction
 from lightning_sym.symmetry.intertwiners import GroupElement
 from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.structure import Slot
@@ -114,12 +115,17 @@ class Action:
         self.linear: list[LinearAction] = [action for action in made if action is not None]  # in the order of acting
 
     @cached_property
+    def _parts(self) -> list[tuple[Factor[Any], Any]]:
+        """The factors that change anything, in the order of acting, and their parts."""
+        pairs = ((factor, self.element.parts[factor.name]) for factor in self.factors.inwards)
+        return [(factor, part) for factor, part in pairs if not factor.is_identity(part)]
+
+    @cached_property
     def scale(self) -> Floats:
         """For each position of all slots by what it is multiplied, before it moves."""
         scale = np.ones(self.structure.magnitudes.shape[0])
-        for factor in self.factors:
-            own = self.element.parts[factor.name]
-            if not factor.is_identity(own) and (multipliers := factor.multipliers(own)) is not None:
+        for factor, own in reversed(self._parts):
+            if (multipliers := factor.multipliers(own)) is not None:
                 scale = scale * multipliers
         return scale
 
@@ -222,6 +228,11 @@ class Action:
         if (exact := _exact(tensor)) is not tensor:  # what is added may cancel; the result is rounded once
             return self.moved(exact, name, power=power, shifted=shifted, added=added).to(tensor)
         slots, added = self.structure.slots_of[name], [summand.like(tensor) for summand in added]
+        for factor, part in self._parts:
+            if (entries := factor.entries(part, name)) is not None:
+                for summand in added:
+                    tensor = summand.added_to(tensor)
+                tensor, added = tensor * torch.from_numpy(_powered(entries.numpy(), power)).to(tensor), []
         stacked = [slot for slot in slots if slot.of_stack]
         if len(stacked) == 1:  # as a tensor of one axis for all units of all members
             axes = stacked[0].axes

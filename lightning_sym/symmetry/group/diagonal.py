@@ -1,7 +1,7 @@
 """Factors by which units are multiplied: magnitudes and signs."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -9,27 +9,38 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, along, odd
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, along, odd, odd_entries
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.equations import of_single_units, solved
 from lightning_sym.symmetry.group.factor import Draw, Factor
-from lightning_sym.symmetry.statistics import kernel, tangent_rows
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
+from lightning_sym.symmetry.group.magnitudes import MagnitudeDescent
+from lightning_sym.symmetry.group.order import find_signs
+from lightning_sym.symmetry.group.proportion import in_proportion
+from lightning_sym.symmetry.group.search import Search
+from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
+from lightning_sym.symmetry.group.streams import folding, gain_signs
+from lightning_sym.symmetry.tracing.structure import Slot
+
+_EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
 
 
 class Diagonal(Factor[Tensor]):
     """One number per generator; generators act on positions with exponents, and permutations exchange generators."""
 
     neutral: ClassVar[float]
+    bounded = True
     kind: ClassVar[Literal["scales", "signs"]]
 
     @property
-    @abstractmethod
     def forms(self) -> sparse.csr_matrix:
-        """The generators' exponents. Shape (positions of all slots, generators)."""
+        """The generators' exponents; those of signs count modulo 2. Shape (positions of all slots, generators)."""
+        return self.structure.magnitudes if self.kind == "scales" else self.structure.signs
 
     @property
-    @abstractmethod
     def tables(self) -> tuple[Ints, ...]:
         """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
+        return self.structure.scale_table if self.kind == "scales" else self.structure.sign_table
 
     def identity(self) -> Tensor:
         """Return the part that changes nothing."""
@@ -47,6 +58,19 @@ class Diagonal(Factor[Tensor]):
                 old = self.structure.arriving(orbit, self.kind, there)
                 result[torch.from_numpy(old)] = own[torch.from_numpy(table)]
         return result
+
+    def seen_at(self, seen: Slot, values: Factor[Tensor]) -> tuple[Tensor, Floats]:
+        """Return the generators outside of dense cells that act where units are seen, and their first exponents there.
+
+        Args:
+            seen: Where units stand in a value.
+            values: This factor of the group on values.
+        """
+        assert values.forms is not None
+        rows = values.forms[seen.rows]
+        numbers, first = np.unique(rows.indices, return_index=True)
+        free = self.outside_cells(torch.full((self.forms.shape[1],), -1.0))[numbers].numpy() == -1
+        return torch.from_numpy(numbers[free].astype(np.int64)), rows.data[first[free]]
 
     def outside_cells(self, own: Tensor) -> Tensor:
         """Set what acts inside dense cells, whose matrices do it all, to nothing."""
@@ -66,20 +90,47 @@ class Scale(Diagonal):
 
     name, kind, neutral = "log_scale", "scales", 0.0
 
-    @property
-    def forms(self) -> sparse.csr_matrix:
-        """The generators' exponents. Shape (positions of all slots, generators)."""
-        return self.structure.magnitudes
+    rung = Rung.SIZES
 
-    @property
-    def tables(self) -> tuple[Ints, ...]:
-        """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
-        return self.structure.scale_table
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return the scales of the gauge that is wanted; gains between which streams rotate are 1 before."""
+        state.weigh(folding(self.structure, state.tensors))
+        return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
+
+    def is_even(self, one: Tensor, two: Tensor) -> bool:
+        """Return whether scales within each class, and of both networks, are nearly the same."""
+        both = np.stack([one.numpy(), two.numpy()])
+        classes = (both[:, members] for members in self.group.plan.classes)
+        return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
+
+    def put_in_proportion(self, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], back: Tensor) -> Tensor | None:
+        """Return the changes of scales of units that would be out of proportion; see :class:`Factor`."""
+        if not len(back):
+            return None
+        change = torch.from_numpy(in_proportion(self.group.plan, theirs, own, back.numpy())) - back
+        return change if bool(change.any()) else None
+
+    def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the scales of the least distance, one after another; see :class:`Factor`."""
+        return MagnitudeDescent(self.group, target, {name: current[name] for name in target}).run()
+
+    def brought_to_one(self, rows: Ints, values: Floats) -> tuple[Tensor, Bools]:
+        """Return the scales that bring magnitudes to 1; see :class:`Factor`."""
+        found, holds = solved(of_single_units(self.structure, self.forms, rows), rows, -np.log(np.abs(values)))
+        return torch.from_numpy(found), holds
 
     def sample(self, draw: Draw) -> Tensor:
         """Draw logarithms, normally distributed."""
         drawn = torch.randn(self.forms.shape[1], dtype=torch.float64, generator=draw.generator) * draw.scale
         return self.outside_cells(drawn)
+
+    def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
+        """Draw scales whose means are 1; see :class:`Factor`."""
+        numbers, exponents = self.seen_at(seen, values)
+        drawn = (
+            draw.scale * torch.randn(len(numbers), dtype=torch.float64, generator=draw.generator) - draw.scale**2 / 2
+        )
+        return self.identity().index_copy(0, numbers, drawn / torch.from_numpy(exponents))
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
         """Return the product of two parts, of which `earlier` acts first."""
@@ -130,15 +181,61 @@ class Sign(Diagonal):
 
     name, kind, neutral = "sign", "signs", 1.0
 
-    @property
-    def forms(self) -> sparse.csr_matrix:
-        """The generators' exponents, which count modulo 2. Shape (positions of all slots, generators)."""
-        return self.structure.signs
+    rung, keeps_norms = Rung.SIGNS, True
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return the signs by the largest entries; where matrices do it all, as matrices."""
+        known = gain_signs(self.structure, state.tensors)
+        sign = torch.from_numpy(find_signs(state.plan, state.gauged, state.reflected, known))
+        inside, others = list(self.structure.same), sign.clone()
+        for cell, generators in self.in_cells.items():
+            inside[cell] = torch.diag(sign[generators].prod(1))
+            others[generators] = 1.0
+        return Canonical({"dense": tuple(inside), self.name: others})
+
+    @cached_property
+    def flips(self) -> sparse.csc_matrix:
+        """Where each generator flips what stands there: 1 at (position of all slots, generator)."""
+        return odd_entries(self.forms).tocsc()
+
+    def improve(self, search: Search) -> bool:
+        """Flip generators, one column of a table at a time, where that brings networks nearer."""
+        improved = False
+        for column in search.open_signs:
+            names, slopes = search.slopes(self.flips[:, column])
+            flipped = np.unique(column[slopes < 0])
+            if search.attempt({self.name: self._flipping(flipped)}, names):
+                improved = True
+                continue
+            for generator in flipped[:, None]:  # those that act on common entries: one by one
+                improved |= search.attempt({self.name: self._flipping(generator)}, names)
+        return improved
+
+    def _flipping(self, generators: Ints) -> Tensor:
+        return self.identity().index_fill(0, torch.from_numpy(generators), -1.0)
+
+    def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
+        """Return the biases that take up changes of sign, and all that signs flip."""
+        if not signs:
+            return set(), set()
+        flips = self.flips.tocsr()
+        flipped = {slot.tensor for slot in self.structure.slots if flips[slot.rows].nnz}
+        return {bias for bias, _, _, _ in self.structure.absorbed}, flipped
+
+    def brought_to_one(self, rows: Ints, values: Floats) -> tuple[Tensor, Bools]:
+        """Return the signs that make values positive; see :class:`Factor`."""
+        negative = (values < 0).astype(float)
+        found, holds = solved(of_single_units(self.structure, self.forms, rows), rows, negative, modulo_two=True)
+        return torch.from_numpy(1 - 2 * found), holds
 
     @property
-    def tables(self) -> tuple[Ints, ...]:
-        """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
-        return self.structure.sign_table
+    def in_cells(self) -> dict[int, Tensor]:
+        """For each dense cell the generators of its units. Each of shape (units, generators of a unit), int64."""
+        found = {}
+        for units, table in zip(self.structure.orbits, self.tables, strict=True):
+            own = self.structure.cell_of[units]
+            found.update({cell: torch.from_numpy(table[own == cell]) for cell in np.unique(own[own >= 0]).tolist()})
+        return found
 
     def sample(self, draw: Draw) -> Tensor:
         """Draw signs, both being equally likely."""
@@ -146,6 +243,16 @@ class Sign(Diagonal):
             return self.identity()
         drawn = torch.randint(0, 2, (self.forms.shape[1],), generator=draw.generator).double() * 2 - 1
         return self.outside_cells(drawn)
+
+    def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
+        """Draw signs, both being equally likely; see :class:`Factor`."""
+        numbers, _ = self.seen_at(seen, values)
+        drawn = 1.0 - 2.0 * torch.randint(0, 2, (len(numbers),), generator=draw.generator).double()
+        return self.identity().index_copy(0, numbers, drawn)
+
+    def unlike(self, own: Tensor, other: Tensor) -> Tensor:
+        """Return the signs that the other part does not change."""
+        return -other
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
         """Return the product of two parts, of which `earlier` acts first."""

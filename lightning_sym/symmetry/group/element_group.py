@@ -18,14 +18,15 @@ class ElementGroup:
     Args:
         structure: The group.
         fingerprint: Identifies the group; elements of other groups are rejected.
+        parameters: The names of the parameters among the tensors.
 
     Attributes:
         factors: What elements are products of.
     """
 
-    def __init__(self, structure: Structure, fingerprint: str) -> None:
+    def __init__(self, structure: Structure, fingerprint: str, parameters: frozenset[str] = frozenset()) -> None:
         self.structure, self.fingerprint = structure, fingerprint
-        self.factors = factors_of(structure)
+        self.factors = factors_of(structure, parameters)
 
     @property
     def units(self) -> int:

@@ -7,18 +7,22 @@ the product of :math:`g^{-1} f_2 g` and :math:`f_1`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints
-from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints
+from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.element import Element, Part
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.norms import Plan
+from lightning_sym.symmetry.group.search import MatrixPlace, Search, Seen
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -125,18 +129,29 @@ class Factor(ABC, Generic[P]):
     where it carries all factors behind it into themselves; if it does not commute with one of these, the method
     `carried` of that one has to take it into account.
 
-    Weight matching, distances of orbits and canonical forms know a new factor only by :meth:`settled`; without it, two
-    members of an orbit may have different canonical forms (a note says so) and a distance above 0. Matching asks the
-    factors that it names for :meth:`best_match`.
+    Canonical forms ask it for :meth:`canonical`; without it, two members of an orbit may have different canonical forms
+    (a note says so) and a distance above 0. Matching asks for :meth:`best_match`.
 
     Args:
         group: All factors of the group.
 
     Attributes:
         name: The name of its part in elements.
+        rung: When canonical forms ask it.
+        freedom: The word by which :func:`weight_matching` allows that it mixes units.
+        permutes: Whether its matrices hold the permutations of the units that they mix, so that these are not assigned.
+        late: Whether matching asks it when all else has settled: before, assignments can still recognise units.
+        keeps_norms: Whether its parts change no norm of the weights.
+        bounded: Whether lower bounds of distances take it into account, see :meth:`veiled` and :meth:`invariants`.
     """
 
     name: ClassVar[str]
+    rung: ClassVar[Rung] = Rung.EACH
+    freedom: ClassVar[str] = "matrices"
+    permutes: ClassVar[bool] = False
+    late: ClassVar[bool] = False
+    keeps_norms: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
 
     def __init__(self, group: "Factors") -> None:
         self.group, self.structure = group, group.structure
@@ -154,6 +169,20 @@ class Factor(ABC, Generic[P]):
     @abstractmethod
     def sample(self, draw: Draw) -> P:
         """Draw a random part."""
+
+    def unlike(self, own: P, other: P) -> P:
+        """Return a random part, changed so that it and another one together leave as little as possible alone."""
+        return own
+
+    def sample_at(self, seen: Slot, values: "Factor[P]", draw: Draw) -> P:
+        """Draw a random part that changes the units that are seen in one place, and no others.
+
+        Args:
+            seen: Where units stand in a value inside the network.
+            values: This factor of the group on values.
+            draw: What is drawn.
+        """
+        return self.identity()
 
     @abstractmethod
     def compose(self, later: P, earlier: P) -> P:
@@ -184,9 +213,29 @@ class Factor(ABC, Generic[P]):
         return 0
 
     @property
+    def told(self) -> list[str]:
+        """The parameters of which rules have told it, see `Trace.tell`."""
+        return [name for factor, name in self.structure.told if factor == self.name]
+
+    @property
     def log_order(self) -> float:
         """Natural logarithm of the order of its discrete part."""
         return 0.0
+
+    @property
+    def redundant(self) -> int:
+        """How many of its tangents are combinations of others, of its own or of scales."""
+        return 0
+
+    @property
+    def acts_apart(self) -> bool:
+        """Whether no two of its generators multiply the same position."""
+        return self.forms is None or not bool((np.diff(self.forms.indptr) > 1).any())
+
+    @property
+    def forms(self) -> sparse.csr_matrix | None:
+        """Exponents, if it multiplies units by powers of generators. Shape (positions of all slots, generators)."""
+        return None
 
     def dimension_at(self, offsets: Collection[int]) -> int:
         """Return the dimension of what acts by matrices at some slots, given by their offsets."""
@@ -204,6 +253,20 @@ class Factor(ABC, Generic[P]):
 
     def multipliers(self, own: P) -> Floats | None:
         """Return for each position of all slots by what a part multiplies it, before it moves; None for nothing."""
+        return None
+
+    def entries(self, own: P, name: str) -> Tensor | None:
+        """Return by what a part multiplies single entries of a tensor, once all is added; None for nothing.
+
+        An optimiser's averages are multiplied by powers of these.
+
+        Args:
+            own: The part.
+            name: The name of the tensor.
+
+        Returns:
+            Of a shape that broadcasts to the tensor's, float64.
+        """
         return None
 
     def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
@@ -243,15 +306,46 @@ class Factor(ABC, Generic[P]):
         """
         return sparse.csr_matrix((sum(own.size for own in parameters.values()), 0))
 
-    def settled(self, tensors: Mapping[str, Tensor]) -> P:
-        """Return the part that brings tensors to a domain of their own on each orbit, whatever other factors do.
+    # Canonical forms.
 
-        Most factors have no such domain; they return the identity.
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether it is asked for its part of a form; by default as its rung says.
 
         Args:
+            wanted: Which form is wanted.
+        """
+        if self.rung < Rung.EACH:  # continuous
+            return wanted.scales is not None and self.dimension > 0
+        return {Rung.SIGNS: wanted.signs, Rung.ORDER: wanted.order}.get(self.rung, True)
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return what brings weights to the same place from all of an orbit, as far as this factor can do that.
+
+        It is asked when its `rung` says. By default it has no form.
+
+        Args:
+            state: The weights, and what was gathered of them.
+        """
+        return Canonical({})
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield notes on what a form leaves as it is.
+
+        Args:
+            wanted: Which form was wanted.
             tensors: Parameters and buffers, by name.
         """
-        return self.identity()
+        return ()
+
+    # Matching.
+
+    def mixes(self, orbit: int) -> bool:
+        """Return whether it acts by matrices on the units of an orbit, where they are."""
+        return False
+
+    def able(self, orbit: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether it does so at some parameters."""
+        return self.mixes(orbit)
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> P | None:
         """Return the part that brings parameters nearest to others, of those that change no norm; None if it has none.
@@ -264,6 +358,188 @@ class Factor(ABC, Generic[P]):
             orbit: The number of the orbit.
         """
         return None
+
+    def seen(
+        self, groups: Sequence[AxisGroup], values: Structure, networks: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[Seen]:
+        """Yield where the units that it mixes can be watched, if the best part is to be found by activations.
+
+        Args:
+            groups: The axis groups.
+            values: The group on values inside the network.
+            networks: Parameters of all networks that are compared, by name.
+        """
+        return ()
+
+    def best_seen(self, products: Mapping[int, Tensor]) -> P:
+        """Return the part that brings activations nearest to others.
+
+        Args:
+            products: By member, the covariances of the reference's units (rows) and those that are moved.
+        """
+        return self.identity()
+
+    def pair_gains(self, orbit: int, gained: Callable[[P | None], Tensor]) -> Tensor:
+        """Return what is gained where a unit of an orbit takes the place of another, as :meth:`gains_of_blocks` asks.
+
+        Args:
+            orbit: The number of the orbit.
+            gained: Returns the gains of all pairs behind a part, or without. Of shape (units, units).
+        """
+        return gained(None)
+
+    def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
+        """Return what is gained where a block takes the place of another, members being mixed in the best way.
+
+        Args:
+            table: What :meth:`pair_gains` returned.
+            places: The members' places in the orbit. Shape (blocks, members).
+            mixing: Whether they may be mixed.
+
+        Returns:
+            Shape (blocks, blocks).
+        """
+        raise NotImplementedError(f"{self.name} mixes units; expected it to say what blocks of them gain")
+
+    def mixing_blocks(self, own: P, table: Tensor, units: Ints, places: Ints, order: Ints) -> P:
+        """Return a part with what mixes the members of blocks in the best way, before these change places.
+
+        Args:
+            own: The part.
+            table: What :meth:`pair_gains` returned.
+            units: Those of the orbit. Shape (units,).
+            places: The members' places among these. Shape (blocks, members).
+            order: Which block comes to each place. Shape (blocks,).
+        """
+        return own
+
+    def settled_signs(
+        self, orbit: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
+    ) -> frozenset[int] | None:
+        """Return the columns of an orbit's table of signs that are settled; None if its signs are sought as usual.
+
+        Args:
+            orbit: The number of the orbit.
+            target: Parameters of the reference, by name.
+            current: Those of the network that is moved.
+        """
+        return None
+
+    def improve(self, search: Search) -> bool:
+        """Try steps of its own; return whether the networks came nearer."""
+        return False
+
+    def is_even(self, one: P, two: P) -> bool:
+        """Return whether the parts that balance two networks hardly change the proportions of units.
+
+        By default where balancing asks for none.
+        """
+        return self.rung >= Rung.EACH or not self.concerned(Wanted("balanced", order=False))
+
+    def rigid(self, own: P) -> P:
+        """Return what is left of a part where no norm may change."""
+        return own if self.keeps_norms else self.identity()
+
+    @property
+    def hides_units(self) -> bool:
+        """Whether units cannot be recognised before it has acted, so that descents may miss the nearest network."""
+        return (self.permutes or self.late) and any(map(self.mixes, range(len(self.structure.orbits))))
+
+    def put_in_proportion(self, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], back: P) -> P | None:
+        """Return what acts before `back`, so that no unit gets a norm of which a reference says too little, or None.
+
+        Args:
+            theirs: Tensors of the reference, by name.
+            own: Those of a balanced network, its units in the places of the reference's.
+            back: The part that brings a balanced reference back.
+        """
+        return None
+
+    def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> P | None:
+        """Return the part that brings parameters nearest to others, whatever norms it changes; None if it has none.
+
+        Args:
+            target: Parameters of the reference, by name.
+            current: Parameters and buffers of the network that is moved.
+        """
+        return None
+
+    # Bounds of distances.
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return notes on what bounds of the distance of orbits leave out, and whether no lower bound is known.
+
+        Args:
+            networks: Parameters of both, as they are compared, by name.
+            balanced: Whether both are balanced.
+        """
+        if not self.bounded and (self.dimension or self.log_order):
+            return [f"no lower bound is known for what {self.name} does"], True
+        return (), False
+
+    def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Return by name what no part changes of tensors on which it acts: lists of numbers, compared in their order.
+
+        Args:
+            tensors: Parameters, by name, float64.
+        """
+        return {}
+
+    def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
+        """Return the tensors of which bounds see nothing, and those of which they see absolute values only.
+
+        Args:
+            signs: Whether signs may change.
+        """
+        return set(), set()
+
+    # Moves that have a name.
+
+    def brought_to_one(self, rows: Ints, values: Floats) -> tuple[P, Bools] | None:
+        """Return what multiplies values to 1, as far as it can, and where it does; None if it multiplies nothing.
+
+        Args:
+            rows: Where the values stand among the positions of all slots. Shape (values,).
+            values: Not 0. Shape (values,).
+        """
+        return None
+
+    def taken_off(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> tuple[P, Bools] | None:
+        """Return what brings tensors to 0 as far as it can, and which entries; None if it adds nothing.
+
+        Args:
+            tensors: Parameters and buffers, by name, float64, on the CPU.
+            names: The tensors to bring to 0.
+        """
+        return None
+
+    def centred(self, tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[P, set[str]] | None:
+        """Return what takes off the mean of what tensors write, and for which it can; None if it adds nothing.
+
+        Args:
+            tensors: Parameters and buffers, by name, float64, on the CPU.
+            names: The tensors that write.
+        """
+        return None
+
+    def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
+        """Return what gives values and outputs, queries and keys of heads the same norms; None if it mixes none.
+
+        Args:
+            tensors: Parameters, by name, float64.
+        """
+        return None
+
+    # What else asks.
+
+    def matrix_places(self) -> Iterable[MatrixPlace]:
+        """Yield where its parts are matrices, in whose place :class:`SoftMaps` may take others."""
+        return ()
+
+    @property
+    def gains(self) -> frozenset[str]:
+        """The tensors between which it acts, and by which it divides."""
+        return frozenset()
 
     # Coordinates near the identity.
 
@@ -297,7 +573,7 @@ class Factor(ABC, Generic[P]):
             ValueError: If shapes, types or numbers are not those of a part.
         """
         same = self.identity()
-        expected, found = _members(same), _members(own)
+        expected, found = members(same), members(own)
         if isinstance(own, tuple) != isinstance(same, tuple) or len(expected) != len(found):
             raise ValueError(f"{self.name} has {len(found)} tensors; expected {len(expected)}")
         for one, two in zip(expected, found, strict=True):
@@ -313,7 +589,8 @@ class Factor(ABC, Generic[P]):
         return False
 
 
-def _members(part: Part) -> tuple[Tensor, ...]:
+def members(part: Part) -> tuple[Tensor, ...]:
+    """Return the tensors of a part."""
     return part if isinstance(part, tuple) else (part,)
 
 
@@ -342,16 +619,22 @@ class Additive(Factor[Tensor]):
         return -own
 
 
+_PLANS: "WeakKeyDictionary[Factors, Plan]" = WeakKeyDictionary()  # which no copy and no file takes along
+
+
 class Factors:
     """All factors of one group, from the outermost, which acts last, to the innermost.
 
     Args:
         structure: The group, as arrays.
         kinds: The classes of the factors.
+        parameters: The names of the parameters among the tensors.
     """
 
-    def __init__(self, structure: Structure, kinds: Sequence[type[Factor[Any]]]) -> None:
-        self.structure = structure
+    def __init__(
+        self, structure: Structure, kinds: Sequence[type[Factor[Any]]], parameters: frozenset[str] = frozenset()
+    ) -> None:
+        self.structure, self.parameters = structure, parameters
         self._by_name = {kind.name: kind(self) for kind in kinds}
 
     def __iter__(self) -> Iterator[Factor[Any]]:
@@ -368,6 +651,13 @@ class Factors:
             if structure.copies_of(orbit) or not np.array_equal(image[units], units):
                 source[columns] = structure.arriving(orbit, "columns", image)
         return source
+
+    @property
+    def plan(self) -> Plan:
+        """What sums over slices need to know of the structure, made at the first call."""
+        if self not in _PLANS:
+            _PLANS[self] = Plan(self.structure, self.parameters)
+        return _PLANS[self]
 
     @property
     def inwards(self) -> list[Factor[Any]]:
@@ -396,10 +686,6 @@ class Factors:
     def is_identity(self, element: Element) -> bool:
         """Return whether an element changes nothing."""
         return all(factor.is_identity(element.parts[factor.name]) for factor in self)
-
-    def settled(self, group: str, tensors: Mapping[str, Tensor]) -> Element:
-        """Return the element that brings tensors to where factors settle them; see :meth:`Factor.settled`."""
-        return Element(group, {factor.name: factor.settled(tensors) for factor in self})
 
     def sample(self, group: str, draw: Draw) -> Element:
         """Draw an element."""

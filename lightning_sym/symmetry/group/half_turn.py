@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints, odd, on_axes
@@ -13,6 +14,8 @@ from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.diagonal import Sign
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Wanted
+from lightning_sym.symmetry.group.search import Search
 from lightning_sym.symmetry.rearranging import Summand
 
 _MOST = 2  # half turns of a random element, in either direction
@@ -24,7 +27,7 @@ class HalfTurn(Additive):
     With the signs, these are the infinite dihedral group of each unit.
     """
 
-    name = "half_turn"
+    name, bounded = "half_turn", True
 
     @property
     def size(self) -> int:
@@ -95,15 +98,90 @@ class HalfTurn(Additive):
                 + listed(list(turns.biases))
             )
 
-    def settled(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether half turns are taken: where signs may change."""
+        return wanted.signs and self.size > 0
+
+    def canonical(self, state: Gathered) -> Canonical:
         """Return the half turns after which biases lie in (-p / 2, p / 2] for half a period p, or a period."""
-        turns, found = self.structure.half_turns, self.identity()
+        turns, found, tensors = self.structure.half_turns, self.identity(), state.tensors
         for name, at in self.parts.items():
             bias = tensors[name].detach().to("cpu", torch.float64)
             step = torch.where(torch.from_numpy(turns.odd[at]), 1.0, 2.0)
             size = torch.from_numpy(turns.size[at]) * step
             found[at] = -(bias / size - 0.5).ceil() * step  # into (-size / 2, size / 2]
-        return found
+        return Canonical({self.name: found})
+
+    def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
+        """Return the biases, and all that odd numbers flip."""
+        turns = self.structure.half_turns
+        if not (signs and self.size):
+            return set(), set()
+        return {*turns.biases, *(slot.tensor for slot in self.structure.slots if turns.flips[slot.rows].nnz)}, set()
+
+    def improve(self, search: Search) -> bool:
+        """Take half turns, alone or with a change of the unit's sign, where that brings networks nearer."""
+        if not (search.signs and self.size):
+            return False
+        improved, sign = False, self.group["sign"]
+        for with_sign in (False, True):
+            acting, flipped = self._reflected if with_sign else (self.structure.half_turns.flips.tocsc(), None)
+            names, slopes = search.slopes(acting)
+            gained, step = self._gained(search, -1.0 if with_sign else 1.0)
+            gained -= 4 * slopes
+            if flipped is not None:
+                gained[flipped < 0] = 0.0
+            better = np.flatnonzero(gained > 0)
+            rest = [better[[at]] for at in np.argsort(-gained[better])] if len(better) > 1 else []
+            for chosen in (better, *rest):
+                if not len(chosen):
+                    break
+                parts = {self.name: self.identity(), sign.name: sign.identity()}
+                parts[self.name][torch.from_numpy(chosen)] = torch.from_numpy(step[chosen])
+                if flipped is not None:
+                    parts[sign.name][torch.from_numpy(flipped[chosen])] = -1.0
+                if search.attempt(parts, [*self.parts, *names]):
+                    improved = True
+                    if chosen is better:
+                        break
+        return improved
+
+    @cached_property
+    def _reflected(self) -> tuple[sparse.csc_matrix, Ints]:
+        """What half turns flip together with the signs of their units.
+
+        The positions but for the biases', shape (positions, half turns); and these signs, -1 where there is none to go
+        along. Shape (half turns,).
+        """
+        turns, signs, sign = self.structure.half_turns, self.structure.signs, self.group["sign"]
+        assert isinstance(sign, Sign)
+        start, count = signs.indptr[turns.place], np.diff(signs.indptr)[turns.place]
+        able = (count == 1) & turns.odd
+        flipped = np.where(able, signs.indices[np.minimum(start, len(signs.indices) - 1)], -1)
+        acting = (turns.flips + sign.flips[:, np.maximum(flipped, 0)]).tolil()
+        acting[turns.place, np.arange(self.size)] = 0
+        acting = acting.tocsc()
+        acting.data = np.mod(acting.data, 2)
+        acting.eliminate_zeros()
+        return acting, flipped
+
+    def _gained(self, search: Search, sign: float) -> tuple[Floats, Floats]:
+        """Return by how much biases come nearer, squared, by the best half turn each; and these half turns.
+
+        Args:
+            search: The search.
+            sign: -1 if the biases change their signs behind the half turns, else 1.
+        """
+        turns = self.structure.half_turns
+        gained, step = np.zeros(self.size), np.where(turns.odd, 1.0, 2.0)
+        for name, at in self.parts.items():
+            ours, theirs = (own[name].double().cpu().numpy() for own in (search.target, search.current))
+            up, down = (
+                np.square(ours - theirs) - np.square(ours - sign * (theirs + k * turns.size[at]))
+                for k in (step[at], -step[at])
+            )
+            gained[at], step[at] = np.maximum(up, down), np.where(up >= down, step[at], -step[at])
+        return gained, step
 
     def check(self, own: Tensor) -> None:
         """Check that a part is one of this factor.

@@ -15,6 +15,11 @@ from lightning_sym.symmetry.tracing.structure import Structure
 KINDS = (Permutation, Scale, Sign, Matrix, Rotations, Phase, HalfTurn, Tilts, Shift)
 
 
-def factors_of(structure: Structure) -> Factors:
-    """Return the factors of a group."""
-    return Factors(structure, KINDS)
+def factors_of(structure: Structure, parameters: frozenset[str] = frozenset()) -> Factors:
+    """Return the factors of a group.
+
+    Args:
+        structure: The group.
+        parameters: The names of the parameters among the tensors.
+    """
+    return Factors(structure, KINDS, parameters)

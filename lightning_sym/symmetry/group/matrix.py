@@ -1,7 +1,7 @@
 """Invertible matrices on dense cells: units between linear layers."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -10,9 +10,13 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
-from lightning_sym.symmetry.arrays import Floats, together
+from lightning_sym.symmetry.arrays import Floats, Ints, as_array, together
+from lightning_sym.symmetry.group.balancing import balanced_by_positive, balanced_cells
+from lightning_sym.symmetry.group.cells import cell_slices, singular_values, unbalanced
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.search import MatrixPlace
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Matrices = tuple[Tensor, ...]
@@ -35,12 +39,17 @@ class Matrix(Factor[Matrices]):
         """Draw matrices whose singular vectors are uniform, and whose singular values are log-normal."""
         if not draw.mixing:
             return self.identity()
-        drawn = []
-        for cell in self.structure.dense:
-            left, right = (random_orthogonal(len(cell), draw.generator) for _ in range(2))
-            sizes = draw.scale * torch.randn(len(cell), dtype=torch.float64, generator=draw.generator)
-            drawn.append((left * sizes.exp()) @ right)
-        return tuple(drawn)
+        return tuple(self._drawn(len(cell), draw) for cell in self.structure.dense)
+
+    def sample_at(self, seen: Slot, values: Factor[Matrices], draw: Draw) -> Matrices:
+        """Draw the matrices of cells that are seen; see :class:`Factor`."""
+        pairs = zip(self.structure.dense, self.structure.same, strict=True)
+        return tuple(self._drawn(len(cell), draw) if np.isin(cell, seen.unit).all() else same for cell, same in pairs)
+
+    def _drawn(self, size: int, draw: Draw) -> Tensor:
+        left, right = (random_orthogonal(size, draw.generator) for _ in range(2))
+        sizes = draw.scale * torch.randn(size, dtype=torch.float64, generator=draw.generator)
+        return (left * sizes.exp()) @ right
 
     def compose(self, later: Matrices, earlier: Matrices) -> Matrices:
         """Return the product of two parts, of which `earlier` acts first."""
@@ -67,6 +76,11 @@ class Matrix(Factor[Matrices]):
     def dimension(self) -> int:
         """The number of the matrices' entries."""
         return sum(len(cell) ** 2 for cell in self.structure.dense)
+
+    @property
+    def redundant(self) -> int:
+        """How many scales are also among the matrices."""
+        return sum(map(len, self.structure.dense))
 
     def dimension_at(self, offsets: Collection[int]) -> int:
         """Return the dimension of the matrices that act at some slots, given by their offsets."""
@@ -99,6 +113,22 @@ class Matrix(Factor[Matrices]):
                         result = result + sparse.csr_matrix(moved, shape=result.shape)
         return result
 
+    rung = Rung.FIRST
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return what makes both Gram matrices of every cell equal and diagonal, and all scales with it."""
+        total, stay, notes = balanced_cells(self.group, state)
+        state.reflected = [cell for cell in range(len(self.structure.dense)) if cell not in stay]
+        return Canonical(total.parts, notes)
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield a note on cells that stay."""
+        if self.structure.dense and wanted.scales is None:
+            yield (
+                f"{len(self.structure.dense)} cells on which invertible matrices act stay as they are: the form is "
+                "canonical up to these matrices only"
+            )
+
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
         """Return the orthogonal matrices that bring parameters nearest to others; see :class:`Factor`."""
         cells = self.structure.cell_of[self.structure.orbits[orbit]]
@@ -114,6 +144,61 @@ class Matrix(Factor[Matrices]):
         for cell, product in products.items():
             found[cell] = polar_factor(product) if len(product) else found[cell]
         return tuple(found) if products else None
+
+    freedom, permutes = "matrices", True
+
+    def mixes(self, orbit: int) -> bool:
+        """Return whether the units of an orbit are those of dense cells."""
+        return bool(self.structure.cell_of[self.structure.orbits[orbit][0]] >= 0)
+
+    def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
+        """Return nuclear norms, what the best rotation gives; see :class:`Factor`."""
+        index, matrix = torch.from_numpy(places), table.double().cpu()
+        pairs = matrix[index[:, None, :, None], index[None, :, None, :]]
+        gained = torch.linalg.svdvals(pairs) if mixing else pairs.diagonal(dim1=-2, dim2=-1)
+        return as_array(gained.sum(-1))
+
+    def mixing_blocks(self, own: Matrices, table: Tensor, units: Ints, places: Ints, order: Ints) -> Matrices:
+        """Return the matrices with the best rotations; see :class:`Factor`."""
+        found = list(own)
+        for new, old in enumerate(order):
+            cell = int(self.structure.cell_of[units[places[old][0]]])
+            rows, columns = (torch.from_numpy(places[index]).to(table.device) for index in (new, old))
+            found[cell] = polar_factor(table[rows[:, None], columns[None, :]])
+        return tuple(found)
+
+    def rigid(self, own: Matrices) -> Matrices:
+        """Return the orthogonal parts."""
+        return tuple(polar_factor(matrix) for matrix in own)
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on cells without a balanced member; see :class:`Factor`."""
+        free = {cell for own in networks if balanced for cell in unbalanced(self.structure, own)}
+        note = (
+            f"{len(free)} cells on which invertible matrices act have no balanced member (their units are linearly "
+            "dependent): the upper bound turns them by rotations only, and no lower bound is known"
+        )
+        return [note] * bool(free), bool(free)
+
+    def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Return singular values, kind by kind, which orthogonal matrices do not change; see :class:`Factor`."""
+        found = singular_values(self.structure, tensors)
+        for name in found:
+            mixed = [slot for slot in self.structure.slots_of[name] if slot.offset in self.structure.dense_places]
+            if len(mixed) > 1:  # on both sides: those of the whole, mixed or not
+                found[name] = [torch.linalg.svdvals(together(tensors[name], mixed[0].axes).flatten(1))]
+        return found
+
+    def matrix_places(self) -> Iterable[MatrixPlace]:
+        """Yield where cells stand; see :class:`Factor`."""
+        for slot in self.structure.slots:
+            for cells, positions, read in self.structure.dense_places.get(slot.offset, ()):
+                names = tuple(f"matrix {cell}" for cell in cells)
+                yield MatrixPlace(slot.tensor, names, slot.axes[0], MatrixPlace.indices(*positions), read)
+
+    def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
+        """Return the positive matrices after which heads have equal Gram matrices; see :class:`Factor`."""
+        return balanced_by_positive(self.group, tensors) if self.structure.dense else None
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms."""
@@ -199,26 +284,6 @@ def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
         for index, inverse in zip(alike, inverses.unbind(), strict=True):
             found[index] = inverse
     return found
-
-
-def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[int], bool, Tensor]]:
-    """Yield the weights into and out of each head.
-
-    Args:
-        structure: The group.
-        tensors: Parameters, by name; others are left out.
-
-    Yields:
-        The tensor's name; the indices of heads, all of one size; whether the weights are outgoing ones; and the
-        weights, shape (heads, size, entries), in the tensor's dtype.
-    """
-    for slot in structure.slots:
-        if slot.tensor not in tensors:
-            continue
-        for cells, positions, read in structure.dense_places.get(slot.offset, ()):
-            tensor = together(tensors[slot.tensor], slot.axes)
-            parts = [tensor[torch.from_numpy(at).to(tensor.device)].reshape(*at.shape, -1) for at in positions]
-            yield slot.tensor, cells, read, torch.cat(parts, -1)
 
 
 def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:

@@ -1,12 +1,17 @@
 """Permutations of units: within cells, and of whole blocks."""
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.group.factor import Draw, Factor
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
+from lightning_sym.symmetry.group.order import find_order
+from lightning_sym.symmetry.group.search import MatrixPlace
+from lightning_sym.symmetry.tracing.structure import Slot
 
 
 class Permutation(Factor[Tensor]):
@@ -44,6 +49,23 @@ class Permutation(Factor[Tensor]):
             permutation[blocks[new]] = permutation[blocks[old]]
         return torch.from_numpy(permutation)
 
+    rung, bounded, keeps_norms = Rung.ORDER, True, True
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Sort units within cells, and blocks, dead units last."""
+        notes: list[str] = []
+        order = find_order(state.plan, state.slices, state.gauged, state.dead, state.names, notes)
+        return Canonical({self.name: torch.from_numpy(order)}, notes)
+
+    def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
+        """Draw a permutation within cells; see :class:`Factor`."""
+        structure, permutation = self.structure, np.arange(self.structure.units)
+        for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
+            if movable and structure.cell_of[units[0]] < 0 and np.isin(units, seen.unit).any():
+                random = torch.rand(len(units), dtype=torch.float64, generator=draw.generator).numpy()
+                permutation[units[np.argsort(cells, kind="stable")]] = units[np.lexsort((random, cells))]
+        return torch.from_numpy(permutation)
+
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
         """Return the product of two parts, of which `earlier` acts first."""
         return earlier[later]
@@ -65,6 +87,21 @@ class Permutation(Factor[Tensor]):
         """Natural logarithm of the number of permutations that are no matrices of another factor."""
         inside = sum(self.log_order_in(orbit) for orbit in range(len(self.structure.orbits)))
         return inside + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
+
+    def matrix_places(self) -> Iterable[MatrixPlace]:
+        """Yield where units of cells change places that no matrix mixes anyway; see :class:`Factor`."""
+        structure = self.structure
+        for orbit, (columns, cell_of) in enumerate(zip(structure.columns, structure.cells, strict=True)):
+            slot_of = structure.slots_at(columns[0])
+            slots = {int(index): structure.slots[index] for index in slot_of}
+            together = any(len(slot.axes) > 1 for slot in slots.values()) or structure.copies_of(orbit) is not None
+            mixed = any(own.mixes(orbit) and (own.permutes or own.late) for own in self.group)
+            for cell in np.unique(cell_of) if structure.movable[orbit] and not (together or mixed) else ():
+                own = columns[cell_of == cell]
+                for index, slot in slots.items() if len(own) > 1 else ():
+                    at = own[:, slot_of == index].T - slot.offset
+                    at = MatrixPlace.indices(*at[:, None])
+                    yield MatrixPlace(slot.tensor, (f"units {orbit}, {cell}",), slot.axes[0], at)
 
     def check(self, own: Tensor) -> None:
         """Check that a part is one of this factor.

@@ -1,18 +1,22 @@
 """Phases of the planes of rotary positions: docs/theory/intertwiners.md, 2.15."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Floats, Ints, as_array
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw, Gains, LinearAction
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+# A plane whose Gram matrix is a multiple of the identity, up to this relative difference, has no principal axes.
+_ROUND = 1e-9
 
 
 class Phase(Additive):
@@ -69,6 +73,74 @@ class Phase(Additive):
             blocks.append(total)
         return sparse.vstack(blocks).tocsr()
 
+    rung, keeps_norms = Rung.SIZED, True
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return the angles that turn the planes to the principal axes of the first weights in which they stand.
+
+        There the two coordinates are orthogonal, and the first one is the larger. Half a turn is left, which is a sign.
+        """
+        structure, tensors = self.structure, state.tensors
+        gram, seen = np.zeros((3, self.size)), np.zeros(self.size, bool)
+        for slot in structure.slots:
+            if slot.offset not in structure.turned_places or slot.tensor not in tensors:
+                continue
+            phase, first, second = structure.turned_places[slot.offset]
+            if seen[phase].any():
+                continue
+            weights = tensors[slot.tensor].detach().double().cpu()
+            rows = weights.movedim(slot.axes[0], 0).reshape(slot.size, -1).numpy()
+            x, y = rows[first], rows[second]
+            for kind, product in enumerate((x * x, y * y, x * y)):
+                np.add.at(gram[kind], phase, product.sum(1))
+            seen[phase] = True
+        apart = gram[0] - gram[1]
+        unclear = np.hypot(apart, 2 * gram[2]) <= _ROUND * (gram[0] + gram[1])
+        angle = np.where(unclear, 0.0, -np.arctan2(2 * gram[2], apart) / 2)
+        notes = [f"{unclear.sum()} planes are not turned, as none of their axes is longer"] if unclear.any() else []
+        return Canonical({self.name: torch.from_numpy(angle)}, notes)
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield a note on planes that stay."""
+        if self.size and wanted.scales is None:
+            yield f"{self.size} planes are not turned: the form is canonical up to phases only"
+
+    freedom = "matrices"
+
+    def mixes(self, orbit: int) -> bool:
+        """Return whether the units of an orbit are planes."""
+        return bool((self.structure.phase_of[self.structure.orbits[orbit]] >= 0).any())
+
+    def pair_gains(self, orbit: int, gained: Callable[[Tensor | None], Tensor]) -> Tensor:
+        """Return complex numbers z; a rotation by an angle gains Re(z exp(-i angle)). See :class:`Factor`."""
+        quarter = self.identity()
+        quarter[torch.from_numpy(self.structure.phase_of[self.structure.orbits[orbit]])] = math.pi / 2
+        return torch.complex(gained(None).double(), gained(quarter).double())
+
+    def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
+        """Return the moduli of complex gains, what the best phases give; see :class:`Factor`."""
+        index = torch.from_numpy(places)
+        planes = table.cpu()[index[:, None], index[None]]
+        return as_array((planes.abs() if mixing else planes.real).sum(-1))
+
+    def mixing_blocks(self, own: Tensor, table: Tensor, units: Ints, places: Ints, order: Ints) -> Tensor:
+        """Return the angles with the best ones; see :class:`Factor`."""
+        own, table = own.clone(), table.cpu()
+        for new, old in enumerate(order):
+            pairs = table[torch.from_numpy(places[new]), torch.from_numpy(places[old])]
+            own[torch.from_numpy(self.structure.phase_of[units[places[old]]])] = pairs.angle()
+        return own
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on planes; see :class:`Factor`."""
+        turned = "turned to their principal axes" if balanced else "not turned"
+        note = f"{self.size} planes are {turned} for the upper bound, and left out of the lower one"
+        return [note] * (self.size > 0), False
+
+    def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
+        """Return the tensors that hold planes, of which bounds see nothing."""
+        return {slot.tensor for slot in self.structure.slots if slot.offset in self.structure.turned_places}, set()
+
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Tensor | None:
         """Return the angles that bring planes nearest to others; see :class:`Factor`."""
         own = self.structure.phase_of[self.structure.orbits[orbit]]
@@ -85,6 +157,27 @@ class Phase(Additive):
                 imaginary.index_add_(0, at, (y * other_x - x * other_y).sum(1).double().cpu())
         chosen = torch.from_numpy(own[own >= 0])
         return self.identity().index_copy(0, chosen, torch.atan2(imaginary, real)[chosen])
+
+    def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
+        """Return the scales after which queries and keys have one norm in each plane; see :class:`Factor`."""
+        if not self.size:
+            return None
+        structure, forms = self.structure, self.structure.magnitudes
+        squares = np.zeros((2, forms.shape[1]))
+        for slot in structure.slots:
+            if slot.offset not in structure.turned_places or slot.tensor not in tensors:
+                continue
+            _, *coordinates = structure.turned_places[slot.offset]
+            at = np.concatenate(coordinates)
+            rows = tensors[slot.tensor].double().cpu().movedim(slot.axes[0], 0).reshape(slot.size, -1)
+            own = forms[slot.offset + at]  # one scale at each
+            np.add.at(squares, ((own.data < 0).astype(int), own.indices), rows.square().sum(1).numpy()[at])
+        acting, nonzero = squares.any(0), squares.all(0)
+        result = np.zeros(forms.shape[1])
+        result[nonzero] = np.log(squares[1, nonzero] / squares[0, nonzero]) / 4
+        zeros = int((acting & ~nonzero).sum())
+        notes = [f"{zeros} planes stay as they are, as queries or keys are 0 there"] if zeros else []
+        return Canonical({"log_scale": torch.from_numpy(result)}, notes)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of the angles."""

@@ -1,24 +1,30 @@
 """Orthogonal matrices on streams, between gains: docs/theory/intertwiners.md, 2.11."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats, Ints
-from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
-from lightning_sym.symmetry.tracing.rotations import Rotation
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.search import MatrixPlace, Seen
+from lightning_sym.symmetry.group.streams import (
+    NO_TURN,
+    Turns,
+    best_turn,
+    gain_signs,
+    principal_turns,
+    random_turn,
+    rotatable,
+    weight_products,
+)
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-
-NO_TURN = torch.zeros(0, 0, dtype=torch.float64)  # stands for the identity, of any size
-
-Turns = tuple[Tensor, ...]
 
 _ORTHOGONAL = 1e-8  # how far a matrix that is read from a file may be from an orthogonal one
 
@@ -122,6 +128,107 @@ class Rotations(Factor[Turns]):
             products = weight_products(self.structure, index, target, current)
             turns[index] = best_turn(self.structure.rotations[index], products)
         return tuple(turns) if able else None
+
+    freedom, late = "rotations", True
+
+    def mixes(self, orbit: int) -> bool:
+        """Return whether the units of an orbit are those of a stream."""
+        return any(rotation.orbit == orbit for rotation in self.structure.rotations)
+
+    def able(self, orbit: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether a stream of an orbit rotates between gains without zeros."""
+        return any(self.structure.rotations[index].orbit == orbit for index in rotatable(self.structure, tensors))
+
+    def seen(
+        self, groups: Sequence[AxisGroup], values: Structure, networks: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[Seen]:
+        """Yield the outputs of modules in which a whole stream is seen that rotates in all networks."""
+        able = set.intersection(*(set(rotatable(self.structure, own)) for own in networks))
+        for group in groups:
+            for tap in group.taps if group.rotations and not group.dense else ():
+                for slot in tap.seen if not tap.squared else ():
+                    for index, at, powers in values.rotated_places.get(slot.offset, ()):
+                        if index in able and len(slot.axes) == 1:
+                            rotation, where = self.structure.rotations[index], torch.from_numpy(at)
+                            gains = tuple((*gain, power) for gain, power in zip(rotation.gains, powers, strict=True))
+                            name = f"stream {index} at {tap.name}"
+                            yield Seen(index, rotation.orbit, name, tap, slot.axes[0], where, gains)
+
+    def best_seen(self, products: Mapping[int, Tensor]) -> Turns:
+        """Return the rotations that bring activations nearest; see :class:`Factor`."""
+        turns = enumerate(self.structure.rotations)
+        return tuple(best_turn(own, products[index]) if index in products else NO_TURN for index, own in turns)
+
+    def settled_signs(
+        self, orbit: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
+    ) -> frozenset[int] | None:
+        """Return the signs that act on gains, where these are positive in both networks; see :class:`Factor`."""
+        able = (self.structure.rotations[index] for index in rotatable(self.structure, current))
+        own = [rotation for rotation in able if rotation.orbit == orbit]
+        for tensors in (target, current):
+            for name, at in (gain for rotation in own for gain in rotation.gains):
+                gain = tensors[name].reshape(-1)
+                if not bool((gain[torch.from_numpy(at).to(gain.device)] > 0).all()):
+                    return None
+        columns = range(self.structure.sign_table[orbit].shape[1])
+        settled = frozenset(k for k in columns if not any(rotation.plain_sign[k] for rotation in own))
+        return settled if own else None
+
+    @property
+    def gains(self) -> frozenset[str]:
+        """The gains between which streams rotate."""
+        return frozenset(name for rotation in self.structure.rotations for name, _ in rotation.gains)
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on streams that rotate between gains; see :class:`Factor`."""
+        count = len(self.structure.rotations)
+        stiff = count > 0 and not (balanced and all(len(rotatable(self.structure, own)) == count for own in networks))
+        note = "streams rotate between gains that are no ones (zeros, or not balanced): no lower bound is known"
+        return [note] * stiff, stiff
+
+    def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Return the singular values of all that stands on a stream; see :class:`Factor`."""
+        found = {}
+        for slot in self.structure.slots:
+            if slot.offset in self.structure.rotated_places and slot.tensor in tensors:
+                tensor = tensors[slot.tensor].movedim(slot.axes[0], 0)
+                found[slot.tensor] = [torch.linalg.svdvals(tensor.reshape(len(tensor), -1))]
+        return found
+
+    rung, keeps_norms = Rung.LAST, True
+
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether streams are turned: in balanced forms, where signs are free."""
+        return bool(self.structure.rotations) and wanted.scales == "balanced" and wanted.signs
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Make gains positive, and turn streams to their principal axes, where units may leave their places."""
+        known = gain_signs(self.structure, state.tensors)
+        state.move({"sign": torch.from_numpy(np.where(known < 0, -1.0, 1.0))})
+        if not state.wanted.order:
+            return Canonical({})
+        turns, notes = principal_turns(self.structure, state.tensors)
+        return Canonical({self.name: turns}, notes)
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield a note on streams that stay; see :class:`Factor`."""
+        stiff = len(self.structure.rotations)
+        if self.concerned(wanted) and wanted.order:
+            stiff -= len(rotatable(self.structure, tensors))
+        if stiff:
+            yield (
+                f"{stiff} streams are not rotated (with scales='balanced', signs and order only, and between gains "
+                "other than zero): the form is canonical up to these rotations only"
+            )
+
+    def matrix_places(self) -> Iterable[MatrixPlace]:
+        """Yield where streams are rotated; see :class:`Factor`."""
+        for slot in self.structure.slots:
+            for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
+                known = zip(self.structure.rotations[index].gains, powers, strict=True)
+                gains = tuple((name, torch.from_numpy(own), power) for (name, own), power in known if power)
+                maps, where = (f"stream {index}",), MatrixPlace.indices(at[None])
+                yield MatrixPlace(slot.tensor, maps, slot.axes[0], where, gains=gains)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices' logarithms, of which the antisymmetric part counts."""
@@ -228,119 +335,6 @@ class RotationAction(LinearAction):
             new = (old @ matrix.to(tensor).mT).movedim(-1, axis)
             tensor = new.contiguous() if whole else tensor.index_copy(axis, where, new)
         return tensor
-
-
-def random_turn(rotation: Rotation, generator: torch.Generator | None, *, most: int | None = None) -> Tensor:
-    """Draw an orthogonal matrix, all being equally likely (of those that leave the vector of ones alone, if it must).
-
-    Args:
-        rotation: Of which cell.
-        generator: Where randomness comes from.
-        most: How many units it changes at most; any of them are equally likely. By default all.
-
-    Returns:
-        Shape (size, size), float64.
-    """
-    size = rotation.size if most is None else min(most, rotation.size)
-    matrix = random_orthogonal(size - rotation.fixes_ones, generator)
-    if rotation.fixes_ones:
-        reflection = ones_reflection(size)
-        around_first = torch.eye(size, dtype=torch.float64)
-        around_first[1:, 1:] = matrix
-        matrix = reflection @ around_first @ reflection
-    if size == rotation.size:
-        return matrix
-    chosen = torch.randperm(rotation.size, generator=generator)[:size]
-    whole = torch.eye(rotation.size, dtype=torch.float64)
-    whole[chosen[:, None], chosen] = matrix
-    return whole
-
-
-def ones_reflection(size: int) -> Tensor:
-    """Return the reflection that exchanges the first axis and the vector of ones. Shape (size, size), float64."""
-    normal = torch.full((size,), size**-0.5, dtype=torch.float64)
-    normal[0] -= 1
-    return torch.eye(size, dtype=torch.float64) - 2 * torch.outer(normal, normal) / normal.dot(normal)
-
-
-def stream_rows(
-    structure: Structure, index: int, tensors: Mapping[str, Tensor], gains: Mapping[str, Tensor]
-) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield the tensors that act on a stream, divided by the gains between which it rotates: one row per unit, by slot.
-
-    Args:
-        structure: The group.
-        index: The number of the rotation.
-        tensors: Parameters, by name; what is missing is left out.
-        gains: The gains, by name.
-    """
-    rotation = structure.rotations[index]
-    for slot in structure.slots:
-        if slot.tensor not in tensors:
-            continue
-        for number, at, powers in structure.rotated_places.get(slot.offset, ()):
-            if number == index:
-                tensor = tensors[slot.tensor].detach().movedim(slot.axes[0], 0)
-                rows = tensor.index_select(0, torch.from_numpy(at).to(tensor.device)).reshape(len(at), -1)
-                for (name, place), power in zip(rotation.gains, powers, strict=True):
-                    if power:
-                        gain = gains[name].detach().reshape(-1)[torch.from_numpy(place).to(rows.device)]
-                        rows = rows / gain.to(rows)[:, None] ** power
-                yield slot, rows
-
-
-def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the numbers of the rotations between whose gains there is no zero."""
-    return [
-        index
-        for index, rotation in enumerate(structure.rotations)
-        if all(bool(tensors[name].reshape(-1)[torch.from_numpy(at)].all()) for name, at in rotation.gains)
-    ]
-
-
-def best_turn(rotation: Rotation, products: Tensor) -> Tensor:
-    """Return the allowed orthogonal Q that maximises tr(Q^T M) (orthogonal Procrustes).
-
-    Args:
-        rotation: Of which stream.
-        products: M, whose rows belong to the reference. Shape (size, size).
-
-    Returns:
-        Shape (size, size), float64, on the CPU.
-    """
-    products = products.detach().double().cpu()
-    if rotation.fixes_ones:
-        # Apart from the vector of ones, which is to stay.
-        products = products - products.mean(0, keepdim=True)
-        products = products - products.mean(1, keepdim=True)
-        products = products + products.norm().clamp_min(1e-300) / rotation.size
-    return polar_factor(products)
-
-
-def weight_products(
-    structure: Structure, index: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
-) -> Tensor:
-    """Return M such that tr(Q^T M) is what rotating the second network by Q gives to the inner product of both.
-
-    Args:
-        structure: The group.
-        index: The number of the rotation.
-        target: The parameters of the reference, by name.
-        current: Those of the network that is rotated, gains included.
-
-    Returns:
-        Shape (size, size), float64.
-    """
-    size = structure.rotations[index].size
-    total = torch.zeros(size, size, dtype=torch.float64)
-    # Gains are taken off the second network, and put on the reference: <R, D Q D^-1 S> = <Q, (D R) (D^-1 S)'>.
-    theirs = stream_rows(structure, index, current, current)
-    ours = stream_rows(
-        structure, index, target, {name: 1 / current[name] for name, _ in structure.rotations[index].gains}
-    )
-    for (_, left), (_, right) in zip(ours, theirs, strict=True):
-        total += (left @ right.T).double().cpu()
-    return total
 
 
 def antisymmetric(matrix: Tensor, fixes_ones: bool) -> Tensor:

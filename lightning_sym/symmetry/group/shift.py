@@ -1,20 +1,24 @@
 """Shifts: what is added to weights, before all else; docs/theory/intertwiners.md, 3.6."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats
+from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.described import described_shifts, listed
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.action import Action
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.equations import solved
 from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.statistics import kernel
+from lightning_sym.symmetry.group.translations import carried, elements_alone, nearest
 from lightning_sym.symmetry.rearranging import Summand
-from lightning_sym.symmetry.statistics import kernel
-from lightning_sym.symmetry.translations import carried
+from lightning_sym.symmetry.tracing.affine.translations import WRITERS
 
 
 class Shift(Additive):
@@ -41,6 +45,56 @@ class Shift(Additive):
     def dimension(self) -> int:
         """The number of independent directions."""
         return self.structure.shifts.dimension
+
+    @property
+    def gains(self) -> frozenset[str]:
+        """The tensors in multiples of which something is added."""
+        return frozenset(self.structure.shifts.factors)
+
+    rung, bounded = Rung.IN_TURN, True
+
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether shifts are taken off: where scales may change."""
+        return wanted.scales is not None and bool(self.structure.shifts)
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return the shift that takes off what is added, with the least sum of squares of what is left."""
+        return Canonical({self.name: nearest(self.structure.shifts, state.tensors, state.parameters)})
+
+    @property
+    def redundant(self) -> int:
+        """By how much entries exceed the dimension."""
+        return self.size - self.dimension
+
+    def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the shift that brings biases and means to those of the reference; see :class:`Factor`."""
+        return nearest(self.structure.shifts, current, target.keys(), target) if self.structure.shifts else None
+
+    def taken_off(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> tuple[Tensor, Bools]:
+        """Return the shift that takes biases off as far as it can; see :class:`Factor`."""
+        space, values = self.structure.shifts, [tensors[name].reshape(-1) for name in names]
+        flat = torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+        direct = space.at(tensors).direct(names) if space else {}
+        nothing = (sparse.csr_matrix((len(own), space.size)) for own in values)
+        rows = [direct.get(name, none) for name, none in zip(names, nothing, strict=True)]
+        matrix = sparse.vstack(rows).tocsr() if rows else sparse.csr_matrix((0, space.size))
+        found, holds = solved(matrix, np.arange(len(flat)), -flat.numpy())
+        return torch.from_numpy(found), holds
+
+    def centred(self, tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[Tensor, set[str]]:
+        """Return the shift along ones that takes means off; see :class:`Factor`."""
+        space = self.structure.shifts
+        alone = elements_alone(space, tensors, names)
+        weights = [part.places for part in space.parts.writers if part.name in names] if space.parts is not None else []
+        empty = np.zeros(0, np.int64)
+        entries = np.concatenate([empty, *(np.arange(space.size)[places] for places in weights)])
+        shift = nearest(space, tensors, tensors.keys(), entries=entries)
+        for name, (elements, added) in alone.items():
+            scale = 1 / np.linalg.norm(added, axis=1)
+            given = tensors[name].expand(space.parts.shapes[name]).reshape(-1).numpy() if space.parts else empty
+            step = np.linalg.lstsq(scale[:, None] * added, -scale * given, rcond=None)[0]
+            shift += torch.from_numpy(elements @ step)
+        return shift, {own.name for own in space.kinds if own.kind == WRITERS} | alone.keys()
 
     def describe(self) -> Iterable[str]:
         """Return lines on the kinds of shifts."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
@@ -110,19 +111,21 @@ class Tilts(Factor[Vectors]):
             found.append(sparse.csr_matrix(rates.T))
         return sparse.hstack(found).tocsr()
 
-    def to_gains(self, tensors: Mapping[str, Tensor]) -> tuple[Vectors, list[str]]:
+    @property
+    def gains(self) -> frozenset[str]:
+        """The gains of the norms."""
+        return frozenset(tilt.gain for tilt in self.structure.tilts if tilt.gain is not None)
+
+    rung, bounded = Rung.IN_TURN, True
+
+    def canonical(self, state: Gathered) -> Canonical:
         """Return the tilts after which each norm's bias equals its gain, of all that the norm's readers leave open.
 
         What reads a stream, M, has sums r along its units; afterwards M r is the same for all units, and the length of
-        r is their number.
-
-        Args:
-            tensors: The network's parameters, by name.
-
-        Returns:
-            The tilts, and a note for each that stays: the ratio of bias to gain sums to zero, which no tilt changes.
+        r is their number. A tilt stays, with a note, where the ratio of bias to gain sums to zero, which no tilt
+        changes.
         """
-        result, notes = [], []
+        result, notes, tensors = [], [], state.tensors
         for tilt in self.structure.tilts:
             rows = [tensors[name].detach().to("cpu", torch.float64).movedim(axis, 0) for name, axis in tilt.moved]
             moved = torch.cat([own.reshape(tilt.size, -1) for own in rows], 1)
@@ -137,7 +140,7 @@ class Tilts(Factor[Vectors]):
             else:
                 factor = total[total.abs().argmax()].sign() / size
                 result.append(factor - moved @ total / size**2)
-        return tuple(result), notes
+        return Canonical({self.name: tuple(result)}, notes)
 
 
 class TiltAction(LinearAction):

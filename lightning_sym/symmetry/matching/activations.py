@@ -11,8 +11,7 @@ from lightning_sym._distributed import Batches, device_of, ranks, summed, togeth
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
-from lightning_sym.symmetry.group.rotation import best_turn, rotatable
-from lightning_sym.symmetry.matching.assignment_costs import (
+from lightning_sym.symmetry.group.assignment import (
     Chosen,
     Gain,
     MatchingGroup,
@@ -20,16 +19,10 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     matched_groups,
     within_cells,
 )
+from lightning_sym.symmetry.group.blocks import best_blocks, block_systems
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
-from lightning_sym.symmetry.matching.coordinate_descent import (
-    Descended,
-    Descent,
-    best_blocks,
-    block_systems,
-)
-from lightning_sym.symmetry.matching.magnitudes import refined
-from lightning_sym.symmetry.matching.streams import stream_places, turn_of
-from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms
+from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent
+from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms, refined
 from lightning_sym.symmetry.watching import watched
 
 
@@ -39,7 +32,7 @@ class ActivationMoments:
     Sums of x, y, x^2, y^2 (per unit) and of x y^T (per pair of units) in float64; all positions of an image, or tokens,
     count as samples. Where a group can be watched at several places (an axis group of a residual stream runs through
     many blocks), the last one that is no pooling, flattening, dropout or identity is used, as given by `places`.
-    Streams that rotate are watched at all such places, gains taken off.
+    What matrices mix between gains (streams) is watched at all such places, gains taken off.
 
     Args:
         symmetry: The symmetry of the architecture.
@@ -47,9 +40,11 @@ class ActivationMoments:
         b: The second network (y).
 
     Attributes:
+        groups: What matching needs to know of the axis groups.
         places: The module that is watched, by the name of the axis group. Groups of which no module's output shows all
             units are missing.
-        streams: For each stream that rotations may bring to the other's, by its number, the places where it is watched.
+        mixed: By the name of a factor and the number of a member that may bring units to the other's (a stream), the
+            places where these are watched.
         samples: Number of samples so far, by the name of the group.
 
     Raises:
@@ -64,7 +59,8 @@ class ActivationMoments:
         self._watched: dict[str, tuple[Tap, int, Tensor]] = {}
         # By group, the columns of its sign table that show at its place.
         self.visible_signs: dict[str, tuple[int, ...]] = {}
-        for group, signs in zip(symmetry.groups, symmetry.structure.sign_table, strict=True):
+        self.groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
+        for group, own in zip(symmetry.groups, self.groups, strict=True):
             if not group.taps or not (group.movable or group.signs):
                 continue
             real = [tap for tap in group.taps if not _passes_through(modules[tap.module])]
@@ -72,10 +68,13 @@ class ActivationMoments:
             axis, positions = tap.positions(group.units) or (0, group.units)
             self._watched[group.name] = (tap, axis, positions)
             visible = symmetry.generators_at(tap)[1]
-            self.visible_signs[group.name] = tuple(k for k, own in enumerate(signs.T) if visible.keys() & set(own))
+            self.visible_signs[group.name] = tuple(
+                k for k, column in enumerate(own.signs.T) if visible.keys() & set(column)
+            )
         self._gains: dict[str, tuple[Tensor, Tensor]] = {}
-        self.streams: dict[int, tuple[str, ...]] = {}
-        self._watch_streams(modules)
+        self.mixed: dict[tuple[str, int], tuple[str, ...]] = {}
+        self.mixed_orbits: set[int] = set()
+        self._watch_mixed(modules)
         self.places = {name: tap.name for name, (tap, _, _) in self._watched.items()}
         zero = torch.zeros((), dtype=wide(device_of(a)), device=device_of(a))
         self._sums: dict[str, dict[str, Tensor]] = {}
@@ -84,16 +83,17 @@ class ActivationMoments:
             vectors = {key: zero.new_zeros(size) for key in ("x", "y", "xx", "yy")}
             self._sums[name] = {"n": zero.clone(), **vectors, "xy": zero.new_zeros(size, size)}
 
-    def _watch_streams(self, modules: Mapping[str, nn.Module]) -> None:
-        """Watch the streams that may be rotated."""
-        ours, theirs = (self.symmetry.tensors(network) for network in (self._a, self._b))
-        able = set(rotatable(self.symmetry.structure, ours)) & set(rotatable(self.symmetry.structure, theirs))
-        for place in stream_places(self.symmetry):
-            if place.index in able and not _passes_through(modules[place.tap.module]):
-                name = f"stream {place.index} at {place.tap.name}"
-                self._watched[name] = (place.tap, place.axis, place.positions)
-                self._gains[name] = place.gains(self.symmetry, ours), place.gains(self.symmetry, theirs)
-                self.streams[place.index] = (*self.streams.get(place.index, ()), name)
+    def _watch_mixed(self, modules: Mapping[str, nn.Module]) -> None:
+        """Watch what factors mix."""
+        both = [self.symmetry.tensors(network) for network in (self._a, self._b)]
+        for factor in self.symmetry.factors:
+            for place in factor.seen(self.symmetry.groups, self.symmetry._values, both):
+                if not _passes_through(modules[place.tap.module]):
+                    self._watched[place.name] = (place.tap, place.axis, place.positions)
+                    self._gains[place.name] = place.gain(both[0]), place.gain(both[1])
+                    key = factor.name, place.member
+                    self.mixed[key] = (*self.mixed.get(key, ()), place.name)
+                    self.mixed_orbits.add(place.orbit)
 
     @property
     def samples(self) -> dict[str, int]:
@@ -184,13 +184,13 @@ class ActivationMoments:
             centred = centred * scale.unsqueeze(axis)
         return centred
 
-    def stream_product(self, index: int) -> Tensor:
-        """Return the covariance of a stream of ``a`` (rows) and ``b``. Shape (size, size), float64.
+    def mixed_product(self, factor: str, member: int) -> Tensor:
+        """Return the covariance of what a factor mixes in ``a`` (rows) and ``b``. Shape (size, size), float64.
 
-        The sum over the places where the stream is watched, each of them divided by the size of both.
+        The sum over the places where it is watched, each of them divided by the size of both.
         """
         total = torch.zeros((), dtype=torch.float64)
-        for name in self.streams[index]:
+        for name in self.mixed[factor, member]:
             sums = self._sums[name]
             n = sums["n"]
             mean_x, mean_y = sums["x"] / n, sums["y"] / n
@@ -262,35 +262,39 @@ def activation_matching(
         )
     where = device_of(a)
     with torch.no_grad():
-        groups = matched_groups(symmetry)
+        groups = moments.groups
         gains = {
             group.index: _gain(moments, group, axis_group.name, measure, signs)
             for group, axis_group in zip(groups, symmetry.groups, strict=True)
-            if axis_group.name in moments.places and not (group.dense or group.phase)
+            if axis_group.name in moments.places and group.alone
         }
         tables = {index: Tables(gain) for index, gain in gains.items()}
         chosen: dict[int, Chosen] = {}
-        for system in block_systems(symmetry, groups):
+        for system in block_systems(symmetry.structure, groups):
             if system.groups.keys() <= tables.keys():
                 chosen.update(best_blocks(system, tables, {})[1])
         chosen |= {index: within_cells(groups[index], own) for index, own in tables.items() if index not in chosen}
-        rotations = symmetry.structure.rotations
-        turns = {index: best_turn(rotations[index], moments.stream_product(index)) for index in moments.streams}
-        for index in turns:
-            chosen.pop(rotations[index].orbit, None)  # which are among the rotations
+        for index in moments.mixed_orbits:
+            chosen.pop(index, None)  # permutations are among what mixes them
         compared = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
         descent = Descent(compared, signs=signs, device=where)
-        descent.restart(descent.element_of(chosen).replaced(rotation=turn_of(symmetry, turns).rotation))
+        parts = descent.parts_of(chosen)
+        for factor in symmetry.factors:
+            products = {
+                index: moments.mixed_product(name, index) for name, index in moments.mixed if name == factor.name
+            }
+            if products:
+                parts[factor.name] = factor.best_seen(products)
+        descent.restart(symmetry.identity().replaced(**parts))
         undecided = {}
         for index, own in chosen.items():
             # What was never active in either network is undecided: by weights, among itself.
             nothing = tables[index].tables[0] == 0
             silent = nothing.all(1) & nothing.all(0)[own.source]
             undecided[index] = tuple(kept for cell in groups[index].cells if len(kept := cell[silent[cell]]))
-        undecided |= {rotations[index].orbit: () for index in turns}
+        undecided |= dict.fromkeys(moments.mixed_orbits, ())
         descent.hold(undecided, {i: {k for pattern in gain.parts for k in pattern} for i, gain in gains.items()})
-        if signs:
-            descent.improve_signs()
+        descent.improve_alone()
         for _ in descent.sweeps(torch.Generator().manual_seed(seed), 100):
             pass
         identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in chosen}

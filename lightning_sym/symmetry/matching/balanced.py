@@ -4,21 +4,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._distributed import wide
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.form import balanced_element
-from lightning_sym.symmetry.canonical.norms import plan_of
+from lightning_sym.symmetry.canonical.form import balanced_element, settled_element
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.matching.proportion import to_scales_of
+from lightning_sym.symmetry.matching.gauges import to_gauge_of
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.views import ConvertedTensors
-
-_AT_ONCE = 2**20  # so many numbers are compared at once
-_EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
 
 
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
@@ -80,14 +74,9 @@ class Comparison:
     @property
     def is_even(self) -> bool:
         """Whether balancing hardly changes the proportions of units: then they are as well compared as they are."""
-        structure = self.symmetry.structure
         if not self.balanced or self.left is None or self.right is None:
             return False
-        if structure.dense or structure.phases or structure.rotations or structure.shifts or structure.tilts:
-            return False
-        both = np.stack([self.left.log_scale.numpy(), self.right.log_scale.numpy()])
-        classes = (both[:, members] for members in plan_of(self.symmetry).classes)
-        return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
+        return all(own.is_even(self.left.parts[own.name], self.right.parts[own.name]) for own in self.symmetry.factors)
 
     def target(self, device: torch.device) -> Mapping[str, Tensor]:
         """Return the parameters of the reference as they are compared, on a device, in at least single precision."""
@@ -111,7 +100,7 @@ class Comparison:
         if self.left is None:
             return element
         if self.balanced:
-            return self.symmetry.compose(to_scales_of(self.symmetry, self.a, self.left, self.b, element), element)
+            return self.symmetry.compose(to_gauge_of(self.symmetry, self.a, self.left, self.b, element), element)
         return self.symmetry.compose(self.symmetry.inverse(self.left), element)
 
     def forth(self, element: Element) -> Element:
@@ -126,9 +115,7 @@ def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool,
     if not balance:
         if not signs:
             return Comparison(symmetry, a, b)
-        both = (symmetry.factors.settled(symmetry.fingerprint, symmetry.tensors(network)) for network in (a, b))
-        left, right = (None if symmetry.factors.is_identity(own) else own for own in both)
-        return Comparison(symmetry, a, b, left, right)
+        return Comparison(symmetry, a, b, settled_element(symmetry, a), settled_element(symmetry, b))
     left, right = (balanced_element(symmetry, network, signs=signs) for network in (a, b))
     return Comparison(symmetry, a, b, left, right, balanced=True)
 
@@ -149,10 +136,17 @@ def working(
         like: Tensors of the same names; None for those of the network itself.
         element: Moves the parameters; they are made anew whenever one is asked for then.
     """
-    given = _Working(symmetry.tensors(network), device, like)
+    given = converted(network, symmetry, device, like)
     if element is None:
         return {name: given[name] for name in given if name in symmetry.parameter_names}
     return MovedTensors(symmetry.factors, element, given, symmetry.parameter_names)
+
+
+def converted(
+    network: nn.Module, symmetry: Symmetry, device: torch.device, like: Mapping[str, Tensor] | None = None
+) -> Mapping[str, Tensor]:
+    """Return all tensors of a network, buffers included; see :func:`working`."""
+    return _Working(symmetry.tensors(network), device, like)
 
 
 class _Working(ConvertedTensors):
@@ -168,27 +162,3 @@ class _Working(ConvertedTensors):
         dtype = self._like[name].dtype
         single = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         return super()._made(name).to(self._device, single)
-
-
-def inner(one: Tensor, two: Tensor) -> float:
-    """Return the inner product of two tensors of one shape and dtype."""
-    return float(torch.dot(one.reshape(-1), two.reshape(-1)))
-
-
-def squared_difference(one: Tensor, two: Tensor) -> float:
-    """Return the squared distance of two tensors of one shape and dtype, without a third one of their size."""
-    if one.numel() <= _AT_ONCE:
-        difference = one - two
-        return inner(difference, difference)
-    ones, twos = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (one, two))
-    return math.fsum(squared_difference(*pair) for pair in zip(ones, twos, strict=True))
-
-
-def squared_distance(ones: Mapping[str, Tensor], twos: Mapping[str, Tensor]) -> float:
-    """Return the squared Euclidean distance of tensors to those of the same names, which may be on another device."""
-    return math.fsum(_squared_distance(one, twos[name].to(one)) for name, one in ones.items())
-
-
-def _squared_distance(one: Tensor, two: Tensor) -> float:
-    parts = zip(*(torch.split(tensor.detach().reshape(-1), _AT_ONCE) for tensor in (one, two)), strict=True)
-    return math.fsum(float((x - y).square().sum(dtype=wide(x.device))) for x, y in parts)

@@ -1,10 +1,11 @@
 """Coordinate descent on the inner product of one network's parameters with those of a member of another's orbit."""
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,24 +14,22 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym._distributed import rank
-from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.arrays import Floats, Ints, along
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.rotation import rotatable
-from lightning_sym.symmetry.matching.assignment_costs import (
+from lightning_sym.symmetry.distances import inner, squared_difference
+from lightning_sym.symmetry.group.assignment import (
     Chosen,
     Gain,
     MatchingGroup,
     Pattern,
     Tables,
-    best_assignment,
-    flips,
     matched_groups,
+    parts_of,
     within_cells,
 )
-from lightning_sym.symmetry.matching.balanced import Comparison, inner, squared_difference
-from lightning_sym.symmetry.matching.half_turns import gains_of_half_turns, reflected
+from lightning_sym.symmetry.group.blocks import Blocks, best_blocks, block_systems
+from lightning_sym.symmetry.group.element import Element, Part
+from lightning_sym.symmetry.group.factor import Factor
+from lightning_sym.symmetry.matching.balanced import Comparison
 from lightning_sym.symmetry.proof import compute_the_same
 
 # Which moves there are: docs/theory/matching.md, 1.7.
@@ -45,86 +44,6 @@ _ROUNDING = 10.0  # so many units of rounding may be between equal networks, rel
 # Squared distances this many times larger than norms of tensors call for: two networks of one orbit may not be matched.
 _SUSPICIOUS = 1e4
 _ALIKE = 1e-4  # norms of tensors on one orbit agree to rounding; those of networks from two seeds differ more than that
-
-
-@dataclass
-class Blocks:
-    """Blocks that change places as wholes.
-
-    Attributes:
-        kinds: For each kind of member (units of one cell of a group in each block): the group, and the members' places
-            in it. Each of shape (blocks, members).
-        count: The number of blocks.
-        slots: The members that stand for copies of units. Shape (blocks, slots).
-    """
-
-    kinds: list[tuple[MatchingGroup, Ints]]
-    count: int
-    slots: Ints
-
-    @property
-    def groups(self) -> dict[int, MatchingGroup]:
-        """The groups by their numbers."""
-        return {group.index: group for group, _ in self.kinds}
-
-
-def block_systems(symmetry: Symmetry, groups: list[MatchingGroup]) -> list[Blocks]:
-    """Return the symmetry's systems of blocks."""
-    structure = symmetry.structure
-    orbit_and_cell = np.full((structure.units, 2), -1)
-    for group in groups:
-        orbit_and_cell[group.units, 0] = group.index
-        orbit_and_cell[group.units, 1] = structure.cells[group.index]
-    systems = []
-    for table in structure.blocks:
-        slots = table[:, orbit_and_cell[table[0], 0] < 0]
-        if slots.shape == table.shape:  # blocks of copies inside of blocks
-            continue
-        keys = [tuple(pair) for pair in orbit_and_cell[table[0]].tolist()]
-        kinds = []
-        for key in dict.fromkeys(key for key in keys if key[0] >= 0):
-            group = groups[key[0]]
-            members = table[:, [other == key for other in keys]]
-            kinds.append((group, np.searchsorted(group.units, members)))
-        systems.append(Blocks(kinds, len(table), slots))
-    return systems
-
-
-def best_blocks(
-    system: Blocks, tables: Mapping[int, Tables], raw: Mapping[int, Tensor], *, mixing: bool = True
-) -> tuple[Ints, dict[int, Chosen]]:
-    """Return which block comes to which place, and for each group which of its units come to the places.
-
-    The gain of a block at a place is that of the best assignment of its members; dense members count with the nuclear
-    norm, what the best rotation gives, and planes with the modulus of the complex gain, what the best phase gives; both
-    as they are without `mixing`.
-    """
-    count = system.count
-    total = np.zeros((count, count))
-    for group, places in system.kinds:
-        index = torch.from_numpy(places)
-        if group.dense:
-            matrix = raw[group.index].double().cpu()
-            pairs = matrix[index[:, None, :, None], index[None, :, None, :]]
-            gained = torch.linalg.svdvals(pairs) if mixing else pairs.diagonal(dim1=-2, dim2=-1)
-            total += gained.sum(-1).numpy()
-            continue
-        if group.phase:
-            planes = raw[group.index].cpu()[index[:, None], index[None]]
-            total += (planes.abs() if mixing else planes.real).sum(-1).numpy()
-            continue
-        for new, old in itertools.product(range(count), repeat=2):
-            total[new, old] += tables[group.index].best(places[new], places[old])[0]
-    order = best_assignment(total)
-    chosen: dict[int, Chosen] = {}
-    for group, places in system.kinds:
-        own = chosen.setdefault(group.index, Chosen(np.arange(len(group.units)), {}))
-        for new, old in enumerate(order):
-            if group.dense or group.phase:
-                own.source[places[new]] = places[old]
-            else:
-                tables[group.index].put(own, places[new], places[old])
-    return order, chosen
 
 
 class Descent:
@@ -157,8 +76,8 @@ class Descent:
         self.symmetry = symmetry = compared.symmetry
         self.signs = signs
         self.freedom = frozenset(freedom)
-        self.groups = matched_groups(symmetry)
-        self.systems = block_systems(symmetry, self.groups) if "blocks" in self.freedom else []
+        self.groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
+        self.systems = block_systems(symmetry.structure, self.groups) if "blocks" in self.freedom else []
         self._held: set[int] = set()  # the groups that keep their assignment
         self._kept_signs: dict[int, set[int]] = {}  # by group, the columns of signs that are not to be flipped alone
         # By weight, the biases that take up what flips of its columns add.
@@ -170,11 +89,16 @@ class Descent:
         self._squares: dict[str, float] = {}
         self.element = self.identity = symmetry.identity()
         self.restart(self.identity)
-        # By group, the numbers of the rotations that may be chosen; emptied where they are given.
-        self.rotations: dict[int, list[int]] = {}
-        for index in rotatable(symmetry.structure, self.current) if "rotations" in self.freedom else ():
-            self.rotations.setdefault(symmetry.structure.rotations[index].orbit, []).append(index)
-        self._settled_signs = self._positive_gains()
+        # By group, what mixes its units when all else has settled; emptied where that is given.
+        self.late: dict[int, list[Factor[Any]]] = {}
+        self._settled: dict[int, frozenset[int]] = {}  # by group, the columns of signs that are not sought
+        self.open_signs: list[Ints] = []
+        for factor in symmetry.factors:
+            for index in [group.index for group in self.groups] if factor.late and factor.freedom in freedom else ():
+                if factor.able(index, self.current):
+                    self.late.setdefault(index, []).append(factor)
+                    if (settled := factor.settled_signs(index, self.target, self.current)) is not None:
+                        self._settled[index] = settled
         both = [math.fsum(inner(t, t) for t in tensors.values()) for tensors in (self.target, self.current)]
         self._half: float = sum(both) / 2
         dtypes = {tensor.dtype for tensor in self.current.values()}
@@ -184,20 +108,6 @@ class Descent:
         self._neighbours = {
             g.index: {h.index for h in self.groups if h.tensors & g.tensors and (h is not g or g.quadratic)}
             for g in self.groups
-        }
-
-    def _positive_gains(self) -> set[int]:
-        """Return the groups whose gains are positive in both networks, so that no sign in front of a gain is sought."""
-        structure = self.symmetry.structure
-        return {
-            group
-            for group, indices in self.rotations.items()
-            if all(
-                bool((tensors[name].reshape(-1)[torch.from_numpy(at).to(tensors[name].device)] > 0).all())
-                for tensors in (self.target, self.current)
-                for index in indices
-                for name, at in structure.rotations[index].gains
-            )
         }
 
     def _square(self, name: str, tensor: Tensor) -> float:
@@ -263,9 +173,9 @@ class Descent:
         self._kept_signs = dict(signs)
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        # Rotations act between gains, which may belong to other groups (heads share them).
-        turned = any(len(turn) for turn in element.rotation)
-        gains = {name for own in self.symmetry.structure.rotations for name, _ in own.gains if turned}
+        # What acts between gains needs these, which may belong to other groups (heads share them).
+        acting = [own for own in self.symmetry.factors if own.gains and not own.is_identity(element.parts[own.name])]
+        gains = {name for own in acting for name in own.gains}
         wanted = dict.fromkeys(names)
         moved = self.symmetry.acted(
             element, {name: tensors[name] for name in {**wanted, **dict.fromkeys(gains)}}, shifts=False
@@ -299,26 +209,30 @@ class Descent:
             index = torch.from_numpy(joint.members).to(own.device)
             total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=own.dtype, device=own.device))
             total.index_put_((index[:, None], index[None, :]), own, accumulate=True)
-        return Gain(parts, self.signs and group.index not in self._settled_signs, group.shared)
+        return Gain(parts, self.signs and group.index not in self._settled, group.shared)
 
-    def plane_gain(self, group: MatchingGroup) -> Tensor:
-        """Return the gain of each permutation of rotary pairs, with all other groups fixed.
+    def pair_gains(self, group: MatchingGroup, gain: Gain) -> dict[tuple[int, str], Tensor]:
+        """Return what the mixers of a group say of pairs of its units, with all other groups fixed."""
 
-        Returns:
-            Complex numbers z; a rotation by an angle has the gain Re(z exp(-i angle)). Shape (planes, planes),
-            complex128.
-        """
-        structure = self.symmetry.structure
-        phase = torch.zeros(structure.phases, dtype=torch.float64)
-        phase[torch.from_numpy(structure.phase_of[group.units])] = math.pi / 2
-        turned = self._moved(self.symmetry.identity().replaced(phase=phase), self.current, group.tensors)
-        real, imaginary = (self.gain(group, {**self.current, **tensors}).plain() for tensors in ({}, turned))
-        return torch.complex(real.double(), imaginary.double())
+        def gained(mixer: Factor[Any], part: Part | None) -> Tensor:
+            if part is None:
+                return gain.plain()
+            moved = self._moved(self._element({mixer.name: part}), self.current, group.tensors)
+            return self.gain(group, {**self.current, **moved}).plain()
+
+        return {
+            (group.index, mixer.name): mixer.pair_gains(group.index, functools.partial(gained, mixer))
+            for mixer in group.mixers
+        }
 
     # Moves.
 
-    def _try(self, element: Element, tensors: Iterable[str]) -> bool:
-        """Make a move, which changes these tensors, if it is an improvement."""
+    def _element(self, parts: Mapping[str, Part]) -> Element:
+        return self.symmetry.identity().replaced(**parts)
+
+    def attempt(self, parts: Mapping[str, Part], tensors: Iterable[str]) -> bool:
+        """Let parts act, which change these tensors, if that is an improvement; return whether it was."""
+        element = self._element(parts)
         names = dict.fromkeys(name for name in tensors if name in self.current)
         names |= dict.fromkeys(bias for name in names for bias in self._absorbing.get(name, ()))
         moved = self._moved(element, self.current, names)
@@ -331,26 +245,15 @@ class Descent:
         self.element = self.symmetry.compose(element, self.element)
         return True
 
-    def element_of(self, chosen: Mapping[int, Chosen]) -> Element:
-        """Return the element that brings the chosen units to their places."""
-        element = self.symmetry.identity()
-        for index, own in chosen.items():
-            units = self.groups[index].units
-            element.permutation[torch.from_numpy(units)] = torch.from_numpy(units[own.source])
-            table = self.symmetry.structure.sign_table[index]
-            for k, sign in own.signs.items():
-                element.sign[torch.from_numpy(table[own.source, k])] = torch.from_numpy(sign)
-        return element
+    def parts_of(self, chosen: Mapping[int, Chosen], *moved: Ints) -> dict[str, Part]:
+        """Return the parts that bring the chosen units to their places; and other units, given the places first."""
+        return parts_of(self.symmetry.factors, self.groups, chosen, *moved)
 
     def _improve_group(self, group: MatchingGroup) -> bool:
         """Assign a group's units, or turn them."""
-        if (group.dense or group.phase) and "matrices" in self.freedom and self._mix(group, ("dense", "phase")):
+        if self._mix(group, [mixer for mixer in group.mixers if mixer.freedom in self.freedom]):
             return True
-        if group.dense:
-            return False
-        if "permutations" not in self.freedom:
-            return False
-        return self._assign(group)
+        return group.assigned and "permutations" in self.freedom and self._assign(group)
 
     def _assign(self, group: MatchingGroup, names: Collection[str] | None = None) -> bool:
         """Assign a group's units by the gains of all parameters, or of some."""
@@ -359,13 +262,13 @@ class Descent:
             return False
         chosen = within_cells(group, Tables(gain))
         del gain
-        return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
+        return chosen.moves and self.attempt(self.parts_of({group.index: chosen}), group.tensors)
 
     def pass_forward(self) -> None:
         """Assign groups in the order of the layers, each by the parameters on which all others are assigned already.
 
         What stands on other axes in another order tells nothing of a group: with it, descents end farther away, and
-        later. Cells that matrices mix, planes and blocks are assigned in sweeps only.
+        later. Units that are mixed, and blocks, are assigned in sweeps only.
         """
         if "permutations" not in self.freedom:
             return
@@ -377,9 +280,7 @@ class Descent:
                 standing[joint.tensor].setdefault(group.index, set()).add((0, 1))
         layer = {name: number for number, name in enumerate(self.current)}
         within = {index for system in self.systems for index in system.groups}
-        waiting = [
-            g for g in self.groups if not (g.dense or g.phase or g.index in within | self._held or not g.tensors)
-        ]
+        waiting = [g for g in self.groups if g.alone and g.tensors and g.index not in within | self._held]
         waiting.sort(key=lambda group: min(layer[name] for name in group.tensors))
         unknown = {group.index for group in self.groups} - self._held
         while waiting:
@@ -394,8 +295,8 @@ class Descent:
             unknown.discard(group.index)
             self._assign(group, names)
 
-    def _turn_streams(self, indices: Sequence[int]) -> set[int]:
-        """Rotate some groups' streams, and the cells that read and write them, in turn while that is worth while.
+    def _mix_late(self, indices: Sequence[int]) -> set[int]:
+        """Mix some groups' units, and the cells that read and write them, in turn while that is worth while.
 
         Returns:
             The groups that have moved.
@@ -403,29 +304,27 @@ class Descent:
         moved: set[int] = set()
         for _ in range(_MOST_TURNS):
             before = self.squared_distance
-            turned = {index for index in indices if self._mix(self.groups[index], ("rotation",))}
+            turned = {index for index in indices if self._mix(self.groups[index], self.late[index])}
             near = set().union(*(self._neighbours[index] for index in turned))
-            cells = {
-                i for i in sorted(near - self._held) if self.groups[i].dense and self._improve_group(self.groups[i])
-            }
-            moved |= turned | cells
+            others = (self.groups[index] for index in sorted(near - self._held))
+            moved |= turned | {g.index for g in others if not g.assigned and self._improve_group(g)}
             if not self.squared_distance <= (1 - _WORTH) * before or before == 0:
                 break
         return moved
 
-    def turn_cells(self) -> None:
-        """Turn dense cells, all units where they are."""
+    def mix_cells(self) -> None:
+        """Mix units that are not assigned, where they are."""
         for group in self.groups:
-            if group.dense:
+            if not group.assigned:
                 self._improve_group(group)
 
-    def _mix(self, group: MatchingGroup, names: Iterable[str]) -> bool:
+    def _mix(self, group: MatchingGroup, mixers: Iterable[Factor[Any]]) -> bool:
         """Let some factors act on a group's units, where they are, as brings the networks nearest."""
         improved = False
-        for name in names:
-            part = self.symmetry.factors[name].best_match(self.target, self.current, group.index)
+        for mixer in mixers:
+            part = mixer.best_match(self.target, self.current, group.index)
             if part is not None:
-                improved |= self._try(self.symmetry.identity().replaced(**{name: part}), group.tensors)
+                improved |= self.attempt({mixer.name: part}, group.tensors)
         return improved
 
     def _improve_blocks(self, system: Blocks) -> bool:
@@ -434,97 +333,35 @@ class Descent:
         gains = {index: self.gain(group) for index, group in groups.items()}
         if not all(gain.parts for gain in gains.values()):
             return False
-        tables = {i: Tables(gain) for i, gain in gains.items() if not (groups[i].dense or groups[i].phase)}
-        raw = {i: g.parts[()] for i, g in gains.items() if groups[i].dense}
-        raw |= {i: self.plane_gain(group) for i, group in groups.items() if group.phase}
+        tables = {index: Tables(gain) for index, gain in gains.items() if groups[index].alone}
+        raw = {key: own for i, group in groups.items() for key, own in self.pair_gains(group, gains[i]).items()}
         mixing = "matrices" in self.freedom
         order, chosen = best_blocks(system, tables, raw, mixing=mixing)
         if np.array_equal(order, np.arange(system.count)):
             return False
-        element = self.element_of(chosen)
-        element.permutation[torch.from_numpy(system.slots)] = torch.from_numpy(system.slots[order])
-        dense, structure = list(element.dense), self.symmetry.structure
+        parts = {**self.symmetry.identity().parts, **self.parts_of(chosen, system.slots, system.slots[order])}
         for group, places in system.kinds if mixing else ():
-            if group.phase:
-                for new, old in enumerate(order):
-                    pairs = raw[group.index].cpu()[torch.from_numpy(places[new]), torch.from_numpy(places[old])]
-                    element.phase[torch.from_numpy(structure.phase_of[group.units[places[old]]])] = pairs.angle()
-            if group.dense:
-                for new, old in enumerate(order):
-                    units = group.units[places[old]]
-                    cell = int(structure.cell_of[units[0]])
-                    rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
-                    dense[cell] = polar_factor(raw[group.index][rows[:, None], columns[None, :]])
-        tensors = frozenset().union(*(group.tensors for group in groups.values()))
-        return self._try(element.replaced(dense=tuple(dense)), tensors)
+            for mixer in group.mixers:
+                table = raw[group.index, mixer.name]
+                parts[mixer.name] = mixer.mixing_blocks(parts[mixer.name], table, group.units, places, order)
+        return self.attempt(parts, frozenset().union(*(group.tensors for group in groups.values())))
 
-    def improve_signs(self) -> bool:
-        """Flip generators of signs, one column of a group's table at a time, where that is an improvement."""
-        structure = self.symmetry.structure
-        improved = False
-        for group in self.groups:
-            table = structure.sign_table[group.index]
-            for k in range(table.shape[1]):
-                if group.dense or k in self._kept_signs.get(group.index, ()) or self._is_settled(group, k):
-                    continue
-                names, slopes = self._slopes(self.flips[:, table[:, k]])
-                flipped = np.unique(table[slopes < 0, k])
-                if self._flip(flipped, names):
-                    improved = True
-                    continue
-                # Those that act on common entries: one by one.
-                for generator in flipped[:, None]:
-                    improved |= self._flip(generator, names)
-        return improved
+    def improve_alone(self, *, every: bool = True) -> bool:
+        """Let factors try steps of their own; signs alone only where assignments miss some, or with `every`."""
+        columns = [
+            (group, k, column) for group in self.groups if group.assigned for k, column in enumerate(group.signs.T)
+        ]
+        loose = every or any(k not in group.free + group.shared for group, k, _ in columns)
+        self.open_signs = [
+            column
+            for group, k, column in columns
+            if self.signs and loose
+            if k not in self._settled.get(group.index, ()) and k not in self._kept_signs.get(group.index, ())
+        ]
+        improved = [factor.improve(self) for factor in self.symmetry.factors]  # of all
+        return any(improved)
 
-    def improve_half_turns(self) -> bool:
-        """Take half turns, alone or with a change of the unit's sign, where that brings networks nearer."""
-        turns = self.symmetry.structure.half_turns
-        if not (self.signs and len(turns.place)):
-            return False
-        improved = False
-        for with_sign in (False, True):
-            acting, sign = self._reflected if with_sign else (turns.flips.tocsc(), None)
-            names, slopes = self._slopes(acting)
-            gained, step = gains_of_half_turns(turns, self.target, self.current, -1.0 if with_sign else 1.0)
-            gained -= 4 * slopes
-            if sign is not None:
-                gained[sign < 0] = 0.0
-            better = np.flatnonzero(gained > 0)
-            rest = [better[[at]] for at in np.argsort(-gained[better])] if len(better) > 1 else []
-            for chosen in (better, *rest):
-                if not len(chosen):
-                    break
-                element = self.symmetry.identity()
-                element.half_turn[torch.from_numpy(chosen)] = torch.from_numpy(step[chosen])
-                if sign is not None:
-                    element.sign[torch.from_numpy(sign[chosen])] = -1.0
-                if self._try(element, [*turns.biases, *names]):
-                    improved = True
-                    if chosen is better:
-                        break
-        return improved
-
-    @cached_property
-    def _reflected(self) -> tuple[sparse.csc_matrix, Ints]:
-        return reflected(self.symmetry.structure, self.flips)
-
-    def _is_settled(self, group: MatchingGroup, column: int) -> bool:
-        """Whether the signs in a column of a group's table are those of gains that are positive in both networks."""
-        rotations = (self.symmetry.structure.rotations[index] for index in self.rotations.get(group.index, ()))
-        return group.index in self._settled_signs and not any(rotation.plain_sign[column] for rotation in rotations)
-
-    def _flip(self, generators: Ints, tensors: Iterable[str]) -> bool:
-        element = self.symmetry.identity()
-        element.sign[torch.from_numpy(generators)] = -1.0
-        return self._try(element, tensors)
-
-    @cached_property
-    def flips(self) -> sparse.csc_matrix:
-        """Where each generator of signs flips what stands there, by columns; see :func:`flips`."""
-        return flips(self.symmetry.structure).tocsc()
-
-    def _slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
+    def slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
         """Return the tensors that generators flip, in columns, and the inner products there, by generator."""
         rows = np.unique(acting.indices)
         slopes = np.zeros(acting.shape[1])
@@ -550,20 +387,15 @@ class Descent:
         Yields:
             The objective after each sweep.
         """
-        able = {g.index for g in self.groups if g.movable or g.free or g.shared or g.phase} - self._held
+        able = {g.index for g in self.groups if g.movable or g.free or g.shared or g.mixers} - self._held
         dirty = set(able)
         dirty_systems = set(range(len(self.systems)))
-        turning = set(self.rotations) & able
-        loose = self.signs and any(
-            len(g.free) + len(g.shared) < self.symmetry.structure.sign_table[g.index].shape[1]
-            for g in self.groups
-            if not g.dense
-        )
+        turning = set(self.late) & able
 
         def touch(indices: set[int]) -> None:
             near = set().union(*(self._neighbours[index] for index in indices))
             dirty.update(near & able)
-            turning.update((near | indices) & able & set(self.rotations))
+            turning.update((near | indices) & able & set(self.late))
             dirty_systems.update(n for n, system in enumerate(self.systems) if (near | indices) & set(system.groups))
 
         last = math.inf  # the squared distance when streams were turned last
@@ -572,9 +404,9 @@ class Descent:
                 now = self.squared_distance
                 if not turning or not now <= (1 - _WORTH) * last:
                     return
-                # Streams last of all: while they are as they were, assignments can still recognise units.
-                touch(self._turn_streams(sorted(turning)))
-                turning -= set(self.rotations)
+                # Late ones last of all: while units are as they were, assignments can still recognise them.
+                touch(self._mix_late(sorted(turning)))
+                turning -= set(self.late)
                 last = now
                 yield self.objective
                 continue
@@ -584,13 +416,13 @@ class Descent:
                     touch(set(self.systems[number].groups))
                     dirty.update(able & set(self.systems[number].groups))
             order = torch.randperm(len(self.groups), generator=generator).tolist()
-            # Rotations last: they would spoil what assignments can still recognise.
-            for index in sorted(order, key=lambda index: self.groups[index].dense):
+            # Mixed ones last: they would spoil what assignments can still recognise.
+            for index in sorted(order, key=lambda index: not self.groups[index].assigned):
                 if index in dirty:
                     dirty.discard(index)
                     if self._improve_group(self.groups[index]):
                         touch({index})
-            if (loose and self.improve_signs()) | self.improve_half_turns():
+            if self.improve_alone(every=False):
                 dirty.update(able)
             yield self.objective
 
@@ -634,16 +466,13 @@ def descend(
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             start = descent.identity
             if initial is not None:
-                dense = tuple(polar_factor(matrix) for matrix in initial.dense)
-                start = start.replaced(permutation=initial.permutation, sign=initial.sign)
-                start = start.replaced(dense=dense, rotation=initial.rotation)
-                start = start.replaced(phase=initial.phase)
+                start = start.replaced(**{own.name: own.rigid(initial.parts[own.name]) for own in symmetry.factors})
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)
             history = [descent.objective]
             if not turned:
-                descent.turn_cells()
+                descent.mix_cells()
             if initial is None and not number:
                 descent.pass_forward()
             for objective in descent.sweeps(generator, max_sweeps):

@@ -13,13 +13,10 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.cells import singular_values, unbalanced
-from lightning_sym.symmetry.group.rotation import rotatable
-from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
+from lightning_sym.symmetry.group.assignment import Gain, MatchingGroup, Tables, stacked, within_cells
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.matching.weights import form_to_form
-from lightning_sym.symmetry.tracing.structure import Structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +90,8 @@ def orbit_distance(
         compared = comparable(symmetry, a, b, balance=balance)
         descent = Descent(compared, signs=signs, device=where)
         found = [descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)]
-        if (
-            symmetry.structure.dense
-            or symmetry.structure.rotations
-            or (balance and descent.suspicious(found[0].element))
-        ):
+        hidden = any(factor.hides_units for factor in symmetry.factors)
+        if hidden or (balance and descent.suspicious(found[0].element)):
             initial = compared.forth(form_to_form(symmetry, a, b))
             found.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial, turned=False))
         upper = math.inf
@@ -105,55 +99,37 @@ def orbit_distance(
             descent.restart(one.element)
             # Subtracted, not computed from inner products: near 0 these cancel.
             upper = min(upper, math.sqrt(descent.squared_distance))
-        start = compared.start(where)
-        tensors = (descent.target, start) if balance else ()
-        free = {cell for own in tensors for cell in unbalanced(symmetry.structure, own)}
-        notes = []
-        if free:
-            notes.append(
-                f"{len(free)} cells on which invertible matrices act have no balanced member (their units are linearly "
-                "dependent): the upper bound turns them by rotations only, and no lower bound is known"
-            )
-        if symmetry.structure.phases:
-            turned = "turned to their principal axes" if balance else "not turned"
-            notes.append(
-                f"{symmetry.structure.phases} planes are {turned} for the upper bound, and left out of the lower one"
-            )
-        stiff = [own for own in tensors if len(rotatable(symmetry.structure, own)) < len(symmetry.structure.rotations)]
-        if stiff or (symmetry.structure.rotations and not balance):
-            free.add(-1)
-            notes.append(
-                "streams rotate between gains that are no ones (zeros, or not balanced): no lower bound is known"
-            )
-        return OrbitDistance(upper, 0.0 if free else min(lower_bound(descent), upper), tuple(notes))
+        both = (descent.target, compared.start(where))
+        said = [factor.unbounded(both, balance) for factor in symmetry.factors]
+        notes = tuple(note for own, _ in said for note in own)
+        lower = 0.0 if any(unknown for _, unknown in said) else min(lower_bound(descent), upper)
+        return OrbitDistance(upper, lower, notes)
 
 
 def lower_bound(descent: Descent) -> float:
     """Return a distance below which no permutation and no signs bring A's parameters and B's.
 
     Parameters on which one axis group stands, on one axis, are matched exactly for that group alone; of all others the
-    entries are compared in their order, or singular values, where matrices mix units or streams rotate (between gains
-    that are ones). Other weights whose planes are turned say nothing.
+    entries are compared in their order, or what matrices do not change. Other weights of which factors say that bounds
+    see nothing (planes that are turned) are left out.
     """
     structure, beginning = descent.symmetry.structure, descent.compared.start(descent.device)
     owners: dict[str, list[MatchingGroup]] = {}
     for group in descent.groups:
         for name in group.tensors:
             owners.setdefault(name, []).append(group)
-    flips = descent.flips.tocsr()
-    signed = {slot.tensor for slot in structure.slots if descent.signs and flips[slot.rows].nnz}
-    # What these biases take up of signs may bring them anywhere.
-    anywhere = {bias for bias, _, _, _ in structure.absorbed if descent.signs}
-    anywhere |= {slot.tensor for slot in structure.slots if slot.offset in structure.turned_places}
-    halves = structure.half_turns
-    if descent.signs and len(halves.place):
-        anywhere |= {*halves.biases, *(slot.tensor for slot in structure.slots if halves.flips[slot.rows].nnz)}
+    factors = list(descent.symmetry.factors)
+    veils = [factor.veiled(descent.signs) for factor in factors]
+    anywhere, signed = (set().union(*own) for own in zip(*veils, strict=True))
     joint = {slot.tensor for slot in structure.slots if len(slot.axes) == 2}
     target = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
     start = {name: tensor.double().cpu() for name, tensor in beginning.items()}
     total = 0.0
     alone: dict[int, list[str]] = {}
-    spectra = [_spectra(structure, tensors) for tensors in (target, start)]
+    spectra: list[dict[str, list[Tensor]]] = [
+        {name: lists for factor in factors for name, lists in factor.invariants(tensors).items()}
+        for tensors in (target, start)
+    ]
     for name, tensor in target.items():
         if name in spectra[0]:
             total += sum(_in_order(one, two, False) for one, two in zip(*(own[name] for own in spectra), strict=True))
@@ -174,20 +150,6 @@ def lower_bound(descent: Descent) -> float:
     return math.sqrt(total)
 
 
-def _spectra(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return for each tensor whose units matrices mix what these do not change: singular values, kind by kind."""
-    found = singular_values(structure, tensors)
-    for name in found:
-        mixed = [slot for slot in structure.slots_of[name] if slot.offset in structure.dense_places]
-        if len(mixed) > 1:  # on both sides: those of the whole, mixed or not
-            found[name] = [torch.linalg.svdvals(together(tensors[name], mixed[0].axes).flatten(1))]
-    for slot in structure.slots:
-        if slot.offset in structure.rotated_places and slot.tensor in tensors:
-            tensor = tensors[slot.tensor].movedim(slot.axes[0], 0)
-            found[slot.tensor] = [torch.linalg.svdvals(tensor.reshape(len(tensor), -1))]
-    return found
-
-
 def _in_order(one: Tensor, two: Tensor, signed: bool) -> float:
     """Return the least square of the distance over all permutations of entries (and signs)."""
     lists = [(t.abs() if signed else t).flatten().sort().values for t in (one, two)]
@@ -206,8 +168,7 @@ def _of_group(
     size = len(group.units)
     rows = {pattern: (stacked(kept, target, size), stacked(kept, start, size)) for pattern, kept in slices.items()}
     gain = Gain({pattern: one @ two.T for pattern, (one, two) in rows.items()}, descent.signs)
-    signs = descent.symmetry.structure.sign_table[group.index].shape[1]
-    if not gain.exact or (descent.signs and len(group.free) < signs):
+    if not gain.exact or (descent.signs and len(group.free) < group.signs.shape[1]):
         # Shared signs, or too many: the bound by absolute values.
         return sum(_in_order(target[name], start[name], True) for name in target)
     # Blocks may change places: relaxed to all permutations.

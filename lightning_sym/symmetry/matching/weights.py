@@ -16,10 +16,11 @@ from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonical_element
+from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
+from lightning_sym.symmetry.group.gathered import Rung, Wanted
+from lightning_sym.symmetry.matching.balanced import check_networks, comparable, converted, working
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
-from lightning_sym.symmetry.matching.magnitudes import refined
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
@@ -173,8 +174,9 @@ def weight_matching(
         symmetry._own(initial)
     if unknown_words := sorted(set(freedom) - set(FREEDOM)):
         raise ValueError(unknown("freedom", unknown_words[0], FREEDOM))
-    structure = symmetry.structure
-    if (structure.dense or structure.phases) and "matrices" not in freedom:
+    wanted = Wanted("balanced", order=False)
+    turning = (own for own in symmetry.factors if own.rung in (Rung.SIZED, Rung.FIRST) and own.concerned(wanted))
+    if any(own.freedom not in freedom for own in turning):
         balance = False  # which turns cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
 
@@ -220,6 +222,32 @@ def weight_matching(
         if initial is None and match.distance_after > match.distance_before:  # by rounding
             match = measured(symmetry, a, b, replace(match, element=symmetry.identity()))
     return matched_by(symmetry, b, match, "weights")
+
+
+def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, device: torch.device) -> Element:
+    """Let factors change norms and biases, as brings a network nearest to a reference: shifts, then scales.
+
+    Args:
+        symmetry: Symmetry of both networks.
+        a: The reference.
+        b: The network that is moved.
+        element: Moves `b`.
+        device: Where distances are computed, in the dtypes of `a`.
+
+    Returns:
+        The element with other magnitudes and shifts.
+    """
+    target = working(a, symmetry, device)
+    given = converted(b, symmetry, device, like=symmetry.tensors(a))
+    for factor in symmetry.factors.inwards:
+        begin = MovedTensors(symmetry.factors, element, given)
+        part = factor.refined(target, begin)
+        if part is not None:
+            other = symmetry.compose(symmetry.identity().replaced(**{factor.name: part}), element)
+            moved = MovedTensors(symmetry.factors, other, given)
+            if squared_distance(target, moved) < squared_distance(target, begin):  # not by rounding of low precision
+                element = other
+    return element
 
 
 def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found) -> Found:

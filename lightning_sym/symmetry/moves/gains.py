@@ -5,20 +5,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from scipy import sparse
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Ints, as_array
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import uncharted
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.moves.equations import solved
 from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.structure import Structure
 
 
 def fold_norm_gains(
@@ -118,17 +115,15 @@ def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tenso
             f"no scale brings the zeros in {_plural('the gain', zeros)} to 1; expected gains other than zero, or "
             f"leave={pattern_of(zeros)!r}, which folds all others"
         )
-    identity, structure = symmetry.identity(), symmetry.structure
     at = {name: places for name in gains if (places := _positions(symmetry, name)) is not None}
     rows = np.concatenate([np.zeros(0, np.int64), *at.values()])
     gain = np.concatenate([np.zeros(0), *(values[name] for name in at)])
-    magnitudes, one = solved(_of_single_units(structure, structure.magnitudes, rows), rows, -np.log(np.abs(gain)))
-    flips, two = solved(
-        _of_single_units(structure, structure.signs, rows), rows, (gain < 0).astype(float), modulo_two=True
-    )
+    found = {factor.name: factor.brought_to_one(rows, gain) for factor in symmetry.factors}
+    parts = {name: own[0] for name, own in found.items() if own is not None}
+    holds = np.all([np.ones(len(rows), bool), *(own[1] for own in found.values() if own is not None)], axis=0)
     ends = np.cumsum([len(places) for places in at.values()])
     held = {name for name in gains if name not in at and not (values[name] == 1).all()}
-    held |= {name for name, part in zip(at, np.split(one & two, ends[:-1]), strict=bool(at)) if not part.all()}
+    held |= {name for name, part in zip(at, np.split(holds, ends[:-1]), strict=bool(at)) if not part.all()}
     if held:
         stuck = [name for name in gains if name in held]
         ties = described_ties(network)
@@ -137,40 +132,18 @@ def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tenso
             f"{_plural('the gain', stuck)} cannot be taken into the weights behind ({why}); "
             f"leave={pattern_of(stuck)!r} folds all others"
         )
-    return identity.replaced(log_scale=torch.from_numpy(magnitudes), sign=torch.from_numpy(1 - 2 * flips))
-
-
-def _of_single_units(structure: Structure, forms: sparse.csr_matrix, wanted: Ints) -> sparse.csr_matrix:
-    """Leave out the generators that several units have in common, unless nothing else acts at a wanted place.
-
-    With them all units would be one system of equations; and no gain needs a change of sign of the whole stream.
-    """
-    unit = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in structure.slots)])
-    places = forms.tocoo()
-    here = unit[places.row]
-    least, most = np.full(forms.shape[1], structure.units), np.full(forms.shape[1], -1)
-    np.minimum.at(least, places.col[here >= 0], here[here >= 0])
-    np.maximum.at(most, places.col[here >= 0], here[here >= 0])
-    keep = least >= most
-    own = forms[wanted]
-    alone = abs(own) @ keep.astype(float) == 0
-    keep[own[alone].indices] = True
-    return forms @ sparse.diags(keep.astype(float))
+    return symmetry.identity().replaced(**parts)
 
 
 def _without_biases(
     symmetry: Symmetry, tensors: Mapping[str, Tensor], biases: Sequence[str]
 ) -> tuple[Element, dict[str, Tensor]]:
     """Return the shift that takes biases off as far as it can, and which of their elements stay other than 0."""
-    space, identity = symmetry.structure.shifts, symmetry.identity()
-    values = [tensors[name].detach().cpu().reshape(-1) for name in biases]
-    flat = torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
-    direct = space.at(tensors).direct(biases) if space else {}
-    rows = [
-        direct.get(name, sparse.csr_matrix((len(own), space.size))) for name, own in zip(biases, values, strict=True)
-    ]
-    matrix = sparse.vstack(rows).tocsr() if rows else sparse.csr_matrix((0, space.size))
-    found, holds = solved(matrix, np.arange(len(flat)), -flat.numpy())
-    left = torch.split(torch.from_numpy(~holds), [len(value) for value in values]) if values else ()
-    kept = {name: part.view_as(tensors[name]) for name, part in zip(biases, left, strict=True)}
-    return identity.replaced(shift=torch.from_numpy(found)), kept
+    exact = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    found = {factor.name: factor.taken_off(exact, biases) for factor in symmetry.factors}
+    parts = {name: own[0] for name, own in found.items() if own is not None}
+    sizes = [exact[name].numel() for name in biases]
+    off = np.any([np.zeros(sum(sizes), bool), *(own[1] for own in found.values() if own is not None)], axis=0)
+    left = torch.split(torch.from_numpy(~off), sizes) if sizes else ()
+    kept = {name: part.view_as(exact[name]) for name, part in zip(biases, left, strict=True)}
+    return symmetry.identity().replaced(**parts), kept

@@ -12,7 +12,7 @@ from lightning_sym._linear_algebra import polar_factor
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.rotation import ones_reflection, random_turn
+from lightning_sym.symmetry.group.streams import ones_reflection, random_turn
 from lightning_sym.symmetry.moves.hadamard import hadamard
 from lightning_sym.symmetry.moves.moved import Moved, few, moved, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties

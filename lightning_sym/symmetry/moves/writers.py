@@ -2,17 +2,13 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import nn
 
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
-from lightning_sym.symmetry.tracing.affine.translations import WRITERS
 from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.translations import elements_alone, nearest
 
 
 def center_writers(
@@ -52,21 +48,12 @@ def center_writers(
         raise ValueError("the network has no layer norm, so that nothing takes a mean off; expected one that has")
     check_left(leave, [name for norm in norms for name in (norm.gain, norm.module)])
     norms = [norm for norm in norms if not is_left(leave, norm.gain, norm.module)]
-    space = symmetry.structure.shifts
     tensors = {name: tensor.detach().cpu() for name, tensor in symmetry.tensors(double_copy(network)).items()}
-    alone = elements_alone(space, tensors, {name for norm in norms for name in norm.writers})
-    _require_writers(symmetry, network, norms, {own.name for own in space.kinds if own.kind == WRITERS} | alone.keys())
     wanted = {name for norm in norms for name in norm.writers}
-    weights = [part.places for part in space.parts.writers if part.name in wanted] if space.parts is not None else []
-    empty = np.zeros(0, np.int64)
-    entries = np.concatenate([empty, *(np.arange(space.size)[places] for places in weights)])
-    shift = nearest(space, tensors, tensors.keys(), entries=entries)
-    for name, (elements, added) in alone.items():
-        scale = 1 / np.linalg.norm(added, axis=1)
-        given = tensors[name].expand(symmetry.layout[name][0]).reshape(-1).numpy()
-        step = np.linalg.lstsq(scale[:, None] * added, -scale * given, rcond=None)[0]
-        shift += torch.from_numpy(elements @ step)
-    return moved(symmetry, network, symmetry.identity().replaced(shift=shift), check=check)
+    found = {factor.name: factor.centred(tensors, wanted) for factor in symmetry.factors}
+    _require_writers(symmetry, network, norms, set().union(*(own[1] for own in found.values() if own is not None)))
+    parts = {name: own[0] for name, own in found.items() if own is not None}
+    return moved(symmetry, network, symmetry.identity().replaced(**parts), check=check)
 
 
 def _require_writers(symmetry: Symmetry, network: nn.Module, norms: Sequence[Norm], free: set[str]) -> None:

@@ -126,6 +126,7 @@ class Capture:
         pieces: By parameter that is read in pieces, all of these, if the graph has them in the parameter's place.
         call: The call that was captured.
         rules: The operations and modules of which rules of users have said what they do.
+        told: What such rules told factors: a factor's name, and that of a parameter.
     """
 
     graph: fx.Graph
@@ -141,6 +142,7 @@ class Capture:
     pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     call: Call = field(default_factory=Call)
     rules: set[str] = field(default_factory=set)
+    told: set[tuple[str, str]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,17 @@ class Expansion:
             )
         return self._value(self._parameters[name])
 
+    def tell(self, factor: str, parameter: Value) -> None:
+        """Tell a factor of the group that it acts on a parameter; see `Factor.told`.
+
+        Raises:
+            ValueError: If it is no parameter or buffer of the network.
+        """
+        name = self.capture.states.get(self._node(parameter))
+        if name is None:
+            raise ValueError(f"the rule for {self.operation} tells {factor} of a value; expected trace.parameter(...)")
+        self.capture.told.add((factor, name))
+
     def fix(self, value: Value, reason: str | None = None) -> Value:
         """Nothing may act on this value."""
         self._check(value)

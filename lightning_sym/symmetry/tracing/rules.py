@@ -45,6 +45,7 @@ def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
 
     Raises:
         TypeError: If something else is given.
+        ValueError: If torch has no operation of that name.
 
     Example:
         >>> class Norm(nn.LayerNorm):
@@ -58,6 +59,8 @@ def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
     names = []
     for subject in subjects:
         is_module = isinstance(subject, type) and issubclass(subject, nn.Module)
+        if isinstance(subject, str) and subject.startswith("aten::") and not _is_known(subject):
+            raise ValueError(f"torch has no operation {subject}; expected one as 'aten::cosh'")
         if is_module or isinstance(subject, Trait) or (isinstance(subject, str) and "::" in subject):
             names.append(subject)
         elif isinstance(subject, CustomOpDef):
@@ -84,6 +87,24 @@ def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
         return rule
 
     return register
+
+
+def _is_known(operation: str) -> bool:
+    """Return whether torch has an operation, in place or not."""
+    names = {operation, operation.removesuffix("_")}
+    return any(torch._C._jit_get_schemas_for_operator(name) for name in names)
+
+
+def namesakes(network: nn.Module) -> list[str]:
+    """Say of which modules the class has no rule, but another class of the same name has one."""
+    by_name = {kind.__name__: kind for kind in _MODULE_RULES}
+    classes = dict.fromkeys(type(module) for module in network.modules())
+    return [
+        f"a rule belongs to another class {kind.__name__} (of {by_name[kind.__name__].__module__}) than that of the "
+        f"network (of {kind.__module__}): it was not used; register it for this one"
+        for kind in classes
+        if kind.__name__ in by_name and not any(base in _MODULE_RULES for base in kind.__mro__)
+    ]
 
 
 def own_operations() -> frozenset[str]:

@@ -112,6 +112,7 @@ class Structure:
         planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
         half_turns: What is added to biases in front of sines and cosines.
+        told: What rules of users told factors: a factor's name, and that of a parameter.
         charts: Tensors that the network reads with numbers added, or in pieces: the group acts on sums and pieces.
     """
 
@@ -136,6 +137,7 @@ class Structure:
     planes: tuple[Ints, ...] = ()
     half_turns: HalfTurns = NO_HALF_TURNS
     charts: Charts = field(default_factory=Charts)
+    told: tuple[tuple[str, str], ...] = ()
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""

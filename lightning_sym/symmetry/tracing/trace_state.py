@@ -97,6 +97,16 @@ class TraceState:
         """Tell the user something about the operation at hand."""
         self.constraints.notes[f"{self.where}: {text}"] = None
 
+    def tell(self, factor: str, parameter: Value) -> None:
+        """Tell a factor of the group that it acts on a parameter; see `Factor.told`.
+
+        Raises:
+            ValueError: If it is no parameter or buffer of the network.
+        """
+        if parameter.state is None:
+            raise ValueError(f"{self.where}: a rule tells {factor} of a value; expected trace.parameter(...)")
+        self.capture.told.add((factor, parameter.state))
+
     def growing(self, node: Any) -> frozenset[int]:
         """Return the axes of a tensor that are longer for a longer input."""
         if self._growing[0] is not self.capture:

@@ -24,7 +24,7 @@ from lightning_sym.similarity import (
     features_of,
 )
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.channels import ChannelGroup
+from lightning_sym.symmetry.group.channels import ChannelGroup
 
 torch.set_num_threads(1)
 EXACT = 1e-10

@@ -7,12 +7,12 @@ from scipy import sparse
 from scipy.sparse import csr_matrix
 
 from lightning_sym.symmetry.arrays import rising, rising_pairs
+from lightning_sym.symmetry.group.translations import pivots
 from lightning_sym.symmetry.solving import scales
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.solution import eliminate
 from lightning_sym.symmetry.tracing.affine.values import ONE, Coefficient, Unknowns, distinct
 from lightning_sym.symmetry.tracing.equations import _once, solve
-from lightning_sym.symmetry.translations import pivots
 
 
 def echelon(matrix: np.ndarray) -> tuple[list[int], np.ndarray]:

@@ -7,8 +7,7 @@ from scipy import sparse
 from scipy.sparse import linalg
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares
+from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
 
 # Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), at which norms count as balanced.
 _BALANCED = 1e-13
@@ -21,8 +20,7 @@ class ScaleGauge:
     """Finds the values of all generators of scales that bring a network to a gauge: see `canonicalize`.
 
     Args:
-        symmetry: Symmetry of the network.
-        plan: The symmetry's.
+        plan: The group's.
         squares: The network's.
         gauge: "balanced" or "unit"; None leaves everything as it is.
         held: For "balanced": values of generators that are known beforehand, nan for all others. Shape (generators,).
@@ -36,15 +34,15 @@ class ScaleGauge:
         converged: Whether all was reached.
     """
 
-    def __init__(self, symmetry: Symmetry, plan: Plan, squares: Squares, gauge: str | None, held: Floats) -> None:
-        self.plan, self.squares = plan, squares
-        self.log_scale = np.zeros(symmetry.scales)
+    def __init__(self, plan: Plan, squares: Squares, gauge: str | None, held: Floats) -> None:
+        self.plan, self.squares, count = plan, squares, len(plan.class_of)
+        self.log_scale = np.zeros(count)
         known = ~np.isnan(held) & (gauge == "balanced")
         self.sought = (plan.class_of >= 0) & ~known
-        self.dead = np.zeros(symmetry.scales, bool)
+        self.dead = np.zeros(count, bool)
         self.notes: list[str] = []
         self.sweeps, self.residual, self.converged = 0, 0.0, True
-        if gauge is None or not symmetry.scales:
+        if gauge is None or not count:
             return
         self.log_scale[known] = held[known]
         levels, free = self._levels()

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints
+from lightning_sym.symmetry.tracing.structure import Structure
+
 _EXACT = 1e-9
 
 
@@ -133,3 +132,21 @@ def _inverse_modulo_two(matrix: Floats) -> Floats:
         if pivot < width:
             inverse[pivot] = rows[row, width:]
     return inverse
+
+
+def of_single_units(structure: Structure, forms: sparse.csr_matrix, wanted: Ints) -> sparse.csr_matrix:
+    """Leave out the generators that several units have in common, unless nothing else acts at a wanted place.
+
+    With them all units would be one system of equations; and no gain needs a change of sign of the whole stream.
+    """
+    unit = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in structure.slots)])
+    places = forms.tocoo()
+    here = unit[places.row]
+    least, most = np.full(forms.shape[1], structure.units), np.full(forms.shape[1], -1)
+    np.minimum.at(least, places.col[here >= 0], here[here >= 0])
+    np.maximum.at(most, places.col[here >= 0], here[here >= 0])
+    keep = least >= most
+    own = forms[wanted]
+    alone = abs(own) @ keep.astype(float) == 0
+    keep[own[alone].indices] = True
+    return forms @ sparse.diags(keep.astype(float))

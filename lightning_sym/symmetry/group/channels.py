@@ -158,7 +158,7 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         scales=_classes(values.magnitudes[slot.rows], own),
         signs=_classes(values.flips[slot.rows], own),
         axes=slot.axes,
-        shifted=shifted,
+        shifted=shifted or slot.offset in values.tilted_places,
         name=name,
         fixes_ones=fixes_ones,
     )

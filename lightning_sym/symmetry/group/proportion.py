@@ -1,17 +1,13 @@
-"""From the balanced gauge to the scales of a reference, but for units of which the reference says too little."""
+"""Scales of a reference, but for units of which the reference says too little: docs/theory/matching.md, 1.5."""
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, plan_of
-from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.moving import MovedTensors
+from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
+from lightning_sym.symmetry.tracing.structure import Structure
 
 # A unit is out of proportion whose squared norm is this many times that of the reference's unit and its own least one
 # together. Handed-over scales make such a unit only of one that is much larger, balanced, than the reference's.
@@ -19,59 +15,22 @@ _OUT_OF_PROPORTION = 4.0
 _SWEEPS = 30
 
 
-def to_scales_of(
-    symmetry: Symmetry, reference: nn.Module, gauge: Element, network: nn.Module, element: Element | None = None
-) -> Element:
-    """Return the element that brings a balanced network to the scales of a reference: docs/theory/matching.md, 1.5.
-
-    A unit gets the scale of the reference's unit in its place. Of a unit that is nearly dead the scale says nothing:
-    with incoming weights of norm 1 and outgoing ones of 1e-8 it would make another's outgoing weights 1e8 times smaller
-    than its incoming ones. Where a unit would so come to be much larger than both its reference and its own balanced
-    form, the ratio of incoming to outgoing weights is taken from the reference's unit with the unit's least norm added
-    to both sides. Running variances are not made negative where the reference's are not.
+def in_proportion(plan: Plan, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], handed: Floats) -> Floats:
+    """Return the logarithms of scales that bring a balanced network to those of a reference; see `to_gauge_of`.
 
     Args:
-        symmetry: Symmetry of both networks.
-        reference: The network whose scales are wanted. Not changed.
-        gauge: Brings the reference to the balanced gauge.
-        network: In the balanced gauge, its units in the places of the reference's. Not changed.
-        element: Brings the network there first, if it is not there yet.
-
-    Returns:
-        The inverse of the gauge, with other scales for units out of proportion.
+        plan: The group's.
+        theirs: The tensors of the reference, by name.
+        own: Those of the balanced network.
+        handed: What brings units to the scales of the reference, whatever their norms. Shape (scales,).
     """
-    back = symmetry.inverse(gauge)
-    if not symmetry.scales:
-        return back
-    theirs: Mapping[str, Tensor] = symmetry.tensors(reference)
-    own: Mapping[str, Tensor] = symmetry.tensors(network)
-    if element is not None:
-        own = MovedTensors(symmetry.factors, element, own)
-    log_scale = back.log_scale.numpy().copy()
-    free = np.ones(len(log_scale), bool)
+    log_scale, free = handed.copy(), np.ones(len(handed), bool)
     while True:
-        _put_in_proportion(plan_of(symmetry), theirs, own, free, log_scale)
-        raised = _keep_variances(symmetry, theirs, own, log_scale) & free
+        _put_in_proportion(plan, theirs, own, free, log_scale)
+        raised = _keep_variances(plan.structure, theirs, own, log_scale) & free
         if not raised.any():
-            break
+            return log_scale
         free &= ~raised  # what is in front of them has to make room
-    if np.array_equal(log_scale, back.log_scale.numpy()):
-        return back
-    change = torch.from_numpy(log_scale) - back.log_scale
-    # Scales first: the shifts of `back` bring biases in front of batch norms to those of the reference.
-    other = symmetry.compose(back, symmetry.identity().replaced(log_scale=change))
-    # Tilts change norms, too, so that what is handed over exactly may seem to be out of proportion.
-    return min(back, other, key=lambda own: _distance_to(symmetry, theirs, own, network, element))
-
-
-def _distance_to(
-    symmetry: Symmetry, theirs: Mapping[str, Tensor], back: Element, network: nn.Module, element: Element | None
-) -> float:
-    """Return the squared distance of parameters from those of the reference, where an element hands over scales."""
-    whole = back if element is None else symmetry.compose(back, element)
-    moved = MovedTensors(symmetry.factors, whole, symmetry.tensors(network))
-    pairs = ((theirs[name].detach().double().cpu(), moved[name].double().cpu()) for name in symmetry.parameter_names)
-    return math.fsum(float((one - two).square().sum()) for one, two in pairs)
 
 
 def _put_in_proportion(
@@ -80,7 +39,7 @@ def _put_in_proportion(
     """Change scales of units that are out of proportion, class by class, until none is.
 
     Args:
-        plan: The symmetry's.
+        plan: The group's.
         theirs: The tensors of the reference.
         own: Those of the balanced network.
         free: Which scales may change. Shape (generators,).
@@ -107,7 +66,7 @@ def _steps(plan: Plan, sides: tuple[Floats, Floats], wanted: tuple[Floats, Float
     """Return the changes of the logarithms that bring units into proportion, 0 for those that are.
 
     Args:
-        plan: The symmetry's.
+        plan: The group's.
         sides: The squared norms of what the generators multiply and of what they divide. Each of shape (generators,).
         wanted: The same of the reference.
     """
@@ -123,7 +82,7 @@ def _steps(plan: Plan, sides: tuple[Floats, Floats], wanted: tuple[Floats, Float
 
 
 def _keep_variances(
-    symmetry: Symmetry, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], log_scale: Floats
+    structure: Structure, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], log_scale: Floats
 ) -> Bools:
     """Raise scales that would make running variances negative where the reference's are not.
 
@@ -131,13 +90,13 @@ def _keep_variances(
         Which ones; they are changed in place. Shape (generators,).
     """
     before = log_scale.copy()
-    for slot in symmetry.structure.slots:
+    for slot in structure.slots:
         if slot.kind != "variance":
             continue
         reference, variance = (
             tensors[slot.tensor].detach().double().cpu().numpy().ravel() + slot.epsilon for tensors in (theirs, own)
         )
-        acting = symmetry.structure.magnitudes[slot.rows]
+        acting = structure.magnitudes[slot.rows]
         with np.errstate(divide="ignore", invalid="ignore"):  # eps may be 0, and so may a variance
             least = np.log(np.minimum(reference, slot.epsilon) / variance) / 2
             missing = np.where(np.isfinite(least), least - acting @ log_scale, 0.0)

@@ -1,16 +1,36 @@
 """The gauge of heads on which GL(d) acts: incoming and outgoing weights have equal Gram matrices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.group.matrix import cell_slices
+from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.tracing.structure import Structure
 
 # Gram matrices with a smaller ratio of least to largest eigenvalue have no balanced representative.
 _SINGULAR = 1e-13
 _MEETS = 1e-7  # a singular value of the weights' product is not 0 if its ratio to the largest exceeds this
+
+
+def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[int], bool, Tensor]]:
+    """Yield the weights into and out of each head.
+
+    Args:
+        structure: The group.
+        tensors: Parameters, by name; others are left out.
+
+    Yields:
+        The tensor's name; the indices of heads, all of one size; whether the weights are outgoing ones; and the
+        weights, shape (heads, size, entries), in the tensor's dtype.
+    """
+    for slot in structure.slots:
+        if slot.tensor not in tensors:
+            continue
+        for cells, positions, read in structure.dense_places.get(slot.offset, ()):
+            tensor = together(tensors[slot.tensor], slot.axes)
+            parts = [tensor[torch.from_numpy(at).to(tensor.device)].reshape(*at.shape, -1) for at in positions]
+            yield slot.tensor, cells, read, torch.cat(parts, -1)
 
 
 def gram_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -2,9 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes, rising
-from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.tracing.affine.translations import NORM
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -74,7 +72,12 @@ class Part(NamedTuple):
 class Plan:
     """What of a structure does not depend on weights, laid out for sums over slices.
 
+    Args:
+        structure: The group.
+        parameters: The names of the parameters.
+
     Attributes:
+        structure: The group.
         total: The number of positions of all slots.
         slots: Every labelled axis.
         slot_of: For each position the number of its slot.
@@ -94,8 +97,8 @@ class Plan:
         parameter: For each position, whether it belongs to a parameter (and to no bias that a shift sets to zero).
     """
 
-    def __init__(self, symmetry: Symmetry) -> None:
-        structure = symmetry.structure
+    def __init__(self, structure: Structure, parameters: Collection[str]) -> None:
+        self.structure = structure
         self.slots = structure.slots
         self.forms = structure.magnitudes
         self.total, generators = self.forms.shape
@@ -106,7 +109,7 @@ class Plan:
         self.used_at = np.repeat(np.arange(self.total), np.diff(self.forms.indptr))
         self.largest = np.zeros(generators)
         np.maximum.at(self.largest, self.forms.indices, abs(self.forms.data))
-        self._find_parameters(structure, symmetry.parameter_names)
+        self._find_parameters(structure, parameters)
         self._number_rows()
         self.classes = classes_of(structure, structure.scale_table, self.forms)
         self.class_of = np.full(generators, -1)
@@ -129,7 +132,7 @@ class Plan:
         members = self.classes[index]
         return Part(at, self.forms[at], self.up[members], self.down[members], frozenset(slots))
 
-    def _find_parameters(self, structure: Structure, parameters: frozenset[str]) -> None:
+    def _find_parameters(self, structure: Structure, parameters: Collection[str]) -> None:
         shifted = structure.shifts.named(NORM)
         self.parameter = np.zeros(self.total, bool)
         by_name: dict[str, list[Slot]] = {}
@@ -152,16 +155,6 @@ class Plan:
     def _of_first_module(self, positions: Ints) -> Bools:
         modules = [module_of(self.slots[index].tensor) for index in self.slot_of[positions]]
         return np.array([module == modules[0] for module in modules], bool) & self.parameter[positions]
-
-
-_PLANS: WeakKeyDictionary[Symmetry, Plan] = WeakKeyDictionary()
-
-
-def plan_of(symmetry: Symmetry) -> Plan:
-    """Return a symmetry's plan, made at the first call."""
-    if symmetry not in _PLANS:
-        _PLANS[symmetry] = Plan(symmetry)
-    return _PLANS[symmetry]
 
 
 class Squares:
@@ -216,6 +209,20 @@ class Squares:
         if name in self._roots:
             return float(torch.linalg.vector_norm(self._roots[name], dtype=torch.float64)) ** 2
         return float(self._terms[name].sum())
+
+    def require_finite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check that all values are finite.
+
+        Raises:
+            ValueError: If one is not.
+        """
+        for name in tensors:
+            # Summing the squares is cheaper for large tensors than looking at every entry again.
+            finite = math.isfinite(self.total(name)) if name in self else bool(torch.isfinite(tensors[name]).all())
+            if not finite:
+                raise ValueError(
+                    f"{name} holds values that are not finite; expected a network whose weights are all finite."
+                )
 
     def _sums(self, name: str, vectors: Sequence[Floats], index: int, terms: Floats | None = None) -> Floats:
         """Return the sums of a tensor's terms at the positions of one of its slots, whose own factor is left out.
@@ -338,9 +345,45 @@ def _products_of_squares(tensor: Tensor, vector: Floats, rows: bool) -> Floats:
     return total.numpy()
 
 
-def joint_sums(symmetry: Symmetry, plan: Plan, slices: Floats) -> Floats:
+class Sides(NamedTuple):
+    """Squared norms of what comes into the units of an orbit, and of what goes out.
+
+    Attributes:
+        incoming: Of what a unit's scale multiplies, times the exponent. Shape (units,).
+        outgoing: Of what it divides. Shape (units,).
+        dead: Which units have nothing on a side that the orbit has. Shape (units,).
+    """
+
+    incoming: Floats
+    outgoing: Floats
+    dead: Bools
+
+
+def sides_of_units(plan: Plan, slices: Floats) -> Iterator[Sides]:
+    """Yield for each orbit the norms of its units, as `balance` says."""
+    structure, up, down = plan.structure, plan.up @ slices, plan.down @ slices
+    has_up, has_down = (np.diff(forms.indptr) > 0 for forms in (plan.up, plan.down))
+    joint = joint_sums(plan, slices)
+    for units, table, columns, first in zip(
+        structure.orbits, structure.scale_table, structure.columns, plan.first, strict=True
+    ):
+        both = np.flatnonzero(has_up[table[0]] & has_down[table[0]])
+        if table.shape[1] and structure.cell_of[units[0]] < 0:
+            chosen = table[:, both[0] if len(both) else 0]
+            incoming, outgoing = up[chosen], down[chosen]
+            one_sided = not len(both)
+        else:
+            incoming = slices[columns[:, first]].sum(1)
+            later = ~first & plan.parameter[columns[0]]
+            outgoing = slices[columns[:, later]].sum(1) + joint[units]
+            one_sided = not later.any() and not outgoing.any()
+        dead = incoming <= NOTHING if one_sided else (incoming <= NOTHING) | (outgoing <= NOTHING)
+        yield Sides(incoming, outgoing, dead)
+
+
+def joint_sums(plan: Plan, slices: Floats) -> Floats:
     """Return for each unit the sum over positions of grouped convolutions' inputs. Shape (units,)."""
-    total = np.zeros(symmetry.units)
+    total = np.zeros(plan.structure.units)
     for slot in plan.slots:
         if len(slot.axes) == 2 and not slot.of_stack:
             unit = slot.unit.ravel()

@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, odd, on_axes
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, classes_of, joint_sums, module_of
-from lightning_sym.symmetry.canonical.streams import gain_signs
+from lightning_sym.symmetry.group.norms import NOTHING, Plan, classes_of, joint_sums, module_of
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Keys of units that differ by less, relative to the largest, are ties: rounding differs between orbit members.
@@ -22,18 +20,15 @@ class Gauged:
     """The weights under scales and signs that are found already, one tensor at a time.
 
     Args:
-        symmetry: Symmetry of the network.
-        plan: The symmetry's.
+        plan: The group's.
         tensors: The network's parameters and buffers, by name.
         log_scale: The scales.
         shown: At which positions weights are seen; what has no scale of its own is not.
     """
 
-    def __init__(
-        self, symmetry: Symmetry, plan: Plan, tensors: Mapping[str, Tensor], log_scale: Floats, shown: Bools
-    ) -> None:
+    def __init__(self, plan: Plan, tensors: Mapping[str, Tensor], log_scale: Floats, shown: Bools) -> None:
         self.tensors, self.shown = tensors, shown
-        self.slots = symmetry.structure.slots_of
+        self.slots = plan.structure.slots_of
         self.scale = np.exp(plan.forms @ log_scale)
         self.sign = np.ones(plan.total)
 
@@ -56,43 +51,42 @@ def _spread(values: NDArray[Any], slot: Slot, ndim: int) -> NDArray[Any]:
     return on_axes(values[slot.rows], slot.shape, slot.axes, ndim)
 
 
-def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged, cells: Collection[int] | None) -> Floats:
+def find_signs(plan: Plan, gauged: Gauged, cells: Collection[int] | None, known: Floats) -> Floats:
     """Choose all signs, class by class in the order of the forward pass; leaves them in `gauged.sign`.
 
     Args:
-        symmetry: Symmetry of the network.
-        plan: The symmetry's.
+        plan: The group's.
         gauged: The weights under scales.
         cells: The dense cells whose matrices are known up to signs. Entries of other dense cells decide a sign only if
             no other entry does. None if the group has no dense cells.
+        known: Signs of gains between which streams rotate, which rotations do not change; nan for all others. Shape
+            (signs,).
 
     Returns:
         +1 or -1, those of units in dense cells included. Shape (signs,).
     """
-    return _SignChoice(symmetry, plan, gauged, cells).run()
+    return _SignChoice(plan, gauged, cells, known).run()
 
 
 class _SignChoice:
     """Makes the largest of the entries positive whose sign depends on one pending generator only."""
 
-    def __init__(self, symmetry: Symmetry, plan: Plan, gauged: Gauged, cells: Collection[int] | None) -> None:
-        self.plan, self.gauged = plan, gauged
-        self.cell_of = np.r_[symmetry.structure.cell_of, -1]  # the last one for positions of no unit
-        self.forms = symmetry.structure.signs.tocsr()
+    def __init__(self, plan: Plan, gauged: Gauged, cells: Collection[int] | None, known: Floats) -> None:
+        self.plan, self.gauged, structure = plan, gauged, plan.structure
+        self.cell_of = np.r_[structure.cell_of, -1]  # the last one for positions of no unit
+        self.forms = structure.signs.tocsr()
         self.by_generator = self.forms.tocsc()
         self.signs = np.ones(self.forms.shape[1])
-        self.classes = classes_of(symmetry.structure, symmetry.structure.sign_table, self.forms, cells or ())
+        self.classes = classes_of(structure, structure.sign_table, self.forms, cells or ())
         self.pending = np.zeros(len(self.signs), bool)
         self.pending[[generator for members in self.classes for generator in members]] = True
         # What stands in cells that stay as they are differs between members of the orbit.
         self.veiled = np.full(len(self.signs), cells is not None) & ~self.pending
         self.pending |= self.veiled
-        # Gains between which streams rotate are positive, as rotations do not change them.
-        known = gain_signs(symmetry, gauged.tensors)
         self.signs[~np.isnan(known)] = known[~np.isnan(known)]
         self.pending &= np.isnan(known)
-        orbits = {rotation.orbit for rotation in symmetry.structure.rotations}
-        self.of_streams = {int(g) for orbit in orbits for g in symmetry.structure.sign_table[orbit].ravel()}
+        orbits = {rotation.orbit for rotation in structure.rotations}
+        self.of_streams = {int(g) for orbit in orbits for g in structure.sign_table[orbit].ravel()}
         self.gauged.sign = np.where(odd(self.forms @ (self.signs < 0).astype(np.float64)), -1.0, 1.0)
 
     def run(self) -> Floats:
@@ -232,29 +226,29 @@ def _colour(kind: int, number: Ints) -> Floats:
 
 
 def find_order(
-    symmetry: Symmetry, plan: Plan, slices: Floats, gauged: Gauged, last: Sequence[Bools], notes: list[str]
+    plan: Plan, slices: Floats, gauged: Gauged, last: Mapping[int, Bools], names: Sequence[str], notes: list[str]
 ) -> Ints:
     """Sort units within cells, and blocks, by keys that no other permutation changes.
 
     Args:
-        symmetry: Symmetry of the network.
-        plan: The symmetry's.
+        plan: The group's.
         slices: Sums of squares at each position, under the scales.
         gauged: The weights under scales and signs.
-        last: For each orbit, which units come after all others.
+        last: By orbit, which units come after all others.
+        names: What each orbit is called.
         notes: What could not be sorted is added.
 
     Returns:
         The permutation. Shape (units,).
     """
-    structure = symmetry.structure
+    structure = plan.structure
     ranks = [np.zeros(len(units), np.int64) for units in structure.orbits]
     sortable = [
         index
         for index, units in enumerate(structure.orbits)
         if structure.movable[index] and len(units) > 1 and structure.cell_of[units[0]] < 0
     ]
-    joint = joint_sums(symmetry, plan, slices)
+    joint = joint_sums(plan, slices)
     for index, units in enumerate(structure.orbits):  # in blocks: mixed, they stand in an order that is their own
         if structure.cell_of[units[0]] >= 0:
             for column in (slices[structure.columns[index]] * plan.parameter[structure.columns[index]]).T:
@@ -263,7 +257,8 @@ def find_order(
         columns, first = structure.columns[index], plan.first[index]
         own = slices[columns] * plan.parameter[columns]
         others = own[:, ~first].sum(1) + joint[structure.orbits[index]]
-        for key in (-last[index].astype(np.float64), own[:, first].sum(1), others):
+        after = last.get(index, np.zeros(len(columns), bool))
+        for key in (-after.astype(np.float64), own[:, first].sum(1), others):
             ranks[index] = _refine(ranks[index], key)
         for column in own.T:
             if _tied(structure, ranks, index):
@@ -273,15 +268,16 @@ def find_order(
         if coloured:
             left = [index for index in left if _tied(structure, ranks, index)]
         for index in left:
-            _by_entries(symmetry, plan, gauged, ranks, index, power, coloured=coloured)
+            _by_entries(plan, gauged, ranks, index, power, coloured=coloured)
     for index in left:
         if _tied(structure, ranks, index):
-            notes.append(f"units of {symmetry.groups[index].name} that no key tells apart keep their order")
-    return _sorted(structure, ranks, sortable, _slot_ranks(structure, plan, slices))
+            notes.append(f"units of {names[index]} that no key tells apart keep their order")
+    return _sorted(structure, ranks, sortable, _slot_ranks(plan, slices))
 
 
-def _slot_ranks(structure: Structure, plan: Plan, slices: Floats) -> Ints:
+def _slot_ranks(plan: Plan, slices: Floats) -> Ints:
     """Return for each slot its rank by the norm of what stands in its copies; 0 for all other units."""
+    structure = plan.structure
     norms, rank = np.zeros(structure.units), np.zeros(structure.units, np.int64)
     for index in range(len(structure.orbits)):
         copies = structure.copies_of(index)
@@ -319,15 +315,13 @@ def _sorted(structure: Structure, ranks: Sequence[Ints], sortable: Sequence[int]
     return permutation
 
 
-def _by_entries(
-    symmetry: Symmetry, plan: Plan, gauged: Gauged, ranks: list[Ints], index: int, power: int, *, coloured: bool
-) -> None:
+def _by_entries(plan: Plan, gauged: Gauged, ranks: list[Ints], index: int, power: int, *, coloured: bool) -> None:
     """Refine the ranks of one orbit by sums over the entries of each unit's slices.
 
     Coloured, an entry's weight in the sum depends on where it stands on the other axes: on the position if its unit is
     fixed, and on the rank of its unit otherwise.
     """
-    structure = symmetry.structure
+    structure = plan.structure
     columns = structure.columns[index]
     colour = np.ones(plan.total)
     if coloured:

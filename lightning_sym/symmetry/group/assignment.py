@@ -7,19 +7,19 @@ slices with the other's are the gains, one table of them for each set of signs t
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, odd, together
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.arrays import Floats, Ints, odd_entries, together
 from lightning_sym.symmetry.elements import AxisGroup
+from lightning_sym.symmetry.group.element import Part
+from lightning_sym.symmetry.group.factor import Factor, Factors
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Columns of a group's table of signs: the generators, one per unit and column, that act on some slices.
@@ -77,9 +77,10 @@ class MatchingGroup:
         units: The units' numbers, rising.
         cells: For each cell, the units' places in the group.
         movable: Whether units change places within their cells.
-        dense: Whether any invertible matrix may mix the units of a cell.
-        phase: Whether the units are planes, which are turned by any angle.
-        free: The columns of the table of signs whose generators belong to one unit alone.
+        mixers: What acts on the units by matrices, but for what acts late.
+        assigned: Whether units are assigned one by one: they are not where a mixer permutes them, too.
+        signs: The table of signs. Shape (units, signs of a unit).
+        free: The columns of that table whose generators belong to one unit alone.
         shared: The columns whose generators belong to a whole cell.
         slices: Where the units stand, by the free and shared signs that act there.
         joints: The same for columns of grouped convolutions.
@@ -91,8 +92,9 @@ class MatchingGroup:
     units: Ints
     cells: tuple[Ints, ...]
     movable: bool
-    dense: bool
-    phase: bool
+    mixers: tuple[Factor[Any], ...]
+    assigned: bool
+    signs: Ints
     free: tuple[int, ...]
     shared: tuple[int, ...]
     slices: dict[Pattern, tuple[Slices, ...]]
@@ -100,21 +102,17 @@ class MatchingGroup:
     tensors: frozenset[str]
     quadratic: bool
 
-
-def flips(structure: Structure) -> sparse.csr_matrix:
-    """Return where each generator of signs flips what stands there: 1 at (position of all slots, generator)."""
-    matrix = structure.signs.tocsr(copy=True)
-    matrix.data = odd(matrix.data).astype(np.float64)
-    matrix.eliminate_zeros()
-    return matrix
+    @property
+    def alone(self) -> bool:
+        """Whether units are assigned, and nothing mixes them."""
+        return not self.mixers
 
 
 class _Places:
     """Which unit stands at each position of all slots, and which generators of signs act there."""
 
-    def __init__(self, symmetry: Symmetry) -> None:
-        structure = symmetry.structure
-        self.flips = flips(structure)
+    def __init__(self, structure: Structure) -> None:
+        self.flips = odd_entries(structure.signs)
         self.by_generator = self.flips.tocsc()
         self.joint_slots = [slot for slot in structure.slots if len(slot.axes) == 2 and not slot.of_stack]
         self.offset = {(slot.tensor, slot.axes): slot.offset for slot in structure.slots}
@@ -155,14 +153,26 @@ class _Places:
         return tuple(k for k in columns if int(generators[k]) in acting)
 
 
-def matched_groups(symmetry: Symmetry) -> list[MatchingGroup]:
-    """Return for each axis group of a symmetry, in their order, where its units stand in the parameters."""
-    places = _Places(symmetry)
-    return [_matched_group(symmetry, places, index, group) for index, group in enumerate(symmetry.groups)]
+def matched_groups(
+    factors: Factors, groups: Iterable[AxisGroup], shapes: Mapping[str, Sequence[int]]
+) -> list[MatchingGroup]:
+    """Return for each axis group, in their order, where its units stand in the parameters.
+
+    Args:
+        factors: Those of the symmetry group.
+        groups: The axis groups.
+        shapes: The shapes of all parameters, by name.
+    """
+    places = _Places(factors.structure)
+    return [_matched_group(factors, places, index, group, shapes) for index, group in enumerate(groups)]
 
 
-def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisGroup) -> MatchingGroup:
-    units, table = symmetry.structure.orbits[index], symmetry.structure.sign_table[index]
+def _matched_group(
+    factors: Factors, places: _Places, index: int, group: AxisGroup, shapes: Mapping[str, Sequence[int]]
+) -> MatchingGroup:
+    units, table = factors.structure.orbits[index], factors.structure.sign_table[index]
+    mixers = tuple(factor for factor in factors if factor.mixes(index) and not factor.late)
+    assigned = not any(factor.permutes for factor in mixers)
     numbers = group.cells.numpy()
     cells = tuple(np.flatnonzero(numbers == cell) for cell in np.unique(numbers))
     columns = range(table.shape[1])
@@ -170,7 +180,7 @@ def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisG
     shared = tuple(
         k for k in columns if k not in free and all(places.of_cell(table[cell, k], units[cell]) for cell in cells)
     )
-    known = () if group.dense else free + shared
+    known = free + shared if assigned else ()
     axes_of: dict[str, set[int]] = {}
     slices: dict[Pattern, list[Slices]] = {}
     for occurrence in group.occurrences:
@@ -183,7 +193,7 @@ def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisG
             pattern = () if start is None else places.pattern(start + position, table[0], known)
             by_pattern.setdefault(pattern, []).append(column)
         # A parameter without axes (PReLU's) has one position.
-        shape = symmetry.layout[occurrence.tensor][0]
+        shape = shapes[occurrence.tensor]
         length = 1 if start is None else math.prod(shape[axis] for axis in occurrence.axes)
         for pattern, chosen in by_pattern.items():
             flat = occurrence.positions[:, chosen].reshape(-1)
@@ -200,8 +210,9 @@ def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisG
         units=units,
         cells=cells,
         movable=group.movable,
-        dense=group.dense,
-        phase=group.phase,
+        mixers=mixers,
+        assigned=assigned,
+        signs=table,
         free=free,
         shared=shared,
         slices={pattern: tuple(parts) for pattern, parts in slices.items()},
@@ -411,3 +422,25 @@ def within_cells(group: MatchingGroup, tables: Tables) -> Chosen:
             diagonal = [float(table[cell, cell].sum()) for table in tables.tables]
             tables.set_signs(chosen, cell, int(np.argmax(diagonal)))
     return chosen
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def parts_of(
+    factors: Factors,
+    groups: Sequence[MatchingGroup],
+    chosen: Mapping[int, Chosen],
+    places: Ints = _NONE,
+    slots: Ints = _NONE,
+) -> dict[str, Part]:
+    """Return the parts that bring the chosen units to their places, by the groups' numbers, and slots to theirs."""
+    same = factors.identity("")
+    permutation, signs = same.permutation, same.sign
+    permutation[torch.from_numpy(places)] = torch.from_numpy(slots)
+    for index, own in chosen.items():
+        units, table = groups[index].units, groups[index].signs
+        permutation[torch.from_numpy(units)] = torch.from_numpy(units[own.source])
+        for k, sign in own.signs.items():
+            signs[torch.from_numpy(table[own.source, k])] = torch.from_numpy(sign)
+    return {"permutation": permutation, "sign": signs}

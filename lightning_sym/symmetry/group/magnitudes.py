@@ -1,63 +1,32 @@
-"""Magnitudes that bring one network as near as possible to another, given which unit comes to which place."""
+"""Magnitudes that bring one network as near as possible to another, given which unit comes to which place.
 
-from collections.abc import Iterable, Mapping, Sequence
+Cyclic descent on |a - g b|^2 over the generators of scales. As a function of one factor f, with exponents +1 and -1
+only, the square is -2 P f + Q f^2 - 2 R / f + S / f^2 + constant, whose stationary points solve
+Q f^4 - P f^3 + R f - S = 0. All generators of a column of a group's table are changed at once, if that is an
+improvement (it is, unless they act on common entries: then with half and a quarter of the steps' logarithms, or not at
+all). Columns with other exponents stay.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy import sparse
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sym._linear_algebra import best_scales
 from lightning_sym.symmetry.arrays import Floats, Ints, along
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.matching.balanced import squared_distance, working
-from lightning_sym.symmetry.translations import nearest
+from lightning_sym.symmetry.distances import squared_distance
+from lightning_sym.symmetry.group.factor import Factors
+from lightning_sym.symmetry.moving import MovedTensors
+from lightning_sym.symmetry.tracing.structure import Structure
 
 _MOST_SWEEPS = 20  # passes over all columns
 
 
-def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, device: torch.device) -> Element:
-    r"""Adjust magnitudes to a reference: cyclic descent on |a - g b|^2 over the generators.
-
-    As a function of one factor f, with exponents +1 and -1 only, the square is
-    -2 P f + Q f^2 - 2 R / f + S / f^2 + constant, whose stationary points solve Q f^4 - P f^3 + R f - S = 0.
-    All generators of a column of a group's table are changed at once, if that is an improvement (it is, unless they
-    act on common entries: then with half and a quarter of the steps' logarithms, or not at all). Columns with other
-    exponents, and matrices, stay.
-
-    Args:
-        symmetry: Symmetry of both networks.
-        a: The reference.
-        b: The network that is moved.
-        element: Moves `b`.
-        device: Where inner products are computed, in the dtypes of `a`.
-
-    Returns:
-        The element with other magnitudes and shifts.
-    """
-    element = _shifted(symmetry, a, b, element)
-    target = working(a, symmetry, device)
-    begin = dict(working(b, symmetry, device, like=target, element=element))
-    plans = _scale_plans(symmetry, begin)
-    if not plans:
-        return element
-    descent = _MagnitudeDescent(symmetry, target, begin, plans)
-    whole = descent.distance(descent.numbers)
-    for _ in range(_MOST_SWEEPS):
-        won = sum(descent.improve(plan) for plan in plans)
-        whole -= won
-        if won <= 1e-4 * whole:
-            break
-    # Rounding of single precision could have made it worse.
-    if not squared_distance(descent.current, target) < squared_distance(begin, target):
-        return element
-    return symmetry.compose(symmetry.identity().replaced(log_scale=torch.from_numpy(descent.log_scale)), element)
-
-
 @dataclass(frozen=True)
-class _Plan:
+class Column:
     """What happens when the generators of one column of a group's table change.
 
     Attributes:
@@ -72,14 +41,13 @@ class _Plan:
     coupled: bool
 
 
-class _MagnitudeDescent:
+class MagnitudeDescent:
     """The moved network while its magnitudes change.
 
     Args:
-        symmetry: The symmetry of the architecture.
+        factors: Those of the group.
         target: The reference's parameters, by name.
         begin: Those of the moved network.
-        plans: What may change.
 
     Attributes:
         current: The moved network's parameters by now.
@@ -87,17 +55,26 @@ class _MagnitudeDescent:
         numbers: The numbers of the slots where something may change, by the tensors' names.
     """
 
-    def __init__(
-        self, symmetry: Symmetry, target: Mapping[str, Tensor], begin: Mapping[str, Tensor], plans: Sequence[_Plan]
-    ) -> None:
-        self.symmetry, self.target, self.current = symmetry, target, dict(begin)
-        self.log_scale = np.zeros(symmetry.scales)
+    def __init__(self, factors: Factors, target: Mapping[str, Tensor], begin: Mapping[str, Tensor]) -> None:
+        self.factors, self.target, self.current = factors, target, dict(begin)
+        self.log_scale = np.zeros(factors.structure.magnitudes.shape[1])
+        self.plans = plans = scale_columns(factors.structure, begin)
         self.numbers: dict[str, list[int]] = {}
         for number in sorted({number for plan in plans for number, _, _ in plan.parts}):
-            self.numbers.setdefault(symmetry.structure.slots[number].tensor, []).append(number)
+            self.numbers.setdefault(factors.structure.slots[number].tensor, []).append(number)
         self._cross: dict[int, Floats] = {}
         self._own: dict[int, Floats] = {}
         self._measure(self.numbers)
+
+    def run(self) -> Tensor:
+        """Change columns while that helps, and return the logarithms. Shape (generators,)."""
+        whole = self.distance(self.numbers)
+        for _ in range(_MOST_SWEEPS):
+            won = sum(self.improve(plan) for plan in self.plans)
+            whole -= won
+            if won <= 1e-4 * whole:
+                break
+        return torch.from_numpy(self.log_scale)
 
     def distance(self, names: Iterable[str]) -> float:
         """Return the squared distance of some parameters to the reference's."""
@@ -107,10 +84,10 @@ class _MagnitudeDescent:
         for name in names:
             products, squares = self.target[name] * self.current[name], self.current[name].square()
             for number in self.numbers[name]:
-                axes = self.symmetry.structure.slots[number].axes
+                axes = self.factors.structure.slots[number].axes
                 self._cross[number], self._own[number] = (along(t, axes).reshape(-1) for t in (products, squares))
 
-    def improve(self, plan: _Plan) -> float:
+    def improve(self, plan: Column) -> float:
         """Change the generators of a plan, if that is an improvement.
 
         Returns:
@@ -123,7 +100,7 @@ class _MagnitudeDescent:
             r += minus @ self._cross[number]
             s += minus @ self._own[number]
         step = best_factors(p, q, r, s)
-        names = list(dict.fromkeys(self.symmetry.structure.slots[number].tensor for number, _, _ in plan.parts))
+        names = list(dict.fromkeys(self.factors.structure.slots[number].tensor for number, _, _ in plan.parts))
         for damping in (1.0, 0.5, 0.25) if plan.coupled else (1.0,):
             if not np.any(np.abs(step) > 1e-15):
                 break
@@ -131,9 +108,9 @@ class _MagnitudeDescent:
             gain = float(np.sum(-2 * p * (1 - f) + q * (1 - f**2) - 2 * r * (1 - 1 / f) + s * (1 - f**-2.0)))
             if not plan.coupled and gain <= 0:
                 break
-            move = self.symmetry.identity()
+            move = self.factors.identity("")
             move.log_scale[torch.from_numpy(plan.column)] = torch.from_numpy(step * damping)
-            moved = self.symmetry.acted(move, {name: self.current[name] for name in names})
+            moved = dict(MovedTensors(self.factors, move, {name: self.current[name] for name in names}).items())
             if plan.coupled:
                 gain = self.distance(names) - squared_distance(moved, self.target)
             if gain > 0:
@@ -144,12 +121,11 @@ class _MagnitudeDescent:
         return 0.0
 
 
-def _scale_plans(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> list[_Plan]:
+def scale_columns(structure: Structure, tensors: Mapping[str, Tensor]) -> list[Column]:
     """Return a plan for each column of generators that acts on these tensors, with exponents +1 and -1 only."""
-    structure = symmetry.structure
     forms = structure.magnitudes.tocsc()
     slot_of = np.repeat(np.arange(len(structure.slots)), [slot.size for slot in structure.slots])
-    plans: list[_Plan] = []
+    plans: list[Column] = []
     for units, table in zip(structure.orbits, structure.scale_table, strict=True):
         for column in map(np.unique, table.T if structure.cell_of[units[0]] < 0 else ()):
             acting = forms[:, column].tocsr()
@@ -165,20 +141,8 @@ def _scale_plans(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> list[_Pla
                 held = [structure.slots[number].tensor for number, _, _ in parts]
                 # Two generators of one column on one position would also be common; they are rare, and count as such.
                 rows_alone = acting.getnnz(axis=1).max(initial=0) <= 1
-                plans.append(_Plan(column, parts, len(set(held)) < len(held) or not rows_alone))
+                plans.append(Column(column, parts, len(set(held)) < len(held) or not rows_alone))
     return plans
-
-
-def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -> Element:
-    """Add the shifts that bring biases and means to those of the reference, if that is nearer: they are free."""
-    if not symmetry.structure.shifts:
-        return element
-    begin = symmetry.act(element, b)
-    target = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
-    shift = nearest(symmetry.structure.shifts, symmetry.tensors(begin), symmetry.parameter_names, target)
-    moved = symmetry.compose(symmetry.identity().replaced(shift=shift), element)
-    one, two = (squared_distance(target, symmetry.tensors(n)) for n in (begin, symmetry.act(moved, b)))
-    return moved if two < one else element
 
 
 def best_factors(p: Floats, q: Floats, r: Floats, s: Floats) -> Floats:

@@ -1,0 +1,244 @@
+"""Orthogonal matrices on streams: what reads and writes a stream, which matrix is best, and which is canonical.
+
+See docs/theory/intertwiners.md, 2.11 and 5.7.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sym._linear_algebra import polar_factor, random_orthogonal
+from lightning_sym.symmetry.arrays import Floats
+from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+# Relative to the largest eigenvalue: axes nearer to one another are not unique, and where less stands there is nothing.
+_CLOSE, _NOTHING = 1e-9, 1e-24
+
+NO_TURN = torch.zeros(0, 0, dtype=torch.float64)  # stands for the identity, of any size
+
+Turns = tuple[Tensor, ...]
+
+
+def random_turn(rotation: Rotation, generator: torch.Generator | None, *, most: int | None = None) -> Tensor:
+    """Draw an orthogonal matrix, all being equally likely (of those that leave the vector of ones alone, if it must).
+
+    Args:
+        rotation: Of which cell.
+        generator: Where randomness comes from.
+        most: How many units it changes at most; any of them are equally likely. By default all.
+
+    Returns:
+        Shape (size, size), float64.
+    """
+    size = rotation.size if most is None else min(most, rotation.size)
+    matrix = random_orthogonal(size - rotation.fixes_ones, generator)
+    if rotation.fixes_ones:
+        reflection = ones_reflection(size)
+        around_first = torch.eye(size, dtype=torch.float64)
+        around_first[1:, 1:] = matrix
+        matrix = reflection @ around_first @ reflection
+    if size == rotation.size:
+        return matrix
+    chosen = torch.randperm(rotation.size, generator=generator)[:size]
+    whole = torch.eye(rotation.size, dtype=torch.float64)
+    whole[chosen[:, None], chosen] = matrix
+    return whole
+
+
+def ones_reflection(size: int) -> Tensor:
+    """Return the reflection that exchanges the first axis and the vector of ones. Shape (size, size), float64."""
+    normal = torch.full((size,), size**-0.5, dtype=torch.float64)
+    normal[0] -= 1
+    return torch.eye(size, dtype=torch.float64) - 2 * torch.outer(normal, normal) / normal.dot(normal)
+
+
+def stream_rows(
+    structure: Structure, index: int, tensors: Mapping[str, Tensor], gains: Mapping[str, Tensor]
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield the tensors that act on a stream, divided by the gains between which it rotates: one row per unit, by slot.
+
+    Args:
+        structure: The group.
+        index: The number of the rotation.
+        tensors: Parameters, by name; what is missing is left out.
+        gains: The gains, by name.
+    """
+    rotation = structure.rotations[index]
+    for slot in structure.slots:
+        if slot.tensor not in tensors:
+            continue
+        for number, at, powers in structure.rotated_places.get(slot.offset, ()):
+            if number == index:
+                tensor = tensors[slot.tensor].detach().movedim(slot.axes[0], 0)
+                rows = tensor.index_select(0, torch.from_numpy(at).to(tensor.device)).reshape(len(at), -1)
+                for (name, place), power in zip(rotation.gains, powers, strict=True):
+                    if power:
+                        gain = gains[name].detach().reshape(-1)[torch.from_numpy(place).to(rows.device)]
+                        rows = rows / gain.to(rows)[:, None] ** power
+                yield slot, rows
+
+
+def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return the numbers of the rotations between whose gains there is no zero."""
+    return [
+        index
+        for index, rotation in enumerate(structure.rotations)
+        if all(bool(tensors[name].reshape(-1)[torch.from_numpy(at)].all()) for name, at in rotation.gains)
+    ]
+
+
+def best_turn(rotation: Rotation, products: Tensor) -> Tensor:
+    """Return the allowed orthogonal Q that maximises tr(Q^T M) (orthogonal Procrustes).
+
+    Args:
+        rotation: Of which stream.
+        products: M, whose rows belong to the reference. Shape (size, size).
+
+    Returns:
+        Shape (size, size), float64, on the CPU.
+    """
+    products = products.detach().double().cpu()
+    if rotation.fixes_ones:
+        # Apart from the vector of ones, which is to stay.
+        products = products - products.mean(0, keepdim=True)
+        products = products - products.mean(1, keepdim=True)
+        products = products + products.norm().clamp_min(1e-300) / rotation.size
+    return polar_factor(products)
+
+
+def weight_products(
+    structure: Structure, index: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
+) -> Tensor:
+    """Return M such that tr(Q^T M) is what rotating the second network by Q gives to the inner product of both.
+
+    Args:
+        structure: The group.
+        index: The number of the rotation.
+        target: The parameters of the reference, by name.
+        current: Those of the network that is rotated, gains included.
+
+    Returns:
+        Shape (size, size), float64.
+    """
+    size = structure.rotations[index].size
+    total = torch.zeros(size, size, dtype=torch.float64)
+    # Gains are taken off the second network, and put on the reference: <R, D Q D^-1 S> = <Q, (D R) (D^-1 S)'>.
+    theirs = stream_rows(structure, index, current, current)
+    ours = stream_rows(
+        structure, index, target, {name: 1 / current[name] for name, _ in structure.rotations[index].gains}
+    )
+    for (_, left), (_, right) in zip(ours, theirs, strict=True):
+        total += (left @ right.T).double().cpu()
+    return total
+
+
+def folding(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
+    """Return the logarithms of the scales that bring gains between which streams rotate to 1 or -1.
+
+    Behind gains that differ, a rotation of the stream is no rotation of what reads it, so that norms, and all that is
+    found from them, would depend on which rotation was taken. Streams behind a gain that holds a zero, through which no
+    rotation passes, stay as they are.
+
+    Args:
+        structure: The group.
+        tensors: Its parameters, by name.
+
+    Returns:
+        Shape (generators of scales,); nan for those that do not act on such gains.
+    """
+    found: Floats = np.full(structure.magnitudes.shape[1], np.nan)
+    for index in rotatable(structure, tensors):
+        rotation = structure.rotations[index]
+        table = structure.scale_table[rotation.orbit][structure.place_in_orbit[rotation.units]]
+        acting = rotation.powers.any(1)
+        steps = np.zeros(table.shape)
+        for (name, at), powers in zip(rotation.gains, rotation.powers.T, strict=True):
+            gain = tensors[name].detach().double().cpu().reshape(-1).numpy()[at]
+            steps -= np.log(np.abs(gain))[:, None] * powers
+        found[table[:, acting]] = steps[:, acting]
+    return found
+
+
+def gain_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
+    """Return the signs that make gains between which streams rotate positive, one by one, where signs are free.
+
+    Args:
+        structure: The group.
+        tensors: Its parameters, by name.
+
+    Returns:
+        Shape (generators of signs,); nan for those that flip no such gain.
+    """
+    found: Floats = np.full(structure.signs.shape[1], np.nan)
+    for index in rotatable(structure, tensors):
+        rotation = structure.rotations[index]
+        place = structure.place_in_orbit[rotation.units]
+        table = structure.sign_table[rotation.orbit][place]
+        # Gains that several units share stand where none of these does.
+        held = {name: structure.slots_of[name][0].offset + at for name, at in rotation.gains}
+        acting = exponents(structure.signs, np.stack(list(held.values()), 1), table) if held else None
+        if acting is None:
+            continue
+        by_gain = {name: own % 2 for name, own in zip(held, acting, strict=True)}
+        for name, at in rotation.gains:
+            alone = by_gain[name] > sum(by_gain[other] for other, _ in rotation.gains if other != name)
+            for own in np.flatnonzero(alone & ~rotation.plain_sign)[:1]:
+                gain = tensors[name].detach().double().cpu().reshape(-1).numpy()[at]
+                found[table[:, own]] = np.sign(gain)
+    return found
+
+
+def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Turns, list[str]]:
+    """Return what turns streams to their principal axes, and notes on what is not unique.
+
+    The axes are those of the Gram matrix of everything that writes to a stream or reads it, in front of gains: largest
+    first, each in the direction in which the cubes of the entries that no other unit shares have a positive sum.
+
+    Args:
+        structure: The group.
+        tensors: The network's parameters, by name, in the balanced gauge.
+    """
+    notes = []
+    turns = [NO_TURN] * len(structure.rotations)
+    for index in rotatable(structure, tensors):
+        rotation = structure.rotations[index]
+        rows = [(slot, part.double().cpu()) for slot, part in stream_rows(structure, index, tensors, tensors)]
+        outside = [part for slot, part in rows if _is_alone(structure, slot)]
+        basis = _basis(rotation)
+        gram = torch.stack([basis.mT @ (part @ part.mT) @ basis for _, part in rows]).sum(0)
+        values, axes = torch.linalg.eigh(gram)
+        values, axes = values.flip(0), axes.flip(1)
+        lean = torch.zeros_like(values)
+        for part in outside:
+            lean += (axes.mT @ basis.mT @ part).pow(3).sum(1)
+        axes = axes * torch.where(lean < 0, -1.0, 1.0)
+        seen = values > _NOTHING * values[0]
+        close = (values[:-1] - values[1:] <= _CLOSE * values[0]) & seen[:-1]
+        if bool(close.any()) or bool((seen & (lean == 0)).any()):
+            notes.append(
+                "a stream has principal axes that are not unique (equal sizes, or no direction): the form is canonical "
+                "up to rotations among them"
+            )
+        turns[index] = basis @ axes.mT @ basis.mT + _ones(rotation)
+    return tuple(turns), notes
+
+
+def _is_alone(structure: Structure, slot: Slot) -> bool:
+    """Whether no other units stand in a slot's tensor."""
+    return all(other is slot or bool((other.unit < 0).all()) for other in structure.slots_of[slot.tensor])
+
+
+def _ones(rotation: Rotation) -> Tensor:
+    """Return the projection on what a rotation leaves alone. Shape (size, size), float64."""
+    size = rotation.size
+    return torch.full((size, size), rotation.fixes_ones / size, dtype=torch.float64)
+
+
+def _basis(rotation: Rotation) -> Tensor:
+    """Return an orthonormal basis of what a rotation turns. Shape (size, free), float64."""
+    if rotation.fixes_ones:
+        return ones_reflection(rotation.size)[:, 1:]
+    return torch.eye(rotation.size, dtype=torch.float64)
