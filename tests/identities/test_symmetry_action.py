@@ -131,7 +131,7 @@ LINEAR_CASES = {
         dense=[4], v=parameter(4), w=parameter(4, 8)),
     "vector_in_front_of_matrices": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.v @ s.w)), SEQUENCE, [8, 4], 12, 4,
         [f(8)], dense=[4], v=parameter(4), w=parameter(5, 4, 8)),
-    "vector_times_vector": functional(lambda s, x: s.b(torch.relu(s.a(x)) * (s.v @ s.w)), VECTOR, [8, 4], 12, 4, [f(8)],
+    "vector_times_vector": functional(lambda s, x: s.b(torch.relu(s.a(x)) * (s.v @ s.w)), VECTOR, [8, 4], 13, 5, [f(8)],
         dense=[4], v=parameter(4), w=parameter(4)),
     "einsum": functional(lambda s, x: torch.einsum("bi,oi->bo", torch.relu(torch.einsum("bi,oi->bo", x, s.a)), s.b),
         VECTOR, [8], 8, 0, a=parameter(8, 5), b=parameter(2, 8)),

@@ -39,14 +39,16 @@ class Tilts(Factor[Vectors]):
         """Draw tilts that change what a norm puts out about `draw.scale` times as much as there is.
 
         `draw.scale` is the standard deviation of the logarithm of the map's determinant, and, times the square root of
-        the size, of the entries. With `draw.signs` the determinant may be negative.
+        the size, of the entries. With `draw.signs` the determinant may be negative where the tilt reflects.
         """
-        return tuple(self._drawn(tilt.size, draw) for tilt in self.structure.tilts) if draw.mixing else self.identity()
+        if not draw.mixing:
+            return self.identity()
+        return tuple(self._drawn(tilt.size, draw, draw.signs and tilt.reflects) for tilt in self.structure.tilts)
 
-    def _drawn(self, size: int, draw: Draw) -> Tensor:
+    def _drawn(self, size: int, draw: Draw, signs: bool) -> Tensor:
         vector = torch.randn(size, dtype=torch.float64, generator=draw.generator) * (draw.scale / math.sqrt(size))
         factor = float(torch.exp(draw.scale * torch.randn((), dtype=torch.float64, generator=draw.generator)))
-        if draw.signs and bool(torch.randint(0, 2, (), generator=draw.generator)):
+        if signs and bool(torch.randint(0, 2, (), generator=draw.generator)):
             factor = -factor
         return vector + (factor - 1 - float(vector.sum())) / size
 
@@ -85,9 +87,9 @@ class Tilts(Factor[Vectors]):
     def describe(self) -> Iterable[str]:
         """Yield a line for each tilt."""
         for tilt in self.structure.tilts:
-            name, axis = tilt.moved[0]
-            what = "what reads a stream with what writes into it" if axis else "a layer norm's bias with what reads it"
-            yield f"tilts, {tilt.size} of {what}: {name}"
+            what = "what reads a stream with what writes into it"
+            what = what if tilt.of_stream else "a layer norm's bias with what reads it"
+            yield f"tilts, {tilt.size} of {what}: {tilt.moved[0][0]}"
 
     def linear_action(self, own: Vectors, gains: Gains) -> "TiltAction | None":
         """Return what a part does by matrices; None for the identity."""
@@ -138,7 +140,7 @@ class Tilts(Factor[Vectors]):
                 notes.append(f"{tilt.moved[0][0]} stays, as {what} sums to zero, which no tilt changes")
                 result.append(torch.zeros(tilt.size, dtype=torch.float64))
             else:
-                factor = total[total.abs().argmax()].sign() / size
+                factor = (total[total.abs().argmax()].sign() if tilt.reflects else 1) / size
                 result.append(factor - moved @ total / size**2)
         return Canonical({self.name: tuple(result)}, notes)
 

@@ -27,6 +27,9 @@ class Tilt:
             all that writes into a stream.
         seen: Values inside the network, on whose last axis the map acts: by name, their axes.
         written: Values on whose last axis the inverse acts, transposed.
+        of_stream: Whether it is one of a stream.
+        reflects: Whether the determinant may be negative. Not in streams that are not rotated: signs of their units then
+            tell whether it was.
     """
 
     size: int
@@ -35,6 +38,8 @@ class Tilt:
     readers: tuple[tuple[str, int], ...]
     seen: tuple[tuple[str, int], ...] = ()
     written: tuple[tuple[str, int], ...] = ()
+    of_stream: bool = False
+    reflects: bool = True
 
 
 @dataclass(frozen=True)
