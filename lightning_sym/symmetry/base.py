@@ -505,8 +505,7 @@ class Symmetry(ElementGroup):
             >>> spec.numbered()["2.weight"]
             (2, 0)
         """
-        shapes = {name: shape for name, (shape, _) in self.layout.items()}
-        return permutation_spec_of(self.groups, shapes, self.structure.blocks)
+        return permutation_spec_of(self.groups, self.shapes, self.structure.blocks)
 
     def _tapped(self, tap: Tap | str) -> Tap:
         if isinstance(tap, str) and tap not in self.taps:

@@ -30,7 +30,7 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
-from lightning_sym.symmetry.group.magnitudes import best_factors
+from lightning_sym.symmetry.group.proportion import best_factors
 from lightning_sym.symmetry.matching.balanced import balanced, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent
 from lightning_sym.symmetry.matching.distance import lower_bound

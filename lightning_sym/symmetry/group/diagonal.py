@@ -14,9 +14,8 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.equations import of_single_units, solved
 from lightning_sym.symmetry.group.factor import Draw, Factor
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
-from lightning_sym.symmetry.group.magnitudes import MagnitudeDescent
 from lightning_sym.symmetry.group.order import find_signs
-from lightning_sym.symmetry.group.proportion import in_proportion
+from lightning_sym.symmetry.group.proportion import MagnitudeDescent, in_proportion
 from lightning_sym.symmetry.group.search import Search
 from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
 from lightning_sym.symmetry.group.streams import folding, gain_signs

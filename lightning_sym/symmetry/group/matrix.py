@@ -11,8 +11,13 @@ from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats, Ints, as_array, together
-from lightning_sym.symmetry.group.balancing import balanced_by_positive, balanced_cells
-from lightning_sym.symmetry.group.cells import cell_slices, singular_values, unbalanced
+from lightning_sym.symmetry.group.cells import (
+    balanced_by_positive,
+    balanced_cells,
+    cell_slices,
+    singular_values,
+    unbalanced,
+)
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted

@@ -1,7 +1,8 @@
 """Phases of the planes of rotary positions: docs/theory/intertwiners.md, 2.15."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,14 @@ class Phase(Additive):
             blocks.append(total)
         return sparse.vstack(blocks).tocsr()
 
+    def _planes(self, *tensors: Mapping[str, Tensor]) -> Iterator[tuple[Any, ...]]:
+        """Yield for each slot its phases, and the rows of the first and second coordinates in each of some tensors."""
+        for slot in self.structure.slots:
+            if slot.tensor in tensors[0] and slot.offset in self.structure.turned_places:
+                phase, *places = self.structure.turned_places[slot.offset]
+                both = (own[slot.tensor].movedim(slot.axes[0], 0).reshape(slot.size, -1) for own in tensors)
+                yield phase, *(rows[torch.from_numpy(at)] for rows in both for at in places)
+
     rung, keeps_norms = Rung.SIZED, True
 
     def canonical(self, state: Gathered) -> Canonical:
@@ -80,17 +89,11 @@ class Phase(Additive):
 
         There the two coordinates are orthogonal, and the first one is the larger. Half a turn is left, which is a sign.
         """
-        structure, tensors = self.structure, state.tensors
         gram, seen = np.zeros((3, self.size)), np.zeros(self.size, bool)
-        for slot in structure.slots:
-            if slot.offset not in structure.turned_places or slot.tensor not in tensors:
-                continue
-            phase, first, second = structure.turned_places[slot.offset]
+        for phase, *both in self._planes(state.tensors):
             if seen[phase].any():
                 continue
-            weights = tensors[slot.tensor].detach().double().cpu()
-            rows = weights.movedim(slot.axes[0], 0).reshape(slot.size, -1).numpy()
-            x, y = rows[first], rows[second]
+            x, y = (own.detach().double().cpu().numpy() for own in both)
             for kind, product in enumerate((x * x, y * y, x * y)):
                 np.add.at(gram[kind], phase, product.sum(1))
             seen[phase] = True
@@ -147,14 +150,10 @@ class Phase(Additive):
         if not (own >= 0).any():
             return None
         real, imaginary = self.identity(), self.identity()
-        for slot in self.structure.slots:
-            if slot.tensor in target and slot.offset in self.structure.turned_places:
-                phase, *places = self.structure.turned_places[slot.offset]
-                both = (held[slot.tensor].movedim(slot.axes[0], 0).reshape(slot.size, -1) for held in (target, current))
-                (x, y), (other_x, other_y) = ([held[torch.from_numpy(at)] for at in places] for held in both)
-                at = torch.from_numpy(phase)
-                real.index_add_(0, at, (x * other_x + y * other_y).sum(1).double().cpu())
-                imaginary.index_add_(0, at, (y * other_x - x * other_y).sum(1).double().cpu())
+        for phase, x, y, other_x, other_y in self._planes(target, current):
+            at = torch.from_numpy(phase)
+            real.index_add_(0, at, (x * other_x + y * other_y).sum(1).double().cpu())
+            imaginary.index_add_(0, at, (y * other_x - x * other_y).sum(1).double().cpu())
         chosen = torch.from_numpy(own[own >= 0])
         return self.identity().index_copy(0, chosen, torch.atan2(imaginary, real)[chosen])
 
@@ -190,17 +189,7 @@ class Phase(Additive):
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the angles; see :class:`Factor`."""
         found = self.identity()
-        for slot in self.structure.slots:
-            if slot.tensor not in weights or slot.offset not in self.structure.turned_places:
-                continue
-            phase, *places = self.structure.turned_places[slot.offset]
-            (x, y), (along_x, along_y) = (
-                [
-                    own[slot.tensor].movedim(slot.axes[0], 0).reshape(slot.size, -1)[torch.from_numpy(at)]
-                    for at in places
-                ]
-                for own in (weights, gradients)
-            )
+        for phase, x, y, along_x, along_y in self._planes(weights, gradients):
             found.index_add_(0, torch.from_numpy(phase), (along_y * x - along_x * y).sum(1))
         return {"phases": found}
 

@@ -16,10 +16,11 @@ from lightning_sym.symmetry.group.assignment import (
     Gain,
     MatchingGroup,
     Tables,
+    best_blocks,
+    block_systems,
     matched_groups,
     within_cells,
 )
-from lightning_sym.symmetry.group.blocks import best_blocks, block_systems
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent
 from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms, refined

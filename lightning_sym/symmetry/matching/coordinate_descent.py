@@ -17,16 +17,18 @@ from lightning_sym._distributed import rank
 from lightning_sym.symmetry.arrays import Floats, Ints, along
 from lightning_sym.symmetry.distances import inner, squared_difference
 from lightning_sym.symmetry.group.assignment import (
+    Blocks,
     Chosen,
     Gain,
     MatchingGroup,
     Pattern,
     Tables,
+    best_blocks,
+    block_systems,
     matched_groups,
     parts_of,
     within_cells,
 )
-from lightning_sym.symmetry.group.blocks import Blocks, best_blocks, block_systems
 from lightning_sym.symmetry.group.element import Element, Part
 from lightning_sym.symmetry.group.factor import Factor
 from lightning_sym.symmetry.matching.balanced import Comparison

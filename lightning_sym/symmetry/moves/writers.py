@@ -36,6 +36,7 @@ def center_writers(
         RuntimeError: If the function has changed.
 
     Example:
+        >>> import torch
         >>> from lightning_sym.symmetry.trace import trace_symmetry
         >>> network = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))
         >>> moved, element = center_writers(trace_symmetry(network, torch.randn(2, 5)), network)
