@@ -230,6 +230,64 @@ def gated(s: Any, x: Tensor) -> Tensor:
     return s.o(torch.stack(found, 1))
 
 
+# ---- sums of keys and values, sums against inputs, and what is sorted
+
+
+def linear_attention(read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = queries(s, x)
+        return s.o(read(F.elu(q) + 1, F.elu(k) + 1, v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+SUMMED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "weights": lambda q, k, v: (q @ k.mT) @ v,
+    "keys and values": lambda q, k, v: q @ (k.mT @ v),
+    "einsum": lambda q, k, v: torch.einsum("bhed,bhie->bhid", torch.einsum("bhje,bhjd->bhed", k, v), q),
+    "values first": lambda q, k, v: ((v.mT @ k) @ q.mT).mT,
+}
+SHARES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "weights": lambda q, k, v: (lambda w: (w / w.sum(-1, keepdim=True)) @ v)(q @ k.mT),
+    "behind": lambda q, k, v: (lambda w: (w @ v) / w.sum(-1, keepdim=True))(q @ k.mT),
+    "sum of keys": lambda q, k, v: (q @ (k.mT @ v)) / (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True),
+    "product with a sum": lambda q, k, v: (q @ (k.mT @ v)) / (q @ k.sum(2, keepdim=True).mT),
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhed,bhie,bhi->bhid", torch.einsum("bhje,bhjd->bhed", k, v), q, 1 / torch.einsum("bhie,bhe->bhi", q, k.sum(2))
+    ),
+}
+
+
+def two_inputs(*widths: int) -> Callable[[int], tuple[Tensor, ...]]:
+    return lambda samples: tuple(torch.randn(samples, width, dtype=torch.float64) for width in widths)
+
+
+MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda w, x: (w.unflatten(-1, (3, 5)) @ x[..., None])[..., 0],
+    "einsum": lambda w, x: torch.einsum("boi,bi->bo", w.view(-1, 3, 5), x),
+    "bmm": lambda w, x: torch.bmm(x[:, None], w.view(-1, 3, 5).mT)[:, 0],
+}
+SORTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sort": lambda h: h.sort(1).values[:, 1:],
+    "topk": lambda h: h.topk(2, 1).values.flip(1),
+    "descending": lambda h: torch.sort(h, dim=1, descending=True)[0][:, :2].flip(1),
+}
+GROUPED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "groups": lambda s, x: F.conv2d(x, s.a.weight, s.a.bias, groups=2),
+    "module": lambda s, x: s.a(x),
+}
+
+
+def short_filter(s: Any, x: Tensor) -> Tensor:
+    u, v = s.i(x).chunk(2, -1)
+    return s.o(u * sum(s.w[:, j] * F.pad(v, (0, 0, j, 0))[:, : x.shape[1]] for j in range(3)))
+
+
+def of_difference(s: Any, x: Tensor) -> Tensor:
+    one, two = ((s.q(x)[..., at] @ s.k(x)[..., at].mT).softmax(-1) for at in (slice(2), slice(2, 4)))
+    return s.o((one - s.w * two) @ s.v(x))
+
+
 # ---- functions
 
 
@@ -283,6 +341,29 @@ TRIED: dict[str, Function] = {
     "LSTM": Function(
         {"r": of(nn.LSTM, 6, 3, batch_first=True), "o": of(L, 3, 5)}, steps(6), 12,
         {"lstm": lambda s, x: s.o(s.r(x)[0]), "gate by gate": gated}, samples=60,
+    ),
+    "linear attention": Function(HEADS, steps(6), 8, each(SUMMED, linear_attention)),
+    "linear attention, shares": Function(HEADS, steps(6), 12, each(SHARES, linear_attention)),
+    "one linear head": Function(
+        {"q": of(L, 9, 4), "k": of(L, 9, 4), "v": of(L, 9, 4), "o": of(L, 4, 5)}, steps(9), 33,
+        {"weights": lambda s, x: s.o((s.q(x) @ s.k(x).mT) @ s.v(x)),
+         "keys and values": lambda s, x: s.o(s.q(x) @ (s.k(x).mT @ s.v(x)))},
+    ),
+    "difference of weights": Function(
+        {"q": of(L, 9, 4), "k": of(L, 9, 4), "v": of(L, 9, 4), "o": of(L, 4, 5), "w": parameter(1)}, steps(9), 32,
+        {"slices": of_difference}, samples=80,
+    ),
+    "weights that a layer makes": Function(
+        {"g": of(L, 6, 15), "b": of(L, 3, 5)}, two_inputs(6, 5), 3,
+        each(MADE, lambda made: lambda s, c, x: s.b(F.leaky_relu(made(s.g(c), x)))), samples=80,
+    ),
+    "sorted places": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, steps(8), 8, each(SORTED, between)),
+    "groups of an input": Function(
+        {"a": of(C, 4, 4, 3, groups=2), "b": of(C, 4, 3, 2)}, images(4, 5), 4,
+        each(GROUPED, lambda first: lambda s, x: s.b(torch.relu(first(s, x)))),
+    ),
+    "short filter": Function(
+        {"i": of(L, 9, 6), "w": parameter(3, 3), "o": of(L, 3, 5)}, steps(9), 9, {"shifted copies": short_filter}
     ),
     "squeeze and excite": Function(SQUEEZED, images(2, 6), 0, each(MEANS, squeezed), samples=60),
 }  # fmt: skip

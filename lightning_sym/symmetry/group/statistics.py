@@ -10,7 +10,7 @@ from scipy import sparse
 from lightning_sym.symmetry.arrays import Floats, on_axes
 from lightning_sym.symmetry.group.factor import Factors
 from lightning_sym.symmetry.tracing.affine.weights import Generic
-from lightning_sym.symmetry.tracing.equations import vanishing
+from lightning_sym.symmetry.tracing.equations import idle_together, vanishing
 from lightning_sym.symmetry.tracing.numbering import Ints
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -95,22 +95,27 @@ def free_positions(
 
 
 def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the dimension of the scales and matrices that are also translations, on units that nothing reads.
+    """Return how many dimensions are counted twice: scales of parameters along one axis that are those along another.
+
+    Scales and matrices may be translations as well, on units that nothing reads.
 
     Args:
         structure: The group.
         shapes: The shapes of all parameters and buffers, by name.
     """
+    rows = structure.slots[-1].rows.stop if structure.slots else 0
+    slots = [(slot.tensor, slot.axes, slot.shape, slot.rows.start) for slot in structure.slots]
+    idle = len(idle_together(structure.magnitudes[:rows].tocsr(), slots)[1])
     free = free_positions(structure, shapes)
     if not free.any():
-        return 0
+        return idle
     forms = structure.magnitudes[: len(free)]
     shared = rank_of(forms.copy()) - rank_of(forms[~free].tocsr())
     orbit_of = {int(unit): index for index, units in enumerate(structure.orbits) for unit in units}
     for cell in structure.dense:
         at = structure.columns[orbit_of[int(cell[0])]][structure.place_in_orbit[cell]]
         shared += (len(cell) ** 2 - len(cell)) * bool(free[at[at < len(free)]].all())
-    return shared
+    return shared + idle
 
 
 def _alone(moving: sparse.csc_matrix) -> NDArray[np.bool_]:

@@ -1,6 +1,5 @@
 """Scales and signs: which stay free, how they act at every position, and which of them belong to each unit."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,11 +10,10 @@ from scipy import sparse
 from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label
-from lightning_sym.symmetry.tracing.equations import kernel_of, solve, vanishing
+from lightning_sym.symmetry.tracing.equations import idle_together, solve
 from lightning_sym.symmetry.tracing.numbering import Ints, flat
 
 _ROUNDING = 1e-9  # of exponents
-_MOST = 2**20  # entries of a parameter along axes that several labels share
 
 
 class Forms(NamedTuple):
@@ -112,78 +110,36 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
 
 
 def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool = False) -> sparse.csr_matrix:
-    """Drop generators until no combination undoes along some axes of all parameters what it does along others."""
+    """Drop generators which undo along some axes of parameters what they, or others, do along others.
+
+    Of several that do so together one is dropped if it acts on all units of a place alike; else all stay.
+    """
+    places, offset = positions.places[: positions.parameters], positions.offset
     end = positions.own + sum(label.size for label in positions.grouped.values())
-    acting = (_differences(positions, end) @ forms[:end]).tocsr()
-    if modulo_two:
-        acting.data = np.mod(np.rint(acting.data), 2)
-    acting.data[np.abs(acting.data) <= _ROUNDING] = 0
-    acting.eliminate_zeros()
-    maybe = vanishing(acting)
-    maybe[np.bincount(forms[:end].indices, minlength=len(maybe)) == 0] = False
-    if not maybe.any():
+    slots = [
+        (place.tensor, place.label.axes, place.label.atom.shape, int(begin))
+        for place, begin in zip(places, offset, strict=False)
+    ]
+    columns, idle = idle_together(forms[:end].tocsr(), slots, positions.grouped.keys(), modulo_two=modulo_two)
+    if not len(idle):
         return forms
-    columns = np.flatnonzero(maybe)
-    idle = kernel_of(acting[:, columns], modulo_two=modulo_two)
-    times = np.bincount(forms.indices, minlength=len(maybe))[columns]
+    common = np.zeros(forms.shape[1], bool)
+    for index, begin in enumerate(offset[: len(places)]):
+        counts = np.bincount(forms[int(begin) : int(offset[index + 1])].indices, minlength=forms.shape[1])
+        common |= counts == max(places[index].label.size, 1)
+    times = np.bincount(forms.indices, minlength=forms.shape[1])[columns]
     dropped = []
-    for row in range(len(idle)):  # of those that act together, what acts at most places
-        pivot = max(np.flatnonzero(idle[row]), key=lambda column: times[column])
+    for row in range(len(idle)):
+        able = [column for column in np.flatnonzero(idle[row]) if common[columns[column]]]
+        if np.count_nonzero(idle[row]) == 1:
+            able = [*np.flatnonzero(idle[row])]
+        if not able:
+            continue
+        pivot = max(able, key=lambda column: times[column])
         dropped.append(columns[pivot])
         idle -= np.outer(np.where(np.arange(len(idle)) > row, idle[:, pivot] / idle[row, pivot], 0), idle[row])
         idle = idle % 2 if modulo_two else np.where(np.abs(idle) <= _ROUNDING, 0, idle)
     return forms[:, np.setdiff1d(np.arange(forms.shape[1]), dropped)]
-
-
-def _differences(positions: Positions, end: int) -> sparse.csr_matrix:
-    """Return a matrix that makes zeros of exponents by position if these change no entry of a parameter.
-
-    Along each of several axes all positions do the same, and all axes together nothing. Shape (rows, positions).
-
-    Args:
-        positions: Where units are seen.
-        end: How many of the first positions are those of parameters, grouped weights included.
-    """
-    by_tensor: dict[str | None, list[int]] = {}
-    for index, place in enumerate(positions.places[: positions.parameters]):
-        if place.label.size:
-            by_tensor.setdefault(place.tensor, []).append(index)
-    first = np.arange(end)  # of those along the same axes
-    alone = np.ones(end, bool)
-    whole: list[Ints] = []  # positions that act together. Shapes (rows, positions)
-    for name, slots in by_tensor.items():
-        labels = [positions.places[index].label for index in slots]
-        axes = [axis for label in labels for axis in label.axes]
-        if len(slots) < 2 or name in positions.grouped:
-            continue
-        begins = [int(positions.offset[index]) for index in slots]
-        if len(axes) == len({*axes}):
-            for label, begin in zip(labels, begins, strict=True):
-                first[begin : begin + label.size] = begin
-                alone[begin] = False
-            whole.append(np.array([begins]))
-            continue
-        lengths = {axis: size for label in labels for axis, size in zip(label.axes, label.atom.shape, strict=True)}
-        if math.prod(lengths.values()) > _MOST:
-            continue
-        parts = []
-        for label, begin in zip(labels, begins, strict=True):
-            alone[begin : begin + label.size] = False
-            sizes = dict(zip(label.axes, label.atom.shape, strict=True))
-            own = np.arange(begin, begin + label.size)
-            parts.append(own.reshape([sizes.get(axis, 1) for axis in range(1 + max(axes))]))
-        whole.append(np.stack([part.ravel() for part in np.broadcast_arrays(*parts)], 1))
-    own = np.flatnonzero(alone)
-    apart = own[first[own] != own]
-    rows, count = [own, apart], end
-    columns, data = [own, first[apart]], [np.ones(len(own)), -np.ones(len(apart))]
-    for together in whole:
-        rows.append(np.repeat(np.arange(count, count + len(together)), together.shape[1]))
-        columns.append(together.ravel())
-        data.append(np.ones(together.size))
-        count += len(together)
-    entries = np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))
-    return sparse.csr_matrix(entries, shape=(count, end))
 
 
 def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, modulo_two: bool) -> Table:

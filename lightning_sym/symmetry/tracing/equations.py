@@ -1,6 +1,8 @@
 """Solve many short linear equations at once: which scales, and which signs, stay free."""
 
 import itertools
+import math
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +10,8 @@ from scipy import sparse
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+_MOST = 2**20  # entries of a parameter along axes that several of its slots share
 
 
 def _columns(variables: Ints, number: int) -> sparse.csr_matrix:
@@ -162,3 +166,74 @@ def kernel_of(matrix: sparse.csr_matrix, *, modulo_two: bool = False) -> Floats:
     listed = [(np.stack(rows), own) for rows, own in equations.values()]
     found: Floats = solve(matrix.shape[1], listed, np.zeros(0, np.int64), modulo_two=modulo_two).toarray().T
     return found
+
+
+def idle_together(
+    forms: sparse.csr_matrix,
+    slots: Sequence[tuple[str | None, tuple[int, ...], tuple[int, ...], int]],
+    alone: Collection[str | None] = (),
+    *,
+    modulo_two: bool = False,
+) -> tuple[Ints, Floats]:
+    """Find combinations of generators that change no entry of a parameter: what they do along its axes adds up to 0.
+
+    Args:
+        forms: Exponents by position. Shape (positions, generators).
+        slots: Where positions stand: on which tensor, on which of its axes, of which shape there, and from where on.
+        alone: Tensors on which positions count one by one.
+        modulo_two: Whether exponents are those of signs.
+
+    Returns:
+        Generators, and a basis of combinations of these. Shapes (generators,) and (combinations, generators).
+    """
+    acting = (_together(slots, forms.shape[0], alone) @ forms).tocsr()
+    acting.data = np.mod(np.rint(acting.data), 2) if modulo_two else acting.data
+    acting.data[np.abs(acting.data) <= 1e-9] = 0
+    acting.eliminate_zeros()
+    maybe = vanishing(acting)
+    maybe[np.bincount(forms.indices, minlength=len(maybe)) == 0] = False
+    columns = np.flatnonzero(maybe)
+    if not len(columns):
+        return columns, np.zeros((0, 0))
+    return columns, kernel_of(acting[:, columns], modulo_two=modulo_two)
+
+
+def _together(
+    slots: Sequence[tuple[str | None, tuple[int, ...], tuple[int, ...], int]], end: int, alone: Collection[str | None]
+) -> sparse.csr_matrix:
+    """Return a matrix that makes zeros of exponents by position if these change no entry of a parameter.
+
+    Along each of several axes all positions do the same, and all axes together nothing. Shape (rows, positions).
+    """
+    by_tensor: dict[str | None, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
+    for name, axes, shape, begin in slots:
+        if math.prod(shape) and name not in alone:
+            by_tensor.setdefault(name, []).append((axes, shape, begin))
+    first, single = np.arange(end), np.ones(end, bool)
+    whole: list[Ints] = []  # positions that act together. Shapes (rows, positions)
+    for own in by_tensor.values():
+        every = [axis for axes, _, _ in own for axis in axes]
+        lengths = {axis: size for axes, shape, _ in own for axis, size in zip(axes, shape, strict=True)}
+        if len(own) < 2 or (len(every) > len(lengths) and math.prod(lengths.values()) > _MOST):
+            continue
+        parts = []
+        for axes, shape, begin in own:
+            places = np.arange(begin, begin + math.prod(shape))
+            first[places] = begin
+            single[places if len(every) > len(lengths) else places[:1]] = False
+            sizes = dict(zip(axes, shape, strict=True))
+            parts.append(places.reshape([sizes.get(axis, 1) for axis in range(1 + max(every, default=0))]))
+        if len(every) == len(lengths):
+            parts = [part.ravel()[:1] for part in parts]
+        whole.append(np.stack([part.ravel() for part in np.broadcast_arrays(*parts)], 1))
+    alike = np.flatnonzero(single)
+    apart = alike[first[alike] != alike]
+    rows, count = [alike, apart], end
+    columns, data = [alike, first[apart]], [np.ones(len(alike)), -np.ones(len(apart))]
+    for together in whole:
+        rows.append(np.repeat(np.arange(count, count + len(together)), together.shape[1]))
+        columns.append(together.ravel())
+        data.append(np.ones(together.size))
+        count += len(together)
+    entries = np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))
+    return sparse.csr_matrix(entries, shape=(count, end))

@@ -1,5 +1,6 @@
 """On which axes of a value units live: where linear layers, convolutions and tables put them."""
 
+import operator
 from typing import Any
 
 from torch import Tensor, fx
@@ -45,6 +46,11 @@ class _UnitAxes:
             parts: Any = node.args[1] if name == "einsum" else node.args[:2]
             letters = {term[axis] for term, part in zip(terms, parts, strict=True) for axis in self.of(part)}
             return {axis for axis, letter in enumerate(out) if letter in letters}
+        if node.target is operator.getitem and self.r.name(node.args[0]) in operations(Trait.CUT):
+            whole: Any = node.args[0]
+            own = self.of(whole.args[0])
+            parts = moved(whole, coordinates(self.r.shape(whole.args[0]), sorted(own))) if own else None
+            return set(varying_axes(parts[node.args[1]])) if isinstance(parts, (list, tuple)) else set()
         if name in operations(Trait.MOVE) and node.all_input_nodes == [node.args[0]]:
             own = self.of(node.args[0])
             after = moved(node, coordinates(self.r.shape(node.args[0]), sorted(own))) if own else None

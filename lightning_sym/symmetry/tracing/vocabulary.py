@@ -185,7 +185,7 @@ class Trace(Joining):
                 values[own] = replace(values[own], labels=rest)
         for own, across in ((0, 1), (1, 0)):
             label, other = inner[own], values[across]
-            if label is None or inner[across] is not None or len(label.axes) < 2 or other.is_zero:
+            if label is None or len(label.axes) < 2 or other.labels or other.concrete is not None:
                 continue
             # Nothing acts on what it meets (weights made for an input): what is summed over stays, the rest may move.
             self.constraints.fix_units(self.parts(label, [summed[own]]).atom)
