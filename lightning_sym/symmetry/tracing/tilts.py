@@ -28,8 +28,8 @@ class Tilt:
         seen: Values inside the network, on whose last axis the map acts: by name, their axes.
         written: Values on whose last axis the inverse acts, transposed.
         of_stream: Whether it is one of a stream.
-        reflects: Whether the determinant may be negative. Not in streams that are not rotated: signs of their units then
-            tell whether it was.
+        reflects: Whether the determinant may be negative. Not in streams that nothing rotates: there the signs of units
+            tell which it was.
     """
 
     size: int
