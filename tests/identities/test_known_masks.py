@@ -49,6 +49,11 @@ def places(s: Any, x: Tensor) -> Any:
     return F.linear(s.a(x).relu()[:, index], s.b.weight[:, index], s.b.bias)
 
 
+def cut(s: Any, x: Tensor) -> Any:
+    count = (s.count + s.count) // 2
+    return F.linear(s.a(x).relu()[:, :count], s.b.weight[:, :count], s.b.bias)
+
+
 def branch(s: Any, x: Tensor) -> Any:
     return s.b(s.a(x).relu() if bool(s.mask[0]) else s.a(x).tanh())
 
@@ -87,6 +92,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, int | None]] = {
     "filled": (filled, SAVED, 8, None),
     "read": (read, SAVED, 24, None),  # the units that nothing reads are free
     "places": (places, SAVED, 24, None),
+    "cut": (cut, {"count": torch.tensor(4)}, 24, None),
     "branch": (branch, SAVED, 8, 40320),
     "mask of weights": (of_weights, SAVED, 0, None),
     ".data": (clamped, {}, 8, 40320),
