@@ -38,5 +38,6 @@ def test_matrices_of_shifts_agree_with_what_single_shifts_make(monkeypatch: pyte
     count = space.parts.forms.constant.shape[1]
     monkeypatch.setattr(forms, "_LONGEST", longest)
     matrix = own.matrix(np.arange(count)).toarray()
-    assert space.parts.forms.size > 0 and matrix.any()
+    assert space.parts.forms.size > 0
+    assert matrix.any()
     np.testing.assert_allclose(matrix, own(np.eye(count)), rtol=0, atol=1e-12)
