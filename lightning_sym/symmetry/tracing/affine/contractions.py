@@ -76,19 +76,11 @@ class Contractions(Algebra):
         self.reading: list[tuple[str, frozenset[int], Value]] = []  # weights, over which axes they sum, and of what
 
     def contract(self, one: Value, two: Value, equation: str, node: Any = None) -> Value:
-        """Return the sum of products of two values, as `torch.einsum` of an equation with one letter per axis.
-
-        Letters that only one value has, and the result has not, are summed over first.
-        """
+        """Return the sum of products of two values, as `torch.einsum` of an equation with one letter per axis."""
         first, second = equation.split("->")[0].split(",")
         out = equation.split("->")[1]
-        if any(
-            not v.varies and not set(own) <= set(other + out)
-            for v, own, other in ((one, first, second), (two, second, first))
-        ):
+        if any(not set(own) <= set(other + out) for own, other in ((first, second), (second, first))):
             return self.nonlinear([one, two], equation_shape(one, two, first, second, out), node)
-        one, first = self._own_sums(one, first, second + out)
-        two, second = self._own_sums(two, second, first + out)
         by = Sum(first, second, out)
         sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
         result = Value(tuple(sizes[letter] for letter in out), one.varies or two.varies, learned=True)
@@ -118,13 +110,6 @@ class Contractions(Algebra):
                 self._unread(own)
                 self._through(result, own, other, way)
         return result
-
-    def _own_sums(self, value: Value, letters: str, others: str) -> tuple[Value, str]:
-        axes = [axis for axis, letter in enumerate(letters) if letter not in others]
-        if not axes:
-            return value, letters
-        kept = "".join(letter for letter in letters if letter in others)
-        return self.reduce(value, axes, None, mean=False, keep=False), kept
 
     def convolve(
         self, value: Value, weights: Value, shape: tuple[int, ...], *, groups: int, padded: bool, out: int = 0
@@ -384,16 +369,7 @@ class Contractions(Algebra):
     def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
         """Take drifts of one factor through the other."""
         gone = [by.one.index(letter) for letter in by.gone]
-        for key, drift in self._living(own).items():
-            summed = {axis - 1 for axis in varying(drift.numbers) if axis} & set(gone)
-            size = drift.numbers.shape[0] * self._linear_size(drift.numbers[0], other, by)
-            constant = not other.varies and not other.learned and varying(drift.function).isdisjoint(gone)
-            if summed and constant and size <= _MOST and other.rank == len(gone):
-                numbers = self._linear_form(drift.numbers, other, by)
-                if numbers is not None:
-                    numbers = numbers if drift.numbers.shape[0] > 1 else numbers[None]
-                    result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), numbers)
-                continue
+        for drift in self._living(own).values():
             # What is summed over has functions of its own for each of its places.
             kept = [axis for axis in range(own.rank) if axis not in gone]
             moved = drift.numbers.permute(0, *(1 + axis for axis in gone), *(1 + axis for axis in kept))

@@ -105,6 +105,19 @@ class Products(Contractions):
         value = self._value(node.args[0])
         return None if value is None else self.scale(value, -1.0, node)
 
+    def _rotary(self, node: fx.Node) -> Any:
+        """Sums of coordinates times numbers that depend on the position, as an input does."""
+        x, partner = self._value(node.args[0]), node.args[3]
+        if x is None or not x.varies:
+            return None
+        partners = self.move(x, Move("other", x.shape, x.shape, lambda t: t[..., partner]))[0]
+        terms = [
+            self.multiply(own, Value(table.shape, True))
+            for own, table in zip((x, partners), map(self._value, node.args[1:3]), strict=True)
+            if table is not None
+        ]
+        return self.add(*terms, node)
+
     # Contractions.
 
     def _contracted(self, node: fx.Node) -> Any:
@@ -133,11 +146,6 @@ class Products(Contractions):
         table, index = self._value(node.args[0]), self._value(node.args[1])
         if table is None or index is None:
             return None
-        known = self.constants.known(node.args[1])
-        if known is not None and not (table.origin and table.origin[0] in self.system.weights):
-            after = (*known.shape, table.shape[1])
-            move = Move("other", table.shape, after, lambda t: t[known])
-            return self.move(table, move, node)[0]
         lead = _LETTERS[: index.rank]
         return self._by_indicators(index, table, f"{lead}y,yz->{lead}z", node)
 

@@ -236,11 +236,6 @@ def _compress(root: Ints, factor: Floats) -> None:
         root[:] = above
 
 
-def _columns(variables: Ints, count: int) -> sparse.csr_matrix:
-    ones = np.ones(len(variables))
-    return sparse.csr_matrix((ones, (variables, np.arange(len(variables)))), shape=(count, len(variables)))
-
-
 def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     """Remove equations that define one unknown each, and substitute the definitions in all other equations.
 
