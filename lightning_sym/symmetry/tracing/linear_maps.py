@@ -302,6 +302,7 @@ class _Respeller:
             tables = [hold(part.permute(order).contiguous()) for part in (planes.own, planes.other)]
             places = planes.partner.tolist(), planes.source.tolist()
             value = insert(torch.ops.lightning_sym.rotary.default, value, *tables, *places)
+            value.meta["written_for"] = "rotary positions"  # for notes
             if len(rest):
                 value = insert(aten.cat.default, [value, kept], last)
                 back = torch.cat([found.rotated, rest]).argsort()
