@@ -8,7 +8,6 @@ The tracer is that of the Python that runs it; the weights are generic, and the 
 
 import argparse
 import fnmatch
-import pickle
 import sys
 import warnings
 from collections import Counter
@@ -22,9 +21,10 @@ import torch
 from scipy import sparse
 from torch import nn
 
-from lightning_sym.symmetry import tangents, trace_symmetry
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.charts import charted
+from lightning_sym.symmetry.tracing.capture import state_tensors
 
-KINDS = ("scales", "shifts", "rotations", "tilts", "phases", "matrices")
 # Squared lengths of what is left of tangents of length 1, and eigenvalues relative to the largest.
 LEFT, NOTHING = 1e-7, 1e-10
 MOST = 3000  # of a group's dimension, by default
@@ -47,68 +47,18 @@ def generic(network: nn.Module) -> nn.Module:
     return network
 
 
-def matrices(symmetry: Any, parameters: dict[str, Any]) -> sparse.csr_matrix:
-    """Return how fast invertible matrices change parameters: one column for each entry of a matrix."""
-    structure, size = symmetry.structure, sum(own.size for own in parameters.values())
-    places: dict[int, list[Any]] = {}
-    for slot in structure.slots:
-        for cells, columns, read in structure.dense_places.get(slot.offset, ()):
-            for at in columns:
-                for cell, own in zip(cells, at, strict=True):
-                    places.setdefault(cell, []).append((slot, own, read))
-    found = [sparse.csr_matrix((size, 0))]
-    for cell, every in places.items():
-        count = len(structure.dense[cell])
-        units = np.eye(count**2).reshape(-1, count, count)
-        changes: dict[str, Any] = {}
-        for slot, at, read in every:
-            if slot.tensor not in parameters or len(slot.axes) > 1:
-                break
-            own = changes.setdefault(slot.tensor, np.zeros((count**2, *parameters[slot.tensor].shape)))
-            rows = np.moveaxis(parameters[slot.tensor], slot.axes[0], 0)[at]
-            moved = np.tensordot(-units.transpose(0, 2, 1) if read else units, rows, 1)
-            np.moveaxis(own, slot.axes[0] + 1, 1)[:, at] += moved
-        else:
-            parts = [
-                sparse.csr_matrix(changes[name].reshape(count**2, -1))
-                if name in changes
-                else sparse.csr_matrix((count**2, own.size))
-                for name, own in parameters.items()
-            ]
-            found.append(sparse.hstack(parts).T)
-    return sparse.hstack(found).tocsr()
-
-
 def found_in(name: str) -> Tangents:
     """Return the tangents of one network of the corpus."""
     torch.manual_seed(0)
     network, inputs = frozen_groups.corpus()[name]()
     given, keywords = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-    symmetry: Any = trace_symmetry(network, *given, check=False, **keywords)
-    named: Any = dict(generic(network).named_parameters())
-    structure, new = symmetry.structure, hasattr(symmetry.structure, "charts")
-    whole: Any = None
-    if new:
-        from lightning_sym.symmetry.charts import charted
-
-        named, whole = charted(named, structure.charts), charted(tangents.state_tensors(network), structure.charts)  # type: ignore[attr-defined]
-    parameters = {name: own.detach().double().numpy() for name, own in named.items()}
-    slots = [
-        tangents.tangent_rows(structure.slots_of.get(name, ()), own, structure.magnitudes)  # type: ignore[attr-defined]
-        for name, own in parameters.items()
-    ]
-    scales = sparse.vstack(slots).tocsr() @ tangents._free_of_statistics(symmetry, frozenset(parameters))
-    shifts: Any = tangents._shifts
-    blocks = [
-        scales,
-        shifts(symmetry, whole, parameters) if new else shifts(symmetry, parameters),
-        tangents._turns(symmetry, parameters),
-        tangents._tilts(symmetry, parameters),
-        tangents._phases(symmetry, parameters),
-        matrices(symmetry, parameters),
-    ]
+    symmetry = trace_symmetry(network, *given, check=False, **keywords)
+    named, charts = dict(generic(network).named_parameters()), symmetry.structure.charts
+    parameters = {name: own.detach().numpy() for name, own in charted(named, charts).items()}
+    states = charted(state_tensors(network), charts)
+    blocks = [factor.tangents(parameters, states) for factor in symmetry.factors]
     vectors = sparse.hstack(blocks).tocsc()
-    kinds = [kind for kind, block in zip(KINDS, blocks, strict=True) for _ in range(block.shape[1])]
+    kinds = [type(f).__name__ for f, block in zip(symmetry.factors, blocks, strict=True) for _ in range(block.shape[1])]
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = np.flatnonzero(lengths > NOTHING * lengths.max(initial=0.0))
     vectors = vectors[:, alive] @ sparse.diags(1 / lengths[alive])
@@ -147,17 +97,29 @@ def write(folder: Path, only: str, most: int) -> None:
         except Exception as error:
             print(f"{name}: {frozen_groups.sentence(error)}", flush=True)
             continue
-        (folder / f"{name.replace('/', '__')}.pickle").write_bytes(pickle.dumps((name, tuple(own))))
+        own_file = folder / f"{name.replace('/', '__')}.npz"
+        vectors = own.vectors
+        np.savez(
+            own_file,
+            name=name,
+            kinds=own.kinds,
+            dimension=own.dimension,
+            shape=vectors.shape,
+            data=vectors.data,
+            indices=vectors.indices,
+            indptr=vectors.indptr,
+        )
         print(f"{name}: {own.vectors.shape[1]} tangents", flush=True)
 
 
 def compare(folder: Path, only: str) -> int:
     """Print which tangents in a folder are no sums of those that are found now; return 1 if any are, else 0."""
     counts = Counter[bool]()
-    for file in sorted(folder.glob("*.pickle")):
-        name, own = pickle.loads(file.read_bytes())
-        if fnmatch.fnmatch(name, only):
-            old, new = Tangents(*own), found_in(name)
+    for file in sorted(folder.glob("*.npz")):
+        own = np.load(file)
+        if fnmatch.fnmatch(name := str(own["name"]), only):
+            vectors = sparse.csc_matrix((own["data"], own["indices"], own["indptr"]), own["shape"])
+            old, new = Tangents(vectors, own["kinds"].tolist(), int(own["dimension"])), found_in(name)
             left = left_of(old, new)
             counts[not left] += 1
             what = ", ".join(f"{count} {kind}" for kind, count in left.items()) or "nothing"

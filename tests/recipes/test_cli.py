@@ -215,6 +215,8 @@ def test_errors_and_interrupts_while_training():
 
 
 def test_a_second_run_in_a_folder_or_on_members_in_work_is_told_who_is_there(monkeypatch):
+    if torch.cuda.is_initialized():
+        pytest.skip("a process that has used a GPU cannot fork")
     fit = ["fit", *SMALL, *QUIET, "--trainer.max_epochs=1", "--trainer.callbacks=ZooExport", "--zoo_dir=zoo"]
     monkeypatch.setattr(Second, "ended", [])
     others = (["--run_dir=a", "--overwrite=true"], ["--run_dir=b", "--model.seed=1"], ["--run_dir=c", "--model.seed=2"])

@@ -233,32 +233,32 @@ def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
 
 
 def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
+    """Return the generators of each unit of an orbit, and the columns that show them; see `tabulate`."""
+    units = np.arange(len(matrix))
     count = np.diff(forms.indptr)[matrix]
-    chosen: list[Ints] = []
-    found: list[int] = []
-    seen: set[int] = set()
-    later = []
-    for at, (number, column) in enumerate(zip(count.T, matrix.T, strict=True)):
-        if (number == 1).all():
-            generators = forms.indices[forms.indptr[column]].astype(np.int64)
-            if int(generators[0]) not in seen:
-                seen.add(int(generators[0]))
-                chosen.append(generators)
-                found.append(at)
-        elif number.size and number.min() > 1:
-            later.append((at, column))
-    grew = bool(later)
+    alone = np.flatnonzero((count == 1).all(0) & bool(len(units)))
+    first = forms.indices[forms.indptr[matrix[:1, alone].ravel()]]
+    found = alone[np.sort(np.unique(first, return_index=True)[1])].tolist()
+    chosen = [forms.indices[forms.indptr[matrix[:, at]]].astype(np.int64) for at in found]
+    later = np.flatnonzero(count.min(0, initial=2) > 1) if count.size else alone
+    acting = forms[matrix[:, later].T.ravel()]
+    ends = acting.indptr[:: max(len(units), 1)].tolist()
+    unit = np.repeat(np.tile(units, len(later)), np.diff(acting.indptr))
+    pairs, pair = np.unique(unit * forms.shape[1] + acting.indices, return_inverse=True)
+    held = [units * forms.shape[1] + generators for generators in chosen]
+    taken = np.isin(pairs, np.concatenate([np.zeros(0, np.int64), *held]))
+    left, grew = list(range(len(later))), True
     while grew:
-        grew = False
-        for at, column in later:
-            acting = forms[column]
-            unit = np.repeat(np.arange(len(matrix)), np.diff(acting.indptr))
-            new = np.ones(len(unit), bool)
-            for held in chosen:
-                new &= acting.indices != held[unit]
-            if np.array_equal(unit[new], np.arange(len(matrix))):  # one more for each unit
-                chosen.append(acting.indices[new].astype(np.int64))
-                found.append(at)
-                grew = True
+        grew, further = False, []
+        for column in left:
+            here = slice(ends[column], ends[column + 1])
+            new = ~taken[pair[here]]
+            if np.array_equal(unit[here][new], units):  # one more for each unit
+                chosen.append(acting.indices[here][new].astype(np.int64))
+                found.append(int(later[column]))
+                taken[pair[here]] = grew = True
+            elif new.any():
+                further.append(column)
+        left = further
     table = np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64)
     return table, np.array(found, np.int64)

@@ -70,7 +70,9 @@ class Folding(TorchFunctionMode):
             return function(*args, **kwargs)
 
     def _places(self, item: Any) -> tuple[Any, ...]:
-        """Return by which items of an index a mask is replaced; any other item stays."""
+        """Return by which items of an index a mask, or a slice between known values, is replaced; any other stays."""
+        if isinstance(item, slice):
+            return (slice(*map(self._bound, (item.start, item.stop, item.step))),)
         if not isinstance(item, Tensor) or item.dtype != torch.bool or not item.ndim:
             return (item,)
         value = self._value(item)
@@ -78,6 +80,11 @@ class Folding(TorchFunctionMode):
             return (item,)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return value.nonzero(as_tuple=True)
+
+    def _bound(self, given: Any) -> Any:
+        """Return the number that bounds a slice, where its value is known."""
+        value = self._value(given) if isinstance(given, Tensor) else None
+        return given if value is None else int(value)
 
     def _forget(self, written: Any) -> None:
         """Forget the values of what shares its memory with a tensor that is written into."""

@@ -13,6 +13,8 @@ from lightning_sym.symmetry.tracing.affine.values import Atom, Ints
 from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_atom, zero_in
 
 Floats = NDArray[np.float64]
+# Smaller numbers are rounding; systems with longer chains of definitions are solved in dense columns.
+_NOTHING, _LONGEST = 1e-12, 100
 
 
 class _Terms(NamedTuple):
@@ -168,17 +170,41 @@ class FormsAt:
         made = self.forms.constant[:, columns].tocsr()
         if self._solve is None:
             return made
-        given = self._given[:, columns].tocsc()
-        used = np.flatnonzero(np.diff(given.indptr))
-        parts = []
-        for begin in range(0, len(used), 256):
-            some = used[begin : begin + 256]
-            solved = self._solve.solve(-given[:, some].toarray())[self.forms._own]
-            solved[np.abs(solved) < 1e-12] = 0
-            rows, at = np.nonzero(solved)
-            entries = (self.forms.varying[rows], some[at])
-            parts.append(sparse.csr_matrix((solved[rows, at], entries), made.shape))
-        return sum(parts, start=made).tocsr()
+        solved = self._sparse(-self._given[:, columns])[self.forms._own].tocoo()
+        kept = np.abs(solved.data) >= _NOTHING
+        entries = (self.forms.varying[solved.row[kept]], solved.col[kept])
+        return (made + sparse.csr_matrix((solved.data[kept], entries), made.shape)).tocsr()
+
+    def _sparse(self, right: sparse.csr_matrix) -> sparse.csr_matrix:
+        """Solve the definitions for many columns of few entries each, as long as their chains are short."""
+        lower, upper, count = self._solve.L, self._solve.U, self.forms.size
+        ones, order = np.ones(count), np.arange(count)
+        rows = sparse.csr_matrix((ones, (self._solve.perm_r, order)), (count, count))
+        columns = sparse.csr_matrix((ones, (order, self._solve.perm_c)), (count, count))
+        middle = _substituted(lower, rows @ right)
+        found = None if middle is None else _substituted(upper, middle)
+        if found is not None:
+            return columns @ found
+        used = np.flatnonzero(np.diff(right.tocsc().indptr))
+        parts = [sparse.csr_matrix(right.shape)]
+        for some in np.array_split(used, len(used) // 256 + 1):
+            row, at = np.nonzero(solved := self._solve.solve(right[:, some].toarray()))
+            parts.append(sparse.csr_matrix((solved[row, at], (row, some[at])), right.shape))
+        return sum(parts[1:], start=parts[0])
+
+
+def _substituted(triangle: sparse.spmatrix, right: sparse.spmatrix) -> sparse.csr_matrix | None:
+    """Solve a triangular system, sum by sum along its chains; None if these are longer than `_LONGEST`."""
+    diagonal = triangle.diagonal()
+    inverse = sparse.diags(1 / diagonal)
+    step = (inverse @ (sparse.diags(diagonal) - triangle)).tocsr()
+    step.eliminate_zeros()
+    found = term = (inverse @ right).tocsr()
+    for _ in range(_LONGEST):
+        if not (term := step @ term).nnz:
+            return found
+        found = found + term
+    return None
 
 
 def _zeros(forms: Forms, weights: Weights) -> str | None:

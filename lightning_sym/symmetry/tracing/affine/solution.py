@@ -143,10 +143,16 @@ class _Elimination:
             rows, ids = rows[length > 2], ids[length > 2]
             if not rows.shape[0]:
                 return
-            rows, ids, own = _defined(rows, ids)
-            self.definitions.append((own[0], own[1]))
-            self.used.append(own[2])
-            self.defined_by.append(own[0])
+            # Sparse sums and products cost as much as there are columns: those of the few unknowns that are met.
+            met = rising(rows.indices)
+            narrow = sparse.csr_matrix(
+                (rows.data, np.searchsorted(met, rows.indices), rows.indptr), (rows.shape[0], len(met))
+            )
+            narrow, ids, (defined, definition, used) = _defined(narrow, ids)
+            rows, definition = (_widened(own, met, self.count) for own in (narrow, definition))
+            self.definitions.append((met[defined], definition))
+            self.used.append(used)
+            self.defined_by.append(met[defined])
 
     def forms(self, free: Ints) -> sparse.csr_matrix:
         """Return the matrix that expresses all unknowns by the free ones. Shape (unknowns, free)."""
@@ -234,6 +240,11 @@ def _compress(root: Ints, factor: Floats) -> None:
             return
         factor *= factor[root]
         root[:] = above
+
+
+def _widened(rows: sparse.csr_matrix, columns: Ints, count: int) -> sparse.csr_matrix:
+    """Return a matrix with its columns among `count` others."""
+    return sparse.csr_matrix((rows.data, columns[rows.indices], rows.indptr), (rows.shape[0], count))
 
 
 def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:

@@ -282,8 +282,9 @@ class Unknowns:
         """Return the same unknowns, 0 where they are known to be zero; None if all are."""
         if numbers is None:
             return None
-        gone = torch.from_numpy(np.asarray(self.zero[numbers.numpy()]))
-        return None if bool(gone.all()) else numbers.masked_fill(gone, 0)
+        own = numbers.numpy()
+        gone = np.asarray(self.zero[own])
+        return None if gone.all() else torch.from_numpy(np.asarray(own * ~gone))  # faster than to mask
 
     def combined(self, terms: Sequence[tuple[Tensor, Coefficient]], lead: int = 0) -> Tensor | None:
         """Return unknowns for a sum of unknowns times coefficients.
