@@ -98,7 +98,7 @@ def find_planes(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) ->
     for axis in reversed(range(len(shape))):
         partner = _partners(function, axis, shape) if shape[axis] > 1 else None
         found = None if partner is None else _planes(function, axis, partner, shape)
-        if found is not None:
+        if partner is not None and found is not None:
             made = found.own * value + found.other * value.index_select(axis, partner)
             if float((made - expected).abs().max()) <= _CLOSE * float(expected.abs().max()):
                 return found
@@ -134,7 +134,7 @@ def _planes(function: Callable[[Tensor], Tensor], axis: int, partner: Tensor, sh
     first = partner > torch.arange(len(partner))
     sides = [_line(own, axis, shape).bool() for own in (first, ~first)]
     made = [function(side.double()) for side in sides]
-    own, other = torch.where(sides[0], *made), torch.where(sides[1], *made)
+    own, other = (torch.where(side, made[0], made[1]) for side in sides)
     room = _ROUNDING * float(max(own.abs().max(), other.abs().max()))
     a, b = (part.movedim(axis, 0).reshape(len(partner), -1) for part in (own, other))
     d, c = a[partner], b[partner]
