@@ -590,6 +590,25 @@ WRITTEN_OUT: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda s, a, b: s.c(torch.cat([a, b], 1).diff(dim=1).diff(dim=1)),
     ),
     "distance": (lambda s, a, b: F.pairwise_distance(a, b), lambda s, a, b: (a - b + 1e-6).norm(dim=-1)),
+    "hstack": (lambda s, a, b: s.c(torch.hstack([a, b])), lambda s, a, b: s.c(torch.cat([a, b], 1))),
+    "vstack": (lambda s, a, b: s.c(torch.vstack([a, b])), lambda s, a, b: s.c(torch.cat([a, b]))),
+    "columns": (
+        lambda s, a, b: s.c(a * torch.column_stack([s.w, s.w]).sum(1)),
+        lambda s, a, b: s.c(a * torch.stack([s.w, s.w], 1).sum(1)),
+    ),
+    "kron": (
+        lambda s, a, b: s.c(a.relu() + torch.kron(s.v[:, None], s.w)),
+        lambda s, a, b: s.c(a.relu() + s.v[:, None] * s.w),
+    ),
+    "products in a row": (
+        lambda s, a, b: torch.linalg.multi_dot([a[0], s.c.weight.T, s.c.weight]),
+        lambda s, a, b: a[0] @ s.c.weight.T @ s.c.weight,
+    ),
+    "norm": (lambda s, a, b: torch.linalg.norm(a - b, dim=-1), lambda s, a, b: (a - b).norm(dim=-1)),
+    "difference and quotient": (
+        lambda s, a, b: s.c(torch.divide(torch.subtract(a, b), s.w.view_as(s.w).expand_as(a))),
+        lambda s, a, b: s.c((a - b) / s.w),
+    ),
     "distances": (
         lambda s, a, b: torch.cdist(a, b),
         lambda s, a, b: (a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1),

@@ -5,6 +5,7 @@ One entry here makes an unknown operation known to all rules (docs/theory/tracin
 
 import string
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -165,7 +166,8 @@ def _rewrite(function: Written | None) -> Rewrite:
         first = node.prev
         node.meta.setdefault("written_for", operation_name(node.target))  # for notes: the network's own call
         try:
-            result: fx.Node = r.write(function or node.target, *node.args, **node.kwargs)
+            composed: Any = function or node.target
+            result: fx.Node = r.write(composed, *node.args, **node.kwargs)
         except ValueError:
             return None
         return None if any(r.is_kept(own.target) for own in between(first, node)) else result
