@@ -854,3 +854,37 @@ def test_values_of_modules_with_a_rule_have_names() -> None:
     symmetry = trace_symmetry(with_rule(case.build, case.rule)(), vectors(2, 3))
     twin = trace_symmetry(plain(case.build), vectors(2, 3))
     assert [*symmetry.taps] == [*twin.taps]
+
+
+@pytest.mark.filterwarnings("ignore:parameters that evaluation never uses:UserWarning")
+@pytest.mark.parametrize(
+    "mean",
+    [
+        lambda w, v: (w.mT @ v) / w.sum(1)[..., None],
+        lambda w, v: torch.einsum("bkq,bkd->bqd", w, v) / w.sum(1)[..., None],
+    ],
+)
+def test_means_by_exponentials_whose_axes_are_moved(mean: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """They pass what is added to the values, as softmaxes do."""
+    symmetry = trace_symmetry(Joined(lambda s, a, b: s.c(mean((a @ a.mT).exp(), b))), vectors(2, 3))
+    assert symmetry.shifts > 0
+
+
+class RotatedByMatrices(nn.Module):
+    """Attention with one head of 4 coordinates, rotated by matrices that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = linear(9, 4), linear(9, 4)
+        angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.3])
+        rows = [torch.diag_embed(angle.cos()), torch.diag_embed(angle.sin())]
+        matrices = torch.cat([torch.cat([rows[0], -rows[1]], 2), torch.cat([rows[1], rows[0]], 2)], 1)
+        self.register_buffer("matrices", matrices, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (torch.einsum("tij,btj->bti", self.matrices[: x.shape[1]].to(x), layer(x)) for layer in (self.q, self.k))
+        return q @ k.mT
+
+
+def test_matrices_that_no_state_dict_holds_rotate_planes() -> None:
+    assert trace_symmetry(RotatedByMatrices(), vectors(2, 3)).structure.phases == 2

@@ -188,12 +188,17 @@ def marked(trace: Trace, base: Value, axis: int, index: Value, new: Any) -> Valu
     if label is None or label.size != base.shape[axis] or index.labels:
         return None
     own = trace.label(base, axis)
-    if own is not None or base.concrete is None:
+    if own is None and base.concrete is not None:
+        flat = base.concrete.movedim(axis, 0)
+        if not bool((flat == flat[:1]).all()):
+            return None
+    elif own is None or own.axes != (axis,):
         return None
-    flat = base.concrete.movedim(axis, 0)
-    if not bool((flat == flat[:1]).all()):
-        return None
+    else:
+        trace.constraints.same_units(own, label)
+        trace.constraints.fix_scales(own.scale)
+        trace.constraints.restrict(own)
     for value in (base, new):
         if isinstance(value, Value):
-            trace.fix(value)
+            trace.fix(value.with_labels(*(other for other in value.labels if other is not own)))
     return Value(base.shape, (_still(trace, label).on((axis,)),))

@@ -369,7 +369,16 @@ class Contractions(Algebra):
     def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
         """Take drifts of one factor through the other."""
         gone = [by.one.index(letter) for letter in by.gone]
-        for drift in self._living(own).values():
+        for key, drift in self._living(own).items():
+            summed = {axis - 1 for axis in varying(drift.numbers) if axis} & set(gone)
+            size = drift.numbers.shape[0] * self._linear_size(drift.numbers[0], other, by)
+            constant = not other.varies and not other.learned and varying(drift.function).isdisjoint(gone)
+            if summed and constant and size <= _MOST and other.rank == len(gone):
+                numbers = self._linear_form(drift.numbers, other, by)
+                if numbers is not None:
+                    numbers = numbers if drift.numbers.shape[0] > 1 else numbers[None]
+                    result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), numbers)
+                continue
             # What is summed over has functions of its own for each of its places.
             kept = [axis for axis in range(own.rank) if axis not in gone]
             moved = drift.numbers.permute(0, *(1 + axis for axis in gone), *(1 + axis for axis in kept))

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.products import Products, listed
-from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying
+from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
 from lightning_sym.symmetry.tracing.nodes import argument, reduced
 from lightning_sym.symmetry.tracing.operations import name_of
 
@@ -189,12 +189,36 @@ class Layers(Products):
 
     def _by_place(self, x: Value | None, y: Value | None, condition: Any, shape: Shape) -> Value | None:
         """Return x where a condition is false, and y where it is true; None for numbers."""
-        chosen = self._value(condition)
-        if chosen is None or chosen.learned:
-            return None
-        anywhere = Value(chosen.shape, True)  # 1 where it holds, and 0 elsewhere; another time the other way round
-        parts = [self.broadcast(self.multiply(own, anywhere), shape) for own in (x, y) if own is not None]
-        return (self.add(parts[0], parts[1]) if len(parts) == 2 else parts[0]).with_(relation=None)
+        mask = self.constants.known(condition)
+        if mask is None:
+            chosen = self._value(condition)
+            if chosen is None or chosen.learned:
+                return None
+            anywhere = Value(chosen.shape, True)  # 1 where it holds, and 0 elsewhere; another time the other way round
+            parts = [self.broadcast(self.multiply(own, anywhere), shape) for own in (x, y) if own is not None]
+            return (self.add(parts[0], parts[1]) if len(parts) == 2 else parts[0]).with_(relation=None)
+        rank, mask = len(shape), mask.bool()
+        mask = wide(mask, rank)
+        varies = any(value is not None and value.varies for value in (x, y))
+        result = Value(shape, varies, learned=True)
+        terms = []
+        for value, gone in ((x, mask), (y, ~mask)):
+            if value is None:
+                continue
+            own = self.broadcast(value, shape)
+            self._unread(value)
+            if (numbers := self.numbers(own)) is not None:
+                whole = np.broadcast_shapes(numbers.shape, gone.shape)
+                terms.append(numbers.expand(whole).masked_fill(gone.expand(whole), 0))
+            for key, drift in self._living(own).items():
+                whole = np.broadcast_shapes(drift.numbers.shape, gone.shape)
+                key = self.system.source() if key in result.drifts else key
+                kept = drift.numbers.expand(whole).masked_fill(gone.expand(whole), 0)
+                result.drifts[key] = Drift(drift.function, kept)
+        if terms:
+            whole = np.broadcast_shapes(*(own.shape for own in terms))
+            result.translation = sum((own.expand(whole) for own in terms), start=torch.zeros(whole, dtype=torch.int64))
+        return result
 
     def _cat(self, node: fx.Node) -> Any:
         parts: Any = node.args[0]

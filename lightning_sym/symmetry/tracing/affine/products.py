@@ -145,6 +145,11 @@ class Products(Contractions):
         table, index = self._value(node.args[0]), self._value(node.args[1])
         if table is None or index is None:
             return None
+        known = self.constants.known(node.args[1])
+        if known is not None and not (table.origin and table.origin[0] in self.system.weights):
+            after = (*known.shape, table.shape[1])
+            move = Move("other", table.shape, after, lambda t: t[known])
+            return self.move(table, move, node)[0]
         lead = _LETTERS[: index.rank]
         return self._by_indicators(index, table, f"{lead}y,yz->{lead}z", node)
 
