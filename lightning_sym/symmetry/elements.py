@@ -33,8 +33,6 @@ class Tap:
         shown: What shifts add to it.
         squared: Whether it holds squares, on which rotations of the units do not act.
         in_front: What half turns of a bias add to it, in front of a sine; None for nothing.
-        half_turned: Whether it is something between coordinates of planes and what positions make of these, on which
-            phases do not act.
     """
 
     name: str
@@ -47,7 +45,6 @@ class Tap:
     shown: Shown = field(default_factory=Shown)
     squared: bool = False
     in_front: InFront | None = None
-    half_turned: bool = False
 
     @property
     def axis(self) -> int | None:
@@ -172,9 +169,8 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
         signs=any(values.flips[slot.rows].nnz for slot in seen),
         dense=bool((values.cell_of[units] >= 0).any()),
     )
-    half_turned = value.mixture is not None and value.mixture.mixed
     place = (mark.name, value.shape, group, seen, mark.module, mark.call)
-    return Tap(*place, value.offset, shown, value.squared, value.half_turned, half_turned)
+    return Tap(*place, value.offset, shown, value.squared, value.half_turned)
 
 
 def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:

@@ -60,14 +60,14 @@ def without_unknown(symmetry: Symmetry, element: Element) -> Element:
 
 
 def halves_planes(symmetry: Symmetry, tap: Tap) -> bool:
-    """Whether a value shows coordinates of planes one by one, or halves of what positions make of them."""
+    """Whether a value shows coordinates of planes one by one."""
     structure = symmetry._values
     if not structure.phases:
         return False
     units = [slot.unit.ravel() for slot in tap.seen]
     seen = [int((structure.phase_of[own[own >= 0]] >= 0).sum()) for own in units]
     told = [2 * len(structure.turned_places.get(slot.offset, ((),))[0]) for slot in tap.seen]
-    return any(seen) and (tap.half_turned or seen != told)
+    return any(seen) and seen != told
 
 
 def check_every_value(

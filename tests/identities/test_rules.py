@@ -590,6 +590,25 @@ WRITTEN_OUT: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda s, a, b: s.c(torch.cat([a, b], 1).diff(dim=1).diff(dim=1)),
     ),
     "distance": (lambda s, a, b: F.pairwise_distance(a, b), lambda s, a, b: (a - b + 1e-6).norm(dim=-1)),
+    "hstack": (lambda s, a, b: s.c(torch.hstack([a, b])), lambda s, a, b: s.c(torch.cat([a, b], 1))),
+    "vstack": (lambda s, a, b: s.c(torch.vstack([a, b])), lambda s, a, b: s.c(torch.cat([a, b]))),
+    "columns": (
+        lambda s, a, b: s.c(a * torch.column_stack([s.w, s.w]).sum(1)),
+        lambda s, a, b: s.c(a * torch.stack([s.w, s.w], 1).sum(1)),
+    ),
+    "kron": (
+        lambda s, a, b: s.c(a.relu() + torch.kron(s.v[:, None], s.w)),
+        lambda s, a, b: s.c(a.relu() + s.v[:, None] * s.w),
+    ),
+    "products in a row": (
+        lambda s, a, b: torch.linalg.multi_dot([a[0], s.c.weight.T, s.c.weight]),
+        lambda s, a, b: a[0] @ s.c.weight.T @ s.c.weight,
+    ),
+    "norm": (lambda s, a, b: torch.linalg.norm(a - b, dim=-1), lambda s, a, b: (a - b).norm(dim=-1)),
+    "difference and quotient": (
+        lambda s, a, b: s.c(torch.divide(torch.subtract(a, b), s.w.view_as(s.w).expand_as(a))),
+        lambda s, a, b: s.c((a - b) / s.w),
+    ),
     "distances": (
         lambda s, a, b: torch.cdist(a, b),
         lambda s, a, b: (a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1),
@@ -835,3 +854,37 @@ def test_values_of_modules_with_a_rule_have_names() -> None:
     symmetry = trace_symmetry(with_rule(case.build, case.rule)(), vectors(2, 3))
     twin = trace_symmetry(plain(case.build), vectors(2, 3))
     assert [*symmetry.taps] == [*twin.taps]
+
+
+@pytest.mark.filterwarnings("ignore:parameters that evaluation never uses:UserWarning")
+@pytest.mark.parametrize(
+    "mean",
+    [
+        lambda w, v: (w.mT @ v) / w.sum(1)[..., None],
+        lambda w, v: torch.einsum("bkq,bkd->bqd", w, v) / w.sum(1)[..., None],
+    ],
+)
+def test_means_by_exponentials_whose_axes_are_moved(mean: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """They pass what is added to the values, as softmaxes do."""
+    symmetry = trace_symmetry(Joined(lambda s, a, b: s.c(mean((a @ a.mT).exp(), b))), vectors(2, 3))
+    assert symmetry.shifts > 0
+
+
+class RotatedByMatrices(nn.Module):
+    """Attention with one head of 4 coordinates, rotated by matrices that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = linear(9, 4), linear(9, 4)
+        angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.3])
+        rows = [torch.diag_embed(angle.cos()), torch.diag_embed(angle.sin())]
+        matrices = torch.cat([torch.cat([rows[0], -rows[1]], 2), torch.cat([rows[1], rows[0]], 2)], 1)
+        self.register_buffer("matrices", matrices, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (torch.einsum("tij,btj->bti", self.matrices[: x.shape[1]].to(x), layer(x)) for layer in (self.q, self.k))
+        return q @ k.mT
+
+
+def test_matrices_that_no_state_dict_holds_rotate_planes() -> None:
+    assert trace_symmetry(RotatedByMatrices(), vectors(2, 3)).structure.phases == 2

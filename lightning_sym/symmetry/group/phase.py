@@ -214,14 +214,14 @@ class PhaseAction(LinearAction):
         """Check that phases act on a value inside the network by a matrix.
 
         Raises:
-            ValueError: If it shows some coordinates of planes only, or is half of what positions make of them.
+            ValueError: If it shows some coordinates of planes only.
         """
         phases = self.structure.phase_of[slot.unit.ravel()]
         seen = (slot.unit.ravel() >= 0) & (phases >= 0)
         if not seen.any() or not bool(self.phase[torch.from_numpy(phases[seen])].any()):
             return
         places = self.structure.turned_places.get(slot.offset)
-        if tap.half_turned or places is None or 2 * len(places[0]) != seen.sum():
+        if tap.squared or places is None or 2 * len(places[0]) != seen.sum():
             raise ValueError(
                 f"{tap.name} shows coordinates of planes that the element turns, one by one, on which no matrix acts; "
                 "expected another tap, or an element without phases: sample(mixing=False)"

@@ -98,11 +98,7 @@ class HalfPeriod:
 
 @dataclass
 class Constraints:
-    """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign.
-
-    While `mixing`, the operation at hand is one of those that may turn planes of coordinates together: what it does to
-    planes is known from the whole, so that it holds none, and the units that it merges are coordinates of one plane.
-    """
+    """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign."""
 
     atoms: int = 0
     scales: int = 0
@@ -134,8 +130,6 @@ class Constraints:
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
         self.where: Callable[[], str] | None = None
-        self.mixing = False
-        self.put_off: list[tuple[Ints, str | None]] = []
 
     def fresh_scales(self, shape: tuple[int, ...]) -> Ints:
         """Return new variables of a shape."""
@@ -223,15 +217,11 @@ class Constraints:
         apart = one.tag != two.tag
         if apart.any():
             met, why = np.r_[one.atom[apart], two.atom[apart]], "units that stand at different places meet"
-            note = counted(why, one.atom[apart], "place")
-            if self.mixing:
-                self.put_off.append((met, f"{self.where()}: {note}" if self.where else note))
-            else:
-                self.fix_units(met, note)
+            self.fix_units(met, counted(why, one.atom[apart], "place"))
         different = one.atom != two.atom
         if different.any():
             pair = one.atom[different], two.atom[different]
-            (self.turned if self.mixing else self.contracted if contracted else self.merges).append(pair)
+            (self.contracted if contracted else self.merges).append(pair)
         return one
 
     def _agree(self, one: Label, two: Label) -> tuple[Label, Label]:
@@ -279,8 +269,7 @@ class Constraints:
     def restrict(self, label: Label) -> None:
         """Say that an operation met these units which no mixture of units passes."""
         self.restricted.append(label.atom.ravel())
-        if not self.mixing:
-            self.held.append(label.atom.ravel())
+        self.held.append(label.atom.ravel())
 
     @contextlib.contextmanager
     def unrestricted(self) -> Iterator[None]:
@@ -290,6 +279,17 @@ class Constraints:
         yield
         for own, length in zip(lists, before, strict=True):
             del own[length:]
+
+    @contextlib.contextmanager
+    def between_planes(self) -> Iterator[None]:
+        """Let units that meet within be coordinates of one plane, which nothing holds: the whole is known."""
+        notes, lists = dict(self.notes), (self.merges, self.held, self.fixed_atoms)
+        before = [len(own) for own in lists]
+        yield
+        self.turned += self.merges[before[0] :]
+        for own, length in zip(lists, before, strict=True):
+            del own[length:]  # type: ignore[attr-defined]
+        self.notes = notes
 
     def keep_norm(self, label: Label) -> None:
         """Say that an operation sees the norm of these units: of all mixtures only orthogonal ones may pass."""

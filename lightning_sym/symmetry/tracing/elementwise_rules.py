@@ -47,7 +47,7 @@ def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
         squared=value.squared,
         chooses=value.chooses,
     )
-    return trace.pass_on(value, passed)
+    return trace.carry(value, passed)
 
 
 def _holds(kind: torch.dtype, count: int) -> bool:
@@ -232,10 +232,6 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
 
 def _of_parts(trace: Trace, label: Label, gone: set[int]) -> Label:
     """Return the label of what is made of units along some of their axes, which must have one scale in common."""
-    if set(label.axes) <= gone:
-        whole = trace.constraints.number_of(label)
-        trace.constraints.restrict(label)
-        return whole
     whole = trace.parts(label, [axis for axis in label.axes if axis not in gone])
     trace.constraints.equate([(label.scale, 1.0), (trace.onto(whole, label).scale, -1.0)])
     return whole
@@ -344,8 +340,6 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     def unwrap(item: Any) -> Any:
         return item.concrete if isinstance(item, Value) else item
 
-    if trace.operation in operations(Trait.BY_SHAPE):
-        args, kwargs = (), {}
     if any(v.concrete is None for v in values_in((args, kwargs))):
         return picked(trace, value, *args, **kwargs)
     if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
@@ -357,9 +351,9 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         return back
     moved = trace.move(value, move)
     if isinstance(moved, Value):
-        return trace.pass_on(value, moved, move)
+        return trace.carry(value, moved, move)
     return [
-        trace.pass_on(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
+        trace.carry(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
         for index, part in enumerate(moved)
     ]
 

@@ -20,7 +20,7 @@ def _columns(variables: Ints, number: int) -> sparse.csr_matrix:
     return sparse.csr_matrix((ones, (variables, np.arange(len(variables)))), shape=(number, len(variables)))
 
 
-def _compress(root: Ints, factor: Floats) -> None:
+def compress(root: Ints, factor: Floats) -> None:
     """Let every variable point to the end of its chain."""
     while True:
         above = root[root]
@@ -84,7 +84,7 @@ def solve(
             root[high] = rows.indices[pair]
             if not modulo_two:
                 factor[high] = -rows.data[pair] / rows.data[pair + 1]
-            _compress(root, factor)
+            compress(root, factor)
         else:
             rows, defined, definition = _eliminated(_once(rows))
             definitions.append((defined, definition))

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.contractions import reshaped
+from lightning_sym.symmetry.tracing.contractions import permuted, reshaped
 from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
 from lightning_sym.symmetry.tracing.layers import Layer, find_layer
 from lightning_sym.symmetry.tracing.operations import Trait, operations
-from lightning_sym.symmetry.tracing.pairings import find_pairing
+from lightning_sym.symmetry.tracing.planes import find_planes
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, is_plain_operation, run_step
 
@@ -32,7 +32,7 @@ _ADDED = {"add", "cat", "stack"} | _POOLS
 _TOGETHER = {"cat", "view_as_real", "einsum", "matmul", "linear"} | operations(Trait.JOIN)
 _MOVED = _WINDOWS | _CUTS | operations(Trait.MOVE)
 _LINEAR = {"neg", "div", "sum", "mean", "getitem"} | _MOVED | _PRODUCTS | _POOLS | _COMPLEX
-_LINEAR |= operations(Trait.CAST | Trait.JOIN | Trait.CAT)
+_LINEAR |= operations(Trait.CAST | Trait.JOIN | Trait.CAT | Trait.PICK)
 _ROUNDING = 1e-12
 _MOST_NODES = 400  # of a region
 _MOST_FAILURES = 6  # regions that begin at one value and are tried in vain
@@ -61,6 +61,7 @@ class _Region:
         steps: The operations between that inputs go through, the last one first.
         weights: The parameters of which it is made.
         of_weights: The operations on these.
+        named: Whether a value inside has a name.
     """
 
     end: fx.Node
@@ -68,6 +69,7 @@ class _Region:
     steps: list[fx.Node] = field(default_factory=list)
     weights: dict[fx.Node, None] = field(default_factory=dict)
     of_weights: dict[fx.Node, None] = field(default_factory=dict)
+    named: bool = False
 
 
 class _Respeller:
@@ -75,10 +77,13 @@ class _Respeller:
         self.rewriter, self.graph = rewriter, rewriter.graph
         self.constants = Constants()
         self.failures: dict[fx.Node, int] = {}
+        self.named = False
 
     def run(self) -> int:
-        """Replace all regions."""
-        return self.rewriter.rewrite_from_the_end(self._rewritten)
+        """Replace all regions; those with named values inside, last."""
+        changes = self.rewriter.rewrite_from_the_end(self._rewritten)
+        self.named = True
+        return changes + self.rewriter.rewrite_from_the_end(self._rewritten)
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
         """Replace the region that ends in a node, if there is one; return the node at which to go on."""
@@ -89,18 +94,18 @@ class _Respeller:
         for region in self._regions(node):
             start = region.starts[0]
             if not region.weights:
-                find = self._paired
-                if len(region.starts) > 1:
-                    find = self._contracted
-                elif self._is_sum(region):
-                    find = self._summed
+                find = self._rotary
+                if len(region.starts) > 1 or self._is_sum(region):
+                    find = self._contracted if len(region.starts) > 1 else self._summed
+                if region.named != self.named or (region.named and find != self._rotary):
+                    continue
                 put = _on_numbers(find, region)
                 if put is not None and (first := self._put(node, put)) is not None:
                     return first
                 continue
             if best is not None and self.rewriter.name(best[0]) not in _MOVED:
                 break
-            if not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
+            if self.named or not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
                 continue
             cuts = sum(self.rewriter.name(step) in _CUTS | _WINDOWS for step in region.steps)
             if best is not None and cuts == most:
@@ -149,7 +154,9 @@ class _Respeller:
                 yield region
             waiting.remove(node := max(waiting))
             name = self.rewriter.name(node)
-            inner = node is end or (set(node.users) <= seen and not self.rewriter.is_marked(node))
+            marked = node is not end and self.rewriter.is_marked(node)
+            inner = node is end or (set(node.users) <= seen and (self.named or not marked))
+            region.named |= marked
             if name not in _LINEAR or not inner or not is_plain_operation(node):
                 return
             region.steps.append(node)
@@ -269,8 +276,8 @@ class _Respeller:
 
         return put
 
-    def _paired(self, region: _Region) -> Callable[[], fx.Node] | None:
-        """Return what puts products with constants in the place of a region that pairs coordinates."""
+    def _rotary(self, region: _Region) -> Callable[[], fx.Node] | None:
+        """Return what puts `rotary` in the place of a region that rotates planes of coordinates."""
         (start,), shape = region.starts, self.rewriter.shape(region.end)
         names = {self.rewriter.name(step) for step in region.steps}
         if shape != self.rewriter.shape(start) or math.prod(shape) > _MOST_ELEMENTS or names.isdisjoint(_PRODUCTS):
@@ -278,19 +285,29 @@ class _Respeller:
         if names.isdisjoint(_TOGETHER):
             return None
         made = self._function(region)
-        if (found := find_pairing(lambda x: made({start: x}), shape)) is None:
+        if (found := find_planes(lambda x: made({start: x}), shape)) is None:
             return None
 
         def put() -> fx.Node:
-            insert, held = self.rewriter.insert, self.rewriter.hold
-            kind = region.end.meta["val"].dtype
-            other = insert(aten.index_select.default, start, found.axis, held(found.partner))
-            products = [
-                insert(aten.mul.Tensor, value, held(factor.to(kind)))
-                for value, factor in ((start, found.own), (other, found.other))
-                if bool(factor.any())
-            ]
-            return products[0] if len(products) == 1 else insert(aten.add.Tensor, *products)
+            order = [*(axis for axis in range(len(shape)) if axis != found.axis), found.axis]
+            insert, hold = self.rewriter.insert, self.rewriter.hold
+            value, last = permuted(self.rewriter, start, order), len(shape) - 1
+            for step in region.steps:
+                step.meta["watched"] = True  # if it stays, for its name alone
+            rest, planes = found.alone, found
+            if len(rest):
+                planes = found.without_rest()
+                kept = insert(aten.index_select.default, value, last, hold(rest))
+                value = insert(aten.index_select.default, value, last, hold(found.rotated))
+            tables = [hold(part.permute(order).contiguous()) for part in (planes.own, planes.other)]
+            places = planes.partner.tolist(), planes.source.tolist()
+            value = insert(torch.ops.lightning_sym.rotary.default, value, *tables, *places)
+            value.meta["written_for"] = "rotary positions"  # for notes
+            if len(rest):
+                value = insert(aten.cat.default, [value, kept], last)
+                back = torch.cat([found.rotated, rest]).argsort()
+                value = insert(aten.index_select.default, value, last, hold(back))
+            return permuted(self.rewriter, value, [order.index(axis) for axis in range(len(shape))])
 
         return put
 

@@ -23,10 +23,6 @@ from lightning_sym.symmetry.tracing.vocabulary import Trace
 def _contracted(trace: Trace, *args: Any, **kwargs: Any) -> Any:
     equation, is_einsum = equation_of(trace.node), trace.operation == "einsum"
     values = args[1] if is_einsum else args[:2]
-    if is_einsum and len(values) == 1:
-        terms = args[0].replace(" ", "").split("->")
-        moves = len(set(terms[0])) == len(terms[0]) and sorted(terms[0]) == sorted(terms[-1])
-        return trace.move(values[0], lambda t: torch.einsum(args[0], t)) if moves else unknown(trace, values)
     *terms, out = terms_of(equation) if equation is not None else ("", "", "")
     summed = [set(term) - set(out) for term in terms]
     if not summed[0] or summed[0] != summed[1]:

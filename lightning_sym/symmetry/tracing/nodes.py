@@ -16,6 +16,11 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
+def value_of(node: fx.Node) -> Any:
+    """Return what a node holds that computes nothing: a constant of the graph, or a buffer that no state dict holds."""
+    return node.meta["constant"] if node.op == "placeholder" else getattr(node.graph.owning_module, str(node.target))
+
+
 def result_shape(node: fx.Node, index: int | None = None) -> tuple[int, ...]:
     """Return the shape of the tensor that a node makes, or of one of several.
 

@@ -25,7 +25,6 @@ class Trait(enum.Flag):
     CUT = enum.auto()  # ... those of a part of an axis, or of several parts
     EXPAND = enum.auto()  # ... once more along axes of size 1
     PARTS = enum.auto()  # ... as a list of values
-    BY_SHAPE = enum.auto()  # ... in the shape of the second argument, of which nothing else is read
     # The first argument's elements come out at places that another argument holds.
     PICK = enum.auto()
     # The first argument's elements and zeros come out, of floating-point numbers only.
@@ -70,15 +69,13 @@ def _in_dimensions(*names: str) -> str:
 
 _T = Trait
 _ROWS = {
-    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze": _T.MOVE | _T.REGROUP,
-    "view_as reshape_as": _T.MOVE | _T.REGROUP | _T.BY_SHAPE,
+    "view reshape _unsafe_view view_as reshape_as flatten unflatten squeeze unsqueeze": _T.MOVE | _T.REGROUP,
     "permute transpose t numpy_T mT mH adjoint movedim moveaxis swapaxes swapdims": _T.MOVE | _T.PERMUTE,
     "slice select narrow": _T.MOVE | _T.CUT,
     "chunk split split_with_sizes tensor_split unbind": _T.MOVE | _T.CUT | _T.PARTS,
     "unsafe_chunk unsafe_split unsafe_split_with_sizes": _T.MOVE | _T.CUT | _T.PARTS,
     "hsplit vsplit dsplit": _T.MOVE | _T.PARTS,
-    "expand broadcast_to": _T.MOVE | _T.EXPAND,
-    "expand_as": _T.MOVE | _T.EXPAND | _T.BY_SHAPE,
+    "expand broadcast_to expand_as": _T.MOVE | _T.EXPAND,
     "repeat tile repeat_interleave roll flip rot90 diagonal unfold": _T.MOVE,
     "pixel_shuffle pixel_unshuffle channel_shuffle": _T.MOVE,
     "index index_select gather take": _T.PICK,

@@ -29,7 +29,7 @@ from lightning_sym.symmetry.tracing.running import (
 aten = torch.ops.aten
 
 _CASTS = operations(Trait.CAST)
-_MOVEMENTS = operations(Trait.MOVE) - operations(Trait.BY_SHAPE)
+_MOVEMENTS = operations(Trait.MOVE)
 _SUMS = operations(Trait.SUM | Trait.REDUCE | Trait.CONTRACT | Trait.SOFTMAX | Trait.NORM)
 _LAST = {"exp", "log", "cat", "addcmul"} | operations(Trait.JOIN | Trait.PRODUCT) | _MOVEMENTS
 _MOST_NODES = 48  # of a region

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name, without_log
-from lightning_sym.symmetry.tracing.nodes import between, memories_of, written_by
+from lightning_sym.symmetry.tracing.nodes import between, memories_of, value_of, written_by
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Returns what stands for an operation, if it is of the spelling that this rewrites; None if it is not.
@@ -99,8 +99,8 @@ class Rewriter:
     def _constant(self, item: fx.Node) -> Tensor | None:
         if self.made_of(item) != "constants" or math.prod(self.shape(item)) > _MOST:
             return None
-        if item.op == "get_attr":
-            held: Any = getattr(item.graph.owning_module, str(item.target))
+        if item.op == "get_attr" or "constant" in item.meta:
+            held: Any = value_of(item)
             return None if held.is_meta else held.detach().to("cpu", copy=True)
         target: Any = item.target
         fixed = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
@@ -135,7 +135,8 @@ class Rewriter:
         if node.op == "placeholder":
             value = node.meta.get("val")
             floating = isinstance(value, Tensor) and value.is_floating_point()
-            self._made[node] = "inputs" if node not in self.capture.states else "weights" if floating else "constants"
+            known = "constant" in node.meta or not floating
+            self._made[node] = "inputs" if node not in self.capture.states else "constants" if known else "weights"
         else:
             parts = [self._made[given] for given in node.all_input_nodes]
             self._made[node] = max(parts, default="constants", key=_ORDER.index)
@@ -262,7 +263,9 @@ class Rewriter:
 
         with torch.no_grad(), self._mode, without_log():  # the error says what the log would
             try:
-                written = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(*held)
+                # Of an operation what torch makes of it, of a function the operations that it calls.
+                before = not isinstance(function, torch._ops.OpOverload)
+                written = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=before)(*held)
             except Exception as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ValueError(

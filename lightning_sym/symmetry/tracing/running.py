@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from lightning_sym.symmetry.tracing.nodes import value_of
+
 aten = torch.ops.aten
 
 
@@ -49,8 +51,8 @@ class Constants:
             UnknownError: If it has none.
         """
         if node not in self._known:
-            if node.op == "get_attr":
-                value = getattr(node.graph.owning_module, str(node.target))
+            if node.op == "get_attr" or "constant" in node.meta:
+                value = value_of(node)
                 if not isinstance(value, Tensor) or value.is_meta or type(value) is not Tensor:
                     raise UnknownError
                 kind = torch.complex128 if value.is_complex() else torch.float64 if value.is_floating_point() else None

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.arrays import rising
@@ -24,8 +23,6 @@ from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, terms_of
 from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
 from lightning_sym.symmetry.tracing.values import Members, Value, values_in
-
-Bools = NDArray[np.bool_]
 
 _PRODUCTS = ("einsum", "matmul")
 _INDICES = ("index", "index_select")
@@ -208,7 +205,7 @@ class Stacks:
         if name in _INDICES and len(inside) == 2:
             return _picked(name, args, tuple(meta.shape))
         if name in operations(Trait.MOVE) and len(inside) == 1 and args[0] is inside[0]:
-            return _moved(node, name, args, kwargs)
+            return _moved(node, args, kwargs)
         if name in (*_PRODUCTS, "linear"):
             return _contracted(node, args, tuple(meta.shape))
         if _is_pointwise(node) and isinstance(meta, Tensor):
@@ -234,9 +231,9 @@ def _widest(numbers: Sequence[Tensor]) -> Tensor:
     return core(numbers[0]).expand(np.broadcast_shapes(*(core(number).shape for number in numbers)))
 
 
-def _moved(node: fx.Node, name: str, args: Any, kwargs: Any) -> Any:
+def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
     value, rest = args[0], args[1:]
-    if name not in operations(Trait.BY_SHAPE) and any(v.concrete is None for v in values_in((rest, kwargs))):
+    if any(v.concrete is None for v in values_in((rest, kwargs))):
         return _MIXED
     rest, kwargs = torch.utils._pytree.tree_map(lambda v: v.concrete if isinstance(v, Value) else v, (rest, kwargs))
     return moving(node, rest, kwargs)(value.members.number)

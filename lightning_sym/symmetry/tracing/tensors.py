@@ -34,6 +34,12 @@ class Tensors(NamedTuple):
         states |= constant_values(network) if weightless else {}
         return cls(states, parameters, constant_names(network), weightless)
 
+    @property
+    def fixed(self) -> dict[str, Tensor]:
+        """The values of floating-point constants that no state dict holds."""
+        own = {name: self.states[name].detach() for name in self.unsaved & self.states.keys()}
+        return {name: tensor for name, tensor in own.items() if tensor.is_floating_point() and not tensor.is_meta}
+
     def cut(self, captures: Sequence[Capture]) -> "Tensors":
         """Return these with the pieces of parameters that captures read in pieces."""
         charts = Charts({}, pieces_of(captures))

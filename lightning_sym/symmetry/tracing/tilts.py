@@ -5,11 +5,6 @@ See docs/theory/intertwiners.md, 2.12.
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class Tilt:

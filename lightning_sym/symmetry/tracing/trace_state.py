@@ -11,15 +11,9 @@ from torch import Tensor, fx, nn
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
 from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, counted
 from lightning_sym.symmetry.tracing.growing import growing_axes
-from lightning_sym.symmetry.tracing.mixtures import Mixture
 from lightning_sym.symmetry.tracing.nodes import result_shape
 from lightning_sym.symmetry.tracing.sizes import growing_inputs
 from lightning_sym.symmetry.tracing.values import InFront, Path, Value
-
-
-def _positions(value: Value) -> int:
-    """Return how many positions the labels of a value have."""
-    return sum(label.size for label in value.labels)
 
 
 def _is_mask(tensor: Tensor) -> bool:
@@ -200,13 +194,6 @@ class TraceState:
         steps = () if step is None else (step,)
         sources = tuple((root, (*path, *steps)) for root, path in value.sources or ((value, ()),))
         return replace(result, sources=(*result.sources, *sources))
-
-    def pass_on(self, value: Value, result: Value, step: Callable[[Tensor], Tensor] | None = None) -> Value:
-        """Say that a result holds elements of a value and nothing else, moved by a step; as for `carry`."""
-        mixture = (value.mixture or Mixture.of(value)).moved(step) if value.labels else None
-        if mixture is not None and not mixture.opened and _positions(result) > _positions(value):
-            mixture = None  # copies of units (of keys that queries share) have coordinates of their own
-        return replace(self.carry(value, result, step), mixture=mixture)
 
     def cut_by_size(self, value: Value) -> None:
         """Say that a part of a value is taken that depends on the input's size: the rest counts as for weights."""

@@ -1,8 +1,8 @@
 """Trace a network's operations on a call and rewrite them in normal form."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.tracing.calls import Call
@@ -19,15 +19,21 @@ class Tracer:
     Args:
         network: The network.
         cuts: See :func:`~lightning_sym.symmetry.trace_symmetry`.
+        constants: The values of buffers that no state dict holds, by name.
     """
 
-    def __init__(self, network: nn.Module, cuts: Cuts | None) -> None:
+    def __init__(self, network: nn.Module, cuts: Cuts | None, constants: Mapping[str, Tensor]) -> None:
         self.network, self._cuts = network, cuts
+        self._constants = constants
         self._whole: set[str] = set()  # parameters that are not cut into pieces
 
     def __call__(self, call: Call) -> Capture:
         """Return the operations of the network on a call, in normal form."""
-        captured = expand(capture(self.network, call, leaf_types(), cuts=self._cuts))
+        captured = capture(self.network, call, leaf_types(), cuts=self._cuts)
+        for node, name in captured.states.items():
+            if name in self._constants:
+                node.meta["constant"] = self._constants[name]
+        expand(captured)
         cut_parameters(captured, self._whole)
         return normalise(captured, own_operations())
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_sym.symmetry.tracing.constraints import Ints, Label
 from lightning_sym.symmetry.tracing.coordinates import rank_within
-from lightning_sym.symmetry.tracing.mixtures import Mixture
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
 
@@ -70,7 +69,6 @@ class Value:
         squared: Whether these are squares of units that orthogonal matrices may mix, so that these do not act on them.
         chooses: The units among which whole numbers choose: each says which of these, in order, it was.
         members: Of which members of a stack its elements are; None if that is not known, or of several.
-        mixture: Of which value's elements this is made by constants and movements, if it is.
         half_turned: What half turns of a bias add to it; of values that have a name.
     """
 
@@ -84,7 +82,6 @@ class Value:
     squared: bool = False
     chooses: Label | None = None
     members: Members | None = None
-    mixture: Mixture | None = None
     half_turned: InFront | None = None
 
     if not TYPE_CHECKING:  # type checkers find these mistakes themselves

@@ -13,6 +13,7 @@ from lightning_sym.symmetry.tracing import (  # noqa: F401 (they register rules)
     elementwise_rules,
     half_turns,
     linear_rules,
+    planes,
     write_rules,
 )
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark
@@ -23,7 +24,6 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
 from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
-from lightning_sym.symmetry.tracing.turns import Turns, mixed
 from lightning_sym.symmetry.tracing.values import Value, values_in
 from lightning_sym.symmetry.tracing.vocabulary import OnlyUnlabelledError, Trace
 
@@ -48,8 +48,6 @@ class Walk(Trace):
         examples: Number of lengths that a user gave; others that are walked through say nothing of what is left out.
     """
 
-    turns: Turns
-
     def __init__(
         self,
         states: dict[str, Tensor],
@@ -71,7 +69,6 @@ class Walk(Trace):
         varying: set[fx.Node] = set(capture.inputs)
         self.lengths = lengths_of(capture.inputs)
         self.absorbed_before = tuple(self.absorbed)
-        self.turns = Turns(self.constraints)
         environment = self.environment = dict[fx.Node, Any]()
         self.periodic = set()
         marks: dict[fx.Node, list[Mark]] = {}
@@ -124,7 +121,6 @@ class Walk(Trace):
         }
         self.aperiodic |= {state for node, state in capture.states.items() if node.users and state not in self.periodic}
         self._fix_unread()
-        self.turns.finish()
         for node, state in capture.states.items():
             if not set(node.users) <= self.grouped_by.pop(state, set(node.users)):
                 self.mixed_uses.add(state)
@@ -141,19 +137,20 @@ class Walk(Trace):
             self._only_where_absorbed(node, arguments, keywords)
         tells_unknown_choice(self, node, values_in((arguments, keywords)))
         rule = rule_for(node.target) if "out" not in node.kwargs else unknown
-        since = self.stacks.before((arguments, keywords))
-        mixture = mixed(node, arguments, keywords)
-        with self.turns.mixing(mixture):
-            try:
+        if "watched" in node.meta:
+            with self.constraints.between_planes():
                 result = rule(self, *arguments, **keywords)
-            except OnlyUnlabelledError as error:
-                if not written_by(node):
-                    raise TypeError(str(error)) from None
-                result = None
-            if result is None and written_by(node):
-                result = unknown(self, *arguments, **keywords)
+            return replace(result, squared=True) if isinstance(result, Value) else result
+        since = self.stacks.before((arguments, keywords))
+        try:
+            result = rule(self, *arguments, **keywords)
+        except OnlyUnlabelledError as error:
+            if not written_by(node):
+                raise TypeError(str(error)) from None
+            result = None
+        if result is None and written_by(node):
+            result = unknown(self, *arguments, **keywords)
         result = self.stacks.after(node, arguments, keywords, result, since)
-        result = self.turns.follow(node, mixture, result)
         if self.affine and isinstance(result, Value) and passes_offset(node.target):
             result = replace(result, offset=arguments[0].offset)
         self._read_by(result, (arguments[1:] if replaces(node) else arguments, keywords))

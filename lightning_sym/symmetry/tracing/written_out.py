@@ -3,7 +3,6 @@
 One entry here makes an unknown operation known to all rules (docs/theory/tracing.md, 6).
 """
 
-import functools
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,21 +37,6 @@ def _attention(
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
     return logits.softmax(-1) @ value
-
-
-def _difference(
-    x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
-) -> Tensor:
-    parts = [part for part in (prepend, x, append) if part is not None]
-    x = torch.cat(parts, dim) if len(parts) > 1 else x
-    for _ in range(n):
-        x = x.narrow(dim, 1, x.shape[dim] - 1) - x.narrow(dim, 0, x.shape[dim] - 1)
-    return x
-
-
-def _distance(x: Tensor, y: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
-    result: Tensor = torch.linalg.vector_norm(x - y + eps, p, -1, keepdim)
-    return result
 
 
 def _distances(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
@@ -128,30 +112,6 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def _beside(axis: int, rank: int) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Return a function that adds axes to tensors with too few and concatenates them along an axis."""
-
-    def function(tensors: Sequence[Tensor]) -> Tensor:
-        wide = [tensor.reshape(1, -1) if rank > 1 and tensor.ndim < 2 else tensor for tensor in tensors]
-        wide = [tensor.unsqueeze(-1) if tensor.ndim < rank else tensor for tensor in wide]
-        return torch.cat(wide, axis if wide[0].ndim > axis else 0)
-
-    return function
-
-
-def _columns(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor for tensor in tensors], 1)
-
-
-def _kronecker(x: Tensor, y: Tensor) -> Tensor:
-    rank = max(x.ndim, y.ndim)
-    x, y = (tensor.reshape(*[1] * (rank - tensor.ndim), *tensor.shape) for tensor in (x, y))
-    sizes = [one * two for one, two in zip(x.shape, y.shape, strict=True)]
-    for axis in range(rank):
-        x, y = x.unsqueeze(2 * axis + 1), y.unsqueeze(2 * axis)
-    return (x * y).reshape(sizes)
-
-
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / _norm_except(v, 2, dim))
 
@@ -162,13 +122,6 @@ def _norm_except(v: Tensor, pow: float = 2, dim: int = 0) -> Tensor:
     return result
 
 
-def _vector_norm(x: Tensor, ord: float | None = None, dim: Any = None, keepdim: bool = False) -> Tensor:
-    if not (dim is ord is None) and len([dim] if isinstance(dim, int) else dim or x.shape) != 1:
-        raise ValueError("a norm of matrices")
-    result: Tensor = torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim)
-    return result
-
-
 def _diagonal(x: Tensor, diagonal: int = 0) -> Tensor:
     (_, _) = x.shape
     return x.diagonal(diagonal)
@@ -176,52 +129,45 @@ def _diagonal(x: Tensor, diagonal: int = 0) -> Tensor:
 
 FUNCTIONS: Mapping[str, Written] = {
     "logaddexp": lambda x, y: (x.exp() + y.exp()).log(),
-    "hstack": _beside(1, 1),
-    "vstack": _beside(0, 2),
-    "row_stack": _beside(0, 2),
-    "dstack": _beside(2, 3),
-    "column_stack": _columns,
-    "kron": _kronecker,
     "_weight_norm": _weight_norm,
     "norm_except_dim": _norm_except,
     "addcdiv": lambda x, one, two, *, value=1: x + _times(one / two, value),
     "addcmul": lambda x, one, two, *, value=1: x + _times(one * two, value),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _matrix_product),
-    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), lambda factors: functools.reduce(torch.matmul, factors)),
     "bilinear": _bilinear,
     "cdist": _distances,
-    **dict.fromkeys(("concat", "concatenate"), torch.cat),
     "cosine_similarity": _cosine,
     "diag": _diagonal,
-    "diff": _difference,
-    **dict.fromkeys(("divide", "true_divide"), torch.div),
-    "expand_as": lambda x, y: x.expand(y.shape),
     "glu": _gated,
     "group_norm": _group_norm,
     "hypot": lambda x, y: (x.square() + y.square()).sqrt(),
     "instance_norm": _instance_norm,
     "lerp": lambda start, end, weight: start + weight * (end - start),
-    "linalg_norm": _vector_norm,
-    "linalg_vecdot": lambda x, y, *, dim=-1: (x * y).sum(dim),
-    "multiply": torch.mul,
-    **dict.fromkeys(("outer", "ger"), lambda x, y: x.unsqueeze(-1) * y),
-    "pairwise_distance": _distance,
     "inner": lambda x, y: _over(x, y, [-1], [-1]),
-    **dict.fromkeys(("reshape_as", "view_as"), lambda x, y: x.reshape(y.shape)),
     "rsub": lambda x, y, alpha=1: y.sub(x, alpha=alpha),
-    "subtract": torch.sub,
     "tensordot": _over,
     "prelu": _leaking,
     "scaled_dot_product_attention": _attention,
 }
 
 
-def _rewrite(function: Written) -> Rewrite:
+# Operations that torch itself composes of others, which are plain enough.
+_COMPOSED = (
+    "hstack vstack row_stack dstack column_stack kron linalg_multi_dot chain_matmul concat concatenate diff divide "
+)
+_COMPOSED += "true_divide multiply subtract expand_as reshape_as view_as outer ger linalg_vecdot linalg_norm "
+_COMPOSED += "pairwise_distance"
+
+
+def _rewrite(function: Written | None) -> Rewrite:
+    """Return a rewrite by a function; by default by torch's own composition."""
+
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:
         first = node.prev
         node.meta.setdefault("written_for", operation_name(node.target))  # for notes: the network's own call
         try:
-            result: fx.Node = r.write(function, *node.args, **node.kwargs)
+            composed: Any = function or node.target
+            result: fx.Node = r.write(composed, *node.args, **node.kwargs)
         except ValueError:
             return None
         return None if any(r.is_kept(own.target) for own in between(first, node)) else result
@@ -229,4 +175,6 @@ def _rewrite(function: Written) -> Rewrite:
     return rewrite
 
 
-REWRITES: Mapping[str, Rewrite] = {name: _rewrite(function) for name, function in FUNCTIONS.items()}
+REWRITES: Mapping[str, Rewrite] = {
+    name: _rewrite(function) for name, function in (dict.fromkeys(_COMPOSED.split()) | dict(FUNCTIONS)).items()
+}

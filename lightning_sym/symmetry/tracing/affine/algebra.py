@@ -30,12 +30,6 @@ def regroup(before: Shape, after: Shape) -> Move:
     return Move("groups", before, after, lambda t: t.reshape(after), groups_of(before, after))
 
 
-def permutation(before: Shape, order: Sequence[int]) -> Move:
-    """Return the move of a permutation of axes."""
-    after = tuple(before[axis] for axis in order)
-    return Move("permute", before, after, lambda t: t.permute(*order), order=list(order))
-
-
 class Algebra:
     """Operations on values.
 

@@ -76,19 +76,11 @@ class Contractions(Algebra):
         self.reading: list[tuple[str, frozenset[int], Value]] = []  # weights, over which axes they sum, and of what
 
     def contract(self, one: Value, two: Value, equation: str, node: Any = None) -> Value:
-        """Return the sum of products of two values, as `torch.einsum` of an equation with one letter per axis.
-
-        Letters that only one value has, and the result has not, are summed over first.
-        """
+        """Return the sum of products of two values, as `torch.einsum` of an equation with one letter per axis."""
         first, second = equation.split("->")[0].split(",")
         out = equation.split("->")[1]
-        if any(
-            not v.varies and not set(own) <= set(other + out)
-            for v, own, other in ((one, first, second), (two, second, first))
-        ):
+        if any(not set(own) <= set(other + out) for own, other in ((first, second), (second, first))):
             return self.nonlinear([one, two], equation_shape(one, two, first, second, out), node)
-        one, first = self._own_sums(one, first, second + out)
-        two, second = self._own_sums(two, second, first + out)
         by = Sum(first, second, out)
         sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
         result = Value(tuple(sizes[letter] for letter in out), one.varies or two.varies, learned=True)
@@ -118,13 +110,6 @@ class Contractions(Algebra):
                 self._unread(own)
                 self._through(result, own, other, way)
         return result
-
-    def _own_sums(self, value: Value, letters: str, others: str) -> tuple[Value, str]:
-        axes = [axis for axis, letter in enumerate(letters) if letter not in others]
-        if not axes:
-            return value, letters
-        kept = "".join(letter for letter in letters if letter in others)
-        return self.reduce(value, axes, None, mean=False, keep=False), kept
 
     def convolve(
         self, value: Value, weights: Value, shape: tuple[int, ...], *, groups: int, padded: bool, out: int = 0

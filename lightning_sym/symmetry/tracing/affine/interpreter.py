@@ -267,8 +267,8 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "masked_fill": Interpreter._filled,
     "where": Interpreter._where,
     "cat": Interpreter._cat,
-    "any_step": Interpreter._step,
     "lightning_sym::any_step": Interpreter._step,
+    "lightning_sym::rotary": Interpreter._rotary,
 }
 # What does not see all of weights.
 _BLIND = operations(Trait.SOFTMAX) | {"layer_norm"}

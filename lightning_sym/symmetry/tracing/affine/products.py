@@ -2,7 +2,7 @@
 
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -111,6 +111,18 @@ class Products(Contractions):
     def _neg(self, node: fx.Node) -> Any:
         value = self._value(node.args[0])
         return None if value is None else self.scale(value, -1.0, node)
+
+    def _rotary(self, node: fx.Node) -> Any:
+        """Sums of coordinates times numbers that depend on the position, as an input does."""
+        x, partner = self._value(node.args[0]), cast(list[int], node.args[3])
+        if x is None or not x.varies:
+            return None
+        partners = self.move(x, Move("other", x.shape, x.shape, lambda t: t[..., partner]))[0]
+        one, two = (
+            self.multiply(own, Value(tuple(table.meta["val"].shape), True))  # type: ignore[union-attr]
+            for own, table in zip((x, partners), node.args[1:3], strict=True)
+        )
+        return self.add(one, two, node)
 
     # Contractions.
 

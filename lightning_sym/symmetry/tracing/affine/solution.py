@@ -14,6 +14,7 @@ from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.affine.system import Derived, System
 from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS, Ints
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights, zero_in
+from lightning_sym.symmetry.tracing.equations import compress
 
 Floats = NDArray[np.float64]
 _NOTHING = 1e-9
@@ -125,7 +126,7 @@ class _Elimination:
             self.defined_by.append(high)
             self.root[high] = columns[first, 0]
             self.factor[high] = -factors[first, 0] / factors[first, 1]
-            _compress(self.root, self.factor)
+            compress(self.root, self.factor)
             left = np.ones(len(ids), bool)
             left[first] = False
             columns, factors, ids = (own[left] for own in (columns, factors, ids))
@@ -231,20 +232,6 @@ def _sum(
     result.eliminate_zeros()
     result.sort_indices()
     return result
-
-
-def _compress(root: Ints, factor: Floats) -> None:
-    while True:
-        above = root[root]
-        if np.array_equal(above, root):
-            return
-        factor *= factor[root]
-        root[:] = above
-
-
-def _columns(variables: Ints, count: int) -> sparse.csr_matrix:
-    ones = np.ones(len(variables))
-    return sparse.csr_matrix((ones, (variables, np.arange(len(variables)))), shape=(count, len(variables)))
 
 
 def _widened(rows: sparse.csr_matrix, columns: Ints, count: int) -> sparse.csr_matrix:
