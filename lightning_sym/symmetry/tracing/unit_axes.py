@@ -1,7 +1,7 @@
 """On which axes of a value units live: where linear layers, convolutions and tables put them."""
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
@@ -47,10 +47,10 @@ class _UnitAxes:
             letters = {term[axis] for term, part in zip(terms, parts, strict=True) for axis in self.of(part)}
             return {axis for axis, letter in enumerate(out) if letter in letters}
         if node.target is operator.getitem and self.r.name(node.args[0]) in operations(Trait.CUT):
-            whole: Any = node.args[0]
+            whole, part = cast(tuple[Any, Any], node.args)
             own = self.of(whole.args[0])
             parts = moved(whole, coordinates(self.r.shape(whole.args[0]), sorted(own))) if own else None
-            return set(varying_axes(parts[node.args[1]])) if isinstance(parts, (list, tuple)) else set()
+            return set(varying_axes(parts[part])) if isinstance(parts, (list, tuple)) else set()
         if name in operations(Trait.MOVE) and node.all_input_nodes == [node.args[0]]:
             own = self.of(node.args[0])
             after = moved(node, coordinates(self.r.shape(node.args[0]), sorted(own))) if own else None

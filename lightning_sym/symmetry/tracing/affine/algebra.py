@@ -381,7 +381,8 @@ class Algebra:
 
         # Summands that are the same along an axis are not counted with those that are not.
         parts = [reduced(own, 0) for own in (value.translation, *value.more) if own is not None]
-        translation, *more = [own for own in parts if own is not None] or [None]
+        found = [own for own in parts if own is not None]
+        translation, more = (found[0], found[1:]) if found else (None, [])
         for key, drift in self._living(value).items():
             if varying(drift.function).isdisjoint(axes):
                 if (numbers := reduced(drift.numbers, 1)) is not None:
