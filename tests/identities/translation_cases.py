@@ -301,7 +301,7 @@ def _(s: Any, x: Tensor) -> Tensor:
 
 
 # What nothing is known of.
-added("choice of units", lambda s, x: s.b(s.a(x).topk(8, -1).values), 0)
+added("choice of units", lambda s, x: s.b(s.a(x).topk(8, -1).values), 1)
 added(
     "scattered units",
     lambda s, x: s.b(torch.zeros_like(s.a(x)).scatter(2, torch.arange(8).flip(0).expand_as(s.a(x)), s.a(x))),
