@@ -447,7 +447,8 @@ def test_causal_mask_of_a_transformer_of_torch_is_no_data(is_causal: bool | None
     network = make().double().eval()
     symmetry = trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64))
     # Matrices of queries and keys, and of values, in 2 heads of width 4; scales of hidden units and of the last gain.
-    linear = 2 * 2 * 4**2 + 16 + 8
+    # The stream that queries and keys read tilts, as the layer norm behind it does not see multiples of ones.
+    linear = 2 * 2 * 4**2 + 16 + 8 + 8
     # Biases: of the keys, which the softmax does not see, and those that later ones take up: of the values, of both
     # layer norms, and of the first layer. Multiples of ones, which layer norms do not see: of columns and biases before
     # the two, and of rows behind them.

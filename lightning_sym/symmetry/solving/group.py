@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
 from lightning_sym.symmetry.solving.half_turns import solve_half_turns, with_half_turns
 from lightning_sym.symmetry.solving.nesting import find_nesting
@@ -111,6 +113,12 @@ def find_group(labels: Labels) -> Group:
     irregular = [own.slots for own in copies if own is not None and not (own.scales.complete and own.signs.complete)]
     if irregular:  # nothing says how their scales go with them
         blocks = blocks.without(flat(irregular))
+    in_blocks = flat(list(blocks.members))
+    movable = [  # units of cells of their own move with blocks only
+        moves and (len(units) == 1 or bool(np.bincount(cells).max() > 1) or bool(np.isin(units, in_blocks).any()))
+        for moves, units, cells in zip(orbits.movable, orbits.units, orbits.cells, strict=True)
+    ]
+    orbits = orbits._replace(movable=movable)
     solved = _Solved(positions, colour, folded, orbits, blocks, scales, signs, copies, end)
     structure = _on_parameters(solved, walk.kinds, dense, walk.absorbed)
     structure, values = with_half_turns(turned, structure, _on_values(solved, structure), variables)
