@@ -101,8 +101,8 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
     """Return the group on the channels of a value.
 
     Blocks that can only change places together with others of another kind (a head's queries and keys in one tensor)
-    are given kinds of their own, and where rotations act between gains any invertible matrix does: the group returned
-    is then larger than the network's, never smaller.
+    are given kinds of their own, and where rotations act between gains, or tilts on a stream, any invertible matrix
+    does: the group returned is then larger than the network's, never smaller.
 
     Args:
         values: The group on values inside the network.
@@ -111,6 +111,11 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         name: Likewise.
     """
     units = slot.unit.ravel()
+    tilt = values.tilted_places.get(slot.offset)
+    if tilt is not None and values.tilts[tilt[0]].of_stream:
+        every, none = torch.arange(len(units))[:, None], torch.full((len(units),), -1)
+        kinds_of_one = torch.zeros(1, dtype=torch.int64)
+        return ChannelGroup((every,), kinds_of_one, ("invertible",), none, none, slot.axes, shifted, name)
     places = {int(unit): np.flatnonzero(units == unit) for unit in np.unique(units) if unit >= 0}
     blocks: list[Ints] = []
     kinds: list[int] = []
