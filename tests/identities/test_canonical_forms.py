@@ -406,6 +406,17 @@ def embedding(s, i, t):
 
 
 # Networks, and whether their form is unique.
+def beside_a_norm(s, x):
+    h = s.a(x)
+    return h + s.d(torch.nn.functional.gelu(s.u(s.n(h))))
+
+
+def gains_of_both_signs(size):
+    norm = nn.LayerNorm(size)
+    nn.init.normal_(norm.weight)
+    return norm
+
+
 SELF_TESTED = {
     "symmetric matrix": (lambda: Written(lambda s, x: s.o(s.a(x) @ (s.w + s.w.T)), w=square(), **ends()), True),
     "symmetric matrix between tanh": (
@@ -446,6 +457,20 @@ SELF_TESTED = {
     "tanh in a stream of two signs": (
         lambda: Written(
             in_two_signs, m=nn.LayerNorm(6), u=nn.Linear(6, 5), w=nn.Linear(5, 6), **heads(bias=True)
+        ),
+        True,
+    ),
+    "half of a rotated stream": (
+        lambda: Written(
+            lambda s, x: s.o(0.5 * beside_a_norm(s, x)), a=nn.Linear(5, 4), n=gains_of_both_signs(4),
+            u=nn.Linear(4, 3), d=nn.Linear(3, 4), o=nn.Linear(4, 6),
+        ),
+        True,
+    ),
+    "rotated stream read by what writes it": (
+        lambda: Written(
+            lambda s, x: beside_a_norm(s, x) @ s.a.weight, a=nn.Linear(5, 4), n=gains_of_both_signs(4),
+            u=nn.Linear(4, 3), d=nn.Linear(3, 4),
         ),
         True,
     ),

@@ -165,6 +165,9 @@ def folding(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
 def gain_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
     """Return the signs that make gains between which streams rotate positive, one by one, where signs are free.
 
+    The sign that all units of a stream share comes first, where rotations fix the vector of ones: it makes the largest
+    of the first sums over units positive that do not vanish.
+
     Args:
         structure: The group.
         tensors: Its parameters, by name.
@@ -177,6 +180,9 @@ def gain_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
         rotation = structure.rotations[index]
         place = structure.place_in_orbit[rotation.units]
         table = structure.sign_table[rotation.orbit][place]
+        shared = (table == table[:1]).all(0)
+        for generator in table[0, shared & rotation.fixes_ones].tolist():
+            found[generator] = _sign_of_ones(structure, index, generator, tensors)
         # Gains that several units share stand where none of these does.
         held = {name: structure.slots_of[name][0].offset + at for name, at in rotation.gains}
         acting = exponents(structure.signs, np.stack(list(held.values()), 1), table) if held else None
@@ -185,10 +191,27 @@ def gain_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
         by_gain = {name: own % 2 for name, own in zip(held, acting, strict=True)}
         for name, at in rotation.gains:
             alone = by_gain[name] > sum(by_gain[other] for other, _ in rotation.gains if other != name)
-            for own in np.flatnonzero(alone & ~rotation.plain_sign)[:1]:
+            for own in np.flatnonzero(alone & ~rotation.plain_sign & ~shared)[:1]:
                 gain = tensors[name].detach().double().cpu().reshape(-1).numpy()[at]
-                found[table[:, own]] = np.sign(gain)
+                around = found[table[0, shared & (by_gain[name] > 0)]]
+                found[table[:, own]] = np.sign(gain) * np.nan_to_num(around, nan=1.0).prod()
     return found
+
+
+def _sign_of_ones(structure: Structure, index: int, generator: int, tensors: Mapping[str, Tensor]) -> float:
+    """Return the sign of a stream along the vector of ones, which its rotation fixes; nan if nothing shows it."""
+    for slot in structure.slots:
+        for number, at, powers in structure.rotated_places.get(slot.offset, ()):
+            flips = structure.signs[slot.offset + int(at[0]), generator] % 2
+            if number != index or any(powers) or not flips or slot.tensor not in tensors:
+                continue
+            rows = tensors[slot.tensor].detach().movedim(slot.axes[0], 0).to("cpu", torch.float64)
+            rows = rows.index_select(0, torch.from_numpy(at)).reshape(len(at), -1)
+            total = rows.sum(0)
+            total[total.abs() <= _CLOSE * rows.abs().sum(0)] = 0
+            if bool(total.any()):
+                return float(total[total.abs().argmax()].sign())
+    return np.nan
 
 
 def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Turns, list[str]]:

@@ -39,11 +39,11 @@ class Tilts(Factor[Vectors]):
         """Draw tilts that change what a norm puts out about `draw.scale` times as much as there is.
 
         `draw.scale` is the standard deviation of the logarithm of the map's determinant, and, times the square root of
-        the size, of the entries. With `draw.signs` the determinant may be negative where the tilt reflects.
+        the size, of the entries. With `draw.signs` the determinant may be negative but for streams.
         """
         if not draw.mixing:
             return self.identity()
-        return tuple(self._drawn(tilt.size, draw, draw.signs and tilt.reflects) for tilt in self.structure.tilts)
+        return tuple(self._drawn(tilt.size, draw, draw.signs and not tilt.of_stream) for tilt in self.structure.tilts)
 
     def _drawn(self, size: int, draw: Draw, signs: bool) -> Tensor:
         vector = torch.randn(size, dtype=torch.float64, generator=draw.generator) * (draw.scale / math.sqrt(size))
@@ -140,7 +140,7 @@ class Tilts(Factor[Vectors]):
                 notes.append(f"{tilt.moved[0][0]} stays, as {what} sums to zero, which no tilt changes")
                 result.append(torch.zeros(tilt.size, dtype=torch.float64))
             else:
-                factor = (total[total.abs().argmax()].sign() if tilt.reflects else 1) / size
+                factor = (1 if tilt.of_stream else total[total.abs().argmax()].sign()) / size
                 result.append(factor - moved @ total / size**2)
         return Canonical({self.name: tuple(result)}, notes)
 

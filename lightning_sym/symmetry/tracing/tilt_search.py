@@ -60,13 +60,7 @@ def find_leaning(structure: Structure, values: Structure, streams: Sequence[Lean
         if first is None or None in seen or not all(_moves_alike(structure, first, slot) for slot in slots):
             continue
         if all(slot is not None and _is_between(structure, slot, None, 0) for slot in slots):
-            rotated = first.offset in structure.rotated_places
-            found.append(
-                Tilt(
-                    first.size, stream.readers, None, stream.writers, written=stream.seen,
-                    of_stream=True, reflects=rotated,
-                )
-            )  # fmt: skip
+            found.append(Tilt(first.size, stream.readers, None, stream.writers, written=stream.seen, of_stream=True))
     return found
 
 

@@ -22,9 +22,8 @@ class Tilt:
             all that writes into a stream.
         seen: Values inside the network, on whose last axis the map acts: by name, their axes.
         written: Values on whose last axis the inverse acts, transposed.
-        of_stream: Whether it is one of a stream.
-        reflects: Whether the determinant may be negative. Not in streams that nothing rotates: there the signs of units
-            tell which it was.
+        of_stream: Whether it is one of a stream. Its determinant is positive; in rotated streams the sign of all units
+            does what a negative one would.
     """
 
     size: int
@@ -34,7 +33,6 @@ class Tilt:
     seen: tuple[tuple[str, int], ...] = ()
     written: tuple[tuple[str, int], ...] = ()
     of_stream: bool = False
-    reflects: bool = True
 
 
 @dataclass(frozen=True)
