@@ -361,7 +361,7 @@ class _Course(Gathered):
         return notes
 
     def _find_in_turn(self, factors: Sequence[Factor[Any]], whole: bool) -> None:
-        """Find what some factors do and all else in turn: biases that take up signs, or gains, say anew what it is."""
+        """Alternate between some factors and all others until nothing changes, as each moves the others' weights."""
         changes: list[float] = []
         while len(changes) < _MOST_TURNS and not stalled(changes, 5):
             step, here, notes = self.identity, self.tensors, list[str]()

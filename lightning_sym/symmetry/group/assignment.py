@@ -31,7 +31,7 @@ _MOST_JOINT_SIGNS = 3
 
 @dataclass(frozen=True)
 class Slices:
-    """Where the units of a group stand in one parameter: on which axes, and at which positions (None: at all)."""
+    """The axes and positions of a group's units in one parameter; positions None means all positions."""
 
     tensor: str
     axes: tuple[int, ...]

@@ -514,7 +514,7 @@ class Factor(ABC, Generic[P]):
         return None
 
     def centred(self, tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[P, set[str]] | None:
-        """Return what takes off the mean of what tensors write, and for which it can; None if it adds nothing.
+        """Return a part that removes the mean of the outputs of some tensors, and their names; None if it adds nothing.
 
         Args:
             tensors: Parameters and buffers, by name, float64, on the CPU.

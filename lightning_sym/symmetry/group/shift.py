@@ -58,7 +58,7 @@ class Shift(Additive):
         return wanted.scales is not None and bool(self.structure.shifts)
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the shift that takes off what is added, with the least sum of squares of what is left."""
+        """Return the shift after which the sum of squares of the shifted tensors is least."""
         return Canonical({self.name: nearest(self.structure.shifts, state.tensors, state.parameters)})
 
     @property

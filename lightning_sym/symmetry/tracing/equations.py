@@ -179,7 +179,7 @@ def idle_together(
 
     Args:
         forms: Exponents by position. Shape (positions, generators).
-        slots: Where positions stand: on which tensor, on which of its axes, of which shape there, and from where on.
+        slots: For each slot its tensor, its axes, its shape, and the number of its first position.
         alone: Tensors on which positions count one by one.
         modulo_two: Whether exponents are those of signs.
 
