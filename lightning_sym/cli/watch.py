@@ -99,15 +99,18 @@ class Watch:
             SystemExit: If the process was stopped; why stands on standard error.
         """
         try:
-            work()
+            try:
+                work()
+            except RuntimeError:
+                if self._peers:
+                    self._told.wait(3.0)  # a collective fails a moment before it is known why
+                raise
         except BaseException as error:
-            if isinstance(error, RuntimeError) and self._peers:
-                self._told.wait(3.0)  # a collective fails a moment before it is known why
+            self._raised = True  # first of all: what is put in order here, and said, is not stopped for a second reason
             if self._reason and (isinstance(error, RuntimeError) or not isinstance(error, Exception)):
                 self._leave()
                 print(self.sentence, file=sys.stderr, flush=True)
                 raise SystemExit(self._status) from None
-            self._raised = True
             if not isinstance(error, Exception):
                 self._tell("was interrupted")
             else:
