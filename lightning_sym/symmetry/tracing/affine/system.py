@@ -100,6 +100,7 @@ class System:
         self.late = False  # whether a family was found after a reader that has not seen it
         self.fixed: set[str] = set()  # weights that something else sees
         self.derived: list[Derived] = []
+        self.probes: list[Tensor] = []  # one for many unknowns that obey the same equations, if that has to be zero
         self.products: list[tuple[Tensor, Tensor]] = []  # of which one has to vanish
         self.lengths: set[int] = set()  # of the inputs of the capture at hand
         self.walk = 0  # which length they have
