@@ -33,11 +33,11 @@ _MOST_NUMBERS = 2e7
 _ZERO = 1e-12
 # Different inputs of each length, at least.
 _INPUTS = 48
-# Most steps of a search for generic weights, and how many equal results there have to be.
-_STEPS, _AGREEING = 20, 3
+# Most searches for generic weights, most steps of each, and how many equal results there have to be.
+_SEARCHES, _STEPS, _AGREEING = 4, 20, 3
 # Normal numbers above which an entry is changed in a step: where further directions move it, and elsewhere.
 _RARITIES = ((-1.0, 2.0), (0.0, 1.8), (1.0, 1.5), (1.8, 1.2))
-# Root mean squares of random weights: of matrices times the root of what a unit reads, and of vectors at least.
+# Root mean squares of random weights: of matrices times the root of what a unit reads, of vectors at most and at least.
 _GROWTH, _LEAST = 1.5, 0.2
 # So many times as many inputs as at first are taken in a search.
 _MORE = 4
@@ -53,16 +53,21 @@ class Excess(NamedTuple):
     Attributes:
         missing: Dimension of the kernel without that of the orbit.
         nullity: Dimension of the kernel.
-        moved: The entries of parameters that directions outside of the orbit's tangents move, as masks by name.
+        moved: The entries of parameters that directions outside of the orbit's tangents move, or no output depends on,
+            as masks by name.
         names: Finds as few parameters as possible that such directions move.
-        counts: Dimension of the kernel of the whole Jacobian, and the number of entries on which an output depends.
+        whole: Dimension of the kernel of the whole Jacobian: with entries on which no output depends.
+        unread: The number of such entries.
+        sure: Whether searches for generic weights agree; otherwise all dimensions are the least that were found.
     """
 
     missing: int
     nullity: int
     moved: Mapping[str, Tensor] = {}
     names: Callable[[], Sequence[str]] = tuple
-    counts: tuple[int, int] = (0, 0)
+    whole: int = 0
+    unread: int = 0
+    sure: bool = True
 
 
 def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture]) -> None:
@@ -70,7 +75,8 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
 
     Args:
         symmetry: The symmetry, which has passed its self-test. Its nullity stays None if the network is too large,
-            rounds to single precision, cannot be differentiated, or has other nullities at all weights that are tried.
+            rounds to single precision, cannot be differentiated, or has other nullities at all weights that are tried;
+            a note says the latter.
         network: Not changed.
         captures: The calls that were traced.
     """
@@ -88,14 +94,18 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
             found = _least(symmetry, exact, network.state_dict(), calls)
     if found is None:
         return
-    symmetry.nullity = found.nullity
+    if found.sure:
+        symmetry.nullity = found.nullity
     if found.missing:
         names = found.names()
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        much, where = "", "at these sizes"
+        if not found.sure:
+            much, where = "at most ", "which is not known, as it is another at all weights that were tried"
         symmetry.notes = (
             *symmetry.notes,
-            f"this group leaves out {found.missing} of {found.nullity} dimensions of the Jacobian's nullity (at these "
-            f"sizes), which move {', '.join(names[:_SHOWN])}{more}",
+            f"this group leaves out {much}{found.missing} of {much}{found.nullity} dimensions of the Jacobian's nullity "
+            f"({where}), which move {', '.join(names[:_SHOWN])}{more}",
         )
 
 
@@ -126,7 +136,7 @@ def _few(call: Call) -> Call:
 
 
 def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]) -> Excess | None:
-    """Return the excess at generic weights.
+    """Return the excess at generic weights: where the whole kernel is smallest.
 
     Units that are dead or always on have further directions. From weights with such units steps lead to others, at
     which entries that these directions move have other signs and sizes.
@@ -138,7 +148,7 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
         calls: Inputs of every length that was traced.
 
     Returns:
-        The excess; None if it cannot be measured, or if not all searches end with the same.
+        The excess; None if it cannot be measured.
     """
     generator = torch.Generator().manual_seed(2)
 
@@ -150,32 +160,29 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
 
     for amount in (math.inf, 0.3, 0.03):  # some functions are not finite at most weights
         drawn(amount)
-        if (first := _measured(symmetry, exact, calls[:1], generator)) is not None:
+        if (best := _measured(symmetry, exact, calls[:1], generator)) is not None:
             break
-    if first is None or not first.missing:
-        return first
+    if best is None or not best.missing and not best.unread:
+        return best
     calls = [*_further(exact, calls, generator)]
     more = max(1, _MORE // len(calls))
     # Where there are notes, little is searched.
-    searches, steps, agreeing = (1, 2, 2) if symmetry.notes else (3, _STEPS, _AGREEING)
-    ends: list[list[int]] = []
-    for _ in range(searches):
-        best, results = first, list[int]()
+    searches, steps, agreeing = (1, 2, 2) if symmetry.notes else (_SEARCHES, _STEPS, _AGREEING)
+    ends: list[int] = []
+    while len(ends) < searches and ends.count(best.whole) < 2 and (best.missing or not ends):
+        results = list[int]()
         while len(results) < steps and (len(results) < agreeing or len({*results}) > 1):
             found = _measured(symmetry, exact, calls, generator, more, best)
-            if found is None or not found.missing:
+            if found is None or not found.missing and not found.unread:
                 return found
-            results.append(found.missing)
-            if found.missing == min(results):
-                best, kept = found, {name: weight.detach().clone() for name, weight in exact.named_parameters()}
+            results.append(found.whole)
+            if found.whole == min(results):
+                kept = {name: weight.detach().clone() for name, weight in exact.named_parameters()}
+            best = min(found, best, key=lambda one: (one.whole, one.unread))
             _mutate(exact, kept, best.moved, len(results), generator)
-        ends.append(results)
-        if results.count(min(results)) < agreeing or min(results) != min(ends[0]):  # it may be less elsewhere
-            return None
-        if len(ends) == 2 and len({*ends[0], *ends[1]}) == 1:
-            break
+        ends.append(sorted(results)[agreeing - 1])
         drawn(amount)
-    return best
+    return best._replace(sure=not best.missing or ends.count(best.whole) >= min(2, searches))
 
 
 def _spread(network: nn.Module, generator: torch.Generator) -> None:
@@ -186,9 +193,8 @@ def _spread(network: nn.Module, generator: torch.Generator) -> None:
     for weight in network.parameters():
         with torch.no_grad():
             size = float(weight.square().mean().sqrt()) if weight.numel() else 1.0
-            wanted = (
-                _GROWTH / math.sqrt(weight[0].numel() or 1) if weight.ndim > 1 and len(weight) else max(size, _LEAST)
-            )
+            several = weight.ndim > 1 and len(weight)
+            wanted = _GROWTH / math.sqrt(weight[0].numel() or 1) if several else min(max(size, _LEAST), _GROWTH)
             weight.mul_(wanted / (size or 1.0))
             for axis in range(weight.ndim) if weight.ndim > 1 else ():
                 same = (weight.sign().sum(axis, keepdim=True).abs() == weight.shape[axis]) & (weight.shape[axis] > 1)
@@ -276,7 +282,7 @@ def _measured(
         calls: What it is run on.
         generator: Source of the noise around these.
         least: How many times as many inputs as there have to be.
-        before: The excess at other weights, with which a larger kernel is compared in place of the orbit's tangents.
+        before: The excess at other weights. Where the kernel is larger, only its dimension is measured.
 
     Returns:
         The excess; None if too few outputs are finite.
@@ -292,18 +298,14 @@ def _measured(
     rows = torch.linalg.qr(rows / lengths.clamp(min=1e-6 * float(lengths.max())), mode="r").R
     sizes = torch.linalg.vector_norm(rows, dim=0)
     rows = rows / sizes.clamp(min=1e-3 * float(sizes.max()))
-    nullity = count - _rank(torch.linalg.svdvals(rows))
+    nullity, unread = count - _rank(torch.linalg.svdvals(rows)), int((sizes == 0).sum())
     if nullity == symmetry.dimension and not any(
         group.dense for group in symmetry.groups
     ):  # of which some may change nothing
-        return Excess(0, nullity)
-    counts = nullity, int((sizes > 0).sum())
-    if before is not None and before.counts[1] == counts[1] and nullity >= before.counts[0]:
-        # The same entries are read, so that the orbit has the same dimension there.
-        return (
-            before if counts == before.counts else before._replace(missing=before.missing + nullity - before.counts[0])
-        )
-    return _compared(symmetry, network, rows, sizes)._replace(counts=counts)
+        return Excess(0, nullity, whole=nullity)
+    if before is not None and (nullity > before.whole or (nullity, unread) == (before.whole, before.unread)):
+        return before._replace(whole=nullity, unread=unread)
+    return _compared(symmetry, network, rows, sizes)._replace(whole=nullity, unread=unread)
 
 
 def _rank(values: Tensor) -> int:
@@ -391,7 +393,7 @@ def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tenso
     # Scales of running statistics count if gains and biases make up for them. They are no tangents of parameters.
     absorbed = tangents.statistics - symmetry.buffer_dimension
     missing = max(kernel.shape[1] - rank - absorbed, 0)
-    moved = torch.zeros(len(read), dtype=torch.bool)
+    moved = ~read
     moved[read] = rest > 1e-6
     parts = dict(network.named_parameters())
     counts = [part.numel() for part in parts.values()]
