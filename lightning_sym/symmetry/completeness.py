@@ -51,22 +51,22 @@ class Excess(NamedTuple):
     """What a group leaves out of the kernel of a Jacobian.
 
     Attributes:
-        missing: Dimension of the kernel without that of the orbit.
-        nullity: Dimension of the kernel.
-        moved: The entries of parameters that directions outside of the orbit's tangents move, or no output depends on,
-            as masks by name.
+        missing: Dimension of the kernel without that of the orbit, on entries of parameters that count.
+        nullity: Dimension of that kernel.
+        moved: The entries that directions outside of the orbit's tangents move, or no output depends on, as masks by
+            name.
         names: Finds as few parameters as possible that such directions move.
-        whole: Dimension of the kernel of the whole Jacobian: with entries on which no output depends.
-        unread: The number of such entries.
+        whole: Dimension of the kernel on all entries.
+        read: Mask of the entries on which an output depends. Shape (entries,).
         sure: Whether searches for generic weights agree; otherwise all dimensions are the least that were found.
     """
 
     missing: int
     nullity: int
+    whole: int
+    read: Tensor
     moved: Mapping[str, Tensor] = {}
     names: Callable[[], Sequence[str]] = tuple
-    whole: int = 0
-    unread: int = 0
     sure: bool = True
 
 
@@ -74,9 +74,9 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     """Measure the nullity of a network's Jacobian, and note how many of its dimensions the group leaves out.
 
     Args:
-        symmetry: The symmetry, which has passed its self-test. Its nullity stays None if the network is too large,
-            rounds to single precision, cannot be differentiated, or has other nullities at all weights that are tried;
-            a note says the latter.
+        symmetry: The symmetry, which has passed its self-test. Its nullity stays None if the network is too large
+            or rounds to single precision. Notes say where it cannot be differentiated, or has other nullities at all
+            weights that are tried.
         network: Not changed.
         captures: The calls that were traced.
     """
@@ -87,25 +87,28 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         return
     exact = double_copy(network).cpu()
     calls = pytree.tree_map_only(Tensor, Tensor.cpu, [double(_few(captured.call)) for captured in captures])
-    found = None
+    found, why = None, "its values are not finite"
     with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched():
         warnings.simplefilter("ignore")  # of other operations without a batched version
-        with contextlib.suppress(Exception):  # there is no derivative, or the network does not run on other inputs
+        try:
             found = _least(symmetry, exact, network.state_dict(), calls)
+        except Exception as error:  # there is no derivative, or the network does not run on other inputs
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if found is None:
+        symmetry.notes = (*symmetry.notes, f"what this group leaves out was not measured, without a Jacobian ({why})")
         return
     if found.sure:
         symmetry.nullity = found.nullity
     if found.missing:
-        names = found.names()
+        names, missing, where = found.names(), f"{found.missing} of {found.nullity}", "at these sizes"
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        much, where = "", "at these sizes"
         if not found.sure:
-            much, where = "at most ", "which is not known, as it is another at all weights that were tried"
+            missing = f"at most {found.missing} of at most {found.nullity}"
+            where = "which is not known, as it is another at all weights that were tried"
         symmetry.notes = (
             *symmetry.notes,
-            f"this group leaves out {much}{found.missing} of {much}{found.nullity} dimensions of the Jacobian's nullity "
-            f"({where}), which move {', '.join(names[:_SHOWN])}{more}",
+            f"this group leaves out {missing} dimensions of the Jacobian's nullity ({where}), which move "
+            f"{', '.join(names[:_SHOWN])}{more}",
         )
 
 
@@ -139,7 +142,8 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
     """Return the excess at generic weights: where the whole kernel is smallest.
 
     Units that are dead or always on have further directions. From weights with such units steps lead to others, at
-    which entries that these directions move have other signs and sizes.
+    which entries that these directions move have other signs and sizes. Nothing is missing where each entry on which
+    an output depends at some weights is among those at which no entries that are read have further directions.
 
     Args:
         symmetry: The symmetry.
@@ -151,6 +155,7 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
         The excess; None if it cannot be measured.
     """
     generator = torch.Generator().manual_seed(2)
+    read, explained = torch.zeros(2, sum(weight.numel() for weight in exact.parameters()), dtype=torch.bool)
 
     def drawn(amount: float) -> None:
         exact.load_state_dict(own)
@@ -158,31 +163,46 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
         if math.isinf(amount):
             _spread(exact, generator)
 
+    def is_whole(found: Excess) -> bool:
+        read.logical_or_(found.read)
+        if not found.missing:
+            explained.logical_or_(found.read)
+        return not bool((read & ~explained).any())
+
     for amount in (math.inf, 0.3, 0.03):  # some functions are not finite at most weights
         drawn(amount)
         if (best := _measured(symmetry, exact, calls[:1], generator)) is not None:
             break
-    if best is None or not best.missing and not best.unread:
+    if best is None or (is_whole(best) and bool(read.all())):
         return best
     calls = [*_further(exact, calls, generator)]
     more = max(1, _MORE // len(calls))
     # Where there are notes, little is searched.
-    searches, steps, agreeing = (1, 2, 2) if symmetry.notes else (_SEARCHES, _STEPS, _AGREEING)
-    ends: list[int] = []
-    while len(ends) < searches and ends.count(best.whole) < 2 and (best.missing or not ends):
-        results = list[int]()
+    searches, steps, agreeing = (2, 6, 2) if symmetry.notes else (_SEARCHES, _STEPS, _AGREEING)
+    ends, weights = list[int](), _weights(exact)
+    while len(ends) < searches and ends.count(best.whole) < 2:
+        results, least, kept = list[int](), None if ends else best, _weights(exact)
         while len(results) < steps and (len(results) < agreeing or len({*results}) > 1):
-            found = _measured(symmetry, exact, calls, generator, more, best)
-            if found is None or not found.missing and not found.unread:
+            found = _measured(symmetry, exact, calls, generator, more, least)
+            if found is None or is_whole(found):
                 return found
             results.append(found.whole)
-            if found.whole == min(results):
-                kept = {name: weight.detach().clone() for name, weight in exact.named_parameters()}
-            best = min(found, best, key=lambda one: (one.whole, one.unread))
-            _mutate(exact, kept, best.moved, len(results), generator)
+            if least is None or found.whole <= min(results):
+                least, kept = found, _weights(exact)
+            if least.whole < best.whole:
+                best, weights = least, kept
+            _mutate(exact, kept, least.moved, len(results), generator)
         ends.append(sorted(results)[agreeing - 1])
         drawn(amount)
-    return best._replace(sure=not best.missing or ends.count(best.whole) >= min(2, searches))
+    if not torch.equal(best.read, read):
+        exact.load_state_dict(weights, strict=False)
+        best = _measured(symmetry, exact, calls, generator, more, counted=read) or best
+    return best._replace(sure=not best.missing or ends.count(best.whole) >= 2)
+
+
+def _weights(network: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a network's parameters."""
+    return {name: weight.detach().clone() for name, weight in network.named_parameters()}
 
 
 def _spread(network: nn.Module, generator: torch.Generator) -> None:
@@ -273,6 +293,7 @@ def _measured(
     generator: torch.Generator,
     least: int = 1,
     before: Excess | None = None,
+    counted: Tensor | None = None,
 ) -> Excess | None:
     """Return the excess at a network's weights.
 
@@ -283,6 +304,7 @@ def _measured(
         generator: Source of the noise around these.
         least: How many times as many inputs as there have to be.
         before: The excess at other weights. Where the kernel is larger, only its dimension is measured.
+        counted: Mask of the entries that count; by default those on which an output depends. Shape (entries,).
 
     Returns:
         The excess; None if too few outputs are finite.
@@ -298,14 +320,18 @@ def _measured(
     rows = torch.linalg.qr(rows / lengths.clamp(min=1e-6 * float(lengths.max())), mode="r").R
     sizes = torch.linalg.vector_norm(rows, dim=0)
     rows = rows / sizes.clamp(min=1e-3 * float(sizes.max()))
-    nullity, unread = count - _rank(torch.linalg.svdvals(rows)), int((sizes == 0).sum())
+    nullity, read = count - _rank(torch.linalg.svdvals(rows)), sizes > 0
     if nullity == symmetry.dimension and not any(
         group.dense for group in symmetry.groups
     ):  # of which some may change nothing
-        return Excess(0, nullity, whole=nullity)
-    if before is not None and (nullity > before.whole or (nullity, unread) == (before.whole, before.unread)):
-        return before._replace(whole=nullity, unread=unread)
-    return _compared(symmetry, network, rows, sizes)._replace(whole=nullity, unread=unread)
+        return Excess(0, nullity, nullity, torch.ones_like(read))
+    larger = before is not None and (
+        nullity > before.whole or (nullity == before.whole and torch.equal(read, before.read))
+    )
+    if before is not None and larger and nullity - int((~read).sum()) > symmetry.dimension:
+        return before._replace(whole=nullity, read=read)
+    counted = read if counted is None else counted
+    return _compared(symmetry, network, rows, sizes, counted)._replace(whole=nullity, read=read)
 
 
 def _rank(values: Tensor) -> int:
@@ -372,36 +398,36 @@ def _beside(parts: Iterable[Tensor]) -> Tensor:
 # ---- the group
 
 
-def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tensor) -> Excess:
-    """Compare the kernel of a Jacobian with the orbit's tangents, on entries of parameters that any output depends on.
+def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tensor, counted: Tensor) -> Excess:
+    """Compare the kernel of a Jacobian with the orbit's tangents, on some entries of parameters.
 
     Args:
         symmetry: The symmetry.
         network: The network at these weights.
         rows: Rows with the kernel of the Jacobian. Shape (rows, parameters).
         sizes: The lengths of the Jacobian's columns. Shape (parameters,).
+        counted: Mask of the entries that count. Shape (parameters,).
     """
     tangents = tangents_at(symmetry, network)
-    read = sizes > 0
-    scale = sizes.clamp(min=1e-3 * float(sizes.max()))[read, None]
-    known = scale * _in_order(tangents, network, symmetry.structure.charts)[read]
+    scale = sizes.clamp(min=1e-3 * float(sizes.max()))[counted, None]
+    known = scale * _in_order(tangents, network, symmetry.structure.charts)[counted]
     basis, values, _ = torch.linalg.svd(known, full_matrices=False)
-    kernel = _kernel(rows[:, read])
+    kernel = _kernel(rows[:, counted])
     left, cosines, _ = torch.linalg.svd(kernel.T @ basis[:, : _rank(values)])
     rank = int((cosines > 0.5).sum())  # 1, as tangents are in the kernel
     rest = torch.linalg.vector_norm(kernel @ left[:, rank:], dim=1)
     # Scales of running statistics count if gains and biases make up for them. They are no tangents of parameters.
     absorbed = tangents.statistics - symmetry.buffer_dimension
     missing = max(kernel.shape[1] - rank - absorbed, 0)
-    moved = ~read
-    moved[read] = rest > 1e-6
+    moved = sizes == 0
+    moved[counted] |= rest > 1e-6
     parts = dict(network.named_parameters())
     counts = [part.numel() for part in parts.values()]
     pieces = zip(parts.items(), torch.split(moved, counts), strict=True)
     masks = {name: mask.view(part.shape) for (name, part), mask in pieces}
-    of = torch.repeat_interleave(torch.tensor(counts))[read]
+    of = torch.repeat_interleave(torch.tensor(counts))[counted]
     names = functools.partial(_names, parts, of, kernel, left[:, :rank], rest, absorbed)
-    return Excess(missing, tangents.rank + absorbed + missing, masks, names)
+    return Excess(missing, tangents.rank + absorbed + missing, 0, sizes > 0, masks, names)
 
 
 def _kernel(rows: Tensor) -> Tensor:
