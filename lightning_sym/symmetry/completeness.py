@@ -113,7 +113,10 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
 
 
 class _Batched(TorchFunctionMode):
-    """Writes out functions of which the derivative has no batched version; embeddings, at padding tokens, too."""
+    """Writes out functions of which the derivative has no batched version; embeddings, at padding tokens, too.
+
+    RMS norms without a number of their own take that of single precision: that of double precision is lost in rounding.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {} if kwargs is None else kwargs
@@ -123,6 +126,9 @@ class _Batched(TorchFunctionMode):
             x, slope = args
             slope = slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope
             return torch.where(x > 0, x, slope * x)
+        if function is F.rms_norm:
+            x, shape, weight, eps = (*args, *[options.pop(key, None) for key in ("weight", "eps")[len(args) - 2 :]])
+            return function(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
         return function(*args, **options)
 
 

@@ -316,8 +316,8 @@ LEANING = {
     "behind an activation": (lambda s, x: s.head(torch.relu(residual(s, x))), WHOLE, (9,), None),
     "written by a depthwise convolution": (
         depthwise,
-        {"first": of(nn.Conv1d, 9, D, 1), "norm": of(N, D, eps=0.1), "deep": of(nn.Conv1d, D, D, 3, padding=1, groups=D),
-         "head": of(nn.Conv1d, D, V, 1)}, (9, 4), None),
+        {"first": of(nn.Conv1d, 9, D, 1), "norm": of(N, D, eps=0.1),
+         "deep": of(nn.Conv1d, D, D, 3, padding=1, groups=D), "head": of(nn.Conv1d, D, V, 1)}, (9, 4), None),
     "final norm": (lambda s, x: s.head(s.last(residual(s, x))), {**WHOLE, "last": of(N, D)}, (9,), None),
 }  # fmt: skip
 

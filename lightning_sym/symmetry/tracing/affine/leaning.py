@@ -184,7 +184,7 @@ class _Stream:
         return [axis for axis, size in enumerate(shape_of(node) or ()) if size == self.size]
 
     def _wide(self, node: fx.Node, axis: int) -> dict[fx.Node, int]:
-        """Return which arguments have the units of an axis, and on which of their own, where axes in front are added."""
+        """Return which arguments have the units of an axis, and on which of their own axes."""
         rank = len(shape_of(node) or ())
         aligned = ((own, axis - rank + len(shape_of(own) or ())) for own in node.all_input_nodes)
         return {own: at for own, at in aligned if at in self._axes(own)}
