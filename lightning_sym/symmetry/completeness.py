@@ -317,7 +317,7 @@ def _measured(
     """
     for more in (least, 8):  # where many numbers are not finite
         rows = torch.cat([_rows(network, call, more, generator) for call in calls])
-        rows = rows[rows.isfinite().all(1)]
+        rows = rows[torch.linalg.vector_norm(rows, dim=1).isfinite()]
         if len(rows) >= (count := rows.shape[1]):
             break
     else:
