@@ -301,6 +301,15 @@ LEANING = {
         layer_scale,
         {**WHOLE, "gain": parameter(D), "norm2": of(N, D, eps=0.1), "into2": of(L, D, 3), "out2": of(L, 3, D),
          "gain2": parameter(D)}, (9,), (1, 6)),
+    "some of its places": (
+        lambda s, x: s.head(torch.where(x[..., :1] > 0, residual(s, x), 0.0)[:, [0, 2]]).flatten(1), WHOLE,
+        (3, 9), (1, 4)),
+    "parts of its places": (
+        lambda s, x: (lambda one, two: s.head(torch.cat([two, one], 1)))(*residual(s, x).split([1, 2], 1)), WHOLE,
+        (3, 9), (1, 4)),
+    "a mean with weights": (
+        lambda s, x: s.head(((x @ s.score).softmax(1).mT @ residual(s, x)).flatten(1)),
+        {**WHOLE, "score": parameter(9, 1)}, (3, 9), (1, 4)),
     "behind one gain": (shared_gain, {**WHOLE, "gain": parameter(D), "other": of(L, 9, D)}, (9,), (1, 6)),
     "behind a gate of one unit": (gated, {**WHOLE, "gate": of(L, 9, 1, bias=False)}, (9,), (1, 4)),
     "convolutions": (

@@ -5,6 +5,7 @@ See docs/theory/intertwiners.md, 2.12.
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +14,12 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.coordinates import coordinates
-from lightning_sym.symmetry.tracing.nodes import argument, moved, reduced, shape_of
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, moved, reduced, shape_of, terms_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.tilts import Leaning
 
 _PASSES = operations(Trait.CAST) | {"neg"}
+_PRODUCTS = operations(Trait.CONTRACT) - operations(Trait.CONVOLVE) - {"embedding"}
 # What acts on the axes behind the second alone.
 _OF_PLACES = operations(Trait.POOL | Trait.RESIZE | Trait.NEAREST)
 
@@ -87,6 +89,14 @@ def _layer(node: fx.Node) -> _Layer | None:
     ):
         return None
     return _Layer(node.args[1], argument(node, 2, "bias"), 1, *((1, 0) if "transpose" in name else (0, 1)))
+
+
+def _moved(node: fx.Node, tensor: Tensor) -> Any:
+    """Apply an operation that moves elements to another tensor; of those that integers choose it takes the first."""
+    if name_of(node) not in operations(Trait.PICK):
+        return moved(node, tensor)
+    args = fx.map_arg(node.args[1:], lambda own: torch.zeros(own.meta["val"].shape, dtype=torch.int64))
+    return node.target(tensor, *args, **node.kwargs)  # type: ignore[operator]
 
 
 class _Stream:
@@ -171,13 +181,20 @@ class _Stream:
             if layer is not None and layer.axis == axis:
                 self._parameter(layer.weight, layer.columns, user, self.readers, None)
                 return []
+        made = list(user.users) if isinstance(user.meta.get("val"), (list, tuple)) else [user]
+        found = [place for each in made for place in self._further(node, axis, gain, each)]
+        if len(found) < len(made):
+            raise HeldError
+        return found
+
+    def _further(self, node: fx.Node, axis: int, gain: str | None, user: fx.Node) -> Iterator[Place]:
+        """Yield where the units stand in what is made of a value, if it is of the stream."""
         for at in self._axes(user):
             with contextlib.suppress(HeldError):
                 if gain is not None and self._behind_gain(user, at) == (node, axis, gain):
-                    return [(user, at, None)]
-                if self._summands(user, at).get(node) == axis:
-                    return [(user, at, gain)]
-        raise HeldError
+                    yield user, at, None
+                elif self._summands(user, at).get(node) == axis:
+                    yield user, at, gain
 
     def _axes(self, node: fx.Node) -> list[int]:
         """Return the axes that are as long as the stream is wide."""
@@ -215,23 +232,49 @@ class _Stream:
         elif name == "cat":
             if argument(node, 1, "dim", 0) % len(node.meta["val"].shape) != axis:
                 return wide
-        elif len(given) == 1:
-            for at in self._axes(given[0]):
-                if self._moved_to(node, given[0], at) == axis:
-                    return {given[0]: at}
+        elif name in ("where", "masked_fill"):
+            mask, *parts = node.args if name == "where" else (node.args[1], node.args[0], node.args[2])
+            kept = [part for part in parts if not self._is_zero(part)]
+            if mask not in wide and kept and all(part in wide for part in kept):
+                return {part: wide[part] for part in kept}  # type: ignore[index]
+        elif name in _PRODUCTS and (equation := equation_of(node)) is not None:
+            *terms, out = terms_of(equation)
+            values: Any = node.args[1] if name == "einsum" else node.args[:2]
+            for own, other, value in ((0, 1, values[0]), (1, 0, values[1])):
+                alone = out[axis] in terms[own] and out[axis] not in terms[other] and len(given) == 2
+                if alone and (name != "linear" or own == 0):
+                    return {value: terms[own].index(out[axis])}
+        else:
+            whole, *_ = node.args if node.target is operator.getitem else (node,)
+            for at in self._axes(source := whole.args[0]):  # type: ignore[union-attr,arg-type]
+                if self._moved_to(node, whole, source, at) == axis:  # type: ignore[arg-type]
+                    return {source: at}  # type: ignore[dict-item]
         raise HeldError
 
-    def _moved_to(self, node: fx.Node, given: fx.Node, at: int) -> int | None:
-        """Return where an operation of one value leaves an axis, if it does the same at each of its places."""
-        name, before, after = name_of(node), tuple(given.meta["val"].shape), tuple(node.meta["val"].shape)
+    def _is_zero(self, part: Any) -> bool:
+        """Whether an argument is zero everywhere."""
+        number = self.interpreter.constants.number(part) if isinstance(part, fx.Node) else part
+        return isinstance(number, (int, float)) and number == 0
+
+    def _moved_to(self, node: fx.Node, whole: fx.Node, given: fx.Node, at: int) -> int | None:
+        """Return where an operation of one value leaves an axis, if it does the same at each of its places.
+
+        Args:
+            node: What comes out.
+            whole: The operation; of several results, `node` is one.
+            given: The value.
+            at: The axis.
+        """
+        name, before, after = name_of(whole), tuple(given.meta["val"].shape), tuple(node.meta["val"].shape)
         if name in _PASSES or (name in _OF_PLACES and at == 1 and len(before) == len(after) > 2):
             return at
-        if name in operations(Trait.SUM) and at not in (summed := reduced(node, len(before))):
+        if name in operations(Trait.SUM) and at not in (summed := reduced(whole, len(before))):
             return at if len(before) == len(after) else at - sum(axis < at for axis in summed)
-        if name in operations(Trait.MOVE):
-            result = moved(node, coordinates(before, [at]))
-            for axis in self._axes(node) if isinstance(result, Tensor) else ():
-                if torch.equal(result.expand(after), coordinates(after, [axis])):
+        if name in operations(Trait.MOVE | Trait.PICK):
+            result = _moved(whole, coordinates(before, [at]))
+            result = result if node is whole else result[node.args[1]]
+            for axis in self._axes(node) if isinstance(result, Tensor) and tuple(result.shape) == after else ():
+                if torch.equal(result, coordinates(after, [axis])):
                     return axis
         return None
 
@@ -242,7 +285,7 @@ class _Stream:
             (user, node), whole = (node, node.args[0]), node.meta["val"].numel()
             if name_of(user) not in operations(Trait.MOVE) or node.meta["val"].numel() != whole:
                 raise HeldError
-            axis = next((at for at in self._axes(node) if self._moved_to(user, node, at) == axis), -1)
+            axis = next((at for at in self._axes(node) if self._moved_to(user, user, node, at) == axis), -1)
         if node not in self.states or axis not in self._axes(node):
             raise HeldError
         name = self.states[node]
