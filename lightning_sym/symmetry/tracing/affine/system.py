@@ -107,7 +107,7 @@ class System:
         self.counted = False  # whether anything was multiplied by a length
         self.sources = 0
         self.notes: list[str] = []
-        self.blind: dict[str, None] = {}  # users' rules that say too little
+        self.blind: dict[str, None] = {}  # notes: on users' rules that say too little, and on products of norms
         self._derived: dict[Any, Tensor] = {}
         self._signatures: dict[fx.Node, str] = {}
         self._interned: dict[Any, str] = {}
