@@ -74,9 +74,9 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     """Measure the nullity of a network's Jacobian, and note how many of its dimensions the group leaves out.
 
     Args:
-        symmetry: The symmetry, which has passed its self-test. Its nullity stays None if the network is too large
-            or rounds to single precision. Notes say where it cannot be differentiated, or has other nullities at all
-            weights that are tried.
+        symmetry: The symmetry, which has passed its self-test. Its nullity stays None if the network is too large,
+            rounds to single precision, cannot be differentiated, or has other nullities at all weights that are tried;
+            a note says the latter.
         network: Not changed.
         captures: The calls that were traced.
     """
@@ -87,18 +87,21 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         return
     exact = double_copy(network).cpu()
     calls = pytree.tree_map_only(Tensor, Tensor.cpu, [double(_few(captured.call)) for captured in captures])
-    found, why = None, "its values are not finite"
+    found = None
     with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched():
         warnings.simplefilter("ignore")  # of other operations without a batched version
-        try:
+        with contextlib.suppress(Exception):  # there is no derivative, or the network does not run on other inputs
             found = _least(symmetry, exact, network.state_dict(), calls)
-        except Exception as error:  # there is no derivative, or the network does not run on other inputs
-            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if found is None:
-        symmetry.notes = (*symmetry.notes, f"what this group leaves out was not measured, without a Jacobian ({why})")
         return
     if found.sure:
         symmetry.nullity = found.nullity
+    idle = symmetry.dimension - (found.nullity - found.missing)
+    if idle > 0:
+        symmetry.notes = (
+            *symmetry.notes,
+            f"{idle} of {symmetry.dimension} dimensions of this group change nothing (at these sizes)",
+        )
     if found.missing:
         names, missing, where = found.names(), f"{found.missing} of {found.nullity}", "at these sizes"
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -33,7 +33,10 @@ ZERO = 1e-12
 DRAWS = 30
 MOST_PARAMETERS = 200
 
-SILENT: dict[str, str] = {}
+SILENT: dict[str, str] = {
+    "writes: sums_of_units_step_by_step": "has no derivative",
+    "vit, norms of queries and keys": "too large; gains and the bias of queries move along curves",
+}
 # What `trace_symmetry` measures on inputs of further lengths, with further tokens, or at weights that it searches for.
 FURTHER = {
     "shared: layer_norm_of_two_layers": "weights",

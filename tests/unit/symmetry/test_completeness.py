@@ -117,9 +117,7 @@ def test_what_is_not_measured_is_none() -> None:
     single = network(lambda s, x: s.b(torch.relu(s.a(x)).float().double()), a=of(L, 5, 6), b=of(L, 6, 3))
     assert trace_symmetry(single, inputs).nullity is None
     written = network(lambda s, x: s.b(s.h(torch.tanh(s.a(x)))), a=of(L, 5, 6), b=of(L, 6, 3), h=Written)
-    symmetry = trace_symmetry(written, inputs)
-    assert symmetry.nullity is None
-    assert "what this group leaves out was not measured, without a Jacobian (RuntimeError" in symmetry.notes[-1]
+    assert trace_symmetry(written, inputs).nullity is None
 
 
 class Written(nn.Module):
