@@ -141,7 +141,7 @@ class Products(Contractions):
             where = self.constants.capture.modules.get(node, "forward")
             self.system.blind[
                 f"{name_of(node)} in {where}: multiplies the outputs of two layer norms, whose gains and biases may "
-                "change together with what they norm, too: one dimension, or two with biases, that depend on the weights"
+                "change together with what they norm, too: one dimension, two with biases, that depend on the weights"
             ] = None
         result = self.contract(x, y, equation, node)
         return self._with_bias(result, argument(node, 2, "bias"), node) if name_of(node) == "linear" else result
