@@ -3,7 +3,7 @@
 See docs/theory/intertwiners.md, 2.18.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints, together
 from lightning_sym.symmetry.described import listed
+from lightning_sym.symmetry.group.cells import balance_cells
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.gained_forms import around, usable, wants_matrices
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.matrix import random_matrix
 from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
@@ -106,10 +109,10 @@ class GainedMatrix(Factor[Matrices]):
         for slot in structure.slots:
             for place in structure.gained_places.get(slot.offset, ()):
                 cell = structure.gained[place.cell]
-                around = _around(place, [gain.of(tensors) for gain in cell.gains]).numpy()
+                outside = around(place, [gain.of(tensors) for gain in cell.gains]).numpy()
                 # Entry (i, j) adds row j to row i where units are put out, and takes i off j where they are read.
                 into, of = np.indices((cell.size, cell.size)).reshape(2, -1)[:: -1 if place.read else 1]
-                factor = (around[into] / around[of])[:, None] * (-1 if place.read else 1)
+                factor = (outside[into] / outside[of])[:, None] * (-1 if place.read else 1)
                 moved = _moved(slot, place, cell, parameters, tensors)
                 if moved is not None:
                     name, to, rows, by = moved
@@ -120,6 +123,29 @@ class GainedMatrix(Factor[Matrices]):
             return sparse.csr_matrix((total, 0))
         rates, rows, columns = (np.concatenate(own) for own in zip(*found, strict=True))
         return sparse.csr_matrix((rates, (rows, columns)), shape=(total, int(first[-1])))
+
+    rung = Rung.FIRST
+
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether matrices are sought: for forms up to nothing at all; see :class:`Factor`."""
+        return bool(self.structure.gained) and wants_matrices(wanted)
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return what makes both Gram matrices of every cell equal and diagonal, gains taken off."""
+        if self.structure.dense:  # these were found together
+            return Canonical({})
+        return balance_cells(self.group, state)
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield a note on cells that stay."""
+        stay = len(self.structure.gained)
+        if self.concerned(wanted):
+            stay -= len(usable(self.structure, tensors))
+        if stay and wanted.scales is not None:
+            yield (
+                f"{stay} cells between gains are not mixed (with scales='balanced', signs and order only, and between "
+                "gains other than zero): the form is canonical up to invertible matrices there only"
+            )
 
     @property
     def gains(self) -> frozenset[str]:
@@ -192,8 +218,8 @@ class GainedAction(LinearAction):
                         f"a matrix acts behind the gains {names}, which are not there; expected the network itself "
                         "beside what is changed, or an element without matrices: sample(mixing=False)"
                     )
-                around = _around(place, self.gains[place.cell])
-                matrix = around[:, None] * matrix / around
+                outside = around(place, self.gains[place.cell])
+                matrix = outside[:, None] * matrix / outside
             where = torch.from_numpy(place.at).to(tensor.device)
             old = tensor.index_select(axis, where).movedim(axis, -1)
             tensor = tensor.index_copy(axis, where, (old @ matrix.to(tensor).mT).movedim(-1, axis))
@@ -203,12 +229,6 @@ class GainedAction(LinearAction):
 def _names(cell: GainedCell) -> list[str]:
     """Return the names of the tensors that make a cell's gains."""
     return [name for gain in cell.gains for name in gain.names]
-
-
-def _around(place: GainedPlace, gains: Sequence[Tensor]) -> Tensor:
-    """Return the diagonal around the matrix at a place. Shape (size,)."""
-    own = [gain**power for gain, power in zip(gains, place.powers, strict=True)]
-    return torch.stack(own).prod(0)
 
 
 def _moved(

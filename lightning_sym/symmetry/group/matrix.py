@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats, Ints, as_array, together
 from lightning_sym.symmetry.group.cells import (
+    balance_cells,
     balanced_by_positive,
-    balanced_cells,
     cell_slices,
     singular_values,
     unbalanced,
@@ -117,9 +117,7 @@ class Matrix(Factor[Matrices]):
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return what makes both Gram matrices of every cell equal and diagonal, and all scales with it."""
-        total, stay, notes = balanced_cells(self.group, state)
-        state.reflected = [cell for cell in range(len(self.structure.dense)) if cell not in stay]
-        return Canonical(total.parts, notes)
+        return balance_cells(self.group, state)
 
     def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
         """Yield a note on cells that stay."""

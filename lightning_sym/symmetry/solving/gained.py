@@ -30,6 +30,7 @@ class _Frame(NamedTuple):
     solve: Ints
     frame: Ints
     sign: Ints
+    at_gains: Ints
 
 
 def find_gained(
@@ -166,7 +167,12 @@ def _frame(structure: Structure, orbit: int, slots: Sequence[Slot], gains: Seque
     own_signs = not_common(structure.cells[orbit], structure.sign_table[orbit])
     around = (signs - (scales @ solve)[:, :-1] @ multiplying @ signs)[plain] % 2
     around[:, ~own_signs] = 0
-    return _Frame(solve, whole, around[0]) if (around == around[:1]).all() else None
+    at_gains = multiplying @ scales @ solve
+    # All gains of batch norms then scale together.
+    common = {c for c, gain in zip(at_gains[:, -1].tolist(), gains, strict=True) if gain.norm is not None}
+    if len(common) > 1 or 0 in common or not (around == around[:1]).all():
+        return None
+    return _Frame(solve, whole, around[0], at_gains)
 
 
 def _candidates(scales: Ints) -> Iterator[Ints]:

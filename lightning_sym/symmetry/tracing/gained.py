@@ -100,6 +100,7 @@ class GainedCell:
         frame: With which exponents a unit's scales act where A does, in front of and behind all gains as it may be.
             Shape (generators,).
         sign: The same for its signs, modulo 2. Shape (generators of signs,).
+        at_gains: (k, c) of the gains' own places. Shape (gains, gains + 1).
     """
 
     units: Ints
@@ -108,6 +109,7 @@ class GainedCell:
     solve: Ints
     frame: Ints
     sign: Ints
+    at_gains: Ints
 
     @property
     def size(self) -> int:
