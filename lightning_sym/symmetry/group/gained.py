@@ -3,7 +3,7 @@
 See docs/theory/intertwiners.md, 2.18.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -146,6 +146,14 @@ class GainedMatrix(Factor[Matrices]):
                 f"{stay} cells between gains are not mixed (with scales='balanced', signs and order only, and between "
                 "gains other than zero): the form is canonical up to invertible matrices there only"
             )
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on cells that are not mixed; see :class:`Factor`."""
+        note = (
+            f"{len(self.structure.gained)} cells on which invertible matrices act between gains are mixed only if both "
+            "networks compute the same: no lower bound is known"
+        )
+        return [note] * bool(self.structure.gained), bool(self.structure.gained)
 
     @property
     def gains(self) -> frozenset[str]:
