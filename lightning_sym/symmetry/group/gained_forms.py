@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats, together
 from lightning_sym.symmetry.group.gathered import Wanted
 from lightning_sym.symmetry.group.streams import folding
-from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
+from lightning_sym.symmetry.tracing.gained import Gain, GainedCell, GainedPlace
 from lightning_sym.symmetry.tracing.structure import Structure
 
 
@@ -45,22 +45,31 @@ def held_scales(structure: Structure, tensors: Mapping[str, Tensor], wanted: Wan
     for index in usable(structure, tensors) if wants_matrices(wanted) else ():
         cell = structure.gained[index]
         table = structure.scale_table[cell.orbit][structure.place_in_orbit[cell.units]]
-        rates = np.zeros((len(cell.gains) + 1, cell.size))
-        rates[:-1] = [-np.log(np.abs(gain.of(tensors).numpy())) for gain in cell.gains]
-        if cell.moves_statistics:
-            sizes = _sizes(cell, tensors) + (cell.at_gains @ rates)[[gain.norm is not None for gain in cell.gains]]
-            common = int(cell.at_gains[[gain.norm is not None for gain in cell.gains]][0, -1])
+        rates, sizes = _taken_off(cell, tensors)
+        if len(sizes):
+            common = cell.at_gains[[gain.norm is not None for gain in cell.gains], -1][0]  # of all batch norms
             rates[-1] = -common * np.log(np.square(np.exp(sizes)).mean(0)) / 2
         own = cell.solve.any(1)
         found[table[:, own]] = (cell.solve @ rates).T[:, own]
     return found
 
 
-def _sizes(cell: GainedCell, tensors: Mapping[str, Tensor]) -> Floats:
-    """Return the logarithms of the gains of a cell's batch norms. Shape (batch norms, size)."""
-    held = [(tensors[gain.name].detach().double().cpu().reshape(-1), gain) for gain in cell.gains if gain.norm]
-    logs: Floats = np.stack([np.log(np.abs(own.numpy()[gain.at])) for own, gain in held])
-    return logs
+def _taken_off(cell: GainedCell, tensors: Mapping[str, Tensor]) -> tuple[Floats, Floats]:
+    """Return scales that bring a cell's gains to 1 or -1, and the gains of batch norms then.
+
+    Args:
+        cell: The cell, of whose gains none is zero.
+        tensors: Parameters and buffers, by name.
+
+    Returns:
+        Logarithms of what gains are multiplied by, the last ones, of matrices, 0. Shape (gains + 1, size); and of the
+        gains of batch norms. Shape (batch norms, size).
+    """
+    rates = np.zeros((len(cell.gains) + 1, cell.size))
+    rates[:-1] = [-np.log(np.abs(gain.of(tensors).numpy())) for gain in cell.gains]
+    logs = [np.log(np.abs(Gain(gain.name, gain.at).of(tensors).numpy())) for gain in cell.gains]
+    norms = [gain.norm is not None for gain in cell.gains]
+    return rates, (np.stack(logs) + cell.at_gains @ rates)[norms]
 
 
 def in_order_of_gains(structure: Structure, tensors: Mapping[str, Tensor], cells: Collection[int]) -> Tensor:
@@ -74,7 +83,7 @@ def in_order_of_gains(structure: Structure, tensors: Mapping[str, Tensor], cells
     permutation = np.arange(structure.units)
     for cell in (structure.gained[index] for index in cells):
         if sum(gain.norm is not None for gain in cell.gains) > 1:
-            logs = _sizes(cell, tensors)
+            _, logs = _taken_off(cell, tensors)
             units = np.sort(cell.units)
             permutation[units] = cell.units[np.lexsort((logs - logs[-1:])[:-1])]
     return torch.from_numpy(permutation)

@@ -146,7 +146,7 @@ def _frame(structure: Structure, orbit: int, slots: Sequence[Slot], gains: Seque
     of_gains = (multiplying - dividing) @ scales[:, own]
     if of_gains.shape[0] + 1 != of_gains.shape[1] or not plain.any():
         return None
-    best: tuple[int, Ints, Ints] | None = None
+    best: tuple[tuple[int, int], Ints, Ints] | None = None
     for frame in _candidates(scales[plain][:, own]):
         basis = np.concatenate([of_gains, frame[None]])
         if abs(round(np.linalg.det(basis))) != 1:
@@ -155,9 +155,10 @@ def _frame(structure: Structure, orbit: int, slots: Sequence[Slot], gains: Seque
         solved = scales[plain][:, own] @ inverse
         if not (np.abs(solved[:, -1]) == 1).all() or len({*solved[:, -1].tolist()}) != 2:
             return None  # nothing writes, or nothing reads
-        alone = int((solved[:, :-1] == 0).all(1).sum())
-        if best is None or alone > best[0]:
-            best = alone, inverse, frame
+        here, reads = (solved[:, :-1] == 0).all(1), solved[:, -1] != solved[0, -1]
+        score = int((here & reads).sum()), int(here.sum())  # what is read is also what shifts add up to
+        if best is None or score > best[0]:
+            best = score, inverse, frame
     if best is None:
         return None
     solve = np.zeros((scales.shape[1], len(gains) + 1), np.int64)
