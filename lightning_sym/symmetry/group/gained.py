@@ -43,7 +43,7 @@ class GainedMatrix(Factor[Matrices]):
         """Draw matrices whose singular vectors are uniform, and whose singular values are log-normal."""
         if not draw.mixing:
             return self.identity()
-        return tuple(random_matrix(cell.size, draw) for cell in self.structure.gained)
+        return tuple(_drawn(cell.size, draw) for cell in self.structure.gained)
 
     def sample_at(self, seen: Slot, values: Factor[Matrices], draw: Draw) -> Matrices:
         """Draw the matrices of cells that are seen; see :class:`Factor`."""
@@ -184,8 +184,15 @@ class GainedAction(LinearAction):
     """
 
     def __init__(self, structure: Structure, matrices: Matrices) -> None:
-        self.structure, self.matrices = structure, matrices
-        self.inverses = [torch.linalg.inv(matrix).mT if len(matrix) else matrix for matrix in matrices]
+        self.structure = structure
+        self.moved: list[Ints] = []  # which units are mixed at all
+        self.matrices: list[tuple[Tensor, Tensor]] = []  # among these, and what is read is multiplied by
+        for matrix in matrices:
+            change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
+            moved = torch.nonzero(change.any(0) | change.any(1)).ravel() if len(matrix) else torch.zeros(0).long()
+            inside = matrix[moved][:, moved]
+            self.moved.append(moved.numpy())
+            self.matrices.append((inside, torch.linalg.inv(inside).mT))
         self.gains: dict[int, list[Tensor]] = {}
 
     def learn(self, tensors: Mapping[str, Tensor]) -> None:
@@ -194,10 +201,10 @@ class GainedAction(LinearAction):
         Raises:
             ValueError: If a gain is zero, or not finite.
         """
-        for index, (cell, matrix) in enumerate(zip(self.structure.gained, self.matrices, strict=True)):
-            if index in self.gains or not len(matrix) or any(name not in tensors for name in _names(cell)):
+        for index, (cell, moved) in enumerate(zip(self.structure.gained, self.moved, strict=True)):
+            if index in self.gains or not len(moved) or any(name not in tensors for name in _names(cell)):
                 continue
-            self.gains[index] = [gain.of(tensors) for gain in cell.gains]
+            self.gains[index] = [gain.within(moved).of(tensors) for gain in cell.gains]
             for gain, values in zip(cell.gains, self.gains[index], strict=True):
                 if not bool((values.isfinite() & (values != 0)).all()):
                     raise ValueError(
@@ -207,7 +214,7 @@ class GainedAction(LinearAction):
 
     def acts_at(self, slot: Slot) -> bool:
         """Return whether a matrix changes what stands in a slot."""
-        return any(len(self.matrices[place.cell]) for place in self.structure.gained_places.get(slot.offset, ()))
+        return any(len(self.moved[place.cell]) for place in self.structure.gained_places.get(slot.offset, ()))
 
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Let the matrices act on one axis, between gains.
@@ -216,8 +223,8 @@ class GainedAction(LinearAction):
             ValueError: If the gains are not known.
         """
         for place in self.structure.gained_places.get(slot.offset, ()):
-            matrix = (self.inverses if place.read else self.matrices)[place.cell]
-            if not len(matrix):
+            matrix, moved = self.matrices[place.cell][place.read], self.moved[place.cell]
+            if not len(moved):
                 continue
             if any(place.powers):
                 if place.cell not in self.gains:
@@ -228,10 +235,22 @@ class GainedAction(LinearAction):
                     )
                 outside = around(place, self.gains[place.cell])
                 matrix = outside[:, None] * matrix / outside
-            where = torch.from_numpy(place.at).to(tensor.device)
-            old = tensor.index_select(axis, where).movedim(axis, -1)
-            tensor = tensor.index_copy(axis, where, (old @ matrix.to(tensor).mT).movedim(-1, axis))
+            where = torch.from_numpy(place.at[moved]).to(tensor.device)
+            whole = np.array_equal(place.at[moved], np.arange(tensor.shape[axis]))
+            old = (tensor if whole else tensor.index_select(axis, where)).movedim(axis, 0)
+            new = torch.tensordot(matrix.to(tensor), old, 1).movedim(0, axis)
+            tensor = new.contiguous() if whole else tensor.index_copy(axis, where, new)
         return tensor
+
+
+def _drawn(size: int, draw: Draw) -> Tensor:
+    """Draw a matrix that mixes all units, or at most so many as are wanted."""
+    if draw.most is None or draw.most >= size:
+        return random_matrix(size, draw)
+    chosen = torch.randperm(size, generator=draw.generator)[: draw.most]
+    whole = torch.eye(size, dtype=torch.float64)
+    whole[chosen[:, None], chosen] = random_matrix(draw.most, draw)
+    return whole
 
 
 def _names(cell: GainedCell) -> list[str]:

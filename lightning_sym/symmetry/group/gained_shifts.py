@@ -60,8 +60,9 @@ def _unmoved(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> list[
 def _carries(structure: Structure) -> bool:
     """Return whether matrices carry a shift as composition says, at weights of which this knows nothing."""
     factors, space = factors_of(structure), structure.shifts
-    if not structure.gained or not space:
-        return True
+    shifted = [slot.offset for slot in structure.slots if slot.tensor in space.names]
+    if not any(any(place.powers) for at in shifted for place in structure.gained_places.get(at, ())):
+        return True  # where shifts act, matrices stand between no gains
     generator = torch.Generator().manual_seed(0)
     drawn = factors.sample("", Draw(generator))
     matrix, shift = (factors.identity("").replaced(**{name: drawn.parts[name]}) for name in ("gained", "shift"))
