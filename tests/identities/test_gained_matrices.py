@@ -1,6 +1,7 @@
 """Invertible matrices on units between linear layers, between batch norms and gains (intertwiners.md, 2.18)."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -135,6 +136,8 @@ def test_the_dimension_is_the_nullity(name):
     assert [cell.size for cell in symmetry.structure.gained] == FORMS[name][3]
     assert symmetry.dimension == symmetry.nullity
     assert not any("matrices mix these" in note or "leaves out" in note for note in symmetry.notes)
+    # Of all signs of a unit, those that flip all of its weights but no gain are matrices.
+    assert symmetry.log_order < symmetry.log10_permutations * math.log(10) + symmetry.signs * math.log(2)
     row = max(symmetry.table(), key=lambda row: row["dimension"] * ("between gains" in row["type"]))
     size, count = FORMS[name][3][0], len(FORMS[name][3])
     assert row["dimension"] >= count * (size**2 - size) + size

@@ -265,7 +265,7 @@ class Sign(Diagonal):
     @property
     def log_order(self) -> float:
         """Natural logarithm of the number of signs that are no matrices of another factor (half a turn is a sign)."""
-        inside = self.inside + self.structure.phases
+        inside = self.inside + self.structure.phases + sum(cell.size for cell in self.structure.gained)
         inside += sum(rotation.size for rotation in self.structure.rotations if rotation.plain_sign.any())
         return float((self.forms.shape[1] - inside) * np.log(2))
 
