@@ -264,11 +264,11 @@ def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, 
                 if power:
                     yield gain, at, place, power, None
         for held in structure.gained_places.get(slot.offset, ()):
-            for own, power in zip(structure.gained[held.cell].gains, held.powers, strict=True):
+            for gained, power in zip(structure.gained[held.cell].gains, held.powers, strict=True):
                 if power:
-                    yield own.name, held.at, own.at, power, None
-                    if own.norm is not None:
-                        yield own.norm.variance[0], held.at, own.norm.variance[1], -power, own.norm.epsilon
+                    yield gained.name, held.at, gained.at, power, None
+                if power and gained.norm is not None:
+                    yield gained.norm.variance[0], held.at, gained.norm.variance[1], -power, gained.norm.epsilon
         if slot.offset in structure.tilted_places and slot.offset not in structure.rotated_places:
             index, reads = structure.tilted_places[slot.offset]
             if (own := structure.tilts[index].gain) is not None:
