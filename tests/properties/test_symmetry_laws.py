@@ -119,8 +119,9 @@ def bottlenecks(s, x):
 
 
 def gained_heads(s, x):
-    """Gains behind the values of heads, which change places as blocks."""
-    q, k, v = (layer(x).unflatten(-1, (2, 3)).transpose(1, 2) for layer in (s.q, s.k, s.v))
+    """A batch norm behind queries, keys and values of heads, which change places as blocks, and gains."""
+    x = s.norm(s.inner(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+    q, k, v = x.unflatten(-1, (2, 7)).transpose(1, 2).split([2, 2, 3], -1)
     mixed = nn.functional.scaled_dot_product_attention(q, k, v)
     return s.head(s.gain * mixed.transpose(1, 2).flatten(2))
 
@@ -181,7 +182,7 @@ NETWORKS = {
         (2, 4, 3, 3),
     ),
     "gained heads": (
-        program(gained_heads, q=of(L, 5, 6), k=of(L, 5, 6), v=of(L, 5, 6), gain=parameter(6), head=of(L, 6, 4)),
+        program(gained_heads, inner=of(L, 5, 14), norm=of(nn.BatchNorm1d, 14), gain=parameter(6), head=of(L, 6, 4)),
         (2, 3, 5),
     ),
     "perceptron": (

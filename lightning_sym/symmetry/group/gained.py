@@ -275,7 +275,7 @@ def _moved(
         at = number[place.at]
         return slot.tensor, at, weights.ravel()[at], np.ones(cell.size)
     for gain in cell.gains:
-        if gain.norm is not None and gain.norm.mean[0] == slot.tensor:
+        if gain.norm is not None and gain.norm.mean[0] == slot.tensor and np.array_equal(gain.norm.mean[1], place.at):
             mean = tensors[slot.tensor].detach().double().cpu().numpy()[place.at]
             name, at = gain.norm.bias
             return name, at[:, None], -mean[:, None], gain.of(tensors).numpy()

@@ -45,10 +45,7 @@ def held_scales(structure: Structure, tensors: Mapping[str, Tensor], wanted: Wan
     for index in usable(structure, tensors) if wants_matrices(wanted) else ():
         cell = structure.gained[index]
         table = structure.scale_table[cell.orbit][structure.place_in_orbit[cell.units]]
-        rates, sizes = _taken_off(cell, tensors)
-        if len(sizes):
-            common = cell.at_gains[[gain.norm is not None for gain in cell.gains], -1][0]  # of all batch norms
-            rates[-1] = -common * np.log(np.square(np.exp(sizes)).mean(0)) / 2
+        rates, _ = _taken_off(cell, tensors)
         own = cell.solve.any(1)
         found[table[:, own]] = (cell.solve @ rates).T[:, own]
     return found
@@ -57,19 +54,28 @@ def held_scales(structure: Structure, tensors: Mapping[str, Tensor], wanted: Wan
 def _taken_off(cell: GainedCell, tensors: Mapping[str, Tensor]) -> tuple[Floats, Floats]:
     """Return scales that bring a cell's gains to 1 or -1, and the gains of batch norms then.
 
+    These have the mean square 1; those of readers and of writers the same sum of squares, if both have some.
+
     Args:
         cell: The cell, of whose gains none is zero.
         tensors: Parameters and buffers, by name.
 
     Returns:
-        Logarithms of what gains are multiplied by, the last ones, of matrices, 0. Shape (gains + 1, size); and of the
-        gains of batch norms. Shape (batch norms, size).
+        Logarithms of what gains are multiplied by, and of the scales of the matrices' place. Shape (gains + 1, size);
+        and of the gains of batch norms. Shape (batch norms, size).
     """
     rates = np.zeros((len(cell.gains) + 1, cell.size))
     rates[:-1] = [-np.log(np.abs(gain.of(tensors).numpy())) for gain in cell.gains]
     logs = [np.log(np.abs(Gain(gain.name, gain.at).of(tensors).numpy())) for gain in cell.gains]
     norms = [gain.norm is not None for gain in cell.gains]
-    return rates, (np.stack(logs) + cell.at_gains @ rates)[norms]
+    sizes = (np.stack(logs) + cell.at_gains @ rates)[norms]
+    sides = cell.at_gains[norms, -1]
+    squares = [np.square(np.exp(sizes[sides == side])) for side in (1, -1)]
+    if len(squares[0]) and len(squares[1]):
+        rates[-1] = np.log(squares[1].sum(0) / squares[0].sum(0)) / 4
+    elif len(sizes):
+        rates[-1] = -sides[0] * np.log(np.concatenate(squares).mean(0)) / 2
+    return rates, sizes + sides[:, None] * rates[-1]
 
 
 def in_order_of_gains(structure: Structure, tensors: Mapping[str, Tensor], cells: Collection[int]) -> Tensor:
@@ -85,7 +91,7 @@ def in_order_of_gains(structure: Structure, tensors: Mapping[str, Tensor], cells
         if sum(gain.norm is not None for gain in cell.gains) > 1:
             _, logs = _taken_off(cell, tensors)
             units = np.sort(cell.units)
-            permutation[units] = cell.units[np.lexsort((logs - logs[-1:])[:-1])]
+            permutation[units] = cell.units[np.lexsort(logs)]
     return torch.from_numpy(permutation)
 
 

@@ -24,6 +24,14 @@ class Known(NamedTuple):
     absorbed: Collection[str]
 
 
+class _Placed(NamedTuple):
+    """A gain, and in which columns it and its variance stand, if it has one."""
+
+    gain: Gain
+    column: int
+    variance: int | None
+
+
 class _Frame(NamedTuple):
     """See :class:`GainedCell`."""
 
@@ -61,7 +69,7 @@ def find_gained(
             continue
         slots = [structure.slots[slot] for slot in structure.slots_at(columns[0])]
         own = _gains_in(slots, columns, gains, norms, known) if structure.copies_of(orbit) is None else None
-        frame = None if own is None else _frame(structure, orbit, slots, own)
+        frame = None if own is None else _frame(structure, orbit, own)
         members = [np.flatnonzero(cells == number) for number in range(int(cells.max()) + 1)]
         if own is None or frame is None:
             if any(slot.kind == "variance" for slot in slots):
@@ -69,7 +77,7 @@ def find_gained(
                 more += sum(len(place) ** 2 - len(place) for place in members)
             continue
         for place in members:
-            held = tuple(gain.within(place) for gain in own)
+            held = tuple(one.gain.within(place) for one in own)
             found.append(GainedCell(structure.orbits[orbit][place], orbit, held, *frame))
     note = (
         f"only linear layers and batch norms meet the units of {listed(names)}: invertible matrices mix these, "
@@ -84,7 +92,7 @@ def _gains_in(
     gains: Collection[str],
     norms: Collection[BatchNorm],
     known: Known,
-) -> list[Gain] | None:
+) -> "list[_Placed] | None":
     """Return the gains of an orbit; None if something stands there that no matrix moves, and that is no gain.
 
     Args:
@@ -96,33 +104,32 @@ def _gains_in(
     """
     if any(len(slot.axes) != 1 for slot in slots):
         return None
-    at: dict[str, list[Ints]] = {}
-    kind: dict[str, Slot] = {}
-    for slot, column in zip(slots, columns.T, strict=True):
-        at.setdefault(slot.tensor, []).append(column - slot.offset)
-        kind[slot.tensor] = slot
-    found = []
-    left = at.keys() - {*known.parameters}
+    at: dict[str, list[tuple[int, Ints]]] = {}
+    for column, (slot, positions) in enumerate(zip(slots, columns.T, strict=True)):
+        at.setdefault(slot.tensor, []).append((column, positions - slot.offset))
+    found, left = [], at.keys() - {*known.parameters}
     for name in (name for name in at if name in gains):
         own = [norm for norm in norms if norm.gain == name]
-        norm = None
-        if own:
-            _, bias, mean, variance = own[0]
-            if bias is None or mean is None or variance is None or len(own) > 1:
-                return None
-            if not {mean, variance} <= {*known.absorbed} or any(len(at.get(one, ())) != 1 for one in own[0][1:]):
-                return None
-            places = ((one, at[one][0]) for one in (bias, mean, variance))
-            norm = Statistics(*places, kind[variance].epsilon)
-            left -= {mean, variance}
-        if len(at[name]) > 1:
+        if len(own) > 1:
             return None
-        found.append(Gain(name, at[name][0], norm))
+        for column, place in at[name]:
+            if not own:
+                found.append(_Placed(Gain(name, place), column, None))
+                continue
+            _, bias, mean, variance = own[0]
+            if bias is None or mean is None or variance is None or not {mean, variance} <= {*known.absorbed}:
+                return None
+            same = [[c for c, own in at.get(one, ()) if np.array_equal(own, place)] for one in (bias, mean, variance)]
+            if any(len(columns) != 1 for columns in same) or len(at[variance]) != len(at[name]):
+                return None
+            norm = Statistics((bias, place), (mean, place), (variance, place), slots[same[2][0]].epsilon)
+            found.append(_Placed(Gain(name, place, norm), column, same[2][0]))
+            left -= {mean, variance}
         left -= {name}
     return found if found and not left else None
 
 
-def _frame(structure: Structure, orbit: int, slots: Sequence[Slot], gains: Sequence[Gain]) -> _Frame | None:
+def _frame(structure: Structure, orbit: int, gains: Sequence[_Placed]) -> _Frame | None:
     """Return where matrices act on an orbit, and what leads to all other places; None if there is no such place.
 
     Scales tell how many gains are between two places, if the scales of one place and those of all gains are free.
@@ -130,17 +137,18 @@ def _frame(structure: Structure, orbit: int, slots: Sequence[Slot], gains: Seque
     Args:
         structure: The group.
         orbit: The number of the orbit.
-        slots: Where its units stand, by column.
-        gains: The gains among these.
+        gains: The gains among the places where its units stand.
     """
     columns = structure.columns[orbit]
     kinds = ((structure.magnitudes, structure.scale_table[orbit]), (structure.signs, structure.sign_table[orbit]))
     scales, signs = (exponents(forms, columns, table) for forms, table in kinds)
     if scales is None or signs is None:
         return None
-    names = [slot.tensor for slot in slots]
-    multiplying = np.array([[name == gain.name for name in names] for gain in gains]).astype(np.int64)
-    dividing = np.array([[name in gain.names[1:] for name in names] for gain in gains]).astype(np.int64)
+    multiplying, dividing = np.zeros((2, len(gains), columns.shape[1]), np.int64)
+    for number, (_, column, variance) in enumerate(gains):
+        multiplying[number, column] = 1
+        if variance is not None:
+            dividing[number, variance] = 1
     plain = ~(multiplying + dividing).any(0)
     own = not_common(structure.cells[orbit], structure.scale_table[orbit])
     of_gains = (multiplying - dividing) @ scales[:, own]
@@ -169,9 +177,8 @@ def _frame(structure: Structure, orbit: int, slots: Sequence[Slot], gains: Seque
     around = (signs - (scales @ solve)[:, :-1] @ multiplying @ signs)[plain] % 2
     around[:, ~own_signs] = 0
     at_gains = multiplying @ scales @ solve
-    # All gains of batch norms then scale together.
-    common = {c for c, gain in zip(at_gains[:, -1].tolist(), gains, strict=True) if gain.norm is not None}
-    if len(common) > 1 or 0 in common or not (around == around[:1]).all():
+    common = at_gains[[gain.variance is not None for gain in gains], -1]
+    if not common.all() or not (around == around[:1]).all():
         return None
     return _Frame(solve, whole, around[0], at_gains)
 
