@@ -205,6 +205,7 @@ class Symmetry(ElementGroup):
             cells = np.bincount(self.structure.cells[index])
             shared = np.unique(self.structure.scale_table[index])
             turning = sum(rotation.dimension for rotation in group.rotations) + group.size * group.phase
+            turning += sum(cell.size**2 - cell.size for cell in group.gained)  # whose diagonals are among the scales
             rows.append(
                 {
                     "group": group.name,

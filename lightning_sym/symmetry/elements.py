@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
+from lightning_sym.symmetry.tracing.gained import GainedCell
 from lightning_sym.symmetry.tracing.rotations import Rotation
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.values import InFront, Value
@@ -111,6 +112,7 @@ class AxisGroup:
         signs: How many signs are free per unit.
         rotations: The cells on which any orthogonal matrix acts, behind permutations, scales and signs.
         phase: Whether the units are planes, which are turned by any angle.
+        gained: The cells on which any invertible matrix acts between gains, behind permutations, scales and signs.
         occurrences: Where the units stand.
         taps: Where all of them can be watched on one axis, in the order of the forward pass: outputs of modules without
             children.
@@ -127,6 +129,7 @@ class AxisGroup:
     taps: tuple[Tap, ...]
     rotations: tuple[Rotation, ...] = ()
     phase: bool = False
+    gained: tuple[GainedCell, ...] = ()
 
     @property
     def size(self) -> int:
@@ -148,6 +151,7 @@ class AxisGroup:
         if self.phase:  # half a turn is a sign
             parts, signs = [*parts, "phase"], signs - 1
         parts += ["sign" if signs == 1 else f"{signs} signs"] * (signs > 0)
+        parts += ["invertible matrices between gains"] * bool(self.gained)
         return " + ".join(parts) or "moves with its block"
 
 
@@ -227,4 +231,5 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
             taps=tuple(tap for tap in tapped[int(units[0])] if tap.positions(numbers) is not None),
             rotations=tuple(rotation for rotation in structure.rotations if rotation.orbit == index),
             phase=bool(structure.phase_of[units[0]] >= 0),
+            gained=tuple(cell for cell in structure.gained if cell.orbit == index),
         )

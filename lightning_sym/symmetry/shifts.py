@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.group.translations import folded
+from lightning_sym.symmetry.group.gained_shifts import with_carried_shifts
 from lightning_sym.symmetry.solving.group import Group
 from lightning_sym.symmetry.tracing.affine.space import Shown, Translations
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
@@ -62,14 +62,16 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
     tilts, notes = find_tilts(structure, values, found.normed)
     tilts += find_leaning(structure, values, found.leaning)
     structure, values = (replace(each, tilts=tuple(tilts)) for each in (structure, values))
-    shifts = folded(structure)
-    structure, values = (replace(each, shifts=shifts) for each in (structure, values))
+    structure, held = with_carried_shifts(structure, {name: tuple(tensor.shape) for name, tensor in states.items()})
+    structure, values = (
+        replace(each, shifts=structure.shifts, gained=structure.gained) for each in (structure, values)
+    )
 
     def common_shift() -> int:
         """Return the number of additional translations that a softmax after the outputs cancels."""
         return find(shapes, outputs=True).dimension - found.dimension
 
-    return Added(structure, values, found.shown, [*notes, *found.notes], common_shift if wanted else None)
+    return Added(structure, values, found.shown, [*notes, *held, *found.notes], common_shift if wanted else None)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

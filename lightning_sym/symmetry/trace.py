@@ -19,6 +19,7 @@ from lightning_sym.symmetry.group.statistics import free_positions
 from lightning_sym.symmetry.lengths import captures_of
 from lightning_sym.symmetry.self_test import proven
 from lightning_sym.symmetry.shifts import find_shifts
+from lightning_sym.symmetry.solving.gained import Known
 from lightning_sym.symmetry.solving.group import find_group
 from lightning_sym.symmetry.solving.unread import wide_matrices
 from lightning_sym.symmetry.tracing.calls import Call
@@ -156,8 +157,9 @@ def _derived(
     captures = trace.agreeing(captures)
     tensors, network = tensors.cut(captures), trace.network
     labels = find_labels(captures, tensors, affine=affine, lengths=len(examples))
-    group = find_group(labels)
     parameters = {*tensors.parameters}
+    absorbed = absorbed_statistics(captures, parameters)
+    group = find_group(labels, Known(parameters, absorbed))
     told = sorted(set().union(*(captured.told for captured in captures)))
     group = group._replace(structure=replace(group.structure, told=tuple(told)))
     added = find_shifts(captures, tensors, labels, group, wanted=shifts)
@@ -181,7 +183,7 @@ def _derived(
         constants=tensors.constants(captures),
         examples=examples,
         shown=added.shown,
-        absorbed=absorbed_statistics(captures, parameters),
+        absorbed=absorbed,
         norms=find_norms(captures, parameters),
         common_shift=added.common_shift,
     )

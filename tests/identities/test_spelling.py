@@ -36,7 +36,6 @@ SHORT: dict[str, Collection[str]] = {
     "norm per head": EVERY,
     "positions": {"lookup"},
     "attention, learned biases": {"embedding"},
-    "bottleneck with a batch norm": EVERY,
 }
 
 
@@ -87,6 +86,7 @@ def kinds(symmetry: Symmetry) -> dict[str, object]:
         "permutations": round(symmetry.log10_permutations, 6),
         "rotations": sorted(rotation.dimension for rotation in structure.rotations),
         "matrices": sorted(len(cell) for cell in structure.dense),
+        "matrices between gains": sorted(cell.size for cell in structure.gained),
         "tilts": sum(tilt.size for tilt in structure.tilts),
         "phases": structure.phases,
         "shifts": {*symmetry.shift_kinds},

@@ -59,6 +59,7 @@ class Case:
         rotations: Dimensions of the spaces in which streams are rotated: of their units, one less behind a layer norm.
             The units' permutations and signs are among them: `order` leaves them out.
         signs_in_rotations: How many of the signs are.
+        gained: Sizes of the cells that matrices mix between gains.
     """
 
     network: Callable[[], nn.Module]
@@ -72,13 +73,14 @@ class Case:
     note: str | None = None
     rotations: Sequence[int] = ()
     signs_in_rotations: int = 0
+    gained: Sequence[int] = ()
     dimension: int = field(init=False)
     log10: float = field(init=False)
 
     def __post_init__(self) -> None:
         order = [math.factorial(size) for size in self.sizes] if self.order is None else self.order
         self.log10 = math.log10(math.prod(order))
-        self.dimension = self.scales + sum(size * size - size for size in self.dense) + self.shifts
+        self.dimension = self.scales + sum(size * size - size for size in (*self.dense, *self.gained)) + self.shifts
         self.dimension += sum(size * (size - 1) // 2 for size in self.rotations)
 
 
@@ -94,13 +96,14 @@ def functional(
     note: str | None = None,
     rotations: Sequence[int] = (),
     signs_in_rotations: int = 0,
+    gained: Sequence[int] = (),
     **parts: Any,
 ) -> Case:
     """Return a case of a program; further keywords make its parts, besides the usual ``a`` and ``b``."""
     parts = usual_parts(function, A, B) | parts
     return Case(
         lambda: Program(function, parts), shape, *args, dense=dense, shifts=shifts, note=note, rotations=rotations,
-        signs_in_rotations=signs_in_rotations,
+        signs_in_rotations=signs_in_rotations, gained=gained,
     )  # fmt: skip
 
 
@@ -392,7 +395,7 @@ BLOCK_CASES = {
         IMAGE, [8, 4], 12, 0),
     # Stream 4, expansion 8: in front of the three norms 8 + 8 + 4, and the stream itself.
     "inverted_residual": Case(sequential(of(C, 3, 4, 3), of(InvertedResidual, 4, 4, 1, 2), of(C, 4, 2, 1), FLAT), IMAGE,
-        [4, 8], 24, 24, note="invertible matrices mix these"),
+        [4, 8], 24, 24, gained=[4]),
     # Stream 8, gamma of the norm 8, layer scale 8; one sign for the whole depthwise output in front of the norm.
     "convnext": Case(sequential(of(C, 3, 8, 3), of(CNBlock, 8, 0.5, 0.0), of(C, 8, 2, 1), FLAT), IMAGE, [8, 32], 24,
         25),
@@ -580,10 +583,11 @@ def test_whole_group(name: str) -> None:
     assert symmetry.log10_permutations == pytest.approx(case.log10, abs=1e-9)
     assert (symmetry.scales, symmetry.signs) == (case.scales, case.signs)
     assert sorted(len(cell) for cell in symmetry.structure.dense) == sorted(case.dense)
+    assert sorted(cell.size for cell in symmetry.structure.gained) == sorted(case.gained)
     assert symmetry.shifts == case.shifts + SHIFTS.get(name, 0)
     dimension = case.dimension + SHIFTS.get(name, 0) - TWICE.get(name, 0)
     assert symmetry.dimension + symmetry.buffer_dimension == dimension
-    free = (case.signs - sum(case.dense) - case.signs_in_rotations) * math.log(2)
+    free = (case.signs - sum(case.dense) - sum(case.gained) - case.signs_in_rotations) * math.log(2)
     assert symmetry.log_order == pytest.approx(case.log10 * math.log(10) + free, abs=1e-8)
     stated = NOTES.get(name, case.note)
     if stated is None:

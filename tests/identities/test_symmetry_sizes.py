@@ -140,7 +140,7 @@ class Model:
         scales: Free magnitudes.
         signs: Free signs.
         shifts: Dimension of the shifts.
-        dense: Dimension of the dense cells, less their magnitudes.
+        dense: Dimension of the dense cells and of those between gains, less their magnitudes.
         rotations: Dimensions of the spaces in which streams are rotated.
         tilts: Dimension of the tilts of layer norms.
         notes: How many notes say what limits the group.
@@ -178,15 +178,15 @@ MODELS: dict[str, Model] = {
     # The first depthwise convolution has the first convolution's channels; 16 expansions, 7 streams, the last layer.
     "mobilenet_v2": Model({32: 2, 16: 1, 96: 2, 24: 1, 144: 2, 192: 3, 64: 1, 384: 4, 576: 3, 160: 1, 960: 3, 320: 1,
         1280: 1}, 25, None, 17056 + 712, 17056 + 712,
-        shifts=16 + 2 * 24 + 3 * 32 + 4 * 64 + 3 * 96 + 3 * 160 + 320, notes=1),
+        shifts=16 + 2 * 24 + 3 * 32 + 4 * 64 + 3 * 96 + 3 * 160 + 320, dense=142456),
     # Norms 6056, streams 16 + 24 + 40 + 48 + 96, ReLUs 16 + 2 x 72 + 2 x 88, and 592 squeezed channels. Shifts: what
     # the norms at the ends of the blocks add, and the next norm's running mean takes off.
     "mobilenet_v3_small": Model({8: 1, 16: 2, 24: 2, 32: 1, 40: 2, 48: 1, 64: 2, 72: 2, 88: 1, 96: 2, 120: 1, 144: 3,
         240: 2, 288: 1, 576: 3, 1024: 1}, 27, None, 6056 + 224 + 336 + 592, 6056 + 224,
-        shifts=16 + 2 * 24 + 3 * 40 + 2 * 48 + 3 * 96, notes=1),
+        shifts=16 + 2 * 24 + 3 * 40 + 2 * 48 + 3 * 96, dense=13728),
     # SiLU everywhere: magnitudes in front of norms and in the seven streams only.
     "efficientnet_b0": Model(None, 40, None, 21008 + 784, 21008 + 784,
-        shifts=16 + 2 * 24 + 2 * 40 + 3 * 80 + 3 * 112 + 4 * 192 + 320, notes=1),
+        shifts=16 + 2 * 24 + 2 * 40 + 3 * 80 + 3 * 112 + 4 * 192 + 320, dense=159856),
     # Per block: gamma of the norm, layer scale, and one sign in front of the norm. Streams meet norms: one sign each.
     # Shifts: also each place of the kernels of 2 x 2 that read a norm.
     "convnext_tiny": Model({96: 1, 192: 1, 384: 4, 768: 4, 1536: 9, 3072: 3}, 22, None, 2 * 6624 + 672 + 768,

@@ -109,6 +109,23 @@ def rotary(s, x):
     return s.head(torch.tanh(s.out(mixed.transpose(1, 2).flatten(2))))
 
 
+def bottlenecks(s, x):
+    """A stream that batch norms and a gain write into and linear maps alone read, behind a layer norm."""
+    x = s.norm(s.first(x))
+    y = s.one(s.write(x))
+    y = y + s.gain * s.plain(torch.relu(s.expand(y)))
+    y = y + s.two(s.project(torch.tanh(s.again(y))))
+    return s.head(y)
+
+
+def gained_heads(s, x):
+    """A batch norm behind queries, keys and values of heads, which change places as blocks, and gains."""
+    x = s.norm(s.inner(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+    q, k, v = x.unflatten(-1, (2, 7)).transpose(1, 2).split([2, 2, 3], -1)
+    mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+    return s.head(s.gain * mixed.transpose(1, 2).flatten(2))
+
+
 L, C = nn.Linear, nn.Conv2d
 RECURRENT = program(recurrent, inner=of(L, 5, 6), again=of(L, 6, 6), head=of(L, 6, 2))
 NETWORKS = {
@@ -149,6 +166,23 @@ NETWORKS = {
     "grouped queries": (
         program(grouped_queries, q=of(L, 5, 12), k=of(L, 5, 4, bias=False), v=of(L, 5, 4), gain=parameter(12),
                 head=of(L, 12, 2)),
+        (2, 3, 5),
+    ),
+    "bottlenecks": (
+        program(bottlenecks, first=of(L, 8, 6), norm=of(nn.LayerNorm, 6), write=of(L, 6, 3, bias=False),
+                one=of(nn.BatchNorm1d, 3), expand=of(L, 3, 5), plain=of(L, 5, 3), gain=parameter(3), again=of(L, 3, 5),
+                project=of(L, 5, 3), two=of(nn.BatchNorm1d, 3), head=of(L, 3, 4)),
+        (2, 8),
+    ),
+    "linear bottleneck": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 6, 1), nn.LeakyReLU(), nn.Conv2d(6, 3, 1, bias=False), nn.BatchNorm2d(3), nn.Conv2d(3, 6, 1),
+            nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1),
+        ),
+        (2, 4, 3, 3),
+    ),
+    "gained heads": (
+        program(gained_heads, inner=of(L, 5, 14), norm=of(nn.BatchNorm1d, 14), gain=parameter(6), head=of(L, 6, 4)),
         (2, 3, 5),
     ),
     "perceptron": (

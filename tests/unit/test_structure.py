@@ -206,15 +206,37 @@ def test_the_oldest_dependencies_follow_from_their_lower_bounds(monkeypatch):
 
 # What belongs to one kind of symmetry: fields of a structure, parts of elements, modules with the classes of factors.
 OF_ONE_KIND = {
-    *("cell_of", "dense", "dense_places", "half_turns", "magnitudes", "phase_of", "phases", "planes", "rotated_places"),
-    *("rotation_of", "rotations", "same", "scale_table", "shifts", "sign_table", "signs", "tilted_places", "tilts"),
+    *(
+        "cell_of",
+        "dense",
+        "dense_places",
+        "gained_of",
+        "gained_places",
+        "half_turns",
+        "magnitudes",
+        "phase_of",
+        "phases",
+    ),
+    *(
+        "planes",
+        "rotated_places",
+        "rotation_of",
+        "rotations",
+        "same",
+        "scale_table",
+        "shifts",
+        "sign_table",
+        "signs",
+        "tilted_places",
+        "tilts",
+    ),
     "turned_places",
 }
 ONLY_THERE = OF_ONE_KIND - {"dense", "magnitudes", "planes", "phases", "rotations", "same", "shifts", "signs"}
-PARTS = {"dense", "half_turn", "log_scale", "permutation", "phase", "rotation", "shift", "sign", "tilt"}
+PARTS = {"dense", "gained", "half_turn", "log_scale", "permutation", "phase", "rotation", "shift", "sign", "tilt"}
 HOLDERS = {"structure", "values", "_values"}
 ELEMENTS = {"back", "course", "element", "found", "gauge", "identity", "initial", "left", "match", "right", "start"}
-KINDS = {"diagonal", "half_turn", "matrix", "permutation", "phase", "rotation", "shift", "tilt"}
+KINDS = {"diagonal", "gained", "half_turn", "matrix", "permutation", "phase", "rotation", "shift", "tilt"}
 
 
 def named_kinds(file):

@@ -1,6 +1,7 @@
 """The gauge of heads on which GL(d) acts: incoming and outgoing weights have equal Gram matrices."""
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,10 +10,18 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factors
+from lightning_sym.symmetry.group.gained_forms import (
+    gram_matrices_between,
+    held_scales,
+    in_order_of_gains,
+    orbits_between,
+    tensors_between,
+    usable,
+    wants_matrices,
+)
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, stalled
 from lightning_sym.symmetry.group.gauge import ScaleGauge
 from lightning_sym.symmetry.group.norms import Squares
-from lightning_sym.symmetry.group.streams import folding
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
@@ -168,60 +177,77 @@ _MOST_POSITIVE, _STILL = 100, 1e-12  # by positive matrices alone
 _PARTLY_SETTLED = 1e-11  # where cells have no balanced member, and matrices with larger condition numbers
 
 
-def balanced_cells(
-    factors: Factors, state: Gathered, *, partly: bool | None = None
-) -> tuple[Element, set[int], list[str]]:
-    """Return the element that makes both Gram matrices of every head equal and diagonal.
+class Balanced(NamedTuple):
+    """What balancing cells came to.
 
-    The two matrices are those of the incoming and of the outgoing weights. Scales and heads are balanced in turn. Each
-    step lowers the squared norm, which is convex along geodesics of both together (docs/theory/intertwiners.md, 5.5).
-    A matrix that acts on a head changes only the squared norms of tensors that hold the head.
+    Attributes:
+        element: What brings the weights there.
+        singular: The numbers of dense cells without a balanced representative.
+        between: The numbers of gained cells that are balanced.
+        notes: What was not reached.
+    """
+
+    element: Element
+    singular: set[int]
+    between: list[int]
+    notes: list[str]
+
+
+def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = None) -> Balanced:
+    """Find the element that makes both Gram matrices of every cell equal and diagonal.
+
+    The two matrices are those of the incoming and of the outgoing weights, with gains taken off. Scales and cells are
+    balanced in turn. Each step lowers the squared norm, which is convex along geodesics of both together
+    (docs/theory/intertwiners.md, 5.5). A matrix that acts on a cell changes only the squared norms of tensors that hold
+    the cell.
 
     Args:
         factors: Those of the group.
         state: The weights.
-        partly: Whether to balance heads without a balanced representative as far as possible, or leave them unchanged;
+        partly: Whether to balance cells without a balanced representative as far as possible, or leave them unchanged;
             by default as is wanted.
-
-    Returns:
-        The element, the indices of heads without a balanced representative, and notes.
     """
     structure, plan, tensors, wanted = factors.structure, state.plan, state.tensors, state.wanted
+    between = usable(structure, tensors) if wants_matrices(wanted) else []
     counted = {structure.slots[index].tensor for index in np.unique(plan.slot_of[plan.parameter]).tolist()}
-    mixed = {
-        slot.tensor for slot in structure.slots if slot.offset in structure.dense_places and slot.tensor in tensors
-    }
+    mixed = {slot.tensor for slot in structure.slots if slot.offset in structure.dense_places}
+    mixed = (mixed | tensors_between(structure)) & tensors.keys()
     partly = wanted.partly if partly is None else partly
     total = same = factors.identity("")
+    first = len(structure.dense)  # gained cells come behind dense ones
     singular: set[int] = set()
     squares = Squares(plan, tensors, state.dtype)
     changes: list[float] = []
     while len(changes) < _MOST_ROUNDS and not stalled(changes, 40):
-        here = MovedTensors(factors, total, tensors, shifted=False)
-        gauge = ScaleGauge(plan, squares, wanted.scales, folding(structure, here))
+        whole = MovedTensors(factors, total, tensors)
+        gauge = ScaleGauge(plan, squares, wanted.scales, held_scales(structure, whole, wanted))
         step = same.replaced(log_scale=torch.from_numpy(gauge.log_scale))
         squares.scale(gauge.log_scale)
         total = factors.compose(step, total)
         here = MovedTensors(factors, total, ConvertedTensors(tensors, doubled), mixed & counted, shifted=False)
         grams = list(enumerate(zip(*gram_matrices(structure, here), strict=True)))
+        gains = MovedTensors(factors, total, ConvertedTensors(tensors, doubled))
+        grams += [(first + cell, own) for cell, own in gram_matrices_between(structure, here, gains, between)]
         moved = max((mismatch(*own) for cell, own in grams if cell not in singular), default=0.0)
         partial = {cell: partial_balancing(*own) if partly else None for cell, own in grams if cell in singular}
-        for cell, diagonals in ((cell, found[1]) for cell, found in partial.items() if found is not None):
-            for gram, diagonal in zip(grams[cell][1], diagonals, strict=True):
+        for cell, own in grams:
+            found = partial.get(cell)
+            for gram, diagonal in zip(own, found[1], strict=True) if found is not None else ():
                 apart = float((gram - torch.diag(diagonal)).abs().max() / diagonal.max())
                 moved = max(moved, apart if apart > _PARTLY_SETTLED else 0.0)
         changes.append(moved)
         if len(changes) > 1 and moved <= _SETTLED:
             break
-        dense = list(same.dense)
+        matrices = [*same.dense, *same.gained]
         for cell, (out, read) in grams:
-            found = None if cell in singular else principal_balancing(out, read)
-            if found is None:
+            best = None if cell in singular else principal_balancing(out, read)
+            if best is None:
                 singular.add(cell)
                 other = partial[cell] if cell in partial else partial_balancing(out, read) if partly else None
-                found = other[0] if other is not None else dense[cell]
-            dense[cell] = found
-        total = factors.compose(same.replaced(dense=tuple(dense)), total)
+                best = other[0] if other is not None else matrices[cell]
+            matrices[cell] = best
+        parts = {"dense": tuple(matrices[:first]), "gained": tuple(matrices[first:])}
+        total = factors.compose(same.replaced(**parts), total)
         inside = total.replaced(log_scale=same.log_scale)
         squares.renew(MovedTensors(factors, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))
     if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind, either
@@ -232,7 +258,26 @@ def balanced_cells(
             f"{len(singular)} cells on which invertible matrices act stay as they are: the weights that write or read "
             "their units are linearly dependent"
         )
-    return total, singular, notes
+    regular = [cell for cell in between if first + cell not in singular]
+    return Balanced(total, {cell for cell in singular if cell < first}, regular, notes)
+
+
+def balance_cells(factors: Factors, state: Gathered) -> Canonical:
+    """Bring all cells and scales to their form, units between gains in the order of these.
+
+    Args:
+        factors: Those of the group.
+        state: The weights, which are moved on the way.
+    """
+    structure = factors.structure
+    if wants_matrices(state.wanted):
+        order = in_order_of_gains(structure, state.tensors, usable(structure, state.tensors))
+        state.move({"permutation": order})
+    found = balanced_cells(factors, state)
+    if structure.dense:
+        state.reflected = [cell for cell in range(len(structure.dense)) if cell not in found.singular]
+    state.placed = orbits_between(structure, found.between)
+    return Canonical(found.element.parts, found.notes)
 
 
 def balanced_by_positive(factors: Factors, tensors: Mapping[str, Tensor]) -> Canonical:

@@ -139,14 +139,16 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         grouped = [np.array(seen)[cells == cell] for cell in dict.fromkeys(cells.tolist())]
         movable = values.movable[index]
         turned = values.rotation_of[seen[0]] >= 0
+        between = values.gained_of[seen[0]] >= 0
         if values.phase_of[seen[0]] >= 0:
             # A plane that is turned and scaled: of a group that is not smaller.
             add([places[unit][:, None] for unit in seen], "invertible", movable=movable)
             continue
-        if turned or values.cell_of[seen[0]] >= 0:
+        if turned or between or values.cell_of[seen[0]] >= 0:
             mixed = [np.concatenate([places[unit] for unit in cell])[:, None] for cell in grouped]
-            if turned:  # permutations and the units' own scales and signs are among the matrices
+            if turned or between:  # permutations and the units' own scales and signs are among the matrices
                 own[np.concatenate(mixed).ravel()] = True
+            if turned:
                 fixes_ones |= values.rotations[values.rotation_of[seen[0]]].fixes_ones
             between_gains = any(any(powers) for *_, powers in values.rotated_places.get(slot.offset, ()))
             add(mixed, "orthogonal" if turned and not between_gains else "invertible", movable=movable)

@@ -13,12 +13,13 @@ from lightning_sym.symmetry.arrays import Bools, Floats, Ints, along, odd, odd_e
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.equations import of_single_units, solved
 from lightning_sym.symmetry.group.factor import Draw, Factor
+from lightning_sym.symmetry.group.gained_forms import held_scales
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.group.order import find_signs
 from lightning_sym.symmetry.group.proportion import MagnitudeDescent, in_proportion
 from lightning_sym.symmetry.group.search import Search
 from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
-from lightning_sym.symmetry.group.streams import folding, gain_signs
+from lightning_sym.symmetry.group.streams import gain_signs
 from lightning_sym.symmetry.tracing.structure import Slot
 
 _EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
@@ -93,7 +94,7 @@ class Scale(Diagonal):
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return the scales of the gauge that is wanted; gains between which streams rotate are 1 before."""
-        state.weigh(folding(self.structure, state.tensors))
+        state.weigh(held_scales(self.structure, state.tensors, state.wanted))
         return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
 
     def is_even(self, one: Tensor, two: Tensor) -> bool:
@@ -264,7 +265,7 @@ class Sign(Diagonal):
     @property
     def log_order(self) -> float:
         """Natural logarithm of the number of signs that are no matrices of another factor (half a turn is a sign)."""
-        inside = self.inside + self.structure.phases
+        inside = self.inside + self.structure.phases + sum(cell.size for cell in self.structure.gained)
         inside += sum(rotation.size for rotation in self.structure.rotations if rotation.plain_sign.any())
         return float((self.forms.shape[1] - inside) * np.log(2))
 

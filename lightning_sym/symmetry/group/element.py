@@ -26,6 +26,8 @@ class Element:
             - ``log_scale``: Natural logarithms of the magnitudes. Shape (scales,), float64.
             - ``sign``: +1 or -1. Shape (signs,), float64.
             - ``dense``: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
+            - ``gained``: Invertible matrices between gains, one per gained cell. Each of shape (size, size) or (0, 0),
+              float64.
             - ``rotation``: Orthogonal matrices, one per rotation. Each of shape (size, size) or (0, 0), float64.
             - ``phase``: The angle by which each plane is turned, in radians. Shape (planes,), float64.
             - ``half_turn``: Half periods that are added to biases in front of sines. Shape (half turns,), float64.

@@ -77,6 +77,7 @@ class Gathered(ABC):
         slices: The sums of squares under these. Shape (positions of all slots,).
         dead: By orbit, which units are dead, where any are. Each of shape (units,), bool.
         reflected: Dense cells of which signs only are left to find; None while no matrix has acted on any.
+        placed: Orbits whose units have their order from other factors.
     """
 
     gauge: ScaleGauge
@@ -89,6 +90,7 @@ class Gathered(ABC):
     ) -> None:
         self.plan, self.wanted, self.names, self.parameters, self.dtype = plan, wanted, names, parameters, dtype
         self.reflected: list[int] | None = None
+        self.placed: set[int] = set()
 
     @property
     @abstractmethod

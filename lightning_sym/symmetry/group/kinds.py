@@ -2,6 +2,7 @@
 
 from lightning_sym.symmetry.group.diagonal import Scale, Sign
 from lightning_sym.symmetry.group.factor import Factors
+from lightning_sym.symmetry.group.gained import GainedMatrix
 from lightning_sym.symmetry.group.half_turn import HalfTurn
 from lightning_sym.symmetry.group.matrix import Matrix
 from lightning_sym.symmetry.group.permutation import Permutation
@@ -12,7 +13,7 @@ from lightning_sym.symmetry.group.tilt import Tilts
 from lightning_sym.symmetry.tracing.structure import Structure
 
 # From the outermost, which acts last, to the innermost: each carries those behind it.
-KINDS = (Permutation, Scale, Sign, Matrix, Rotations, Phase, HalfTurn, Tilts, Shift)
+KINDS = (Permutation, Scale, Sign, Matrix, GainedMatrix, Rotations, Phase, HalfTurn, Tilts, Shift)
 
 
 def factors_of(structure: Structure, parameters: frozenset[str] = frozenset()) -> Factors:

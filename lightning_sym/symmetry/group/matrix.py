@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats, Ints, as_array, together
 from lightning_sym.symmetry.group.cells import (
+    balance_cells,
     balanced_by_positive,
-    balanced_cells,
     cell_slices,
     singular_values,
     unbalanced,
@@ -44,17 +44,12 @@ class Matrix(Factor[Matrices]):
         """Draw matrices whose singular vectors are uniform, and whose singular values are log-normal."""
         if not draw.mixing:
             return self.identity()
-        return tuple(self._drawn(len(cell), draw) for cell in self.structure.dense)
+        return tuple(random_matrix(len(cell), draw) for cell in self.structure.dense)
 
     def sample_at(self, seen: Slot, values: Factor[Matrices], draw: Draw) -> Matrices:
         """Draw the matrices of cells that are seen; see :class:`Factor`."""
         pairs = zip(self.structure.dense, self.structure.same, strict=True)
-        return tuple(self._drawn(len(cell), draw) if np.isin(cell, seen.unit).all() else same for cell, same in pairs)
-
-    def _drawn(self, size: int, draw: Draw) -> Tensor:
-        left, right = (random_orthogonal(size, draw.generator) for _ in range(2))
-        sizes = draw.scale * torch.randn(size, dtype=torch.float64, generator=draw.generator)
-        return (left * sizes.exp()) @ right
+        return tuple(random_matrix(len(cell), draw) if np.isin(cell, seen.unit).all() else same for cell, same in pairs)
 
     def compose(self, later: Matrices, earlier: Matrices) -> Matrices:
         """Return the product of two parts, of which `earlier` acts first."""
@@ -122,9 +117,7 @@ class Matrix(Factor[Matrices]):
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return what makes both Gram matrices of every cell equal and diagonal, and all scales with it."""
-        total, stay, notes = balanced_cells(self.group, state)
-        state.reflected = [cell for cell in range(len(self.structure.dense)) if cell not in stay]
-        return Canonical(total.parts, notes)
+        return balance_cells(self.group, state)
 
     def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
         """Yield a note on cells that stay."""
@@ -222,6 +215,13 @@ class Matrix(Factor[Matrices]):
             for cell, product in zip(cells, products, strict=True):
                 found[f"matrix {cell}"] += product
         return found
+
+
+def random_matrix(size: int, draw: Draw) -> Tensor:
+    """Draw a matrix whose singular vectors are uniform, and whose singular values are log-normal."""
+    left, right = (random_orthogonal(size, draw.generator) for _ in range(2))
+    sizes = draw.scale * torch.randn(size, dtype=torch.float64, generator=draw.generator)
+    return (left * sizes.exp()) @ right
 
 
 def changed(matrices: Matrices, structure: Structure) -> set[int]:

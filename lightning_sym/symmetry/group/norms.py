@@ -133,7 +133,10 @@ class Plan:
         return Part(at, self.forms[at], self.up[members], self.down[members], frozenset(slots))
 
     def _find_parameters(self, structure: Structure, parameters: Collection[str]) -> None:
-        shifted = structure.shifts.named(NORM)
+        biases = structure.shifts.named(NORM)
+        shifted = {
+            name for name in biases if len(structure.slots_of.get(name, ())) == 1
+        }  # no weight, of which a part is
         self.parameter = np.zeros(self.total, bool)
         by_name: dict[str, list[Slot]] = {}
         for slot in structure.slots:

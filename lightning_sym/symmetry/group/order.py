@@ -130,7 +130,10 @@ class _SignChoice:
         return plain or found
 
     def _gain(self, members: Ints) -> str | None:
-        """Return the vector that takes the signs but not the scales of the weights: gamma of a batch norm."""
+        """Return the vector that takes the signs but not the scales of the weights: gamma of a batch norm.
+
+        A bias that shifts take off is 0, and its sign rounding.
+        """
         if int(members[0]) in self.of_streams:
             return None
         forms, touched = self.plan.forms, self._touched(members[0])
@@ -143,7 +146,8 @@ class _SignChoice:
         vectors = [self.gauged.tensors[slot.tensor].numel() == slot.size for _, slot in touched]
         matrices = {power for power, vector in zip(powers, vectors, strict=True) if not vector}
         for (_, slot), own, power, vector in zip(touched, scales, powers, vectors, strict=True):
-            if vector and not np.array_equal(own, scales[0]) and power not in matrices:  # it is no bias
+            shifted = slot.tensor in self.plan.structure.shifts.names
+            if vector and not (shifted or np.array_equal(own, scales[0])) and power not in matrices:  # it is no bias
                 return slot.tensor
         return None
 
@@ -226,7 +230,13 @@ def _colour(kind: int, number: Ints) -> Floats:
 
 
 def find_order(
-    plan: Plan, slices: Floats, gauged: Gauged, last: Mapping[int, Bools], names: Sequence[str], notes: list[str]
+    plan: Plan,
+    slices: Floats,
+    gauged: Gauged,
+    last: Mapping[int, Bools],
+    names: Sequence[str],
+    notes: list[str],
+    placed: Collection[int] = (),
 ) -> Ints:
     """Sort units within cells, and blocks, by keys that no other permutation changes.
 
@@ -237,22 +247,23 @@ def find_order(
         last: By orbit, which units come after all others.
         names: What each orbit is called.
         notes: What could not be sorted is added.
+        placed: Orbits whose units are in order, but for blocks.
 
     Returns:
         The permutation. Shape (units,).
     """
     structure = plan.structure
     ranks = [np.zeros(len(units), np.int64) for units in structure.orbits]
+    mixed = {index for index, units in enumerate(structure.orbits) if structure.cell_of[units[0]] >= 0}.union(placed)
     sortable = [
         index
         for index, units in enumerate(structure.orbits)
-        if structure.movable[index] and len(units) > 1 and structure.cell_of[units[0]] < 0
+        if structure.movable[index] and len(units) > 1 and index not in mixed
     ]
     joint = joint_sums(plan, slices)
-    for index, units in enumerate(structure.orbits):  # in blocks: mixed, they stand in an order that is their own
-        if structure.cell_of[units[0]] >= 0:
-            for column in (slices[structure.columns[index]] * plan.parameter[structure.columns[index]]).T:
-                ranks[index] = _refine(ranks[index], column)
+    for index in sorted(mixed):  # in blocks: mixed, they stand in an order that is their own
+        for column in (slices[structure.columns[index]] * plan.parameter[structure.columns[index]]).T:
+            ranks[index] = _refine(ranks[index], column)
     for index in sortable:
         columns, first = structure.columns[index], plan.first[index]
         own = slices[columns] * plan.parameter[columns]

@@ -54,7 +54,7 @@ class Permutation(Factor[Tensor]):
     def canonical(self, state: Gathered) -> Canonical:
         """Sort units within cells, and blocks, dead units last."""
         notes: list[str] = []
-        order = find_order(state.plan, state.slices, state.gauged, state.dead, state.names, notes)
+        order = find_order(state.plan, state.slices, state.gauged, state.dead, state.names, notes, state.placed)
         return Canonical({self.name: torch.from_numpy(order)}, notes)
 
     def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:

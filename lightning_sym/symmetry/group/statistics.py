@@ -112,7 +112,7 @@ def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> 
     forms = structure.magnitudes[: len(free)]
     shared = rank_of(forms.copy()) - rank_of(forms[~free].tocsr())
     orbit_of = {int(unit): index for index, units in enumerate(structure.orbits) for unit in units}
-    for cell in structure.dense:
+    for cell in (*structure.dense, *(own.units for own in structure.gained)):
         at = structure.columns[orbit_of[int(cell[0])]][structure.place_in_orbit[cell]]
         shared += (len(cell) ** 2 - len(cell)) * bool(free[at[at < len(free)]].all())
     return shared + idle

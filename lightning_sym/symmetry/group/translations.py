@@ -215,17 +215,17 @@ def folded(structure: Structure) -> Translations:
         structure: The group, with its rotations and tilts.
     """
     space = structure.shifts
-    if not space or not (structure.rotations or structure.tilts):
+    if not space or not (structure.rotations or structure.gained or structure.tilts):
         return space
     assert space.parts is not None
-    found: dict[tuple[str, int], list[tuple[Ints, Ints]]] = {}
+    found: dict[tuple[str, int, float | None], list[tuple[Ints, Ints]]] = {}
 
     def fold(name: str, axis: int, entries: Ints, places: Ints) -> None:
-        for gain, at, gain_at, power in _between(structure, name, axis):
+        for gain, at, gain_at, power, epsilon in _between(structure, name, axis):
             position = np.full(int(max(places.max(initial=0), at.max(initial=0))) + 1, -1)
             position[at] = np.arange(len(at))
             own = position[places]
-            found.setdefault((gain, power), []).append((entries[own >= 0], gain_at[own[own >= 0]]))
+            found.setdefault((gain, power, epsilon), []).append((entries[own >= 0], gain_at[own[own >= 0]]))
 
     entry = np.full(len(space.generic.forms.forms.constant.indptr) - 1, -1)
     at, steady = pivot_rows(space)
@@ -243,27 +243,36 @@ def folded(structure: Structure) -> Translations:
         for axis in writer.axes:
             fold(writer.name, axis, entries.ravel(), indices[1 + axis])
     folds = [
-        Folds(gain, np.concatenate([one for one, _ in own]), np.concatenate([two for _, two in own]), power)
-        for (gain, power), own in found.items()
+        Folds(gain, np.concatenate([one for one, _ in own]), np.concatenate([two for _, two in own]), power, epsilon)
+        for (gain, power, epsilon), own in found.items()
     ]
     result = Translations(space.parts, folds)
     result.normed = space.normed
     return result
 
 
-def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, Ints, Ints, int]]:
-    """Yield the gains between which something acts on an axis, where it does, which of their entries, and powers."""
+def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, Ints, Ints, int, float | None]]:
+    """Yield the gains between which something acts on an axis, where it does, which of their entries, and powers.
+
+    Last comes what is added to a variance, whose root counts.
+    """
     for slot in structure.slots_of.get(name, ()):
         if slot.axes != (axis,):
             continue
         for index, at, powers in structure.rotated_places.get(slot.offset, ()):
             for (gain, place), power in zip(structure.rotations[index].gains, powers, strict=True):
                 if power:
-                    yield gain, at, place, power
+                    yield gain, at, place, power, None
+        for held in structure.gained_places.get(slot.offset, ()):
+            for gained, power in zip(structure.gained[held.cell].gains, held.powers, strict=True):
+                if power:
+                    yield gained.name, held.at, gained.at, power, None
+                if power and gained.norm is not None:
+                    yield gained.norm.variance[0], held.at, gained.norm.variance[1], -power, gained.norm.epsilon
         if slot.offset in structure.tilted_places and slot.offset not in structure.rotated_places:
             index, reads = structure.tilted_places[slot.offset]
             if (own := structure.tilts[index].gains.get(name)) is not None:
-                yield own, np.arange(slot.size), np.arange(slot.size), -1 if reads else 1
+                yield own, np.arange(slot.size), np.arange(slot.size), -1 if reads else 1, None
 
 
 def pivot_rows(space: Translations) -> tuple[Ints, NDArray[np.bool_]]:

@@ -89,20 +89,22 @@ def orbit_distance(
     with torch.no_grad():
         compared = comparable(symmetry, a, b, balance=balance)
         descent = Descent(compared, signs=signs, device=where)
-        found = [descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)]
-        hidden = any(factor.hides_units for factor in symmetry.factors)
-        if hidden or (balance and descent.suspicious(found[0].element)):
-            initial = compared.forth(form_to_form(symmetry, a, b))
-            found.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial, turned=False))
-        upper = math.inf
-        for one in found:
-            descent.restart(one.element)
-            # Subtracted, not computed from inner products: near 0 these cancel.
-            upper = min(upper, math.sqrt(descent.squared_distance))
+        found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)
         both = (descent.target, compared.start(where))
         said = [factor.unbounded(both, balance) for factor in symmetry.factors]
+        unknown, elements = any(own for _, own in said), [found.element]
+        hidden = any(factor.hides_units for factor in symmetry.factors)
+        if hidden or (balance and descent.suspicious(found.element)):
+            initial = compared.forth(form_to_form(symmetry, a, b))
+            found = descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial, turned=False)
+            elements += [found.element, *[initial] * unknown]  # beside which no bound stands
+        upper = math.inf
+        for element in elements:
+            descent.restart(element)
+            # Subtracted, not computed from inner products: near 0 these cancel.
+            upper = min(upper, math.sqrt(descent.squared_distance))
         notes = tuple(note for own, _ in said for note in own)
-        lower = 0.0 if any(unknown for _, unknown in said) else min(lower_bound(descent), upper)
+        lower = 0.0 if unknown else min(lower_bound(descent), upper)
         return OrbitDistance(upper, lower, notes)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
+from lightning_sym.symmetry.solving.gained import Known, find_gained
 from lightning_sym.symmetry.solving.half_turns import solve_half_turns, with_half_turns
 from lightning_sym.symmetry.solving.nesting import find_nesting
 from lightning_sym.symmetry.solving.refinement import Orbits, colours, columns_of, refine, sorted_groups
@@ -77,11 +78,12 @@ class _Solved(NamedTuple):
     end: int
 
 
-def find_group(labels: Labels) -> Group:
+def find_group(labels: Labels, known: Known) -> Group:
     """Solve all that the operations of a network demand.
 
     Args:
         labels: What they demand. Equations and pairs are let go of once they are solved.
+        known: Which tensors are buffers.
     """
     walk, constraints = labels.walk, labels.walk.constraints
     _give_back(constraints.atoms)
@@ -104,7 +106,7 @@ def find_group(labels: Labels) -> Group:
     _give_back(constraints.atoms)
     orbits = refine(positions, forms, colour, nesting)
     blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
-    dense, between = find_dense(constraints, positions, orbits, forms)
+    dense = find_dense(constraints, positions, orbits, forms)
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales = tabulate(orbits.columns, forms.magnitudes, end, modulo_two=False)
     signs = tabulate(orbits.columns, forms.signs, end, modulo_two=True)
@@ -120,19 +122,22 @@ def find_group(labels: Labels) -> Group:
     ]
     orbits = orbits._replace(movable=movable)
     solved = _Solved(positions, colour, folded, orbits, blocks, scales, signs, copies, end)
-    structure = _on_parameters(solved, walk.kinds, dense, walk.absorbed)
+    structure = _on_parameters(solved, walk.kinds, dense.cells, walk.absorbed)
     structure, values = with_half_turns(turned, structure, _on_values(solved, structure), variables)
     rotations, why_not = find_rotations(
         structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
     )
-    structure, values = (replace(each, rotations=tuple(rotations)) for each in (structure, values))
+    gained, without = find_gained(structure, dense.gained, walk.gains, walk.batch_norms, known)
+    structure, values = (
+        replace(each, rotations=tuple(rotations), gained=tuple(gained)) for each in (structure, values)
+    )
     counts = {"scales": scales.left_out, "signs": signs.left_out}
     apart = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     left_out = [f"{apart} that only act together with others are left out"] * bool(apart)
     return Group(
         replace(structure, charts=labels.charts),
         values,
-        [*constraints.notes, *held, *left_out, *why_not, *between],
+        [*constraints.notes, *held, *left_out, *why_not, *without],
         unread_units(structure, positions, orbits, constraints, walk.tensors),
     )
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.refinement import Orbits, cell_keys
 from lightning_sym.symmetry.solving.scales import Forms
@@ -64,9 +63,19 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
     return Met(normed, centred, held, cells, orbits.unit_of[nesting.gains])
 
 
-def find_dense(
-    constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms
-) -> tuple[tuple[Ints, ...], list[str]]:
+class Dense(NamedTuple):
+    """Cells of units that only linear operations touch.
+
+    Attributes:
+        cells: Those that any invertible matrix mixes.
+        gained: The numbers of orbits that batch norms or gains touch besides.
+    """
+
+    cells: tuple[Ints, ...]
+    gained: list[int]
+
+
+def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> Dense:
     """Find cells of units that only linear operations touch: any invertible matrix mixes them.
 
     Args:
@@ -74,34 +83,26 @@ def find_dense(
         positions: Where units are seen.
         orbits: The units.
         forms: Scales and signs by position.
-
-    Returns:
-        The cells, and a note on units that batch norms divide: matrices pass these, too, but are not looked for.
     """
     seen = (constraints.restricted, constraints.normed, constraints.centred)
     restricted = positions.marked(*itertools.chain(*seen), *(label.atom for label in positions.grouped.values()))
-    gained, divided = (positions.marked(*own) for own in (constraints.gained, constraints.divided))
+    gained = positions.marked(*constraints.gained, *constraints.divided)
     result: list[Ints] = []
-    names: list[str] = []
-    more = 0
-    for group, cell, matrix, moves in zip(orbits.units, orbits.cells, orbits.columns, orbits.movable, strict=True):
+    between: list[int] = []
+    for index, (group, cell, matrix, moves) in enumerate(
+        zip(orbits.units, orbits.cells, orbits.columns, orbits.movable, strict=True)
+    ):
         # Matrices of size 1 are scales with signs.
         if not moves or restricted[orbits.roots[group]].any() or np.bincount(cell).min() == 1:
             continue
-        members = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
-        if divided[orbits.roots[group]].any():
-            names.append(positions.places[int(positions.where[matrix[0, 0]])].tensor or "")
-            more += sum(len(own) ** 2 - len(own) for own in members)
-        if (divided | gained)[orbits.roots[group]].any():
+        if gained[orbits.roots[group]].any():
+            between.append(index)
             continue
+        members = [np.flatnonzero(cell == number) for number in range(int(cell.max()) + 1)]
         acting = [own_exponents(forms.magnitudes, matrix[own]) for own in members]
         if all(own is not None and (np.abs(own) == 1).all() for own in acting):
             result += [group[own] for own in members]
-    note = (
-        f"only linear layers and batch norms meet the units of {listed(names)}: invertible matrices mix these, too, "
-        f"{more} dimensions more, of which only permutations, signs and scales count"
-    )
-    return tuple(result), [note] if more else []
+    return Dense(tuple(result), between)
 
 
 def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:
@@ -205,7 +206,7 @@ def _conjugation(
     scales, signs = (exponents(forms, columns, table) for forms, table in kinds)
     if scales is None or signs is None:
         return None
-    one_by_one, own_signs = (_not_common(cells, table) for _, table in kinds)
+    one_by_one, own_signs = (not_common(cells, table) for _, table in kinds)
     at_gains = scales[behind][:, one_by_one]
     if at_gains.shape[0] != at_gains.shape[1] or (at_gains.size and abs(round(np.linalg.det(at_gains))) != 1):
         return None
@@ -220,7 +221,7 @@ def _conjugation(
     return powers, plain_sign
 
 
-def _not_common(cells: Ints, table: Ints) -> Bools:
+def not_common(cells: Ints, table: Ints) -> Bools:
     """Return which generators of a table are not the same for all units of a cell."""
     _, first = np.unique(cells, return_index=True)
     return np.asarray((table != table[first[cells]]).any(0))

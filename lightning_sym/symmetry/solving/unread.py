@@ -90,7 +90,7 @@ def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[s
         structure: The group on parameters and buffers. Biases that its translations move are no incoming numbers.
         tensors: Parameters and buffers by name; only their shapes are used.
     """
-    if not structure.dense:
+    if not (structure.dense or structure.gained):
         return []
     firsts = {int(cell[0]): number for number, cell in enumerate(structure.dense)}
     forms, number = structure.magnitudes, np.full(structure.units + 1, -1)  # the last is for positions without a unit
@@ -102,8 +102,15 @@ def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[s
             exponents = forms.data[slice(*forms.indptr[slot.offset + place :][:2])]
             if len(exponents):
                 met[of_cell[place]].append((slot, int(exponents[0] < 0), tensors[slot.tensor].numel() // slot.size))
+    between: list[list[tuple[Slot, int, int]]] = [[] for _ in structure.gained]
+    for slot in structure.slots:
+        for held in structure.gained_places.get(slot.offset, ()):
+            norms = (gain.norm for gain in structure.gained[held.cell].gains)
+            if slot.tensor not in {norm.mean[0] for norm in norms if norm is not None}:
+                between[held.cell].append((slot, int(held.read), tensors[slot.tensor].numel() // slot.size))
+    cells = (*structure.dense, *(own.units for own in structure.gained))
     notes: dict[str, None] = {}
-    for cell, seen in zip(structure.dense, met, strict=True):
+    for cell, seen in zip(cells, met + between, strict=True):
         if min(sum(count for _, at, count in seen if at == side and count > 1) for side in (0, 1)) >= len(cell):
             continue  # true in all but small networks; only the others need a look at the biases
         seen = [(slot, at, n) for slot, at, n in seen if n > 1 or slot.tensor not in structure.shifts.names]

@@ -10,6 +10,7 @@ from torch import fx
 from lightning_sym.symmetry.tracing.choice_rules import taken_at
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.elementwise_rules import summed_over
+from lightning_sym.symmetry.tracing.gained import BatchNorm
 from lightning_sym.symmetry.tracing.nodes import equation_of, terms_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
@@ -282,6 +283,8 @@ def _batch_norm(
         with trace.constraints.unrestricted():
             value = value.with_labels(_normalised(trace, label, 0.0))
         trace.constraints.divided.append(label.atom.ravel())
+        states = (None if own is None else own.state for own in (weight, bias, mean, variance))
+        trace.batch_norms.add(BatchNorm(*states))
     return _affine(trace, value, weight, bias, [1])
 
 

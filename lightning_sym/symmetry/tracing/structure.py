@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_sym.symmetry.charts import Charts
 from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.copies import Copies, arriving
+from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
 from lightning_sym.symmetry.tracing.numbering import flat
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents, own_exponents
 from lightning_sym.symmetry.tracing.tilts import Tilt
@@ -108,6 +109,7 @@ class Structure:
         parents: For each system of blocks (blocks, parents): further units, which change places as the blocks do
             (heads, where attention weights are seen). In values inside the network only.
         rotations: Cells on which any orthogonal matrix acts, behind their permutations, scales and signs.
+        gained: Cells on which any invertible matrix acts between gains, behind their permutations, scales and signs.
         tilts: What layer norms' biases and their readers may change together, behind rotations.
         planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
             the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
@@ -133,6 +135,7 @@ class Structure:
     copies: tuple[Copies | None, ...] = ()
     parents: tuple[Ints, ...] = ()
     rotations: tuple[Rotation, ...] = ()
+    gained: tuple[GainedCell, ...] = ()
     tilts: tuple[Tilt, ...] = ()
     planes: tuple[Ints, ...] = ()
     half_turns: HalfTurns = NO_HALF_TURNS
@@ -314,6 +317,35 @@ class Structure:
                 slot = self.slots[slot_index]
                 if slot.tensor not in gains:
                     places.setdefault(slot.offset, []).append((index, at - slot.offset, tuple(powers.tolist())))
+        return places
+
+    @cached_property
+    def gained_of(self) -> Ints:
+        """For each unit, the number of its gained cell, or -1."""
+        gained_of = np.full(self.units, -1)
+        for index, cell in enumerate(self.gained):
+            gained_of[cell.units] = index
+        return gained_of
+
+    @cached_property
+    def gained_places(self) -> dict[int, list[GainedPlace]]:
+        """By slot: where gained cells stand."""
+        places: dict[int, list[GainedPlace]] = {}
+        for index, cell in enumerate(self.gained):
+            own = self.place_in_orbit[cell.units]
+            columns = self.columns[cell.orbit][own]
+            acting = exponents(self.magnitudes, columns, self.scale_table[cell.orbit][own])
+            if not columns.shape[1]:
+                continue
+            assert acting is not None  # find_gained looked
+            fixed = {name for gain in cell.gains for name in gain.names}
+            for at, slot_index, powers in zip(
+                columns.T, self.slots_at(columns[0]), (acting @ cell.solve).tolist(), strict=True
+            ):
+                slot = self.slots[slot_index]
+                if slot.tensor not in fixed:
+                    place = GainedPlace(index, at - slot.offset, tuple(powers[:-1]), powers[-1] < 0)
+                    places.setdefault(slot.offset, []).append(place)
         return places
 
     @cached_property

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
 from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, counted
+from lightning_sym.symmetry.tracing.gained import BatchNorm
 from lightning_sym.symmetry.tracing.growing import growing_axes
 from lightning_sym.symmetry.tracing.nodes import result_shape
 from lightning_sym.symmetry.tracing.sizes import growing_inputs
@@ -62,6 +63,7 @@ class TraceState:
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
         self.uses: Counter[str] = Counter()
         self.gains: Counter[str] = Counter()
+        self.batch_norms: set[BatchNorm] = set()
         self.taps: dict[Mark, Value] = {}
         self.seen: set[int] = set()
         self.half_turned: dict[fx.Node, InFront] = {}

@@ -157,12 +157,13 @@ class Kind(NamedTuple):
 
 
 class Folds(NamedTuple):
-    """Of which powers of a gain entries of an element are multiples."""
+    """Of which powers of a gain entries of an element are multiples; with an epsilon, of the root of gain + epsilon."""
 
     gain: str
     entries: Ints
     places: Ints
     power: int
+    epsilon: float | None = None
 
 
 @dataclass
@@ -400,11 +401,12 @@ class Located:
     def multiples(self) -> Floats:
         """Of what each entry of an element is a multiple. Shape (size,)."""
         found = np.ones(self.space.size)
-        for gain, entries, places, power in self.space.folds:
+        for gain, entries, places, power, epsilon in self.space.folds:
             if gain not in self.tensors:
                 found[entries] = 0
                 continue
             numbers = self.weights.tensor(gain).reshape(-1).numpy()[places]
+            numbers = numbers if epsilon is None else np.sqrt(np.abs(numbers + epsilon))
             if power < 0 and not numbers.all():
                 raise zero_in(gain)
             found[entries] *= numbers**power

@@ -1,0 +1,282 @@
+"""Invertible matrices between gains: units between linear layers, behind batch norms or gains.
+
+See docs/theory/intertwiners.md, 2.18.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.arrays import Floats, Ints, together
+from lightning_sym.symmetry.described import listed
+from lightning_sym.symmetry.group.cells import balance_cells
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.gained_forms import around, usable, wants_matrices
+from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
+from lightning_sym.symmetry.group.matrix import random_matrix
+from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)  # stands for the identity, of any size
+
+Matrices = tuple[Tensor, ...]
+
+
+class GainedMatrix(Factor[Matrices]):
+    """An invertible matrix A per gained cell; behind gains with diagonal D, :math:`D A D^{-1}` acts."""
+
+    name = "gained"
+
+    def identity(self) -> Matrices:
+        """Return the part that changes nothing."""
+        return (NO_MATRIX,) * len(self.structure.gained)
+
+    def is_identity(self, own: Matrices) -> bool:
+        """Return whether a part changes nothing."""
+        return not any(len(matrix) for matrix in own)
+
+    def sample(self, draw: Draw) -> Matrices:
+        """Draw matrices whose singular vectors are uniform, and whose singular values are log-normal."""
+        if not draw.mixing:
+            return self.identity()
+        return tuple(_drawn(cell.size, draw) for cell in self.structure.gained)
+
+    def sample_at(self, seen: Slot, values: Factor[Matrices], draw: Draw) -> Matrices:
+        """Draw the matrices of cells that are seen; see :class:`Factor`."""
+        return tuple(
+            random_matrix(cell.size, draw) if np.isin(cell.units, seen.unit).all() else NO_MATRIX
+            for cell in self.structure.gained
+        )
+
+    def compose(self, later: Matrices, earlier: Matrices) -> Matrices:
+        """Return the product of two parts, of which `earlier` acts first."""
+        pairs = zip(later, earlier, strict=True)
+        return tuple(one @ two if len(one) and len(two) else one if len(one) else two for one, two in pairs)
+
+    def inverse(self, own: Matrices) -> Matrices:
+        """Return the inverse of a part."""
+        return tuple(torch.linalg.inv(matrix) if len(matrix) else matrix for matrix in own)
+
+    def carried(self, own: Matrices, by: Element, back: Element) -> Matrices:
+        """Return the matrices between permutations, and the scales and signs of the place where they act."""
+        structure, result = self.structure, list(self.identity())
+        comes = torch.argsort(by.permutation).numpy()
+        for index, matrix in enumerate(own):
+            if not len(matrix):
+                continue
+            cell = structure.gained[index]
+            other = int(structure.gained_of[comes[cell.units[0]]])
+            came = by.permutation.numpy()[structure.gained[other].units]
+            place = structure.place_in_orbit[came]
+            scales, signs = (table[cell.orbit][place] for table in (structure.scale_table, structure.sign_table))
+            factor = (by.log_scale[torch.from_numpy(scales)] * torch.from_numpy(cell.frame)).sum(1).exp()
+            factor = factor * by.sign[torch.from_numpy(signs[:, cell.sign > 0])].prod(1)
+            order = torch.from_numpy(np.argsort(cell.units)[np.searchsorted(np.sort(cell.units), came)])
+            result[other] = factor[:, None] * matrix[order[:, None], order] / factor
+        return tuple(result)
+
+    @property
+    def dimension(self) -> int:
+        """The number of the matrices' entries, without those on the diagonals: these are among the scales."""
+        return sum(cell.size**2 - cell.size for cell in self.structure.gained)
+
+    @property
+    def redundant(self) -> int:
+        """How many scales are also among the matrices, if they move parameters alone."""
+        return sum(cell.size for cell in self.structure.gained if not cell.moves_statistics)
+
+    def dimension_at(self, offsets: Collection[int]) -> int:
+        """Return the dimension of the matrices that act at some slots, given by their offsets."""
+        places = self.structure.gained_places
+        cells = {place.cell for at in offsets for place in places.get(at, ())}
+        return sum(self.structure.gained[cell].size ** 2 - self.structure.gained[cell].size for cell in cells)
+
+    def linear_action(self, own: Matrices, gains: Gains) -> "GainedAction | None":
+        """Return what a part does by matrices; None for the identity."""
+        return None if self.is_identity(own) else GainedAction(self.structure, own)
+
+    def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+        """Return the directions of all entries. Means stay: biases make up for that; see :class:`Factor`."""
+        structure, starts, total = self.structure, dict[str, int](), 0
+        for name, weights in parameters.items():
+            starts[name], total = total, total + weights.size
+        first = np.cumsum([0, *(cell.size**2 for cell in structure.gained)])
+        found: list[tuple[Floats, Ints, Ints]] = []
+        for slot in structure.slots:
+            for place in structure.gained_places.get(slot.offset, ()):
+                cell = structure.gained[place.cell]
+                outside = around(place, [gain.of(tensors) for gain in cell.gains]).numpy()
+                # Entry (i, j) adds row j to row i where units are put out, and takes i off j where they are read.
+                into, of = np.indices((cell.size, cell.size)).reshape(2, -1)[:: -1 if place.read else 1]
+                factor = (outside[into] / outside[of])[:, None] * (-1 if place.read else 1)
+                moved = _moved(slot, place, cell, parameters, tensors)
+                if moved is not None:
+                    name, to, rows, by = moved
+                    rates = (factor * by[into][:, None] * rows[of]).ravel()
+                    entry = np.repeat(first[place.cell] + np.arange(len(into)), rows.shape[1])
+                    found.append((rates, (starts[name] + to[into]).ravel(), entry))
+        if not found:
+            return sparse.csr_matrix((total, 0))
+        rates, rows, columns = (np.concatenate(own) for own in zip(*found, strict=True))
+        return sparse.csr_matrix((rates, (rows, columns)), shape=(total, int(first[-1])))
+
+    rung = Rung.FIRST
+
+    def concerned(self, wanted: Wanted) -> bool:
+        """Return whether matrices are sought: for forms up to nothing at all; see :class:`Factor`."""
+        return bool(self.structure.gained) and wants_matrices(wanted)
+
+    def canonical(self, state: Gathered) -> Canonical:
+        """Return what makes both Gram matrices of every cell equal and diagonal, gains taken off."""
+        if self.structure.dense:  # these were found together
+            return Canonical({})
+        return balance_cells(self.group, state)
+
+    def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
+        """Yield a note on cells that stay."""
+        stay = len(self.structure.gained)
+        if self.concerned(wanted):
+            stay -= len(usable(self.structure, tensors))
+        if stay and wanted.scales is not None:
+            yield (
+                f"{stay} cells between gains are not mixed (with scales='balanced', signs and order only, and between "
+                "gains other than zero): the form is canonical up to invertible matrices there only"
+            )
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on cells that are not mixed; see :class:`Factor`."""
+        note = (
+            f"{len(self.structure.gained)} cells on which invertible matrices act between gains are mixed only if both "
+            "networks compute the same: no lower bound is known"
+        )
+        return [note] * bool(self.structure.gained), bool(self.structure.gained)
+
+    @property
+    def gains(self) -> frozenset[str]:
+        """The gains between which matrices act."""
+        return frozenset(name for cell in self.structure.gained for gain in cell.gains for name in gain.names)
+
+    def _fits(self, member: Tensor) -> bool:
+        return member.ndim == 2 and member.shape in {(cell.size, cell.size) for cell in self.structure.gained}
+
+    def check(self, own: Matrices) -> None:
+        """Check that a part is one of this factor.
+
+        Raises:
+            ValueError: If a matrix has another size than its cell.
+        """
+        super().check(own)
+        for matrix, cell in zip(own, self.structure.gained, strict=True):
+            if len(matrix) not in (0, cell.size):
+                raise ValueError(f"gained holds a matrix of {len(matrix)} units; expected one of {cell.size}")
+
+
+class GainedAction(LinearAction):
+    """What invertible matrices do on single axes, between gains.
+
+    Args:
+        structure: The group.
+        matrices: One per gained cell.
+    """
+
+    def __init__(self, structure: Structure, matrices: Matrices) -> None:
+        self.structure = structure
+        self.moved: list[Ints] = []  # which units are mixed at all
+        self.matrices: list[tuple[Tensor, Tensor]] = []  # among these, and what is read is multiplied by
+        for matrix in matrices:
+            change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
+            moved = torch.nonzero(change.any(0) | change.any(1)).ravel() if len(matrix) else torch.zeros(0).long()
+            inside = matrix[moved][:, moved]
+            self.moved.append(moved.numpy())
+            self.matrices.append((inside, torch.linalg.inv(inside).mT))
+        self.gains: dict[int, list[Tensor]] = {}
+
+    def learn(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the gains between which the matrices act.
+
+        Raises:
+            ValueError: If a gain is zero, or not finite.
+        """
+        for index, (cell, moved) in enumerate(zip(self.structure.gained, self.moved, strict=True)):
+            if index in self.gains or not len(moved) or any(name not in tensors for name in _names(cell)):
+                continue
+            self.gains[index] = [gain.within(moved).of(tensors) for gain in cell.gains]
+            for gain, values in zip(cell.gains, self.gains[index], strict=True):
+                if not bool((values.isfinite() & (values != 0)).all()):
+                    raise ValueError(
+                        f"the gain {gain.name} holds a zero, through which no matrix passes; expected gains other than "
+                        "zero, or an element without matrices: sample(mixing=False)"
+                    )
+
+    def acts_at(self, slot: Slot) -> bool:
+        """Return whether a matrix changes what stands in a slot."""
+        return any(len(self.moved[place.cell]) for place in self.structure.gained_places.get(slot.offset, ()))
+
+    def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let the matrices act on one axis, between gains.
+
+        Raises:
+            ValueError: If the gains are not known.
+        """
+        for place in self.structure.gained_places.get(slot.offset, ()):
+            matrix, moved = self.matrices[place.cell][place.read], self.moved[place.cell]
+            if not len(moved):
+                continue
+            if any(place.powers):
+                if place.cell not in self.gains:
+                    names = listed(_names(self.structure.gained[place.cell]))
+                    raise ValueError(
+                        f"a matrix acts behind the gains {names}, which are not there; expected the network itself "
+                        "beside what is changed, or an element without matrices: sample(mixing=False)"
+                    )
+                outside = around(place, self.gains[place.cell])
+                matrix = outside[:, None] * matrix / outside
+            where = torch.from_numpy(place.at[moved]).to(tensor.device)
+            whole = np.array_equal(place.at[moved], np.arange(tensor.shape[axis]))
+            old = (tensor if whole else tensor.index_select(axis, where)).movedim(axis, 0)
+            new = torch.tensordot(matrix.to(tensor), old, 1).movedim(0, axis)
+            tensor = new.contiguous() if whole else tensor.index_copy(axis, where, new)
+        return tensor
+
+
+def _drawn(size: int, draw: Draw) -> Tensor:
+    """Draw a matrix that mixes all units, or at most so many as are wanted."""
+    if draw.most is None or draw.most >= size:
+        return random_matrix(size, draw)
+    chosen = torch.randperm(size, generator=draw.generator)[: draw.most]
+    whole = torch.eye(size, dtype=torch.float64)
+    whole[chosen[:, None], chosen] = random_matrix(draw.most, draw)
+    return whole
+
+
+def _names(cell: GainedCell) -> list[str]:
+    """Return the names of the tensors that make a cell's gains."""
+    return [name for gain in cell.gains for name in gain.names]
+
+
+def _moved(
+    slot: Slot,
+    place: GainedPlace,
+    cell: GainedCell,
+    parameters: Mapping[str, Floats],
+    tensors: Mapping[str, Tensor],
+) -> tuple[str, Ints, Floats, Floats] | None:
+    """Return the parameter that moves with a place, where its rows stand, the rows that are added, and their factors.
+
+    It is the parameter at the place, or the bias of a batch norm that makes up for the mean.
+    """
+    if slot.tensor in parameters:
+        weights = parameters[slot.tensor]
+        number = together(torch.arange(weights.size).view(weights.shape), slot.axes).numpy().reshape(slot.size, -1)
+        at = number[place.at]
+        return slot.tensor, at, weights.ravel()[at], np.ones(cell.size)
+    for gain in cell.gains:
+        if gain.norm is not None and gain.norm.mean[0] == slot.tensor and np.array_equal(gain.norm.mean[1], place.at):
+            mean = tensors[slot.tensor].detach().double().cpu().numpy()[place.at]
+            name, at = gain.norm.bias
+            return name, at[:, None], -mean[:, None], gain.of(tensors).numpy()
+    return None
