@@ -259,7 +259,8 @@ class Symmetry(ElementGroup):
         """Change a network's weights and buffers by an element; its function in evaluation mode stays the same.
 
         Running variances move by v' = s^2 (v + eps) - eps, which keeps evaluation mode exact. In training mode, batch
-        norm divides by the batch's own variance, so a scale s in front of it changes the output by O(eps / v); all else
+        norm divides by the batch's own variance, so a scale s in front of it changes the output by O(eps / v), and a
+        matrix that mixes its channels (docs/theory/intertwiners.md, 2.18) changes it by as much as there is. All else
         is exact there, too.
 
         Args:

@@ -150,6 +150,7 @@ class AxisGroup:
         parts += ["scale" if self.scales == 1 else f"{self.scales} scales"] * (self.scales > 0)
         if self.phase:  # half a turn is a sign
             parts, signs = [*parts, "phase"], signs - 1
+        signs -= bool(self.gained)  # what flips all weights of a unit and no gain is a matrix
         parts += ["sign" if signs == 1 else f"{signs} signs"] * (signs > 0)
         parts += ["invertible matrices between gains"] * bool(self.gained)
         return " + ".join(parts) or "moves with its block"

@@ -62,10 +62,8 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
     tilts, notes = find_tilts(structure, values, found.normed)
     tilts += find_leaning(structure, values, found.leaning)
     structure, values = (replace(each, tilts=tuple(tilts)) for each in (structure, values))
-    structure, held = with_carried_shifts(structure, {name: tuple(tensor.shape) for name, tensor in states.items()})
-    structure, values = (
-        replace(each, shifts=structure.shifts, gained=structure.gained) for each in (structure, values)
-    )
+    sizes = {name: tuple(tensor.shape) for name, tensor in states.items()}
+    structure, values, held = with_carried_shifts(structure, values, sizes)
 
     def common_shift() -> int:
         """Return the number of additional translations that a softmax after the outputs cancels."""

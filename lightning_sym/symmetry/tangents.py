@@ -63,9 +63,9 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     r"""Return the tangents of a network's orbit at the network.
 
     A scale that multiplies weight k by :math:`\lambda^{a_k}` has the tangent :math:`a_k w_k`; a shift has
-    what it adds; a rotation's generator S moves weights by :math:`D S D^{-1} W`, and a phase the coordinates of its
-    plane by (-y, x). What moves running statistics too is
-    left out: with these fixed it changes the network's function.
+    what it adds; a rotation's generator S moves weights by :math:`D S D^{-1} W`, and so does any matrix between gains;
+    a phase moves the coordinates of its plane by (-y, x). What moves running statistics too is left out: with these
+    fixed it changes the network's function. For the means that matrices between gains move, biases make up.
 
     Args:
         symmetry: Symmetry of the network's architecture.

@@ -173,7 +173,8 @@ def canonicalize(
         if they were absent, they come last, and `CanonicalForm.dead` reports them. For them alone the form depends on
         the orbit's member.
         Where any invertible matrix acts (`AxisGroup.dense`: the values of an attention head), what is put out and what
-        reads it get equal, diagonal Gram matrices, largest entry first; without ``scales`` they stay, with a note. So
+        reads it get equal, diagonal Gram matrices, largest entry first; without ``scales`` they stay, with a note.
+        Where matrices act between gains (`AxisGroup.gained`), gains become 1 before; they stay unless all is fixed. So
         do planes (`AxisGroup.phase`), which are turned to the principal axes of the first weights that hold them.
         Streams are turned to the principal axes of what stands on them (`AxisGroup.rotations`) where all else is fixed,
         too; otherwise they stay, with a note. Sorting is not continuous: near networks may have

@@ -17,15 +17,18 @@ from lightning_sym.symmetry.tracing.structure import Structure
 _ROUNDING = 1e-6  # relative: what is carried wrongly is off by as much as there is
 
 
-def with_carried_shifts(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> tuple[Structure, list[str]]:
+def with_carried_shifts(
+    structure: Structure, values: Structure, shapes: Mapping[str, Sequence[int]]
+) -> tuple[Structure, Structure, list[str]]:
     """Leave out the gained cells whose matrices carry shifts in a way that depends on weights, or that shifts move.
 
     Args:
         structure: The group, with its shifts.
+        values: The same group on named values.
         shapes: The shapes of all parameters and buffers, by name.
 
     Returns:
-        The group with the cells that stay, its shifts in multiples of gains; and a note on what was left out.
+        Both with the cells that stay, and shifts in multiples of gains; and a note on what was left out.
     """
     several = _unmoved(structure, shapes)
     whole = _folded(structure, several)
@@ -38,7 +41,7 @@ def with_carried_shifts(structure: Structure, shapes: Mapping[str, Sequence[int]
         f"{count} cells of units between gains are not mixed by matrices, as these would carry what may be added to "
         "weights there in a way that depends on the gains"
     )
-    return whole, [note] * bool(count)
+    return whole, replace(values, shifts=whole.shifts, gained=whole.gained), [note] * bool(count)
 
 
 def _folded(structure: Structure, cells: Collection[int]) -> Structure:

@@ -124,7 +124,8 @@ def weight_matching(
     - A group on two axes of one parameter makes the problem quadratic: it is linearised, and only improvements are
       taken. The same holds for blocks, and for more than three free signs that meet on one parameter.
     - Cells on which any invertible matrix acts are rotated (orthogonal Procrustes), planes turned by the argument of
-      their complex inner product, and streams rotated last; other matrices are not searched.
+      their complex inner product, and streams rotated last; other matrices are not searched. Those between gains, which
+      no recalibration of batch norms survives, are found between networks of one function only.
     - If all tensors have nearly the same norms, and are not as near as these allow, canonical forms are compared, too:
       what was planted is found to rounding.
     - Buffers are left out of the gain, and move along.
