@@ -178,6 +178,8 @@ class _Stream:
             layer, last = _layer(user), axis == len(shape_of(node) or ()) - 1
             if name_of(user) == "layer_norm" and last and len(user.args[1]) == 1:  # type: ignore[arg-type]
                 return []
+            if name_of(user) in ("var", "std") and reduced(user, len(shape_of(node) or ())) == {axis}:
+                return []
             if layer is not None and layer.axis == axis:
                 self._parameter(layer.weight, layer.columns, user, self.readers, None)
                 return []
@@ -270,6 +272,8 @@ class _Stream:
             return at
         if name in operations(Trait.SUM) and at not in (summed := reduced(whole, len(before))):
             return at if len(before) == len(after) else at - sum(axis < at for axis in summed)
+        if name == "cumsum" and argument(whole, 1, "dim") % len(before) != at:
+            return at
         if name in operations(Trait.MOVE | Trait.PICK):
             result = _moved(whole, coordinates(before, [at]))
             result = result if node is whole else result[node.args[1]]
