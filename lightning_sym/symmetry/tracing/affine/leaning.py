@@ -236,9 +236,9 @@ class _Stream:
                 return wide
         elif name in ("where", "masked_fill"):
             mask, *parts = node.args if name == "where" else (node.args[1], node.args[0], node.args[2])
-            kept = [part for part in parts if not self._is_zero(part)]
+            kept: list[Any] = [part for part in parts if not self._is_zero(part)]
             if mask not in wide and kept and all(part in wide for part in kept):
-                return {part: wide[part] for part in kept}  # type: ignore[index]
+                return {part: wide[part] for part in kept}
         elif name in _PRODUCTS and (equation := equation_of(node)) is not None:
             *terms, out = terms_of(equation)
             values: Any = node.args[1] if name == "einsum" else node.args[:2]
