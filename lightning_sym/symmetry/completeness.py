@@ -130,8 +130,9 @@ class _Batched(TorchFunctionMode):
             slope = slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope
             return torch.where(x > 0, x, slope * x)
         if function is F.rms_norm:
-            x, shape, weight, eps = (*args, *[options.pop(key, None) for key in ("weight", "eps")[len(args) - 2 :]])
-            return function(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
+            given = {**dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)), **options}
+            eps = given.get("eps")
+            return function(**given | {"eps": torch.finfo(torch.float32).eps if eps is None else eps})
         return function(*args, **options)
 
 

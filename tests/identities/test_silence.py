@@ -35,7 +35,6 @@ MOST_PARAMETERS = 200
 
 SILENT: dict[str, str] = {
     "writes: sums_of_units_step_by_step": "has no derivative",
-    "vit, norms of queries and keys": "too large; gains and the bias of queries move along curves",
 }
 # What `trace_symmetry` measures on inputs of further lengths, with further tokens, or at weights that it searches for.
 FURTHER = {

@@ -364,6 +364,21 @@ def test_multiples_of_ones_are_added_to_streams(name):
     assert float((rows @ torch.from_numpy(rates.vectors.toarray())).abs().max()) < 100 * EXACT
 
 
+def test_shifts_of_streams_compose_behind_gains():
+    """A bias behind takes off multiples of a gain, in front of which a norm does not see what is added."""
+    torch.manual_seed(0)
+    network = Program(lambda s, x: s.head(s.gain * (h := s.first(x)) + s.out(torch.relu(s.into(s.norm(h))))),
+                      {**WHOLE, "gain": parameter(D)}).double().eval()  # fmt: skip
+    for weight in network.parameters():
+        nn.init.normal_(weight)
+    symmetry = trace_symmetry(network, torch.randn(2, 9, dtype=torch.float64))
+    assert symmetry.structure.rotations
+    one, two = (symmetry.sample(torch.Generator().manual_seed(seed)) for seed in range(2))
+    both = symmetry.act(symmetry.compose(two, one), network).state_dict()
+    for key, value in symmetry.act(two, symmetry.act(one, network)).state_dict().items():
+        torch.testing.assert_close(value, both[key], rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("name", [name for name, (*_, lean) in LEANING.items() if lean])
 def test_streams_that_lean_have_one_canonical_form(name):
     network, symmetry = leaning(name)

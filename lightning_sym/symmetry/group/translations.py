@@ -27,6 +27,8 @@ from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 Floats = NDArray[np.float64]
+# By gain, power and what is added to a variance: entries of an element, and of the gain.
+Found = dict[tuple[str, int, float | None], list[tuple[Ints, Ints]]]
 _SETTLED = 1e-13  # steps that are smaller than that, relative to the tensors, are rounding
 _MOST = 64  # times that translations behind weights are followed
 _NOTHING = 1e-9  # singular values that are smaller than that, relative to the largest, are zero
@@ -218,30 +220,20 @@ def folded(structure: Structure) -> Translations:
     if not space or not (structure.rotations or structure.gained or structure.tilts):
         return space
     assert space.parts is not None
-    found: dict[tuple[str, int, float | None], list[tuple[Ints, Ints]]] = {}
-
-    def fold(name: str, axis: int, entries: Ints, places: Ints) -> None:
-        for gain, at, gain_at, power, epsilon in _between(structure, name, axis):
-            position = np.full(int(max(places.max(initial=0), at.max(initial=0))) + 1, -1)
-            position[at] = np.arange(len(at))
-            own = position[places]
-            found.setdefault((gain, power, epsilon), []).append((entries[own >= 0], gain_at[own[own >= 0]]))
-
-    entry = np.full(len(space.generic.forms.forms.constant.indptr) - 1, -1)
-    at, steady = pivot_rows(space)
-    entry[at[steady]] = np.flatnonzero(steady)
-    for part in space.parts.placed:
-        lead = part.at.ndim - len(space.parts.shapes[part.name])
-        own = entry[part.at]
-        places = np.nonzero(np.atleast_1d(own) >= 0)
-        for axis in range(own.ndim - lead):
-            if own.shape[lead + axis] > 1:
-                fold(part.name, axis, own[places], places[lead + axis])
+    located = [space.generic, space.at(space.generic_tensors(1))]
+    at = _told(located[0])
+    tables = [own.matrix[at][:, np.arange(space.entries)] for own in located]
+    found, steady, changing = Found(), np.ones(space.entries, bool), np.ones(space.entries, bool)
+    while changing.any():
+        found = _folds_of_entries(structure, at, steady)
+        one, two = (_in_multiples(own.tensors, found, table) for own, table in zip(located, tables, strict=True))
+        changing = steady & (np.asarray(abs(one - two).max(1).todense()).ravel() > _NOTHING)
+        steady &= ~changing
     for writer in space.parts.writers:
         entries = np.arange(writer.places.start, writer.places.stop).reshape(-1, *writer.shape)
         indices = np.indices(entries.shape).reshape(entries.ndim, -1)
         for axis in writer.axes:
-            fold(writer.name, axis, entries.ravel(), indices[1 + axis])
+            _fold(structure, found, writer.name, axis, entries.ravel(), indices[1 + axis])
     folds = [
         Folds(gain, np.concatenate([one for one, _ in own]), np.concatenate([two for _, two in own]), power, epsilon)
         for (gain, power, epsilon), own in found.items()
@@ -249,6 +241,48 @@ def folded(structure: Structure) -> Translations:
     result = Translations(space.parts, folds)
     result.normed = space.normed
     return result
+
+
+def _folds_of_entries(structure: Structure, at: Ints, steady: NDArray[np.bool_]) -> Found:
+    """Return, by gain and power, of which entries of a gain the first entries of an element are multiples.
+
+    Args:
+        structure: The group.
+        at: Which wanted unknown tells each entry.
+        steady: Which entries are counted in multiples.
+    """
+    space, found = structure.shifts, Found()
+    assert space.parts is not None
+    entry = np.full(len(space.generic.forms.forms.constant.indptr) - 1, -1)
+    entry[at[steady]] = np.flatnonzero(steady)
+    for part in space.parts.placed:
+        lead = part.at.ndim - len(space.parts.shapes[part.name])
+        own = entry[part.at]
+        places = np.nonzero(np.atleast_1d(own) >= 0)
+        for axis in range(own.ndim - lead):
+            if own.shape[lead + axis] > 1:
+                _fold(structure, found, part.name, axis, own[places], places[lead + axis])
+    return found
+
+
+def _fold(structure: Structure, found: Found, name: str, axis: int, entries: Ints, places: Ints) -> None:
+    """Note the gains between which something acts on an axis of a tensor, to which entries of an element are added."""
+    for gain, at, gain_at, power, epsilon in _between(structure, name, axis):
+        position = np.full(int(max(places.max(initial=0), at.max(initial=0))) + 1, -1)
+        position[at] = np.arange(len(at))
+        own = position[places]
+        found.setdefault((gain, power, epsilon), []).append((entries[own >= 0], gain_at[own[own >= 0]]))
+
+
+def _in_multiples(tensors: Mapping[str, Tensor], found: Found, table: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return what entries add where each is told, both counted in multiples of gains."""
+    multiples = np.ones(table.shape[1])
+    for (gain, power, epsilon), parts in found.items():
+        sizes = tensors[gain].detach().cpu().double().numpy().ravel()
+        sizes = sizes if epsilon is None else np.sqrt(np.abs(sizes + epsilon))
+        for entries, places in parts:
+            multiples[entries] *= sizes[places] ** power
+    return (sparse.diags(1 / multiples) @ table @ sparse.diags(multiples)).tocsr()
 
 
 def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, Ints, Ints, int, float | None]]:
@@ -273,16 +307,6 @@ def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, 
             index, reads = structure.tilted_places[slot.offset]
             if (own := structure.tilts[index].gains.get(name)) is not None:
                 yield own, np.arange(slot.size), np.arange(slot.size), -1 if reads else 1, None
-
-
-def pivot_rows(space: Translations) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return for each of the first entries of an element which wanted unknown tells it, and whether at all weights."""
-    located = [space.generic, space.at(space.generic_tensors(1))]
-    at = _told(located[0])
-    if not space.entries:
-        return at, np.zeros(0, bool)
-    one, two = (own.matrix[at][:, np.arange(space.entries)] for own in located)
-    return at, np.asarray(abs(one - two).max(1).todense()).ravel() < _NOTHING
 
 
 def elements_alone(

@@ -178,6 +178,8 @@ class _Stream:
             layer, last = _layer(user), axis == len(shape_of(node) or ()) - 1
             if name_of(user) == "layer_norm" and last and len(user.args[1]) == 1:  # type: ignore[arg-type]
                 return []
+            if name_of(user) in ("var", "std") and reduced(user, len(shape_of(node) or ())) == {axis}:
+                return []
             if layer is not None and layer.axis == axis:
                 self._parameter(layer.weight, layer.columns, user, self.readers, None)
                 return []
@@ -234,9 +236,9 @@ class _Stream:
                 return wide
         elif name in ("where", "masked_fill"):
             mask, *parts = node.args if name == "where" else (node.args[1], node.args[0], node.args[2])
-            kept = [part for part in parts if not self._is_zero(part)]
+            kept: list[Any] = [part for part in parts if not self._is_zero(part)]
             if mask not in wide and kept and all(part in wide for part in kept):
-                return {part: wide[part] for part in kept}  # type: ignore[index]
+                return {part: wide[part] for part in kept}
         elif name in _PRODUCTS and (equation := equation_of(node)) is not None:
             *terms, out = terms_of(equation)
             values: Any = node.args[1] if name == "einsum" else node.args[:2]
@@ -270,6 +272,8 @@ class _Stream:
             return at
         if name in operations(Trait.SUM) and at not in (summed := reduced(whole, len(before))):
             return at if len(before) == len(after) else at - sum(axis < at for axis in summed)
+        if name == "cumsum" and argument(whole, 1, "dim") % len(before) != at:
+            return at
         if name in operations(Trait.MOVE | Trait.PICK):
             result = _moved(whole, coordinates(before, [at]))
             result = result if node is whole else result[node.args[1]]
