@@ -12,6 +12,7 @@ from lightning_sym.symmetry.arrays import as_array
 
 Ints = NDArray[np.int64]
 _MANY = 2**22  # numbers of a constant that are compared one by one
+_COLUMNS = 8  # that are looked at one by one, before whole rows are sorted
 
 
 def coordinates(shape: tuple[int, ...], axes: Sequence[int]) -> Tensor:
@@ -72,3 +73,15 @@ def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
     # Rows that are not the same have other sums under random weights.
     weights = torch.rand(rows.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return (rows.double().nan_to_num() @ weights).numpy()
+
+
+def numbered_rows(rows: NDArray[Any]) -> Ints:
+    """Number the rows of an array in lexicographic order; rows that are the same have one number. Shape (rows,)."""
+    number, first = np.zeros(len(rows), np.int64), np.zeros(1, np.int64)
+    for _ in range(_COLUMNS):  # mostly a few tell all rows apart, which saves sorting these
+        differs = (rows != rows[first[number]]).any(0)
+        if not differs.any():
+            return number
+        order = np.unique(rows[:, differs.argmax()], return_inverse=True)[1]
+        _, first, number = np.unique(number * len(rows) + order, return_index=True, return_inverse=True)
+    return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)

@@ -133,22 +133,21 @@ class _Elimination:
 
     def solve(self, rows: sparse.csr_matrix, ids: Ints) -> None:
         """Solve equations; equations with one or two unknowns always go first."""
+        rows, place = self.put_in(rows), np.zeros(self.count, np.int64)
         while True:
-            rows = self.put_in(rows)
             length = np.diff(rows.indptr)
             short = (length == 1) | (length == 2)
             if short.any():
                 self.solve_short(rows[short], ids[short])
-                rows, ids = rows[length > 2], ids[length > 2]
+                rows, ids = self.put_in(rows[length > 2]), ids[length > 2]
                 continue
             rows, ids = rows[length > 2], ids[length > 2]
             if not rows.shape[0]:
                 return
             # Sparse sums and products cost as much as there are columns: those of the few unknowns that are met.
             met = rising(rows.indices)
-            narrow = sparse.csr_matrix(
-                (rows.data, np.searchsorted(met, rows.indices), rows.indptr), (rows.shape[0], len(met))
-            )
+            place[met] = np.arange(len(met))
+            narrow = sparse.csr_matrix((rows.data, place[rows.indices], rows.indptr), (rows.shape[0], len(met)))
             narrow, ids, (defined, definition, used) = _defined(narrow, ids)
             rows, definition = (_widened(own, met, self.count) for own in (narrow, definition))
             self.definitions.append((met[defined], definition))
@@ -185,8 +184,9 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
         priority: An equation defines its unknown of highest priority; unknowns of priority 0 are defined last.
     """
     count = equations.shape[1]
-    order = np.lexsort((np.arange(count), priority))  # from here on, the last unknowns are defined first
-    back = np.argsort(order)
+    order = np.argsort(priority.astype(np.int8), kind="stable")  # from here on, the last unknowns are defined first
+    back = np.empty(count, np.int64)
+    back[order] = np.arange(count)
     own = equations.data.copy(), back[equations.indices], equations.indptr.copy()
     rows = sparse.csr_matrix(own, equations.shape)
     found = _Elimination(zero[order].copy(), count)
@@ -348,9 +348,9 @@ class Solution:
         graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (unknowns.count, unknowns.count))
         _, label = sparse.csgraph.connected_components(graph, False)
         starts = np.array([start for start, _ in unknowns.blocks])
-        block = np.searchsorted(starts, np.arange(unknowns.count), side="right") - 1
         met = rising(np.concatenate(pairs))
-        _, which, count = np.unique(label[met] * len(starts) + block[met], return_inverse=True, return_counts=True)
+        block = np.searchsorted(starts, met, side="right") - 1
+        _, which, count = np.unique(label[met] * len(starts) + block, return_inverse=True, return_counts=True)
         alike = met[count[which] > 1]
         priority[alike] = np.where(np.isin(self.kinds[alike], (DIRECTIONS, SUMS, FREE)), 1, priority[alike])
         return priority

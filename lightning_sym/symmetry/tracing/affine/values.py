@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ Shape = tuple[int, ...]
 DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
+_PLACES: WeakValueDictionary[Shape, Tensor] = WeakValueDictionary()
 _MOST = 2**23  # unknowns: larger networks would take minutes
 
 
@@ -194,8 +196,10 @@ def varying(array: Tensor, lead: int = 0) -> set[int]:
 
 
 def places(shape: Sequence[int]) -> Tensor:
-    """Return a number for each entry."""
-    return torch.arange(math.prod(shape)).reshape(tuple(shape))
+    """Return a number for each entry, not to be changed: layers that are alike have one array, as it may be large."""
+    if (found := _PLACES.get(tuple(shape))) is None:
+        found = _PLACES[tuple(shape)] = torch.arange(math.prod(shape)).reshape(tuple(shape))
+    return found
 
 
 def thinned(array: Tensor, lead: int = 0) -> Tensor:
