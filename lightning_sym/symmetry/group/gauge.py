@@ -236,12 +236,14 @@ class ScaleGauge:
 
     def _descend(self, active: Bools, mask: Floats, names: Collection[str]) -> None:
         """Take Newton's steps, shortened until they help, until all norms are balanced."""
-        current = self._energy(self.log_scale, mask, names)
+        current, coarse = self._energy(self.log_scale, mask, names), None
         for _ in range(100):
             factor, slices, gradient = self._gradient(active, mask, names)
             if self.residual <= _BALANCED:
                 break
-            step = self._newton(active, factor, slices, gradient, names)
+            coarse = coarse or self._coarse(active, factor, slices, names)
+            step = self._newton(active, factor, slices, gradient, names, coarse)
+            coarse = coarse if abs(step).max() < 1 else None  # as good for the next step, if this one is short
             self.sweeps += 1
             length = 1.0
             slope = float(2 * gradient @ step)
@@ -270,7 +272,13 @@ class ScaleGauge:
         return factor, slices, np.where(active, up - down, 0.0)
 
     def _newton(
-        self, active: Bools, factor: Floats, slices: Floats, gradient: Floats, names: Collection[str]
+        self,
+        active: Bools,
+        factor: Floats,
+        slices: Floats,
+        gradient: Floats,
+        names: Collection[str],
+        coarse: Callable[[Floats], Floats],
     ) -> Floats:
         """Solve for Newton's step (of half the energy) by conjugate gradients, preconditioned at two levels."""
         forms = self.plan.forms
@@ -279,7 +287,6 @@ class ScaleGauge:
             return np.where(active, 2 * (forms.T @ self.squares.change(factor, slices, forms @ v, names)), 0.0)
 
         diagonal = np.where(active, 2 * (forms.power(2).T @ slices), 1.0)
-        coarse = self._coarse(active, factor, slices, names)
 
         def precondition(v: Floats) -> Floats:
             return v / diagonal + coarse(v)
