@@ -72,7 +72,10 @@ def solve(
 
     definitions: list[tuple[Ints, sparse.csr_matrix]] = []
     while True:
-        rows = _tidied(rows @ substitution(), modulo_two)
+        data = np.where(zero[root], 0.0, factor)[rows.indices] * rows.data
+        rows = sparse.csr_matrix((data, root[rows.indices], rows.indptr), shape=rows.shape)
+        rows.sum_duplicates()
+        rows = _tidied(rows, modulo_two)
         if not rows.shape[0]:
             break
         start, length = rows.indptr[:-1], np.diff(rows.indptr)
