@@ -33,10 +33,16 @@ def core(moved: Tensor) -> Tensor:
 def varying_axes(moved: Tensor) -> list[int]:
     """Return the axes along which moved coordinates change, fillers aside."""
     moved = core(moved)
-    least = torch.where(moved == 0, torch.inf, moved)
-    return [
-        axis for axis, size in enumerate(moved.shape) if size > 1 and bool((moved.amax(axis) > least.amin(axis)).any())
-    ]
+    filled = bool((moved == 0).any())
+    least = torch.where(moved == 0, torch.inf, moved) if filled else moved
+
+    def varies(axis: int) -> bool:
+        if filled:
+            return bool((moved.amax(axis) > least.amin(axis)).any())
+        first, second = (moved.narrow(axis, at, 1) for at in (0, 1))
+        return not torch.equal(first, second) or bool((moved != first).any())
+
+    return [axis for axis, size in enumerate(moved.shape) if size > 1 and varies(axis)]
 
 
 def on_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
@@ -77,11 +83,11 @@ def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
 
 def numbered_rows(rows: NDArray[Any]) -> Ints:
     """Number the rows of an array in lexicographic order; rows that are the same have one number. Shape (rows,)."""
-    number, first = np.zeros(len(rows), np.int64), np.zeros(1, np.int64)
+    _, first, number = np.unique(rows[:, 0], return_index=True, return_inverse=True)
     for _ in range(_COLUMNS):  # mostly a few tell all rows apart, which saves sorting these
-        differs = (rows != rows[first[number]]).any(0)
-        if not differs.any():
+        if len(first) == len(rows) or np.array_equal(rows, like := rows[first[number]]):
             return number
+        differs = (rows != like).any(0)
         order = np.unique(rows[:, differs.argmax()], return_inverse=True)[1]
         _, first, number = np.unique(number * len(rows) + order, return_index=True, return_inverse=True)
     return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
