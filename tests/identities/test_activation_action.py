@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from lightning_sym.stitching import Crossing
 from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
+from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.tracing import tracer
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, capture, state_tensors
@@ -87,7 +88,8 @@ def check_every_value(
         watching = Watching(captures[0])
         inputs = [x.clone() for x in example if isinstance(x, Tensor)]
         with torch.no_grad():
-            watching.run(*(tensor.clone() for tensor in state_tensors(network).values()), *inputs)
+            states = charted(state_tensors(network), Charts(captures[0].charts))  # the graph reads 1 + w as w
+            watching.run(*(tensor.clone() for tensor in states.values()), *inputs)
         return watching.values
 
     before = values(network)
