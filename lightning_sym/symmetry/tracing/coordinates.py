@@ -30,19 +30,23 @@ def core(moved: Tensor) -> Tensor:
     return moved
 
 
+def varies(array: Tensor, axis: int) -> bool:
+    """Return whether entries change along an axis; mostly the first two tell."""
+    if array.shape[axis] < 2:
+        return False
+    first, second = (array.narrow(axis, at, 1) for at in (0, 1))
+    return not torch.equal(first, second) or bool((array != first).any())
+
+
 def varying_axes(moved: Tensor) -> list[int]:
     """Return the axes along which moved coordinates change, fillers aside."""
     moved = core(moved)
-    filled = bool((moved == 0).any())
-    least = torch.where(moved == 0, torch.inf, moved) if filled else moved
-
-    def varies(axis: int) -> bool:
-        if filled:
-            return bool((moved.amax(axis) > least.amin(axis)).any())
-        first, second = (moved.narrow(axis, at, 1) for at in (0, 1))
-        return not torch.equal(first, second) or bool((moved != first).any())
-
-    return [axis for axis, size in enumerate(moved.shape) if size > 1 and varies(axis)]
+    if not bool((moved == 0).any()):
+        return [axis for axis in range(moved.ndim) if varies(moved, axis)]
+    least = torch.where(moved == 0, torch.inf, moved)
+    return [
+        axis for axis, size in enumerate(moved.shape) if size > 1 and bool((moved.amax(axis) > least.amin(axis)).any())
+    ]
 
 
 def on_axes(moved: Tensor, axes: Sequence[int]) -> Ints:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.tracing.coordinates import varies
+
 Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
 
@@ -205,7 +207,7 @@ def places(shape: Sequence[int]) -> Tensor:
 def thinned(array: Tensor, lead: int = 0) -> Tensor:
     """Keep the axes along which an array varies, the others with size 1."""
     for axis in range(lead, array.ndim):
-        if array.shape[axis] > 1 and bool((array == array.narrow(axis, 0, 1)).all()):
+        if array.shape[axis] > 1 and not varies(array, axis):
             array = array.narrow(axis, 0, 1)
     return array
 
