@@ -87,16 +87,17 @@ class _Elimination:
     def __init__(self, zero: NDArray[np.bool_], count: int) -> None:
         self.zero, self.count = zero, count
         self.root, self.factor = np.arange(count), np.ones(count)  # unknowns as multiples of others
+        self.gone = zero.copy()  # those that are zero, or multiples of others
         self.used: list[Ints] = []
         self.defined_by: list[Ints] = []
         self.definitions: list[tuple[Ints, sparse.csr_matrix]] = []
 
     def put_in(self, rows: sparse.csr_matrix) -> sparse.csr_matrix:
         """Substitute unknowns that are zero or multiples of others."""
+        if not self.gone[rows.indices].any():
+            return rows
         root = self.root[rows.indices]
         data = np.where(self.zero[root], 0.0, rows.data * self.factor[rows.indices])
-        if np.array_equal(root, rows.indices) and data.all():
-            return rows
         return _without_cancelled(sparse.csr_matrix((data, root, rows.indptr.copy()), rows.shape))
 
     def solve_short(self, rows: sparse.csr_matrix, ids: Ints) -> None:
@@ -130,6 +131,7 @@ class _Elimination:
             left = np.ones(len(ids), bool)
             left[first] = False
             columns, factors, ids = (own[left] for own in (columns, factors, ids))
+        self.gone = self.zero | (self.root != np.arange(self.count))
 
     def solve(self, rows: sparse.csr_matrix, ids: Ints) -> None:
         """Solve equations; equations with one or two unknowns always go first."""
@@ -252,7 +254,7 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     taken = by_length[first]
     chosen = np.zeros(rows.shape[1], bool)
     chosen[pivot[taken]] = True
-    held = np.add.reduceat(chosen[rows.indices].astype(np.int64), rows.indptr[:-1])
+    held = np.add.reduceat(chosen[rows.indices], rows.indptr[:-1], dtype=np.int32)
     taken = np.sort(taken[held[taken] == 1])
     defined, by = pivot[taken], rows.data[rows.indptr[1:][taken] - 1]
     own = rows[taken]
@@ -264,9 +266,9 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     left = np.ones(rows.shape[0], bool)
     left[taken] = False
     rows, ids, gone = rows[left], ids[left], ids[taken]
-    place = np.full(rows.shape[1], -1)
-    place[defined] = np.arange(len(defined))
-    inside = place[rows.indices] >= 0
+    place, chosen = np.zeros(rows.shape[1], np.int64), np.zeros(rows.shape[1], bool)
+    place[defined], chosen[defined] = np.arange(len(defined)), True
+    inside = chosen[rows.indices]
     holds = np.logical_or.reduceat(inside, rows.indptr[:-1]) if rows.nnz else np.zeros(0, bool)
     if holds.any():
         some, inside = rows[holds], inside[np.repeat(holds, np.diff(rows.indptr))]
