@@ -231,10 +231,10 @@ def _together(
         whole.append(np.stack([part.ravel() for part in np.broadcast_arrays(*parts)], 1))
     # Row by row, as there are millions: of each position alone what it does, less what the first on its axis does.
     apart = single & (first != np.arange(end, dtype=np.int32))
-    lengths = np.concatenate([single.astype(np.int32) + apart, *(np.full(len(own), own.shape[1]) for own in whole)])
-    starts = np.r_[np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)]
+    counts = np.concatenate([single.astype(np.int32) + apart, *(np.full(len(own), own.shape[1]) for own in whole)])
+    starts = np.r_[np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)]
     columns, data = np.empty(starts[-1], np.int32), np.ones(starts[-1])
     columns[starts[:end][apart]], data[starts[:end][apart]] = first[apart], -1
     columns[starts[1 : end + 1][single] - 1] = np.flatnonzero(single)
     columns[starts[end] :] = np.concatenate([np.zeros(0, np.int32), *(own.ravel() for own in whole)])
-    return sparse.csr_matrix((data, columns, starts), shape=(len(lengths), end))
+    return sparse.csr_matrix((data, columns, starts), shape=(len(counts), end))
