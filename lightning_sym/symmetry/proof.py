@@ -180,7 +180,7 @@ def compute_the_same(calls: Sequence[Call], a: nn.Module, b: nn.Module) -> bool:
             with torch.no_grad(), evaluating(network), attributes_kept(network), contextlib.suppress(ValueError):
                 outputs = itertools.chain(*_all_outputs(network, on_device_of(network, calls)))
                 found.append([tensor.cpu() for tensor in outputs])
-        return change(*found) if len(found) == 2 and found[0] else math.nan
+        return change(found[0], found[1]) if len(found) == 2 and found[0] else math.nan
 
     # What rounding in their own precision does not explain needs no copies.
     if tolerance < _ROUNDING and math.inf > changed((a, b), list(calls)) > _ROUNDING:

@@ -42,6 +42,7 @@ class ScaleGauge:
         self.dead = np.zeros(count, bool)
         self.notes: list[str] = []
         self.sweeps, self.residual, self.converged = 0, 0.0, True
+        self._level: Callable[[Floats], Floats] | None = None
         if gauge is None or not count:
             return
         self.log_scale[known] = held[known]
@@ -236,14 +237,12 @@ class ScaleGauge:
 
     def _descend(self, active: Bools, mask: Floats, names: Collection[str]) -> None:
         """Take Newton's steps, shortened until they help, until all norms are balanced."""
-        current, coarse = self._energy(self.log_scale, mask, names), None
+        current = self._energy(self.log_scale, mask, names)
         for _ in range(100):
             factor, slices, gradient = self._gradient(active, mask, names)
             if self.residual <= _BALANCED:
                 break
-            coarse = coarse or self._coarse(active, factor, slices, names)
-            step = self._newton(active, factor, slices, gradient, names, coarse)
-            coarse = coarse if abs(step).max() < 1 else None  # as good for the next step, if this one is short
+            step = self._newton(active, factor, slices, gradient, names)
             self.sweeps += 1
             length = 1.0
             slope = float(2 * gradient @ step)
@@ -272,13 +271,7 @@ class ScaleGauge:
         return factor, slices, np.where(active, up - down, 0.0)
 
     def _newton(
-        self,
-        active: Bools,
-        factor: Floats,
-        slices: Floats,
-        gradient: Floats,
-        names: Collection[str],
-        coarse: Callable[[Floats], Floats],
+        self, active: Bools, factor: Floats, slices: Floats, gradient: Floats, names: Collection[str]
     ) -> Floats:
         """Solve for Newton's step (of half the energy) by conjugate gradients, preconditioned at two levels."""
         forms = self.plan.forms
@@ -287,6 +280,7 @@ class ScaleGauge:
             return np.where(active, 2 * (forms.T @ self.squares.change(factor, slices, forms @ v, names)), 0.0)
 
         diagonal = np.where(active, 2 * (forms.power(2).T @ slices), 1.0)
+        coarse = self._level or self._coarse(active, factor, slices, names)
 
         def precondition(v: Floats) -> Floats:
             return v / diagonal + coarse(v)
@@ -294,6 +288,7 @@ class ScaleGauge:
         shape = len(active), len(active)
         hessian, inverse = (linalg.LinearOperator(shape, own, dtype=np.float64) for own in (times, precondition))
         step: Floats = linalg.cg(hessian, -gradient, rtol=1e-8, maxiter=500, M=inverse)[0]
+        self._level = coarse if abs(step).max() < 1 else None  # as good for the next step, if this one is short
         return step
 
     def _coarse(

@@ -238,7 +238,7 @@ class _Respeller:
         names = {node: f"%{at}" for at, node in enumerate((*region.starts, *steps))}
         for node in {given for step in steps for given in step.all_input_nodes} - names.keys():
             if isinstance(value := self.constants(node), Tensor):
-                numbers = sha256(value.resolve_conj().contiguous().numpy()).hexdigest()
+                numbers = sha256(value.resolve_conj().numpy().tobytes()).hexdigest()
                 names[node] = f"{tuple(value.shape)} {value.dtype} {numbers}"
         arguments = (fx.map_arg((step.args, step.kwargs), lambda node: names.get(node, node)) for step in steps)
         return tuple((step.target, repr(own)) for step, own in zip(steps, arguments, strict=True))
