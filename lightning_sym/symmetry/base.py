@@ -73,7 +73,8 @@ class Symmetry(ElementGroup):
         precision: The lowest precision to which the network rounds when it is run in float64.
         elements_tried: How many random elements the self-test tried.
         nullity: Dimension of the kernel of the Jacobian of the outputs by the parameters, at generic weights, as
-            `trace_symmetry` measures it; None if it was not measured. A note says what the group leaves out of it.
+            `trace_symmetry` measures it; None if it was not measured, or if it is another at all weights that were
+            tried. A note says what the group leaves out of it.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
         norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.
     """

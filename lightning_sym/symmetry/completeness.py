@@ -33,11 +33,11 @@ _MOST_NUMBERS = 2e7
 _ZERO = 1e-12
 # Different inputs of each length, at least.
 _INPUTS = 48
-# Most steps of a search for generic weights, and how many equal results there have to be.
-_STEPS, _AGREEING = 20, 3
+# Most searches for generic weights, most steps of each, and how many equal results there have to be.
+_SEARCHES, _STEPS, _AGREEING = 4, 20, 3
 # Normal numbers above which an entry is changed in a step: where further directions move it, and elsewhere.
 _RARITIES = ((-1.0, 2.0), (0.0, 1.8), (1.0, 1.5), (1.8, 1.2))
-# Root mean squares of random weights: of matrices times the root of what a unit reads, and of vectors at least.
+# Root mean squares of random weights: of matrices times the root of what a unit reads, of vectors at most and at least.
 _GROWTH, _LEAST = 1.5, 0.2
 # So many times as many inputs as at first are taken in a search.
 _MORE = 4
@@ -51,18 +51,23 @@ class Excess(NamedTuple):
     """What a group leaves out of the kernel of a Jacobian.
 
     Attributes:
-        missing: Dimension of the kernel without that of the orbit.
-        nullity: Dimension of the kernel.
-        moved: The entries of parameters that directions outside of the orbit's tangents move, as masks by name.
+        missing: Dimension of the kernel without that of the orbit, on entries of parameters that count.
+        nullity: Dimension of that kernel.
+        moved: The entries that directions outside of the orbit's tangents move, or no output depends on, as masks by
+            name.
         names: Finds as few parameters as possible that such directions move.
-        counts: Dimension of the kernel of the whole Jacobian, and the number of entries on which an output depends.
+        whole: Dimension of the kernel on all entries.
+        read: Mask of the entries on which an output depends. Shape (entries,).
+        sure: Whether searches for generic weights agree; otherwise all dimensions are the least that were found.
     """
 
     missing: int
     nullity: int
+    whole: int
+    read: Tensor
     moved: Mapping[str, Tensor] = {}
     names: Callable[[], Sequence[str]] = tuple
-    counts: tuple[int, int] = (0, 0)
+    sure: bool = True
 
 
 def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture]) -> None:
@@ -70,7 +75,8 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
 
     Args:
         symmetry: The symmetry, which has passed its self-test. Its nullity stays None if the network is too large,
-            rounds to single precision, cannot be differentiated, or has other nullities at all weights that are tried.
+            rounds to single precision, cannot be differentiated, or has other nullities at all weights that are tried;
+            a note says the latter.
         network: Not changed.
         captures: The calls that were traced.
     """
@@ -88,19 +94,32 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
             found = _least(symmetry, exact, network.state_dict(), calls)
     if found is None:
         return
-    symmetry.nullity = found.nullity
-    if found.missing:
-        names = found.names()
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    if found.sure:
+        symmetry.nullity = found.nullity
+    idle = symmetry.dimension - (found.nullity - found.missing)
+    if idle > 0:
         symmetry.notes = (
             *symmetry.notes,
-            f"this group leaves out {found.missing} of {found.nullity} dimensions of the Jacobian's nullity (at these "
-            f"sizes), which move {', '.join(names[:_SHOWN])}{more}",
+            f"{idle} of {symmetry.dimension} dimensions of this group change nothing (at these sizes)",
+        )
+    if found.missing:
+        names, missing, where = found.names(), f"{found.missing} of {found.nullity}", "at these sizes"
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        if not found.sure:
+            missing = f"at most {found.missing} of at most {found.nullity}"
+            where = "which is not known, as it is another at all weights that were tried"
+        symmetry.notes = (
+            *symmetry.notes,
+            f"this group leaves out {missing} dimensions of the Jacobian's nullity ({where}), which move "
+            f"{', '.join(names[:_SHOWN])}{more}",
         )
 
 
 class _Batched(TorchFunctionMode):
-    """Writes out functions of which the derivative has no batched version; embeddings, at padding tokens, too."""
+    """Writes out functions of which the derivative has no batched version; embeddings, at padding tokens, too.
+
+    RMS norms without a number of their own take that of single precision: that of double precision is lost in rounding.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {} if kwargs is None else kwargs
@@ -110,6 +129,9 @@ class _Batched(TorchFunctionMode):
             x, slope = args
             slope = slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope
             return torch.where(x > 0, x, slope * x)
+        if function is F.rms_norm:
+            x, shape, weight, eps = (*args, *[options.pop(key, None) for key in ("weight", "eps")[len(args) - 2 :]])
+            return function(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
         return function(*args, **options)
 
 
@@ -126,10 +148,11 @@ def _few(call: Call) -> Call:
 
 
 def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]) -> Excess | None:
-    """Return the excess at generic weights.
+    """Return the excess at generic weights: where the whole kernel is smallest.
 
     Units that are dead or always on have further directions. From weights with such units steps lead to others, at
-    which entries that these directions move have other signs and sizes.
+    which entries that these directions move have other signs and sizes. Nothing is missing where each entry on which
+    an output depends at some weights is among those at which no entries that are read have further directions.
 
     Args:
         symmetry: The symmetry.
@@ -138,9 +161,10 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
         calls: Inputs of every length that was traced.
 
     Returns:
-        The excess; None if it cannot be measured, or if not all searches end with the same.
+        The excess; None if it cannot be measured.
     """
     generator = torch.Generator().manual_seed(2)
+    read, explained = torch.zeros(2, sum(weight.numel() for weight in exact.parameters()), dtype=torch.bool)
 
     def drawn(amount: float) -> None:
         exact.load_state_dict(own)
@@ -148,34 +172,46 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
         if math.isinf(amount):
             _spread(exact, generator)
 
+    def is_whole(found: Excess) -> bool:
+        read.logical_or_(found.read)
+        if not found.missing:
+            explained.logical_or_(found.read)
+        return not bool((read & ~explained).any())
+
     for amount in (math.inf, 0.3, 0.03):  # some functions are not finite at most weights
         drawn(amount)
-        if (first := _measured(symmetry, exact, calls[:1], generator)) is not None:
+        if (best := _measured(symmetry, exact, calls[:1], generator)) is not None:
             break
-    if first is None or not first.missing:
-        return first
+    if best is None or (is_whole(best) and bool(read.all())):
+        return best
     calls = [*_further(exact, calls, generator)]
     more = max(1, _MORE // len(calls))
     # Where there are notes, little is searched.
-    searches, steps, agreeing = (1, 2, 2) if symmetry.notes else (3, _STEPS, _AGREEING)
-    ends: list[list[int]] = []
-    for _ in range(searches):
-        best, results = first, list[int]()
+    searches, steps, agreeing = (2, 6, 2) if symmetry.notes else (_SEARCHES, _STEPS, _AGREEING)
+    ends, weights = list[int](), _weights(exact)
+    while len(ends) < searches and ends.count(best.whole) < 2:
+        results, least, kept = list[int](), None if ends else best, _weights(exact)
         while len(results) < steps and (len(results) < agreeing or len({*results}) > 1):
-            found = _measured(symmetry, exact, calls, generator, more, best)
-            if found is None or not found.missing:
+            found = _measured(symmetry, exact, calls, generator, more, least)
+            if found is None or is_whole(found):
                 return found
-            results.append(found.missing)
-            if found.missing == min(results):
-                best, kept = found, {name: weight.detach().clone() for name, weight in exact.named_parameters()}
-            _mutate(exact, kept, best.moved, len(results), generator)
-        ends.append(results)
-        if results.count(min(results)) < agreeing or min(results) != min(ends[0]):  # it may be less elsewhere
-            return None
-        if len(ends) == 2 and len({*ends[0], *ends[1]}) == 1:
-            break
+            results.append(found.whole)
+            if least is None or found.whole <= min(results):
+                least, kept = found, _weights(exact)
+            if least.whole < best.whole:
+                best, weights = least, kept
+            _mutate(exact, kept, least.moved, len(results), generator)
+        ends.append(sorted(results)[agreeing - 1])
         drawn(amount)
-    return best
+    if not torch.equal(best.read, read):
+        exact.load_state_dict(weights, strict=False)
+        best = _measured(symmetry, exact, calls, generator, more, counted=read) or best
+    return best._replace(sure=not best.missing or ends.count(best.whole) >= 2)
+
+
+def _weights(network: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a network's parameters."""
+    return {name: weight.detach().clone() for name, weight in network.named_parameters()}
 
 
 def _spread(network: nn.Module, generator: torch.Generator) -> None:
@@ -186,9 +222,8 @@ def _spread(network: nn.Module, generator: torch.Generator) -> None:
     for weight in network.parameters():
         with torch.no_grad():
             size = float(weight.square().mean().sqrt()) if weight.numel() else 1.0
-            wanted = (
-                _GROWTH / math.sqrt(weight[0].numel() or 1) if weight.ndim > 1 and len(weight) else max(size, _LEAST)
-            )
+            several = weight.ndim > 1 and len(weight)
+            wanted = _GROWTH / math.sqrt(weight[0].numel() or 1) if several else min(max(size, _LEAST), _GROWTH)
             weight.mul_(wanted / (size or 1.0))
             for axis in range(weight.ndim) if weight.ndim > 1 else ():
                 same = (weight.sign().sum(axis, keepdim=True).abs() == weight.shape[axis]) & (weight.shape[axis] > 1)
@@ -267,6 +302,7 @@ def _measured(
     generator: torch.Generator,
     least: int = 1,
     before: Excess | None = None,
+    counted: Tensor | None = None,
 ) -> Excess | None:
     """Return the excess at a network's weights.
 
@@ -276,14 +312,15 @@ def _measured(
         calls: What it is run on.
         generator: Source of the noise around these.
         least: How many times as many inputs as there have to be.
-        before: The excess at other weights, with which a larger kernel is compared in place of the orbit's tangents.
+        before: The excess at other weights. Where the kernel is larger, only its dimension is measured.
+        counted: Mask of the entries that count; by default those on which an output depends. Shape (entries,).
 
     Returns:
         The excess; None if too few outputs are finite.
     """
     for more in (least, 8):  # where many numbers are not finite
         rows = torch.cat([_rows(network, call, more, generator) for call in calls])
-        rows = rows[rows.isfinite().all(1)]
+        rows = rows[torch.linalg.vector_norm(rows, dim=1).isfinite()]
         if len(rows) >= (count := rows.shape[1]):
             break
     else:
@@ -292,18 +329,18 @@ def _measured(
     rows = torch.linalg.qr(rows / lengths.clamp(min=1e-6 * float(lengths.max())), mode="r").R
     sizes = torch.linalg.vector_norm(rows, dim=0)
     rows = rows / sizes.clamp(min=1e-3 * float(sizes.max()))
-    nullity = count - _rank(torch.linalg.svdvals(rows))
+    nullity, read = count - _rank(torch.linalg.svdvals(rows)), sizes > 0
     if nullity == symmetry.dimension and not any(
         group.dense for group in symmetry.groups
     ):  # of which some may change nothing
-        return Excess(0, nullity)
-    counts = nullity, int((sizes > 0).sum())
-    if before is not None and before.counts[1] == counts[1] and nullity >= before.counts[0]:
-        # The same entries are read, so that the orbit has the same dimension there.
-        return (
-            before if counts == before.counts else before._replace(missing=before.missing + nullity - before.counts[0])
-        )
-    return _compared(symmetry, network, rows, sizes)._replace(counts=counts)
+        return Excess(0, nullity, nullity, torch.ones_like(read))
+    larger = before is not None and (
+        nullity > before.whole or (nullity == before.whole and torch.equal(read, before.read))
+    )
+    if before is not None and larger and nullity - int((~read).sum()) > symmetry.dimension:
+        return before._replace(whole=nullity, read=read)
+    counted = read if counted is None else counted
+    return _compared(symmetry, network, rows, sizes, counted)._replace(whole=nullity, read=read)
 
 
 def _rank(values: Tensor) -> int:
@@ -370,36 +407,36 @@ def _beside(parts: Iterable[Tensor]) -> Tensor:
 # ---- the group
 
 
-def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tensor) -> Excess:
-    """Compare the kernel of a Jacobian with the orbit's tangents, on entries of parameters that any output depends on.
+def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tensor, counted: Tensor) -> Excess:
+    """Compare the kernel of a Jacobian with the orbit's tangents, on some entries of parameters.
 
     Args:
         symmetry: The symmetry.
         network: The network at these weights.
         rows: Rows with the kernel of the Jacobian. Shape (rows, parameters).
         sizes: The lengths of the Jacobian's columns. Shape (parameters,).
+        counted: Mask of the entries that count. Shape (parameters,).
     """
     tangents = tangents_at(symmetry, network)
-    read = sizes > 0
-    scale = sizes.clamp(min=1e-3 * float(sizes.max()))[read, None]
-    known = scale * _in_order(tangents, network, symmetry.structure.charts)[read]
+    scale = sizes.clamp(min=1e-3 * float(sizes.max()))[counted, None]
+    known = scale * _in_order(tangents, network, symmetry.structure.charts)[counted]
     basis, values, _ = torch.linalg.svd(known, full_matrices=False)
-    kernel = _kernel(rows[:, read])
+    kernel = _kernel(rows[:, counted])
     left, cosines, _ = torch.linalg.svd(kernel.T @ basis[:, : _rank(values)])
     rank = int((cosines > 0.5).sum())  # 1, as tangents are in the kernel
     rest = torch.linalg.vector_norm(kernel @ left[:, rank:], dim=1)
     # Scales of running statistics count if gains and biases make up for them. They are no tangents of parameters.
     absorbed = tangents.statistics - symmetry.buffer_dimension
     missing = max(kernel.shape[1] - rank - absorbed, 0)
-    moved = torch.zeros(len(read), dtype=torch.bool)
-    moved[read] = rest > 1e-6
+    moved = sizes == 0
+    moved[counted] |= rest > 1e-6
     parts = dict(network.named_parameters())
     counts = [part.numel() for part in parts.values()]
     pieces = zip(parts.items(), torch.split(moved, counts), strict=True)
     masks = {name: mask.view(part.shape) for (name, part), mask in pieces}
-    of = torch.repeat_interleave(torch.tensor(counts))[read]
+    of = torch.repeat_interleave(torch.tensor(counts))[counted]
     names = functools.partial(_names, parts, of, kernel, left[:, :rank], rest, absorbed)
-    return Excess(missing, tangents.rank + absorbed + missing, masks, names)
+    return Excess(missing, tangents.rank + absorbed + missing, 0, sizes > 0, masks, names)
 
 
 def _kernel(rows: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ not a list of examples:
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from types import CodeType
 from typing import Any
@@ -136,6 +136,7 @@ class Case:
         spare: Units that nothing feeds or that nothing reads: they may move or stay, each of these groups by itself.
         least: A smaller group that is right as well, where the whole one needs more than labels to be seen.
         slack: Whether weights exist that no input reads, whose scales mean nothing.
+        charts: By name of a tensor, the number with which it is added wherever it is read, and scaled.
         tolerance: Largest relative change of an output.
     """
 
@@ -149,6 +150,7 @@ class Case:
     spare: Sequence[Group] = ()
     least: Group | None = None
     slack: bool = False
+    charts: Mapping[str, float] = field(default_factory=dict)
     tolerance: float = EXACT
 
     def accepts(self, found: Group) -> bool:
@@ -195,7 +197,7 @@ SIZES = [normal(3, 9, 12), normal(3, 12, 4), normal(3, 12, 12)]
 A, B = of(L, 5, 8), of(L, 8, 2)
 CA, CB = of(C, 3, 8, 3, padding=1), of(C, 8, 2, 1)
 USUAL = {X: ([], A, B), SEQUENCE: (LENGTHS, A, B), IMAGE: (SIZES, CA, CB)}
-SETTINGS = {"more", "batches", "spare", "least", "slack", "tolerance"}
+SETTINGS = {"more", "batches", "spare", "least", "slack", "charts", "tolerance"}
 
 
 def names(code: CodeType) -> set[str]:
@@ -528,8 +530,8 @@ constants.row("two_factors", group([4, 4], 8), lambda s, x: s.b(relu(s.a(x)) * s
 constants.row("two_summands", group([4, 4]), lambda s, x: s.b(relu(s.a(x) + s.k)),
     k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
 constants.row("one_factor_for_all", UNITS, lambda s, x: s.b(relu(s.a(x)) * s.k), k=Fixed(lambda: torch.tensor(3.0)))
-constants.row("one_summand_for_all", group([8]), lambda s, x: s.b(relu(s.a(x) + s.k)),
-    k=Fixed(lambda: torch.tensor(0.5)))
+constants.row("one_summand_for_all", group([8], 8), lambda s, x: s.b(relu(s.a(x) + s.k)),
+    charts={"a.bias": 0.5}, k=Fixed(lambda: torch.tensor(0.5)))
 
 class Standardise(nn.Module):
     """Subtracts a mean and divides by a deviation that are not saved."""
@@ -1124,9 +1126,9 @@ shared.row("weight_of_a_grouped_and_of_a_plain_convolution", group([2], 0, 10, b
     lambda s, x: s.b(tanh(F.conv2d(tanh(s.a(x)), s.g, groups=4))) + s.c(tanh(F.conv2d(tanh(s.d(x)), s.g))),
     on=normal(4, 6, 6), least=EMPTY, a=of(C, 4, 8, 1), d=of(C, 4, 2, 1), g=parameter(8, 2, 1, 1), b=of(C, 8, 2, 1),
     c=of(C, 8, 2, 1), slack=True)
-# Each channel is read at another pixel.
-shared.row("a_pixel_of_each_channel", group([], 4), lambda s, x: s.b(relu(s.a(x)).flatten(1)[:, [0, 5, 10, 15]]),
-    on=normal(1, 2, 2), a=of(C, 1, 4, 1), b=of(L, 4, 2))
+# Each channel is read at another pixel; of a larger image all pixels that are read are in the first channel.
+shared.row("a_pixel_of_each_channel", group([], 1), lambda s, x: s.b(relu(s.a(x)).flatten(1)[:, [0, 5, 10, 15]]),
+    slack=True, on=normal(1, 2, 2), a=of(C, 1, 4, 1), b=of(L, 4, 2))
 # A bias that is doubled shifts a running mean by twice as much.
 shared.row("doubled_bias_in_front_of_a_norm", group([8], 16, 8, shifts=8),
     lambda s, x: s.b(relu(s.n(torch.addmm(s.bias, x, s.w, beta=2)))), w=parameter(5, 8), bias=parameter(8), n=NORM)

@@ -34,19 +34,16 @@ DRAWS = 30
 MOST_PARAMETERS = 200
 
 SILENT: dict[str, str] = {
-    "shared: embedding_and_its_transpose": "few tokens, each of which activates other units: measurements disagree",
     "writes: sums_of_units_step_by_step": "has no derivative",
+    "vit, norms of queries and keys": "too large; gains and the bias of queries move along curves",
 }
 # What `trace_symmetry` measures on inputs of further lengths, with further tokens, or at weights that it searches for.
 FURTHER = {
-    "constants: fixed_embedding": "weights: each token activates other units",
-    "writes: first_step_to_a_token": "lengths",
     "shared: layer_norm_of_two_layers": "weights",
     "shared: layer_norm_used_twice_in_series": "weights",
     "weighted mean: steps": "lengths, of which the sum is divided by three",
     "bag of embeddings: sum": "lengths, of which the sum is divided by three",
     "bag of embeddings: counts": "lengths, of which the sum is divided by three",
-    "rows that the input chooses": "lengths, and weights",
 }
 # What notes say of weights that are freer than the group: then the dimension is not the nullity.
 FREER = (

@@ -9,6 +9,7 @@ import copy
 import functools
 import io
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -203,10 +204,13 @@ def variances(network: nn.Module) -> dict[str, tuple[str, float]]:
     }
 
 
-def scaled_outputs(network: nn.Module, inputs: list[tuple[Any, ...]]) -> tuple[Tensor, Tensor]:
+def scaled_outputs(
+    network: nn.Module, inputs: list[tuple[Any, ...]], charts: Mapping[str, float]
+) -> tuple[Tensor, Tensor]:
     """Differentiate all outputs along the scalings of all positions on all axes of all weights and saved buffers.
 
-    A running variance, with its epsilon, scales by the square of what scales the running mean.
+    A running variance, with its epsilon, scales by the square of what scales the running mean; a tensor in a chart,
+    with the number that is added to it.
 
     Returns:
         The derivatives, shape (outputs, positions), and which entries a position scales, shape (entries, positions).
@@ -224,7 +228,7 @@ def scaled_outputs(network: nn.Module, inputs: list[tuple[Any, ...]]) -> tuple[T
             continue
         for axis in range(value.dim()):
             for place in range(value.shape[axis]):
-                moved = [(value.select(axis, place), 1, 0.0)]
+                moved = [(value.select(axis, place), 1, charts.get(name, 0.0))]
                 if name in follows:
                     variance, epsilon = follows[name]
                     moved.append((state[variance].select(axis, place), 2, epsilon))
@@ -257,7 +261,7 @@ def test_stated_scales_are_all_there_are(name: str) -> None:
     rows: list[Tensor] = []
     # Each draw of weights can only take away directions; at one draw some unit may be dead.
     for _ in range(MOST_DRAWS):
-        derivatives, incidences = scaled_outputs(case.make().double(), case.all_inputs(16))
+        derivatives, incidences = scaled_outputs(case.make().double(), case.all_inputs(16), case.charts)
         rows.append(derivatives)
         free = rank(incidences) - rank(torch.cat(rows))
         assert free >= case.whole.scales

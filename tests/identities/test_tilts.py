@@ -126,8 +126,9 @@ def test_one_canonical_form_in_which_the_bias_equals_the_gain(name):
     assert not found.notes
     (tilt,) = symmetry.structure.tilts
     form = found.network.state_dict()
-    gain = torch.ones(D, dtype=torch.float64) if tilt.gain is None else form[tilt.gain]
-    torch.testing.assert_close(form[tilt.moved[0][0]], gain, rtol=EXACT, atol=EXACT)
+    name = tilt.moved[0][0]
+    gain = form[tilt.gains[name]] if tilt.gains else torch.ones(D, dtype=torch.float64)
+    torch.testing.assert_close(form[name], gain, rtol=EXACT, atol=EXACT)
     for seed in range(2):
         member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), network)
         for key, value in canonicalize(symmetry, member).network.state_dict().items():
@@ -242,6 +243,44 @@ def positions(s, x):
     return s.head(h + s.out(torch.relu(s.into(s.norm(h)))))
 
 
+def scaled(s, x):
+    h = 0.5 * s.first(x)
+    return s.head((h + s.scale * s.out(torch.relu(s.into(s.norm(h))))) / 2**0.5)
+
+
+def layer_scale(s, x):
+    h = s.first(x)
+    for norm, into, out, gain in ((s.norm, s.into, s.out, s.gain), (s.norm2, s.into2, s.out2, s.gain2)):
+        h = h + gain * out(torch.relu(into(norm(h))))
+    return s.head(h)
+
+
+def shared_gain(s, x):
+    h = s.first(x)
+    return s.head(h + s.gain * (s.out(torch.relu(s.into(s.norm(h)))) + s.other(torch.tanh(x))))
+
+
+def gated(s, x):
+    h, gate = s.first(x), torch.sigmoid(s.gate(x))
+    return s.head(h + gate * s.out(torch.relu(s.into(s.norm(h)))))
+
+
+def channels_first(s, x):
+    h = s.first(x)
+    inner = torch.relu(s.into(s.norm(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)))
+    return s.head((h + s.out(inner) * s.gain[:, None, None]).mean((2, 3)))
+
+
+def transposed(s, x):
+    h = s.first(x)
+    return s.head(h + s.out(torch.relu(s.into(s.norm(h.mT).mT))))
+
+
+def depthwise(s, x):
+    h = s.first(x)
+    return s.head(h + s.deep(s.norm(h.mT).mT))
+
+
 STREAM = {"first": of(L, 9, D), "norm": of(N, D, eps=0.1), "into": of(L, D, 3), "out": of(L, 3, D)}
 WHOLE = {**STREAM, "head": of(L, D, V)}
 # What reads and what writes, if the stream leans.
@@ -257,9 +296,37 @@ LEANING = {
     "transformer": (
         transformer, {**WHOLE, "into": of(L, D, 2), "out": of(L, 2, D), "q": of(L, D, 2), "k": of(L, D, 2)},
         (3, 9), (1, 4)),
+    "scaled": (scaled, {**WHOLE, "scale": parameter()}, (9,), (1, 4)),
+    "behind gains": (
+        layer_scale,
+        {**WHOLE, "gain": parameter(D), "norm2": of(N, D, eps=0.1), "into2": of(L, D, 3), "out2": of(L, 3, D),
+         "gain2": parameter(D)}, (9,), (1, 6)),
+    "some of its places": (
+        lambda s, x: s.head(torch.where(x[..., :1] > 0, residual(s, x), 0.0)[:, [0, 2]]).flatten(1), WHOLE,
+        (3, 9), (1, 4)),
+    "parts of its places": (
+        lambda s, x: (lambda one, two: s.head(torch.cat([two, one], 1)))(*residual(s, x).split([1, 2], 1)), WHOLE,
+        (3, 9), (1, 4)),
+    "a mean with weights": (
+        lambda s, x: s.head(((x @ s.score).softmax(1).mT @ residual(s, x)).flatten(1)),
+        {**WHOLE, "score": parameter(9, 1)}, (3, 9), (1, 4)),
+    "behind one gain": (shared_gain, {**WHOLE, "gain": parameter(D), "other": of(L, 9, D)}, (9,), (1, 6)),
+    "behind a gate of one unit": (gated, {**WHOLE, "gate": of(L, 9, 1, bias=False)}, (9,), (1, 4)),
+    "convolutions": (
+        channels_first,
+        {**WHOLE, "first": of(nn.Conv2d, 2, D, 2, 2), "into": of(nn.Conv2d, D, 3, 1), "out": of(nn.Conv2d, 3, D, 1),
+         "gain": parameter(D)}, (2, 4, 4), (1, 4)),
+    "transposed convolutions": (
+        transposed,
+        {"first": of(nn.ConvTranspose1d, 3, D, 2, 2), "norm": of(N, D, eps=0.1), "into": of(nn.Conv1d, D, 3, 1),
+         "out": of(nn.Conv1d, 3, D, 3, padding=1), "head": of(nn.ConvTranspose1d, D, V, 2, 2)}, (3, 4), (1, 4)),
     "beside a constant": (beside_a_constant, WHOLE, (9,), None),
     "beside its norm": (beside_its_norm, {"first": of(L, 9, D), "head": of(L, D, V)}, (9,), None),
     "behind an activation": (lambda s, x: s.head(torch.relu(residual(s, x))), WHOLE, (9,), None),
+    "written by a depthwise convolution": (
+        depthwise,
+        {"first": of(nn.Conv1d, 9, D, 1), "norm": of(N, D, eps=0.1),
+         "deep": of(nn.Conv1d, D, D, 3, padding=1, groups=D), "head": of(nn.Conv1d, D, V, 1)}, (9, 4), None),
     "final norm": (lambda s, x: s.head(s.last(residual(s, x))), {**WHOLE, "last": of(N, D)}, (9,), None),
 }  # fmt: skip
 
@@ -293,7 +360,7 @@ def test_multiples_of_ones_are_added_to_streams(name):
     x = torch.randn(5, *shape, dtype=torch.float64)
     own = dict(network.named_parameters())
     jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(network, p, (x,)).flatten())(own)
-    rows = torch.cat([jacobian[key].detach().flatten(1) for key in rates.names], 1)
+    rows = torch.cat([(own := jacobian[key].detach()).reshape(len(own), -1) for key in rates.names], 1)
     assert float((rows @ torch.from_numpy(rates.vectors.toarray())).abs().max()) < 100 * EXACT
 
 

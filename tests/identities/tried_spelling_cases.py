@@ -188,6 +188,14 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "norm": lambda h, p: (h.unsqueeze(-2) - p).norm(dim=-1) ** 2,
     "cdist": lambda h, p: torch.cdist(h, p.expand(len(h), -1, -1)) ** 2,
     "broadcast": lambda h, p: torch.sub(*torch.broadcast_tensors(h[..., None, :], p)).pow(2).sum(-1),
+    "expanded": lambda h, p: h.pow(2).sum(-1, keepdim=True) - 2 * h @ p.T + p.pow(2).sum(-1),
+    "expanded, products": lambda h, p: (h * h).sum(2)[..., None] + (p * p).sum(1) - 2 * (h @ p.T),
+    "expanded, einsum": lambda h, p: (
+        h.square().sum(-1).unsqueeze(-1) + p.square().sum(1)[None] - torch.einsum("btd,md->btm", h, 2 * p)
+    ),
+    "expanded, transposed": lambda h, p: torch.baddbmm(
+        h.pow(2).sum(-1, True) + p.T.pow(2).sum(0, True), h, p.T.expand(len(h), -1, -1), alpha=-2
+    ),
 }
 
 

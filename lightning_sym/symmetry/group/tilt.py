@@ -99,14 +99,15 @@ class Tilts(Factor[Vectors]):
         """Return the directions of the tilts, one per entry."""
         found = [super().tangents(parameters, tensors)]
         for tilt in self.structure.tilts:
-            gain = np.ones(tilt.size) if tilt.gain is None else parameters[tilt.gain]
             change = {name: np.zeros((tilt.size, *w.shape)) for name, w in parameters.items()}
+            gains = {name: parameters[gain].ravel() for name, gain in tilt.gains.items() if name in parameters}
+            ones = np.ones(tilt.size)
             for name, axis in tilt.moved:
-                rows = np.moveaxis(parameters[name], axis, 0)
+                rows, gain = np.moveaxis(parameters[name], axis, 0), gains.get(name, ones)
                 total = np.tensordot(1 / gain, rows, 1)
                 change[name] += np.moveaxis(np.multiply.outer(np.diag(gain), total), 1, axis + 1)
             for name, axis in tilt.readers:
-                rows = np.moveaxis(parameters[name], axis, 0)
+                rows, gain = np.moveaxis(parameters[name], axis, 0), gains.get(name, ones)
                 taken = np.multiply.outer(gain, 1 / gain)
                 change[name] -= np.moveaxis(np.einsum("kd,k...->kd...", taken, rows), 1, axis + 1)
             rates = np.concatenate([own.reshape(tilt.size, -1) for own in change.values()], 1)
@@ -116,7 +117,7 @@ class Tilts(Factor[Vectors]):
     @property
     def gains(self) -> frozenset[str]:
         """The gains of the norms."""
-        return frozenset(tilt.gain for tilt in self.structure.tilts if tilt.gain is not None)
+        return frozenset(gain for tilt in self.structure.tilts for gain in tilt.gains.values())
 
     rung, bounded = Rung.IN_TURN, True
 
@@ -131,8 +132,8 @@ class Tilts(Factor[Vectors]):
         for tilt in self.structure.tilts:
             rows = [tensors[name].detach().to("cpu", torch.float64).movedim(axis, 0) for name, axis in tilt.moved]
             moved = torch.cat([own.reshape(tilt.size, -1) for own in rows], 1)
-            if tilt.gain is not None:
-                moved = moved / tensors[tilt.gain].detach().to("cpu", torch.float64)[:, None]
+            if (gain := tilt.gains.get(tilt.moved[0][0])) is not None:
+                moved = moved / tensors[gain].detach().to("cpu", torch.float64)[:, None]
             total = moved.sum(0)
             size = torch.linalg.vector_norm(total)
             if not bool(moved.isfinite().all()) or float(size) <= _NOTHING * float(moved.abs().sum()):
@@ -164,8 +165,8 @@ class TiltAction(LinearAction):
             ValueError: If a gain holds a zero.
         """
         for tilt, vector in zip(self.structure.tilts, self.vectors, strict=True):
-            if tilt.gain is not None and bool(vector.any()):
-                self.gains.learn(tilt.gain, tensors, "tilt")
+            for gain in {*tilt.gains.values()} if bool(vector.any()) else ():
+                self.gains.learn(gain, tensors, "tilt")
 
     def acts_at(self, slot: Slot) -> bool:
         """Return whether a tilt changes what stands in a slot."""
@@ -175,7 +176,7 @@ class TiltAction(LinearAction):
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Let a tilt act on one axis, between gains."""
         index, reads = self.structure.tilted_places[slot.offset]
-        gain, vector = self.structure.tilts[index].gain, self.vectors[index]
+        gain, vector = self.structure.tilts[index].gains.get(slot.tensor), self.vectors[index]
         ones = torch.ones_like(vector)
         if reads:  # W - W t 1^T / (1 + 1^T t), written for columns
             ones, vector = -vector / (1 + vector.sum()), ones

@@ -263,18 +263,18 @@ def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, 
                     yield gain, at, place, power
         if slot.offset in structure.tilted_places and slot.offset not in structure.rotated_places:
             index, reads = structure.tilted_places[slot.offset]
-            if (own := structure.tilts[index].gain) is not None:
+            if (own := structure.tilts[index].gains.get(name)) is not None:
                 yield own, np.arange(slot.size), np.arange(slot.size), -1 if reads else 1
 
 
 def pivot_rows(space: Translations) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return for each of the first entries of an element which wanted unknown tells it, and whether as it is."""
+    """Return for each of the first entries of an element which wanted unknown tells it, and whether at all weights."""
     located = [space.generic, space.at(space.generic_tensors(1))]
     at = _told(located[0])
+    if not space.entries:
+        return at, np.zeros(0, bool)
     one, two = (own.matrix[at][:, : space.entries] for own in located)
-    single = np.diff(one.indptr) == 1
-    same = np.asarray(abs(one - two).max(1).todense()).ravel() < _NOTHING if space.entries else single
-    return at, single & same
+    return at, np.asarray(abs(one - two).max(1).todense()).ravel() < _NOTHING
 
 
 def elements_alone(

@@ -39,7 +39,7 @@ from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
-from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, with_parts
+from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, squared_distances, with_parts
 
 aten = torch.ops.aten
 
@@ -200,7 +200,7 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_scaled_sum, _neutral, gathered):
+    for rewrite in (_scaled_sum, _neutral, squared_distances, gathered):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -526,7 +526,7 @@ _FOLDS = {
     "amax": aten.maximum.default,
     "amin": aten.minimum.default,
 }
-_SUMS = (_scaled_sum, _neutral, gathered, factored)
+_SUMS = (_scaled_sum, _neutral, squared_distances, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),

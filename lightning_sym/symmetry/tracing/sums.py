@@ -1,13 +1,15 @@
 """One spelling for sums and products in pieces: factors that terms have in common, biases that are added later."""
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from lightning_sym.symmetry.tracing.contractions import reshaped, shown, stored
-from lightning_sym.symmetry.tracing.nodes import argument
+from lightning_sym.symmetry.tracing.contractions import layout, reshaped, shown, stored
+from lightning_sym.symmetry.tracing.nodes import argument, memories_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
@@ -165,6 +167,77 @@ def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return result
         return with_parts(r, result, bias, [own[0], *[1] * (len(own) - 2)])
     return None
+
+
+# Distances.
+
+
+def squared_distances(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite sums of squares of two values less twice their product: of all pairs, the squares of the difference."""
+    terms = terms_of(r, node)
+    if len(terms) != 3:
+        return None
+    squares = [_squared(r, term.node) if term.added else None for term in terms]
+    for at, place in itertools.permutations(range(3), 2):
+        term = terms[3 - at - place]
+        if (one := squares[at]) is None or (two := squares[place]) is None:
+            continue
+        factor, *factors = _scalar_product(r, term.node)
+        sizes = [r.shape(terms[own].node) for own in (at, place)]
+        counts = [math.prod(r.shape(own)) // r.shape(own)[axis] for own, axis in (one, two)]
+        beside = sizes[0][-1:] == (1,) and {*sizes[1][-2:-1]} <= {1} and [*map(math.prod, sizes)] == counts
+        if beside and factor == (-2 if term.added else 2) and [_held(*one), _held(*two)] == factors:
+            ends = [r.insert(aten.transpose.int, own, axis, -1) for own, axis in (one, two)]
+            wide, long = (r.insert(aten.unsqueeze.default, own, axis) for own, axis in zip(ends, (-2, -3), strict=True))
+            square = r.insert(aten.pow.Tensor_Scalar, r.insert(aten.sub.Tensor, wide, long), 2)
+            return r.insert(aten.sum.dim_IntList, square, [-1])
+    return None
+
+
+def _held(node: fx.Node, axis: int) -> tuple[Any, ...]:
+    """Return how a value lies in memory, with an axis at the end."""
+    return memories_of(node), layout(node.meta["val"].transpose(axis, -1))
+
+
+def _squared(r: Rewriter, node: Any) -> tuple[fx.Node, int] | None:
+    """Return the value whose squares along one axis a node sums, perhaps in another shape, and the axis."""
+    while r.name(node) in operations(Trait.REGROUP | Trait.PERMUTE):
+        long, before = ([size for size in r.shape(own) if size > 1] for own in (node, node.args[0]))
+        if long != before:
+            return None
+        node = node.args[0]
+    square: Any = node.args[0] if r.name(node) == "sum" else None
+    if r.name(square) not in ("pow", "mul", "square") or (r.name(square) == "pow" and square.args[1] != 2):
+        return None
+    value, axes = square.args[0], reduced(node, len(r.shape(square)))
+    if len(axes) > 1 or not isinstance(value, fx.Node) or (r.name(square) == "mul" and square.args[1] is not value):
+        return None
+    return value, axes.pop()
+
+
+def _scalar_product(r: Rewriter, node: Any) -> tuple[float, Any, Any]:
+    """Return a factor, and how two values lie in memory (that axis at the end) whose scalar products a node holds."""
+    factor, node = _factor(r, node)
+    if r.name(node) not in ("linear", "matmul") or argument(node, 2, "bias") is not None:
+        return 0.0, None, None
+    (one_by, one), (two_by, two) = (_factor(r, own) for own in node.args[:2])
+    if len(r.shape(two)) < 2:
+        return 0.0, None, None
+    return factor * one_by * two_by, _held(one, -1), _held(two, -1 if r.name(node) == "linear" else -2)
+
+
+def _factor(r: Rewriter, node: Any) -> tuple[float, Any]:
+    """Return a number, and the value that a node is times that number."""
+    factor = 1.0
+    while r.name(node) in ("mul", "neg"):
+        numbers = [r.number(own) for own in node.args[:2]]
+        if r.name(node) == "neg":
+            factor, node = -factor, node.args[0]
+        elif (at := next((at for at in (0, 1) if numbers[at] is not None), None)) is not None:
+            factor, node = factor * numbers[at], node.args[1 - at]  # type: ignore[operator]
+        else:
+            break
+    return factor, node
 
 
 # Softmaxes.

@@ -30,14 +30,17 @@ def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[l
         if not norm.readers or twice or offset in shifted:
             continue
         slots = [_slot_on(structure, name, axis) for name, axis in ((offset, 0), *norm.readers)]
-        gains = [] if gain is None else [_slot_on(structure, gain, 0)]
+        behind = [] if gain is None else [_slot_on(structure, gain, 0)]
         seen = [_slot_on(values, name, axis) for name, axis in norm.seen]
-        if not all(_moves_alike(structure, slots[0], slot) for slot in [*slots, *gains]) or None in seen:
+        if not all(_moves_alike(structure, slots[0], slot) for slot in [*slots, *behind]) or None in seen:
             notes.append(f"what reads the layer norm of the bias {offset} keeps its mean, as it moves in another way")
             continue
         assert slots[0] is not None
-        if all(_is_between(structure, slot, gain, power) for slot, power in _powers(slots, gain)):
-            found.append(Tilt(slots[0].size, ((offset, 0),), gain, tuple(norm.readers), tuple(norm.seen)))
+        powers = [1, *[-1] * (len(slots) - 1)]
+        if all(_is_between(structure, slot, gain, power) for slot, power in zip(slots, powers, strict=True) if slot):
+            around = [(offset, 0), *norm.readers, *norm.seen] if gain is not None else []
+            gains = {name: str(gain) for name, _ in around}
+            found.append(Tilt(slots[0].size, ((offset, 0),), gains, tuple(norm.readers), tuple(norm.seen)))
         else:
             notes.append(
                 f"what reads the layer norm of the bias {offset} keeps its mean, as other gains are in between"
@@ -57,10 +60,14 @@ def find_leaning(structure: Structure, values: Structure, streams: Sequence[Lean
     for stream in streams:
         slots = [_slot_on(structure, name, axis) for name, axis in (*stream.readers, *stream.writers)]
         first, seen = slots[0], [_slot_on(values, name, axis) for name, axis in stream.seen]
-        if first is None or None in seen or not all(_moves_alike(structure, first, slot) for slot in slots):
+        behind = [_slot_on(structure, gain, 0) for gain in {*stream.gains.values()}]
+        if first is None or None in seen or not all(_moves_alike(structure, first, slot) for slot in [*slots, *behind]):
             continue
-        if all(slot is not None and _is_between(structure, slot, None, 0) for slot in slots):
-            found.append(Tilt(first.size, stream.readers, None, stream.writers, written=stream.seen, of_stream=True))
+        gains = [stream.gains.get(slot.tensor) for slot in slots if slot is not None]
+        if all(_is_between(structure, slot, gain, -1) for slot, gain in zip(slots, gains, strict=True) if slot):
+            found.append(
+                Tilt(first.size, stream.readers, stream.gains, stream.writers, written=stream.seen, of_stream=True)
+            )
     return found
 
 
@@ -83,18 +90,13 @@ def _moves_alike(structure: Structure, one: Slot | None, two: Slot | None) -> bo
     return not copied and two.kind == "value" and two.offset not in structure.dense_places
 
 
-def _powers(slots: list[Slot | None], gain: str | None) -> list[tuple[Slot, int]]:
-    powers = [1, *[-1] * (len(slots) - 1)] if gain is not None else [0] * len(slots)
-    return [(slot, power) for slot, power in zip(slots, powers, strict=True) if slot is not None]
-
-
 def _is_between(structure: Structure, slot: Slot, gain: str | None, power: int) -> bool:
     """Whether rotations act on a slot between the norm's own gain, if they act there at all, and leave ones alone."""
     turned = np.zeros(slot.size, bool)
     for index, at, powers in structure.rotated_places.get(slot.offset, ()):
         rotation = structure.rotations[index]
         known = [(name, k, place) for (name, place), k in zip(rotation.gains, powers, strict=True) if k]
-        if [(name, k) for name, k, _ in known] != ([(gain, power)] if power else []):
+        if [(name, k) for name, k, _ in known] != ([(gain, power)] if gain is not None else []):
             return False
         if not all(np.array_equal(place, at) for *_, place in known):
             return False

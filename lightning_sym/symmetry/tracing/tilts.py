@@ -3,7 +3,8 @@
 See docs/theory/intertwiners.md, 2.12.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -12,12 +13,13 @@ class Tilt:
 
     As the normalised values sum to zero, only the norm's bias changes; what reads it undoes the map. Of a stream that
     layer norms read, and linear layers as it is, the map acts on what these layers sum over, and its inverse on what
-    writes: norms do not see multiples of ones.
+    writes: norms do not see multiples of ones. What writes may have a gain behind it.
 
     Attributes:
         size: The number of entries of t.
         moved: What the map acts on, and along which axis: the norm's bias, or the layers that read a stream.
-        gain: The norm's gain, whose diagonal D is; None for ones.
+        gains: By tensor or value, the gain between whose diagonals D the map acts there: the norm's, or that behind
+            what writes into a stream; where there is none, D is 1.
         readers: The weights on which the inverse acts, transposed, and along which axis: those that read the norm, or
             all that writes into a stream.
         seen: Values inside the network, on whose last axis the map acts: by name, their axes.
@@ -28,7 +30,7 @@ class Tilt:
 
     size: int
     moved: tuple[tuple[str, int], ...]
-    gain: str | None
+    gains: Mapping[str, str]
     readers: tuple[tuple[str, int], ...]
     seen: tuple[tuple[str, int], ...] = ()
     written: tuple[tuple[str, int], ...] = ()
@@ -43,15 +45,18 @@ class Leaning:
         readers: The linear layers' weights, and the axis over which each sums.
         writers: Weights, biases and tables that write, and the axis of the stream's units.
         seen: Named values on the stream, and that axis.
+        gains: By writer or named value, the gain behind it, if any.
     """
 
     readers: tuple[tuple[str, int], ...]
     writers: tuple[tuple[str, int], ...]
     seen: tuple[tuple[str, int], ...]
+    gains: Mapping[str, str] = field(default_factory=dict)
 
     def is_like(self, other: "Leaning") -> bool:
         """Whether another walk saw the same stream."""
-        return {*self.readers} == {*other.readers} and {*self.writers} == {*other.writers}
+        gains = all(self.gains.get(name) == other.gains.get(name) for name, _ in self.writers)
+        return gains and {*self.readers} == {*other.readers} and {*self.writers} == {*other.writers}
 
 
 @dataclass

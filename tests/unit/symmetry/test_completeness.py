@@ -9,7 +9,7 @@ import torch
 from helpers import Program, of, parameter
 from torch import Tensor, nn
 
-from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.symmetry import Symmetry, completeness, trace_symmetry
 
 torch.set_num_threads(1)
 
@@ -139,6 +139,41 @@ def test_the_output_that_counts_is_measured() -> None:
     assert left_out(one).endswith(
         "6 of 20 dimensions of the Jacobian's nullity (at these sizes), which move a.weight, a.bias, b.weight"
     )
+
+
+def test_where_searches_disagree_a_note_says_what_is_left_out_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, missing, names, function, parts = MISSING["two weights read one value"]
+    own, measured, more = network(function, **parts), completeness._measured, itertools.count()
+
+    def growing(*args: Any, **options: Any) -> Any:
+        found = measured(*args, **options)
+        return None if found is None else found._replace(whole=found.whole + next(more))
+
+    monkeypatch.setattr(completeness, "_measured", growing)
+    symmetry = trace_symmetry(own, vectors(2, 6))
+    assert symmetry.nullity is None
+    assert f"at most {missing} of at most" in left_out(symmetry)
+    assert left_out(symmetry).endswith(names)
+
+
+def test_units_that_are_cut_off_at_some_weights_hide_nothing() -> None:
+    """A token behind a ReLU: as a bias takes it up, most of it is free, but where no unit is active none is read."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(s.a(x))
+        return s.b(torch.cat([torch.relu(s.token).expand(len(x), 1, 8), h], 1).mean(1))
+
+    own = network(forward, a=of(L, 5, 8), b=of(L, 8, 2), token=parameter(8))
+    symmetry = trace_symmetry(own, vectors(2, 3, 5))
+    assert symmetry.nullity == 6
+    assert left_out(symmetry).endswith("which move token")
+
+
+def test_norms_that_nearly_undo_scales_raise_no_alarm() -> None:
+    own = network(lambda s, x: s.b(s.n(s.a(x))), a=of(L, 7, 4), n=of(nn.RMSNorm, 4), b=of(L, 4, 5))
+    symmetry = trace_symmetry(own, vectors(2, 7))
+    assert symmetry.nullity == symmetry.dimension == 4 + 6
+    assert not symmetry.notes
 
 
 def test_measuring_leaves_network_and_random_numbers_alone() -> None:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.tracing.affine import forms
+from lightning_sym.symmetry.tracing.affine import contractions, forms
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 
 
@@ -41,3 +41,39 @@ def test_matrices_of_shifts_agree_with_what_single_shifts_make(monkeypatch: pyte
     assert space.parts.forms.size > 0
     assert matrix.any()
     np.testing.assert_allclose(matrix, own(np.eye(count)), rtol=0, atol=1e-12)
+
+
+class Tied(nn.Module):
+    """A table of embeddings that reads the stream, too; the gain may be that of the embeddings."""
+
+    def __init__(self, *, affine: bool, shared: bool = False) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(20, 8), nn.Parameter(torch.randn(6, 8))
+        self.first, self.last = (nn.LayerNorm(8, elementwise_affine=affine) for _ in range(2))
+        self.wide, self.narrow = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.gain = nn.Parameter(1 + torch.rand(8)) if shared else None
+
+    def forward(self, index: Tensor) -> Tensor:
+        hidden = self.table(index) if self.gain is None else self.table(index) * self.gain
+        hidden = hidden + self.places[: index.shape[1]]
+        hidden = self.last(hidden + self.narrow(torch.relu(self.wide(self.first(hidden)))))
+        return (hidden if self.gain is None else hidden * self.gain) @ self.table.weight.T
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_rows_of_large_tied_tables_are_found_as_those_of_small_ones(monkeypatch, affine):
+    network, example = Tied(affine=affine).double(), torch.arange(10).reshape(2, 5)
+    small = trace_symmetry(network, example)
+    monkeypatch.setattr(contractions, "_MOST", 64)
+    large = trace_symmetry(network, example)
+    assert (large.dimension, large.notes) == (small.dimension, small.notes)
+    assert small.dimension == small.nullity
+
+
+def test_rows_that_move_one_by_one_are_refused_where_they_are_too_many(monkeypatch):
+    network, example = Tied(affine=False, shared=True).double(), torch.arange(10).reshape(2, 5)
+    small = trace_symmetry(network, example)
+    monkeypatch.setattr(contractions, "_MOST", 64)
+    large = trace_symmetry(network, example)
+    assert large.dimension < small.dimension
+    assert any("too many rows" in note for note in large.notes)

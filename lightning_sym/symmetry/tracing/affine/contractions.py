@@ -2,6 +2,7 @@
 
 import math
 import string
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_sym.symmetry.tracing.affine.algebra import Algebra
 from lightning_sym.symmetry.tracing.affine.system import Rows, System
 from lightning_sym.symmetry.tracing.affine.values import (
+    ROWS,
     SUMS,
     Coefficient,
     Drift,
@@ -304,9 +306,12 @@ class Contractions(Algebra):
             numbers = self._without_multiples(result, numbers, relation, by, told=told)
             if numbers is None:
                 return
-        patterns = self._patterns(numbers, by)
+        self._drift(result, numbers, by)
+
+    def _drift(self, result: Value, numbers: Tensor, by: Sum) -> None:
+        """Add what a change of one factor, times a function of the other for each place, changes."""
         shape = [size if letter in by.two else 1 for letter, size in zip(by.out, result.shape, strict=True)]
-        result.drifts[self.system.source()] = Drift(places(shape), patterns)
+        result.drifts[self.system.source()] = Drift(places(shape), self._patterns(numbers, by))
 
     @staticmethod
     def _sizes(by: Sum, relation: Relation, numbers: Tensor) -> list[int]:
@@ -561,18 +566,40 @@ class Contractions(Algebra):
                 continue
             own = numbers[0]
             if rows.coefficient.items:
-                outer = [max(pair) for pair in zip(own.shape, thin, strict=True)]
                 by_place = rows.coefficient.mapped(
                     lambda t: t.reshape(thin) if t.numel() > 1 else t.reshape([1] * len(thin))
                 )
-                made = self.unknowns.combined([(own.expand(outer), by_place)])
-                assert made is not None
-                own = made
-            index = [
-                at if own.shape[axis] > 1 else torch.zeros((1,) * weights.rank, dtype=torch.int64)
-                for axis, at in enumerate(weights.origin[1])  # type: ignore[index]
-            ]
-            self._half(result, Value(weights.shape, False, translation=own[tuple(index)]), value, by.turned, told=told)
+                outer = [max(pair) for pair in zip(own.shape, thin, strict=True)]
+                if math.prod(outer) > _MOST and (alike := [axis for axis in summed if own.shape[axis] > 1]):
+                    # What differs between these places has one function for each of them: all would be told the same.
+                    first = own
+                    for axis in alike:
+                        first = first.narrow(axis, 0, 1)
+                    self.unknowns.equate(own, first)
+                    probe = self.unknowns.fresh(first.shape, ROWS)
+                    self.system.probes.append(probe)
+                    self._drift(result, self._at_origin(self._by(probe, by_place, thin), weights), by.turned)
+                    own = first
+                own = self._by(own, by_place, thin)
+            own = self._at_origin(own, weights)
+            self._half(result, Value(weights.shape, False, translation=own), value, by.turned, told=told)
+
+    def _by(self, numbers: Tensor, coefficient: Coefficient, thin: Sequence[int]) -> Tensor:
+        """Return multiples of a coefficient."""
+        outer = [max(pair) for pair in zip(numbers.shape, thin, strict=True)]
+        made = self.unknowns.combined([(numbers.expand(outer), coefficient)])
+        assert made is not None
+        return made
+
+    @staticmethod
+    def _at_origin(numbers: Tensor, weights: Value) -> Tensor:
+        """Return what is added to a parameter where its entries stand in a value."""
+        assert weights.origin is not None
+        index = [
+            at if numbers.shape[axis] > 1 else torch.zeros((1,) * weights.rank, dtype=torch.int64)
+            for axis, at in enumerate(weights.origin[1])
+        ]
+        return numbers[tuple(index)]
 
 
 def equation_shape(one: Value, two: Value, first: str, second: str, out: str) -> tuple[int, ...]:

@@ -3,19 +3,28 @@
 See docs/theory/intertwiners.md, 2.12.
 """
 
+import contextlib
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.coordinates import coordinates
-from lightning_sym.symmetry.tracing.nodes import moved, reduced
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, moved, reduced, shape_of, terms_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.tilts import Leaning
 
 _PASSES = operations(Trait.CAST) | {"neg"}
+_PRODUCTS = operations(Trait.CONTRACT) - operations(Trait.CONVOLVE) - {"embedding"}
+# What acts on the axes behind the second alone.
+_OF_PLACES = operations(Trait.POOL | Trait.RESIZE | Trait.NEAREST)
+
+Role = dict[tuple[str, int], None]
+Place = tuple[fx.Node, int, str | None]  # a value, the axis of the stream's units, and the gain behind it
 
 
 class HeldError(Exception):
@@ -40,12 +49,54 @@ def leaning_of(interpreters: Sequence[Interpreter]) -> list[Leaning]:
                 walk.run()
             except HeldError:
                 walk.readers.clear()
-            seen |= walk.nodes
+            seen |= walk.nodes.keys()
             if walk.readers and not walk.readers.keys() & walk.writers.keys():
-                own.append(Leaning(tuple(walk.readers), tuple(walk.writers), tuple(walk.seen())))
+                marks = tuple(walk.seen())
+                gains = {name: gain for name, gain in walk.gains.items() if gain is not None}
+                own.append(Leaning(tuple(walk.readers), tuple(walk.writers), marks, gains))
         found.append(own)
     first, *others = found or [[]]
     return [own for own in first if all(any(own.is_like(two) for two in each) for each in others)]
+
+
+class _Layer(NamedTuple):
+    """A linear layer or convolution.
+
+    Attributes:
+        weight: Its weight.
+        bias: Its bias, if any.
+        axis: The axis of values on which its units stand.
+        rows: The axis of the weight for what it puts out.
+        columns: The axis for what it reads.
+    """
+
+    weight: Any
+    bias: Any
+    axis: int
+    rows: int = 0
+    columns: int = 1
+
+
+def _layer(node: fx.Node) -> _Layer | None:
+    """Return the linear layer that a node is."""
+    name, shape = name_of(node), shape_of(node) or ()
+    if name == "linear":
+        return _Layer(node.args[1], argument(node, 2, "bias"), len(shape) - 1)
+    if (
+        name not in operations(Trait.CONVOLVE)
+        or argument(node, 6, "groups", 1) != 1
+        or len(shape) < 2 + places_of(name)
+    ):
+        return None
+    return _Layer(node.args[1], argument(node, 2, "bias"), 1, *((1, 0) if "transpose" in name else (0, 1)))
+
+
+def _moved(node: fx.Node, tensor: Tensor) -> Any:
+    """Apply an operation that moves elements to another tensor; of those that integers choose it takes the first."""
+    if name_of(node) not in operations(Trait.PICK):
+        return moved(node, tensor)
+    args = fx.map_arg(node.args[1:], lambda own: torch.zeros(own.meta["val"].shape, dtype=torch.int64))
+    return node.target(tensor, *args, **node.kwargs)  # type: ignore[operator]
 
 
 class _Stream:
@@ -54,16 +105,24 @@ class _Stream:
     Args:
         interpreter: Of the capture.
         first: What the layer norm reads.
+
+    Attributes:
+        nodes: Its values, and where units stand there.
+        readers: Weights of linear layers that read it, and along which axis.
+        writers: What writes into it, and along which axis.
+        gains: By tensor or named value, the gain behind it; None without.
     """
 
     def __init__(self, interpreter: Interpreter, first: fx.Node) -> None:
         self.interpreter, self.states = interpreter, interpreter.capture.states
-        self.size = tuple(first.meta["val"].shape)[-1]
-        self.nodes: set[fx.Node] = set()
-        self.readers: dict[tuple[str, int], None] = {}
-        self.writers: dict[tuple[str, int], None] = {}
+        shape = first.meta["val"].shape
+        self.size = shape[-1]
+        self.nodes: dict[fx.Node, Place] = {}
+        self.readers: Role = {}
+        self.writers: Role = {}
+        self.gains: dict[str, str | None] = {}
         self._roles: dict[fx.Node, set[fx.Node]] = {}  # parameters, and by what they are read here
-        self._left = [first]
+        self._left: list[Place] = [(first, len(shape) - 1, None)]
 
     def run(self) -> None:
         """Follow the stream.
@@ -72,88 +131,165 @@ class _Stream:
             HeldError: If it cannot lean.
         """
         while self._left:
-            node = self._left.pop()
-            if node in self.nodes:
+            place = self._left.pop()
+            if self.nodes.setdefault(place[0], place) is not place:
+                if self.nodes[place[0]] != place:
+                    raise HeldError
                 continue
-            self.nodes.add(node)
-            self._left += self._before(node)
-            for user in node.users:
-                self._left += self._behind(node, user)
-        for state, users in self._roles.items():
-            if {*state.users} != users or list(self.states.values()).count(self.states[state]) > 1:
+            self._left += self._before(*place)
+            for user in place[0].users:
+                self._left += self._behind(*place, user)
+        names = list(self.states.values())
+        for node, users in self._roles.items():
+            if {*node.users} != users or (node in self.states and names.count(self.states[node]) > 1):
                 raise HeldError
-
-    def seen(self) -> Iterator[tuple[str, int]]:
-        """Yield the named values of the stream, with their last axis."""
         for mark in self.interpreter.capture.marks:
             if mark.node in self.nodes:
-                yield mark.name, len(mark.node.meta["val"].shape) - 1
+                self.gains[mark.name] = self.nodes[mark.node][2]
 
-    def _before(self, node: fx.Node) -> list[fx.Node]:
+    def seen(self) -> Iterator[tuple[str, int]]:
+        """Yield the named values of the stream, with the axis of its units."""
+        for mark in self.interpreter.capture.marks:
+            if mark.node in self.nodes:
+                yield mark.name, self.nodes[mark.node][1]
+
+    def _before(self, node: fx.Node, axis: int, gain: str | None) -> list[Place]:
         """Return the values of the stream of which a value is made, and note what writes."""
-        name = name_of(node) if node.op == "call_function" else ""
-        if name == "linear":
-            weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
-            self._parameter(weight, 0, node, self.writers)
-            if bias is not None:
-                self._parameter(bias, 0, node, self.writers)
-            return []
-        if name == "embedding":
-            self._parameter(node.args[0], 1, node, self.writers)
-            return []
+        layer = _layer(node)
         if node in self.states:
-            self._parameter(node, len(node.meta["val"].shape) - 1, None, self.writers)
-            return []
-        return self._passed(node)
+            self._parameter(node, axis, None, self.writers, gain)
+        elif name_of(node) == "embedding" and axis == len(shape_of(node) or ()) - 1:
+            self._parameter(node.args[0], 1, node, self.writers, gain)
+        elif layer is not None and layer.axis == axis:
+            self._parameter(layer.weight, layer.rows, node, self.writers, gain)
+            if layer.bias is not None:
+                self._parameter(layer.bias, 0, node, self.writers, gain)
+        elif gain is None and (behind := self._behind_gain(node, axis)) is not None:
+            return [behind]
+        else:
+            return [(own, at, gain) for own, at in self._summands(node, axis).items()]
+        return []
 
-    def _behind(self, node: fx.Node, user: fx.Node) -> list[fx.Node]:
+    def _behind(self, node: fx.Node, axis: int, gain: str | None, user: fx.Node) -> list[Place]:
         """Return what is of the stream as well, and note what reads it."""
-        name = name_of(user) if user.op == "call_function" else ""
-        given = [own for own in user.all_input_nodes if own is node]
         if node in self.states:
             self._roles.setdefault(node, set()).add(user)
-        if name == "layer_norm" and user.args[0] is node and len(user.args[1]) == 1:  # type: ignore[arg-type]
-            return []
-        if name == "linear" and user.args[0] is node and len(given) == 1:
-            self._parameter(user.args[1], 1, user, self.readers)
-            return []
-        if node not in self._passed(user):
+        if gain is None and user.args[:1] == (node,) and user.all_input_nodes.count(node) == 1:
+            layer, last = _layer(user), axis == len(shape_of(node) or ()) - 1
+            if name_of(user) == "layer_norm" and last and len(user.args[1]) == 1:  # type: ignore[arg-type]
+                return []
+            if layer is not None and layer.axis == axis:
+                self._parameter(layer.weight, layer.columns, user, self.readers, None)
+                return []
+        made = list(user.users) if isinstance(user.meta.get("val"), (list, tuple)) else [user]
+        found = [place for each in made for place in self._further(node, axis, gain, each)]
+        if len(found) < len(made):
             raise HeldError
-        return [user]
+        return found
 
-    def _passed(self, node: fx.Node) -> list[fx.Node]:
-        """Return the values whose sum, at most moved along other axes, a node is."""
-        name, val = name_of(node) if node.op == "call_function" else "", node.meta.get("val")
-        if not isinstance(val, Tensor) or not val.ndim or val.shape[-1] != self.size:
+    def _further(self, node: fx.Node, axis: int, gain: str | None, user: fx.Node) -> Iterator[Place]:
+        """Yield where the units stand in what is made of a value, if it is of the stream."""
+        for at in self._axes(user):
+            with contextlib.suppress(HeldError):
+                if gain is not None and self._behind_gain(user, at) == (node, axis, gain):
+                    yield user, at, None
+                elif self._summands(user, at).get(node) == axis:
+                    yield user, at, gain
+
+    def _axes(self, node: fx.Node) -> list[int]:
+        """Return the axes that are as long as the stream is wide."""
+        return [axis for axis, size in enumerate(shape_of(node) or ()) if size == self.size]
+
+    def _wide(self, node: fx.Node, axis: int) -> dict[fx.Node, int]:
+        """Return which arguments have the units of an axis, and on which of their own axes."""
+        rank = len(shape_of(node) or ())
+        aligned = ((own, axis - rank + len(shape_of(own) or ())) for own in node.all_input_nodes)
+        return {own: at for own, at in aligned if at in self._axes(own)}
+
+    def _behind_gain(self, node: fx.Node, axis: int) -> Place | None:
+        """Return the value that a node is times a gain, one number for each unit."""
+        wide = self._wide(node, axis)
+        if name_of(node) != "mul" or len(wide) != 2:
+            return None
+        for (value, at), (gain, _) in itertools.permutations(wide.items()):
+            if gain.meta["val"].numel() == self.size and value.meta["val"].numel() > self.size:
+                held: Role = {}
+                self._parameter(gain, self._axes(gain)[0], node, held, None)
+                return value, at, next(iter(held))[0]
+        return None
+
+    def _summands(self, node: fx.Node, axis: int) -> dict[fx.Node, int]:
+        """Return the values whose sum, at most moved along other axes, or times what all units share, a node is."""
+        name, given, wide = name_of(node), node.all_input_nodes, self._wide(node, axis)
+        if axis not in self._axes(node) or node.op != "call_function":
             raise HeldError
-        given = node.all_input_nodes
         if name in ("add", "sub") and all(isinstance(own, fx.Node) for own in node.args[:2]):
-            if any(own.meta["val"].shape[-1:] != (self.size,) for own in given):
-                raise HeldError
-            return given
-        if name == "cat" and {node.kwargs.get("dim", 0), *node.args[1:2]}.isdisjoint({-1, val.ndim - 1}):
-            return given
-        if len(given) == 1 and (name in _PASSES or name in operations(Trait.MOVE)):
-            before = given[0].meta["val"]
-            if before.ndim and before.shape[-1] == self.size:
-                after = moved(node, coordinates(before.shape, [before.ndim - 1]))
-                whole = coordinates(tuple(val.shape), [val.ndim - 1])
-                if name in _PASSES or (
-                    isinstance(after, Tensor) and torch.equal(after.expand(val.shape), whole.expand(val.shape))
-                ):
-                    return given
-        if len(given) == 1 and name in operations(Trait.SUM):
-            rank = given[0].meta["val"].ndim
-            if rank - 1 not in reduced(node, rank):
-                return given
+            if len(wide) == len(given):
+                return wide
+        elif name in ("mul", "div"):
+            if len(wide) == 1 and node.args.count(*wide) == 1 and (name == "mul" or node.args[0] in wide):
+                return wide
+        elif name == "cat":
+            if argument(node, 1, "dim", 0) % len(node.meta["val"].shape) != axis:
+                return wide
+        elif name in ("where", "masked_fill"):
+            mask, *parts = node.args if name == "where" else (node.args[1], node.args[0], node.args[2])
+            kept = [part for part in parts if not self._is_zero(part)]
+            if mask not in wide and kept and all(part in wide for part in kept):
+                return {part: wide[part] for part in kept}  # type: ignore[index]
+        elif name in _PRODUCTS and (equation := equation_of(node)) is not None:
+            *terms, out = terms_of(equation)
+            values: Any = node.args[1] if name == "einsum" else node.args[:2]
+            for own, other, value in ((0, 1, values[0]), (1, 0, values[1])):
+                alone = out[axis] in terms[own] and out[axis] not in terms[other] and len(given) == 2
+                if alone and (name != "linear" or own == 0):
+                    return {value: terms[own].index(out[axis])}
+        else:
+            whole, *_ = node.args if node.target is operator.getitem else (node,)
+            for at in self._axes(source := whole.args[0]):  # type: ignore[union-attr,arg-type]
+                if self._moved_to(node, whole, source, at) == axis:  # type: ignore[arg-type]
+                    return {source: at}  # type: ignore[dict-item]
         raise HeldError
 
-    def _parameter(self, node: Any, axis: int, user: fx.Node | None, role: dict[tuple[str, int], None]) -> None:
-        """Note a parameter that is read as it is."""
-        if node not in self.states or node.meta["val"].shape[axis] != self.size:
+    def _is_zero(self, part: Any) -> bool:
+        """Whether an argument is zero everywhere."""
+        number = self.interpreter.constants.number(part) if isinstance(part, fx.Node) else part
+        return isinstance(number, (int, float)) and number == 0
+
+    def _moved_to(self, node: fx.Node, whole: fx.Node, given: fx.Node, at: int) -> int | None:
+        """Return where an operation of one value leaves an axis, if it does the same at each of its places.
+
+        Args:
+            node: What comes out.
+            whole: The operation; of several results, `node` is one.
+            given: The value.
+            at: The axis.
+        """
+        name, before, after = name_of(whole), tuple(given.meta["val"].shape), tuple(node.meta["val"].shape)
+        if name in _PASSES or (name in _OF_PLACES and at == 1 and len(before) == len(after) > 2):
+            return at
+        if name in operations(Trait.SUM) and at not in (summed := reduced(whole, len(before))):
+            return at if len(before) == len(after) else at - sum(axis < at for axis in summed)
+        if name in operations(Trait.MOVE | Trait.PICK):
+            result = _moved(whole, coordinates(before, [at]))
+            result = result if node is whole else result[node.args[1]]
+            for axis in self._axes(node) if isinstance(result, Tensor) and tuple(result.shape) == after else ():
+                if torch.equal(result, coordinates(after, [axis])):
+                    return axis
+        return None
+
+    def _parameter(self, node: Any, axis: int, user: fx.Node | None, role: Role, gain: str | None) -> None:
+        """Note a parameter that is read as it is, or in another shape."""
+        while isinstance(node, fx.Node) and node not in self.states:
+            self._roles.setdefault(node, set()).add(user)  # type: ignore[arg-type]
+            (user, node), whole = (node, node.args[0]), node.meta["val"].numel()
+            if name_of(user) not in operations(Trait.MOVE) or node.meta["val"].numel() != whole:
+                raise HeldError
+            axis = next((at for at in self._axes(node) if self._moved_to(user, user, node, at) == axis), -1)
+        if node not in self.states or axis not in self._axes(node):
             raise HeldError
         name = self.states[node]
-        if name not in self.interpreter.system.movable:
+        if name not in self.interpreter.system.movable or self.gains.setdefault(name, gain) != gain:
             raise HeldError
         if user is not None:
             self._roles.setdefault(node, set()).add(user)

@@ -138,8 +138,24 @@ class Products(Contractions):
             sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, value.shape, strict=True)}  # type: ignore[union-attr]
         x, y = (self.broadcast(value, tuple(sizes[letter] for letter in term))  # type: ignore[arg-type]
                 for term, value in zip(terms, values, strict=True))  # fmt: skip
+        if self._are_normed(x, y, *terms):
+            where = self.constants.capture.modules.get(node, "forward")
+            self.system.blind[
+                f"{name_of(node)} in {where}: multiplies the outputs of two layer norms, whose gains and biases may "
+                "change together with what they norm, too: one dimension, two with biases, that depend on the weights"
+            ] = None
         result = self.contract(x, y, equation, node)
         return self._with_bias(result, argument(node, 2, "bias"), node) if name_of(node) == "linear" else result
+
+    @staticmethod
+    def _are_normed(one: Value, two: Value, first: str, second: str) -> bool:
+        """Whether a contraction sums over the units that two norms of the input made, behind gains."""
+        found = []
+        for value, own, other in ((one, first, second), (two, second, first)):
+            axes = frozenset(own.index(letter) for letter in own if letter in other)
+            found.append(value.varies and value.relation is not None and value.relation.axes <= axes)
+        gained = any(value.relation is not None and value.relation.coefficient.items for value in (one, two))
+        return all(found) and gained
 
     def _with_bias(self, result: Value, bias: Any, node: fx.Node, after: int = 0) -> Value:
         own = self._value(bias)

@@ -100,13 +100,14 @@ class System:
         self.late = False  # whether a family was found after a reader that has not seen it
         self.fixed: set[str] = set()  # weights that something else sees
         self.derived: list[Derived] = []
+        self.probes: list[Tensor] = []  # one for many unknowns that obey the same equations, if that has to be zero
         self.products: list[tuple[Tensor, Tensor]] = []  # of which one has to vanish
         self.lengths: set[int] = set()  # of the inputs of the capture at hand
         self.walk = 0  # which length they have
         self.counted = False  # whether anything was multiplied by a length
         self.sources = 0
         self.notes: list[str] = []
-        self.blind: dict[str, None] = {}  # users' rules that say too little
+        self.blind: dict[str, None] = {}  # notes: on users' rules that say too little, and on products of norms
         self._derived: dict[Any, Tensor] = {}
         self._signatures: dict[fx.Node, str] = {}
         self._interned: dict[Any, str] = {}

@@ -102,7 +102,10 @@ def _found(
     for name in keep:
         for family in system.families.get(name, {}).values():
             system.unknowns.vanish(family.directions)
-    found = _Compiler(Solution(system), marked).translations()
+    compiler = _Compiler(Solution(system), marked)
+    if any(bool(compiler.living[probe].any()) for probe in system.probes):
+        raise RuntimeError("too many rows of a weight have to be told apart")
+    found = compiler.translations()
     found.normed, found.leaning = normed_of(interpreters), leaning_of(interpreters)
     found.notes.extend(system.blind)
     return found
