@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
@@ -179,7 +180,7 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
 
 
 def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:
-    units = np.unique(np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in slots)]))
+    units = rising(np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in slots)]))
     return units[units >= 0]
 
 
@@ -196,7 +197,7 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
     firsts = np.array([units[0] for units in structure.orbits], np.int64)
     tapped: defaultdict[int, list[Tap]] = defaultdict(list)  # by the first unit of an orbit
     for tap in taps:
-        for unit in np.intersect1d(firsts, _units_in(tap.seen)).tolist():
+        for unit in firsts[np.isin(firsts, _units_in(tap.seen))].tolist():
             tapped[unit].append(tap)
     for index, units in enumerate(structure.orbits):
         columns, table = structure.columns[index], structure.scale_table[index]

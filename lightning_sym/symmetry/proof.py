@@ -18,6 +18,7 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factors
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import (
+    attributes_kept,
     constant_names,
     containers_kept,
     copied,
@@ -32,6 +33,8 @@ _EXACT = 1e-10
 # Between these are the root mean squares of random weights: a network of smaller or larger ones would be linear to all
 # digits, or overflow.
 _USUAL = (1e-2, 1e2)
+# Larger changes of outputs are no rounding of networks in single precision, a thousand times as large as expected.
+_ROUNDING = 0.1
 # So many units of a stream are rotated at once: more cost as much as running the network, and show no more.
 _ROTATED = 64
 # So many numbers are drawn for a large tensor, and repeated.
@@ -167,15 +170,22 @@ def compute_the_same(calls: Sequence[Call], a: nn.Module, b: nn.Module) -> bool:
         a: A network. Not changed.
         b: Another one of the same architecture; it may be on another device.
     """
-    found = []
-    for network in (a, b):
-        exact = double_copy(network)
-        with torch.no_grad(), evaluating(exact), contextlib.suppress(ValueError):
-            batches = on_device_of(exact, double(list(calls)))
-            found.append([tensor.cpu() for outputs in _all_outputs(exact, batches) for tensor in outputs])
     dtypes = [own.dtype for network in (a, b) for own in network.parameters() if own.is_floating_point()]
     tolerance = tolerance_of(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64))
-    return len(found) == 2 and len(found[0]) > 0 and change(found[0], found[1]) <= tolerance
+
+    def changed(networks: Iterable[nn.Module], calls: Sequence[Call]) -> float:
+        """Return the largest change from one network to the other; nan where they do not run, or nothing comes out."""
+        found = []
+        for network in networks:
+            with torch.no_grad(), evaluating(network), attributes_kept(network), contextlib.suppress(ValueError):
+                outputs = itertools.chain(*_all_outputs(network, on_device_of(network, calls)))
+                found.append([tensor.cpu() for tensor in outputs])
+        return change(found[0], found[1]) if len(found) == 2 and found[0] else math.nan
+
+    # What rounding in their own precision does not explain needs no copies.
+    if tolerance < _ROUNDING and math.inf > changed((a, b), list(calls)) > _ROUNDING:
+        return False
+    return changed(map(double_copy, (a, b)), double(list(calls))) <= tolerance
 
 
 def noisy(inputs: Any, generator: torch.Generator) -> Any:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orbit_cases import EXACT, difference, function_change, made, member
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_sym.connectivity import Merged, merge
 from lightning_sym.networks import MultiLayerPerceptron
@@ -27,6 +28,7 @@ from lightning_sym.symmetry import (
     canonicalize,
     orbit_distance,
     parameter_distance,
+    proof,
     trace_symmetry,
     weight_matching,
 )
@@ -39,6 +41,21 @@ MATCHED = (
     *("relu", "wide", "tanh", "wide_tanh", "gelu", "lenet5", "myrtle", "myrtle_without_norm"),
     *("resnet20_a", "resnet20_b", "resnet18", "depthwise", "two_groups", "group_norm"),
 )
+
+
+def test_only_networks_that_may_compute_the_same_are_copied_in_double_precision(monkeypatch):
+    """Others are told apart by what they put out in their own precision; members of one orbit are not."""
+    case, copied = made("relu"), []
+    a, b = (copy.deepcopy(case.network).float() for _ in range(2))
+    with torch.no_grad():
+        for parameter in b.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    monkeypatch.setattr(proof, "double_copy", lambda network, f=proof.double_copy: copied.append(network) or f(network))
+    examples = [pytree.tree_map_only(Tensor, Tensor.float, call) for call in case.symmetry.examples]
+    assert not proof.compute_the_same(examples, a, b)
+    assert copied == []
+    assert proof.compute_the_same(examples, a, case.moved(a, 0.5))
+    assert len(copied) == 2
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5])

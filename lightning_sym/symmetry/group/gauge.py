@@ -42,6 +42,7 @@ class ScaleGauge:
         self.dead = np.zeros(count, bool)
         self.notes: list[str] = []
         self.sweeps, self.residual, self.converged = 0, 0.0, True
+        self._level: Callable[[Floats], Floats] | None = None
         if gauge is None or not count:
             return
         self.log_scale[known] = held[known]
@@ -279,7 +280,7 @@ class ScaleGauge:
             return np.where(active, 2 * (forms.T @ self.squares.change(factor, slices, forms @ v, names)), 0.0)
 
         diagonal = np.where(active, 2 * (forms.power(2).T @ slices), 1.0)
-        coarse = self._coarse(active, factor, slices, names)
+        coarse = self._level or self._coarse(active, factor, slices, names)
 
         def precondition(v: Floats) -> Floats:
             return v / diagonal + coarse(v)
@@ -287,6 +288,7 @@ class ScaleGauge:
         shape = len(active), len(active)
         hessian, inverse = (linalg.LinearOperator(shape, own, dtype=np.float64) for own in (times, precondition))
         step: Floats = linalg.cg(hessian, -gradient, rtol=1e-8, maxiter=500, M=inverse)[0]
+        self._level = coarse if abs(step).max() < 1 else None  # as good for the next step, if this one is short
         return step
 
     def _coarse(

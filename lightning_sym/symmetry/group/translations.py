@@ -14,7 +14,7 @@ from scipy import sparse
 from scipy.sparse.linalg import splu
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Ints
+from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.tracing.affine.space import (
     Folds,
     Located,
@@ -171,7 +171,8 @@ def pivots(matrix: sparse.csr_matrix) -> Ints:
         if not len(told):
             break
         found, columns = np.concatenate([found, rows[first]]), np.concatenate([columns, left[told]])
-        keep = np.setdiff1d(np.arange(len(left)), told)
+        keep = np.ones(len(left), bool)
+        keep[told] = False
         rest, left = rest[:, keep].tocsr(), left[keep]
     if len(left):  # entangled
         some = np.flatnonzero(np.diff(rest.indptr))
@@ -195,8 +196,8 @@ def _told(located: Located) -> Ints:
     """Return which wanted unknowns tell the first entries of an element, in their order."""
     parts, entries = located.parts, located.space.entries
     empty = np.zeros(0, np.int64)
-    at = np.unique(np.concatenate([empty, *(own.at.ravel() for own in parts.placed)]))
-    forms = located.matrix[at][:, np.arange(entries)].tocsr()
+    at = rising(np.concatenate([empty, *(own.at.ravel() for own in parts.placed)]))
+    forms = located.matrix[at][:, :entries]
     return at[pivots(forms)]
 
 
@@ -205,7 +206,7 @@ def read_off(located: Located) -> Any:
     found = located.__dict__.get("_read")
     if found is None:
         at = _told(located)
-        solve = splu(located.matrix[at][:, np.arange(located.space.entries)].tocsc())
+        solve = splu(located.matrix[at][:, : located.space.entries].tocsc())
         found = located.__dict__["_read"] = lambda moved: solve.solve(moved[at])
     return found
 
@@ -222,7 +223,7 @@ def folded(structure: Structure) -> Translations:
     assert space.parts is not None
     located = [space.generic, space.at(space.generic_tensors(1))]
     at = _told(located[0])
-    tables = [own.matrix[at][:, np.arange(space.entries)] for own in located]
+    tables = [own.matrix[at][:, : space.entries] for own in located]
     found, steady, changing = Found(), np.ones(space.entries, bool), np.ones(space.entries, bool)
     while changing.any():
         found = _folds_of_entries(structure, at, steady)
@@ -327,15 +328,15 @@ def elements_alone(
         return {}
     assert space.parts is not None
     parts, located = space.parts, space.at(tensors)
-    forms = (located.matrix[:, np.arange(space.entries)] @ sparse.diags(located.multiples[: space.entries])).tocsr()
+    forms = (located.matrix[:, : space.entries] @ sparse.diags(located.multiples[: space.entries])).tocsr()
     places = [own.at.ravel() for own in parts.placed] + [own.source.ravel() for own in parts.steps]
-    every = np.unique(np.concatenate(places))
+    every = rising(np.concatenate(places))
     _, label = sparse.csgraph.connected_components((abs(forms[every]).T @ abs(forms[every])).tocsr(), False)
     found = {}
     for part in parts.free:
         if part.name not in names or not forms[part.at.ravel()].nnz:
             continue
-        near = np.flatnonzero(np.isin(label, label[np.unique(forms[part.at.ravel()].indices)]))
+        near = np.flatnonzero(np.isin(label, label[forms[part.at.ravel()].indices]))
         others = forms[np.setdiff1d(every, part.at.ravel())][:, near]
         values, vectors = np.linalg.eigh((others.T @ others).toarray())
         kernel = vectors[:, values <= _NOTHING * max(float(values.max(initial=0.0)), 1.0)]

@@ -21,7 +21,6 @@ from lightning_sym.symmetry.solving.scales import (
     scales_at,
     solve_scales,
     tabulate,
-    variables_at,
 )
 from lightning_sym.symmetry.solving.streams import find_dense, find_met, find_rotations
 from lightning_sym.symmetry.solving.units import Positions, merge_units
@@ -96,7 +95,7 @@ def find_group(labels: Labels, known: Known) -> Group:
     for seen in (constraints.merges, constraints.contracted, constraints.turned, constraints.occurrences):
         seen.clear()
     _give_back(constraints.atoms)
-    forms, variables = scales_at(positions, by_variable), variables_at(positions)
+    forms = scales_at(positions, by_variable)
     del by_variable
     colour = colours(positions, forms)
     nesting = find_nesting(constraints, positions, colour)
@@ -109,6 +108,7 @@ def find_group(labels: Labels, known: Known) -> Group:
     dense = find_dense(constraints, positions, orbits, forms)
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales = tabulate(orbits.columns, forms.magnitudes, end, modulo_two=False)
+    forms = forms._replace(magnitudes=scales.forms)  # in whose place they are, as there are millions
     signs = tabulate(orbits.columns, forms.signs, end, modulo_two=True)
     del forms
     copies = copies_of(orbits, blocks.number_of, folded, positions, (scales, signs))
@@ -123,7 +123,10 @@ def find_group(labels: Labels, known: Known) -> Group:
     orbits = orbits._replace(movable=movable)
     solved = _Solved(positions, colour, folded, orbits, blocks, scales, signs, copies, end)
     structure = _on_parameters(solved, walk.kinds, dense.cells, walk.absorbed)
-    structure, values = with_half_turns(turned, structure, _on_values(solved, structure), variables)
+    structure, values = with_half_turns(turned, structure, _on_values(solved, structure), positions)
+    del solved
+    nothing = np.zeros(0, np.int64)
+    positions = replace(positions, where=nothing, tag=nothing, copy=nothing)  # likewise
     rotations, why_not = find_rotations(
         structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
     )

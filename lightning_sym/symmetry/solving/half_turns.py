@@ -8,9 +8,11 @@ import numpy as np
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Bools, Floats
+from lightning_sym.symmetry.solving.scales import variables_at
+from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints
 from lightning_sym.symmetry.tracing.equations import solve
-from lightning_sym.symmetry.tracing.numbering import Ints, flat
+from lightning_sym.symmetry.tracing.numbering import flat
 from lightning_sym.symmetry.tracing.structure import HalfTurns, Structure
 
 
@@ -50,7 +52,7 @@ def solve_half_turns(constraints: Constraints) -> Turned | None:
 
 
 def with_half_turns(
-    turned: Turned | None, structure: Structure, values: Structure, variables: Ints
+    turned: Turned | None, structure: Structure, values: Structure, positions: Positions
 ) -> tuple[Structure, Structure]:
     """Return the group on parameters, and on values, with half turns.
 
@@ -58,7 +60,7 @@ def with_half_turns(
         turned: The solution.
         structure: The group on parameters and buffers.
         values: The group on named values.
-        variables: The variable that scales each position, of parameters and then of named values.
+        positions: Where units are seen.
     """
     if turned is None:
         return structure, values
@@ -66,7 +68,7 @@ def with_half_turns(
     held = np.concatenate([np.full(len(own), name in starts) for name, own in turned.sizes.items()])
     place = flat([starts[name] + np.arange(len(own)) for name, own in turned.sizes.items() if name in starts])
     size = np.concatenate([np.zeros(0), *(own for name, own in turned.sizes.items() if name in starts)])
-    end, flips = structure.magnitudes.shape[0], turned.flips[variables].tocsr()[:, np.flatnonzero(held)]
+    end, flips = structure.magnitudes.shape[0], turned.flips[variables_at(positions)].tocsr()[:, np.flatnonzero(held)]
     if not len(place):
         return structure, values
     biases = tuple(name for name in turned.sizes if name in starts)

@@ -92,7 +92,9 @@ def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesti
         of_planes = of_planes._replace(key=mix(of_planes.key ^ copied))
     atom, root = origin.astype(np.int32)[atom], origin[positions.root]
     positions = replace(positions, atom=atom, tag=tag, copy=copy, root=root, fixed=fixed, of_planes=of_planes)
-    return Replicas(positions, Nesting(np.unique(origin[nesting.pairs], axis=1), origin[nesting.shared]), folded)
+    nesting = Nesting(np.unique(origin[nesting.pairs], axis=1), origin[nesting.shared])
+    folded.origin = folded.mark = folded.copy = np.zeros(0, np.int64)  # positions have it all now
+    return Replicas(positions, nesting, folded)
 
 
 def _fold(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colour: Hashes) -> tuple[Folded, Bools]:

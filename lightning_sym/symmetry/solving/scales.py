@@ -102,7 +102,7 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
         positions: Where units are seen.
         forms: Solutions by variable.
     """
-    variable = variables_at(positions)
+    variable = variables_at(positions).astype(np.int32)
     return Forms(
         _acting(forms.magnitudes[variable].tocsr(), positions),
         _acting(forms.signs[variable].tocsr(), positions, modulo_two=True),
@@ -212,7 +212,7 @@ def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
     """Drop generators that touch no parameter: none of the first rows."""
     forms = forms.tocsr()
     used = rising(forms.indices[: forms.indptr[rows]])
-    result = forms[:, used].tocsr()
+    result = forms if len(used) == forms.shape[1] else forms[:, used].tocsr()
     result.sort_indices()
     return result
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import distinct_columns, rising
 
 Ints = NDArray[np.int64]
 UNSET = -1  # the tag of a parameter's position until something is known that it goes with
@@ -139,9 +139,8 @@ class Constraints:
 
     def scales_like(self, *scales: Ints) -> Ints:
         """Return new variables, one for each combination of variables that stand at one position."""
-        stacked = np.stack([scale.ravel() for scale in scales])
-        unique, inverse = np.unique(stacked, axis=1, return_inverse=True)
-        return self.fresh_scales((unique.shape[1],))[inverse.ravel()].reshape(scales[0].shape)
+        unique, inverse = distinct_columns(*scales)
+        return self.fresh_scales((unique.shape[1],))[inverse].reshape(scales[0].shape)
 
     def product(self, *factors: tuple[Ints, float]) -> Ints:
         """Return new variables, one for each combination: the product of the given ones, each to its power."""
@@ -161,11 +160,10 @@ class Constraints:
     def copied(self, label: Label, number: Ints) -> Label:
         """Return units that are copies of a label's, with its scales; equal positions of one number are one copy."""
         label = self.resolve(label)
-        pairs = np.stack([label.atom.ravel(), number.ravel()])
-        unique, inverse = np.unique(pairs, axis=1, return_inverse=True)
+        unique, inverse = distinct_columns(label.atom, number)
         atom = self.fresh((), (unique.shape[1],)).atom
         self.copies.append((atom, unique[0], unique[1]))
-        return Label(label.axes, atom[inverse.ravel()].reshape(label.atom.shape), label.tag, label.scale)
+        return Label(label.axes, atom[inverse].reshape(label.atom.shape), label.tag, label.scale)
 
     def copied_from(self, atom: Ints) -> Ints:
         """Return of which units some are copies; themselves, if of none."""
@@ -194,9 +192,9 @@ class Constraints:
 
     def derive_tags(self, tag: Ints, coordinate: Ints) -> Ints:
         """Return tags that say of each position, besides what `tag` says, which coordinate it had."""
-        pairs, inverse = np.unique(np.stack([tag.ravel(), coordinate.ravel()]), axis=1, return_inverse=True)
+        pairs, inverse = distinct_columns(tag, coordinate)
         new = np.array([self.tags.setdefault((int(t), int(c)), len(self.tags) + 1) for t, c in pairs.T], np.int64)
-        return new[inverse.ravel()].reshape(tag.shape)
+        return new[inverse].reshape(tag.shape)
 
     def spread(self, label: Label, axis: int, size: int) -> Label:
         """Return the label of a unit that fills a whole tensor as one that lives on an axis."""

@@ -12,6 +12,7 @@ from lightning_sym.symmetry.arrays import as_array
 
 Ints = NDArray[np.int64]
 _MANY = 2**22  # numbers of a constant that are compared one by one
+_COLUMNS = 8  # that are looked at one by one, before whole rows are sorted
 
 
 def coordinates(shape: tuple[int, ...], axes: Sequence[int]) -> Tensor:
@@ -29,9 +30,19 @@ def core(moved: Tensor) -> Tensor:
     return moved
 
 
+def varies(array: Tensor, axis: int) -> bool:
+    """Return whether entries change along an axis; mostly the first two tell."""
+    if array.shape[axis] < 2:
+        return False
+    first, second = (array.narrow(axis, at, 1) for at in (0, 1))
+    return not torch.equal(first, second) or bool((array != first).any())
+
+
 def varying_axes(moved: Tensor) -> list[int]:
     """Return the axes along which moved coordinates change, fillers aside."""
     moved = core(moved)
+    if not bool((moved == 0).any()):
+        return [axis for axis in range(moved.ndim) if varies(moved, axis)]
     least = torch.where(moved == 0, torch.inf, moved)
     return [
         axis for axis, size in enumerate(moved.shape) if size > 1 and bool((moved.amax(axis) > least.amin(axis)).any())
@@ -72,3 +83,15 @@ def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
     # Rows that are not the same have other sums under random weights.
     weights = torch.rand(rows.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return (rows.double().nan_to_num() @ weights).numpy()
+
+
+def numbered_rows(rows: NDArray[Any]) -> Ints:
+    """Number the rows of an array in lexicographic order; rows that are the same have one number. Shape (rows,)."""
+    _, first, number = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+    for _ in range(_COLUMNS):  # mostly a few tell all rows apart, which saves sorting these
+        if len(first) == len(rows) or np.array_equal(rows, like := rows[first[number]]):
+            return number
+        differs = (rows != like).any(0)
+        order = np.unique(rows[:, differs.argmax()], return_inverse=True)[1]
+        _, first, number = np.unique(number * len(rows) + order, return_index=True, return_inverse=True)
+    return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)

@@ -72,7 +72,10 @@ def solve(
 
     definitions: list[tuple[Ints, sparse.csr_matrix]] = []
     while True:
-        rows = _tidied(rows @ substitution(), modulo_two)
+        data = np.where(zero[root], 0.0, factor)[rows.indices] * rows.data
+        rows = sparse.csr_matrix((data, root[rows.indices], rows.indptr), shape=rows.shape)
+        rows.sum_duplicates()
+        rows = _tidied(rows, modulo_two)
         if not rows.shape[0]:
             break
         start, length = rows.indptr[:-1], np.diff(rows.indptr)
@@ -209,7 +212,7 @@ def _together(
     for name, axes, shape, begin in slots:
         if math.prod(shape) and name not in alone:
             by_tensor.setdefault(name, []).append((axes, shape, begin))
-    first, single = np.arange(end), np.ones(end, bool)
+    first, single = np.arange(end, dtype=np.int32), np.ones(end, bool)
     whole: list[Ints] = []  # positions that act together. Shapes (rows, positions)
     for own in by_tensor.values():
         every = [axis for axes, _, _ in own for axis in axes]
@@ -226,14 +229,12 @@ def _together(
         if len(every) == len(lengths):
             parts = [part.ravel()[:1] for part in parts]
         whole.append(np.stack([part.ravel() for part in np.broadcast_arrays(*parts)], 1))
-    alike = np.flatnonzero(single)
-    apart = alike[first[alike] != alike]
-    rows, count = [alike, apart], end
-    columns, data = [alike, first[apart]], [np.ones(len(alike)), -np.ones(len(apart))]
-    for together in whole:
-        rows.append(np.repeat(np.arange(count, count + len(together)), together.shape[1]))
-        columns.append(together.ravel())
-        data.append(np.ones(together.size))
-        count += len(together)
-    entries = np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))
-    return sparse.csr_matrix(entries, shape=(count, end))
+    # Row by row, as there are millions: of each position alone what it does, less what the first on its axis does.
+    apart = single & (first != np.arange(end, dtype=np.int32))
+    counts = np.concatenate([single.astype(np.int32) + apart, *(np.full(len(own), own.shape[1]) for own in whole)])
+    starts = np.r_[np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)]
+    columns, data = np.empty(starts[-1], np.int32), np.ones(starts[-1])
+    columns[starts[:end][apart]], data[starts[:end][apart]] = first[apart], -1
+    columns[starts[1 : end + 1][single] - 1] = np.flatnonzero(single)
+    columns[starts[end] :] = np.concatenate([np.zeros(0, np.int32), *(own.ravel() for own in whole)])
+    return sparse.csr_matrix((data, columns, starts), shape=(len(counts), end))

@@ -144,10 +144,10 @@ class _Versions:
         """Let a value stand for a tensor, and in all others that show the same memory."""
         memory = self.memory[target]
         base = self.base[memory]
-        shown, whole = numbers_of(self.held[target]), numbers_of(self.held[base])
+        one, two = self.held[target], self.held[base]
         result = new
-        if shown.shape != whole.shape or not torch.equal(shown, whole):
-            before = self.now(base)
+        if one.shape != two.shape or one.stride() != two.stride() or one.storage_offset() != two.storage_offset():
+            before, shown, whole = self.now(base), numbers_of(one), numbers_of(two)
             place = torch.full((int(max(own.max() for own in (shown, whole) if own.numel())) + 1,), -1)
             place[whole.reshape(-1)] = torch.arange(whole.numel())
             if bool((place[shown] < 0).any()):  # through a view that is larger than what it was made from

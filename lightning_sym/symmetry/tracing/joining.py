@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_sym.symmetry.arrays import rising, rising_pairs
 from lightning_sym.symmetry.tracing.constraints import Ints, Label, counted
-from lightning_sym.symmetry.tracing.coordinates import coordinates, rows_of
+from lightning_sym.symmetry.tracing.coordinates import coordinates, numbered_rows, rows_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.placing import Placing
 from lightning_sym.symmetry.tracing.values import Value
@@ -317,7 +317,7 @@ class Joining(Placing):
             kind = _places(label, varying)
             nonzero = np.ones_like(nonzero)
         elif varying:
-            kind = np.unique(rows, axis=0, return_inverse=True)[1].reshape(label.atom.shape)
+            kind = numbered_rows(rows).reshape(label.atom.shape)
         if kind.any():
             self.constraints.restrict(label)
             alone = label.atom[np.bincount(kind.ravel())[kind] == 1]

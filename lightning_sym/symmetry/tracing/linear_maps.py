@@ -7,6 +7,7 @@ docs/theory/tracing.md, 3.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from lightning_sym.symmetry.tracing.contractions import permuted, reshaped
 from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
 from lightning_sym.symmetry.tracing.layers import Layer, find_layer
 from lightning_sym.symmetry.tracing.operations import Trait, operations
-from lightning_sym.symmetry.tracing.planes import find_planes
+from lightning_sym.symmetry.tracing.planes import Planes, find_planes
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, is_plain_operation, run_step
 
@@ -77,6 +78,7 @@ class _Respeller:
         self.rewriter, self.graph = rewriter, rewriter.graph
         self.constants = Constants()
         self.failures: dict[fx.Node, int] = {}
+        self.planes: dict[Any, Planes | None] = {}  # of regions by what they compute
         self.named = False
 
     def run(self) -> int:
@@ -230,6 +232,17 @@ class _Respeller:
 
         return made
 
+    def _spelling(self, region: _Region) -> Any:
+        """Return what tells what a region computes: its operations, and the numbers of the constants that they read."""
+        steps = sorted(region.steps)
+        names = {node: f"%{at}" for at, node in enumerate((*region.starts, *steps))}
+        for node in {given for step in steps for given in step.all_input_nodes} - names.keys():
+            if isinstance(value := self.constants(node), Tensor):
+                numbers = sha256(value.resolve_conj().numpy().tobytes()).hexdigest()
+                names[node] = f"{tuple(value.shape)} {value.dtype} {numbers}"
+        arguments = (fx.map_arg((step.args, step.kwargs), lambda node: names.get(node, node)) for step in steps)
+        return tuple((step.target, repr(own)) for step, own in zip(steps, arguments, strict=True))
+
     def _is_sum(self, region: _Region) -> bool:
         """Whether something is left of a value that is smaller, after parts of it were added."""
         names = [self.rewriter.name(step) for step in region.steps]
@@ -284,8 +297,10 @@ class _Respeller:
             return None
         if names.isdisjoint(_TOGETHER):
             return None
-        made = self._function(region)
-        if (found := find_planes(lambda x: made({start: x}), shape)) is None:
+        made, key = self._function(region), (shape, self._spelling(region))
+        if key not in self.planes:  # as often as there are layers
+            self.planes[key] = find_planes(lambda x: made({start: x}), shape)
+        if (found := self.planes[key]) is None:
             return None
 
         def put() -> fx.Node:

@@ -13,6 +13,7 @@ from lightning_sym.symmetry.tracing.constraints import UNSET, Ints, Label
 from lightning_sym.symmetry.tracing.coordinates import (
     coordinates,
     core,
+    numbered_rows,
     on_axes,
     rank_within,
     rows_of,
@@ -280,11 +281,7 @@ class Placing(TraceState):
         rows = rows_of(part, tuple(axes))
         if len(rows) == 1:
             return np.zeros(shape, np.int64)
-        # Rows mostly are the same where their first entries are, which saves sorting all of them.
-        _, first, number = np.unique(rows[:, 0], return_index=True, return_inverse=True)
-        if len(first) < len(rows) and not np.array_equal(rows, rows[first][number]):
-            number = np.unique(rows, axis=0, return_inverse=True)[1]
-        return number.reshape(shape)
+        return numbered_rows(rows).reshape(shape)
 
     @staticmethod
     def _copies(

@@ -153,7 +153,7 @@ def _narrowed(part: Tensor, room: float) -> Tensor:
     """Return one entry for an axis along which all entries are equal."""
     for axis, size in enumerate(part.shape):
         if size > 1 and float((part - part.narrow(axis, 0, 1)).abs().max()) <= room:
-            part = part.narrow(axis, 0, 1)
+            part = part.narrow(axis, 0, 1).clone()  # the rest is let go
     return part
 
 
@@ -163,9 +163,9 @@ def _rotated(
 ) -> Value:
     """Let complex numbers act on the planes: their coordinates have one scale."""
     constraints, axis = trace.constraints, value.ndim - 1
-    table = torch.complex(own.concrete, other.concrete).expand(value.shape)  # type: ignore[arg-type]
+    table = torch.complex(own.concrete, other.concrete)  # type: ignore[arg-type]
     if len(value.labels) != 1 or axis not in value.labels[0].axes:
-        value = trace.join(value, Value(value.shape, concrete=table), product=True)
+        value = trace.join(value, Value(value.shape, concrete=table.expand(value.shape)), product=True)
         return trace.join(value, trace.move(value, lambda t: t[..., list(partner)]), product=False)
     label = constraints.resolve(value.labels[0])
     place = np.arange(label.size).reshape(label.atom.shape)
@@ -179,7 +179,7 @@ def _rotated(
         constraints.turned.append((copies[0], copies[1]))
     constraints.equate([(scale[first], 1.0), (scale[second], -1.0)])
     # Planes with the same angles may be permuted.
-    table = table[..., [min(both) for both in enumerate(partner)]]
+    table = table[..., [min(both) for both in enumerate(partner)]].expand(value.shape)
     with constraints.unrestricted():
         trace.beside_constant(label, Value(value.shape, concrete=table))
     constraints.restricted.append(np.concatenate(pair))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import distinct_columns
 from lightning_sym.symmetry.tracing.constraints import Ints, Label
 from lightning_sym.symmetry.tracing.coordinates import rank_within
 
@@ -152,5 +153,4 @@ def filled(number: Any, shape: Sequence[int]) -> Value:
 
 def numbered(label: Label) -> Ints:
     """Number the positions that one unit and tag hold, in order."""
-    _, inverse = np.unique(np.stack([label.atom.ravel(), label.tag.ravel()]), axis=1, return_inverse=True)
-    return rank_within(inverse.ravel()).reshape(label.atom.shape)
+    return rank_within(distinct_columns(label.atom, label.tag)[1]).reshape(label.atom.shape)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.tracing import linear_maps
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture, operation_name
 from lightning_sym.symmetry.tracing.measuring import measured
@@ -319,3 +320,38 @@ def test_group_norm_of_single_channels_is_an_instance_norm() -> None:
         symmetry = trace_symmetry(network, torch.randn(2, 5, 4, 5, dtype=torch.float64))
         found.append((symmetry.dimension, symmetry.signs, symmetry.log10_permutations))
     assert found[0] == found[1]
+
+
+class Turned(nn.Module):
+    """Layers whose queries and keys are turned by rotary positions.
+
+    Args:
+        bases: Of the angles, layer by layer.
+    """
+
+    def __init__(self, *bases: float) -> None:
+        super().__init__()
+        self.bases = bases
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in bases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for base, layer in zip(self.bases, self.layers, strict=True):
+            angle = torch.arange(x.shape[1])[:, None] * base ** -torch.arange(4.0)
+            cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+            q, k, v = layer(x).chunk(3, -1)
+            q, k = (y * cos + torch.cat([-y[..., 4:], y[..., :4]], -1) * sin for y in (q, k))
+            x = x + (q @ k.mT).softmax(-1) @ v
+        return x
+
+
+@pytest.mark.parametrize(("bases", "times"), [((3.0, 3.0, 3.0), 1), ((3.0, 5.0, 3.0), 2)])
+def test_planes_are_looked_for_once_for_layers_that_turn_alike(
+    bases: tuple[float, ...], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and keys of all layers by the same angles are one search; what is found is that of each layer."""
+    seen, search = [], linear_maps.find_planes
+    monkeypatch.setattr(linear_maps, "find_planes", lambda *args: seen.append(args) or search(*args))
+    symmetry = trace_symmetry(Turned(*bases), torch.randn(2, 5, 8))
+    assert len(seen) == times
+    assert symmetry.worst_error < 1e-10
+    assert sum(group.phase for group in symmetry.groups) == len(bases)

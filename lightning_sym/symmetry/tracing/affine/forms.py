@@ -1,5 +1,6 @@
 """What free unknowns make of others, at some weights: kept apart from graphs, only for unknowns that are needed."""
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,7 +157,7 @@ class FormsAt:
             values: Of free unknowns. Shape (free, ...).
             columns: Which free unknowns; None for all.
         """
-        constant = self.forms.constant if columns is None else self.forms.constant[:, columns]
+        constant = self.forms.constant if columns is None else self._by_column[:, columns]
         made: Floats = constant @ values
         if self._solve is not None:
             given = self._given if columns is None else self._given[:, columns]
@@ -164,6 +165,10 @@ class FormsAt:
             if right.any():
                 made[self.forms.varying] += self._solve.solve(-np.asarray(right))[self.forms._own]
         return made
+
+    @cached_property
+    def _by_column(self) -> sparse.csc_matrix:
+        return self.forms.constant.tocsc()
 
     def matrix(self, columns: Ints) -> sparse.csr_matrix:
         """Return what some free unknowns make of all wanted ones. Shape (wanted, columns)."""

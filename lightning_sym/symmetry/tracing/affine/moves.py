@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, places, thinned
+from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
@@ -121,9 +122,7 @@ class Move:
         if self.drops:
             return result
         at = lead + self.axis
-        same = (thin and result.shape[at] > 0) or (
-            result.shape[at] > 1 and bool((result == result.narrow(at, 0, 1)).all())
-        )
+        same = (thin and result.shape[at] > 0) or (result.shape[at] > 1 and not varies(result, at))
         return result.narrow(at, 0, 1) if same else result
 
     def _regrouped(self, array: Tensor, lead: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import string
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -114,10 +114,11 @@ class Products(Contractions):
 
     def _rotary(self, node: fx.Node) -> Any:
         """Sums of coordinates times numbers that depend on the position, as an input does."""
-        x, partner = self._value(node.args[0]), cast(list[int], node.args[3])
+        x, partner = self._value(node.args[0]), torch.tensor(node.args[3])
         if x is None or not x.varies:
             return None
-        partners = self.move(x, Move("other", x.shape, x.shape, lambda t: t[..., partner]))[0]
+        move = Move("cut", x.shape, x.shape, lambda t: t.index_select(-1, partner.to(t.device)), axis=x.rank - 1)
+        (partners,) = self.move(x, move)
         one, two = (
             self.multiply(own, Value(tuple(table.meta["val"].shape), True))  # type: ignore[union-attr]
             for own, table in zip((x, partners), node.args[1:3], strict=True)

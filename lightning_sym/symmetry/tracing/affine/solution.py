@@ -87,16 +87,17 @@ class _Elimination:
     def __init__(self, zero: NDArray[np.bool_], count: int) -> None:
         self.zero, self.count = zero, count
         self.root, self.factor = np.arange(count), np.ones(count)  # unknowns as multiples of others
+        self.gone = zero.copy()  # those that are zero, or multiples of others
         self.used: list[Ints] = []
         self.defined_by: list[Ints] = []
         self.definitions: list[tuple[Ints, sparse.csr_matrix]] = []
 
     def put_in(self, rows: sparse.csr_matrix) -> sparse.csr_matrix:
         """Substitute unknowns that are zero or multiples of others."""
+        if not self.gone[rows.indices].any():
+            return rows
         root = self.root[rows.indices]
         data = np.where(self.zero[root], 0.0, rows.data * self.factor[rows.indices])
-        if np.array_equal(root, rows.indices) and data.all():
-            return rows
         return _without_cancelled(sparse.csr_matrix((data, root, rows.indptr.copy()), rows.shape))
 
     def solve_short(self, rows: sparse.csr_matrix, ids: Ints) -> None:
@@ -130,25 +131,25 @@ class _Elimination:
             left = np.ones(len(ids), bool)
             left[first] = False
             columns, factors, ids = (own[left] for own in (columns, factors, ids))
+        self.gone = self.zero | (self.root != np.arange(self.count))
 
     def solve(self, rows: sparse.csr_matrix, ids: Ints) -> None:
         """Solve equations; equations with one or two unknowns always go first."""
+        rows, place = self.put_in(rows), np.zeros(self.count, np.int64)
         while True:
-            rows = self.put_in(rows)
             length = np.diff(rows.indptr)
             short = (length == 1) | (length == 2)
             if short.any():
                 self.solve_short(rows[short], ids[short])
-                rows, ids = rows[length > 2], ids[length > 2]
+                rows, ids = self.put_in(rows[length > 2]), ids[length > 2]
                 continue
             rows, ids = rows[length > 2], ids[length > 2]
             if not rows.shape[0]:
                 return
             # Sparse sums and products cost as much as there are columns: those of the few unknowns that are met.
             met = rising(rows.indices)
-            narrow = sparse.csr_matrix(
-                (rows.data, np.searchsorted(met, rows.indices), rows.indptr), (rows.shape[0], len(met))
-            )
+            place[met] = np.arange(len(met))
+            narrow = sparse.csr_matrix((rows.data, place[rows.indices], rows.indptr), (rows.shape[0], len(met)))
             narrow, ids, (defined, definition, used) = _defined(narrow, ids)
             rows, definition = (_widened(own, met, self.count) for own in (narrow, definition))
             self.definitions.append((met[defined], definition))
@@ -185,8 +186,9 @@ def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: I
         priority: An equation defines its unknown of highest priority; unknowns of priority 0 are defined last.
     """
     count = equations.shape[1]
-    order = np.lexsort((np.arange(count), priority))  # from here on, the last unknowns are defined first
-    back = np.argsort(order)
+    order = np.argsort(priority.astype(np.int8), kind="stable")  # from here on, the last unknowns are defined first
+    back = np.empty(count, np.int64)
+    back[order] = np.arange(count)
     own = equations.data.copy(), back[equations.indices], equations.indptr.copy()
     rows = sparse.csr_matrix(own, equations.shape)
     found = _Elimination(zero[order].copy(), count)
@@ -252,7 +254,7 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     taken = by_length[first]
     chosen = np.zeros(rows.shape[1], bool)
     chosen[pivot[taken]] = True
-    held = np.add.reduceat(chosen[rows.indices].astype(np.int64), rows.indptr[:-1])
+    held = np.add.reduceat(chosen[rows.indices], rows.indptr[:-1], dtype=np.int32)
     taken = np.sort(taken[held[taken] == 1])
     defined, by = pivot[taken], rows.data[rows.indptr[1:][taken] - 1]
     own = rows[taken]
@@ -264,9 +266,9 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     left = np.ones(rows.shape[0], bool)
     left[taken] = False
     rows, ids, gone = rows[left], ids[left], ids[taken]
-    place = np.full(rows.shape[1], -1)
-    place[defined] = np.arange(len(defined))
-    inside = place[rows.indices] >= 0
+    place, chosen = np.zeros(rows.shape[1], np.int64), np.zeros(rows.shape[1], bool)
+    place[defined], chosen[defined] = np.arange(len(defined)), True
+    inside = chosen[rows.indices]
     holds = np.logical_or.reduceat(inside, rows.indptr[:-1]) if rows.nnz else np.zeros(0, bool)
     if holds.any():
         some, inside = rows[holds], inside[np.repeat(holds, np.diff(rows.indptr))]
@@ -348,9 +350,9 @@ class Solution:
         graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (unknowns.count, unknowns.count))
         _, label = sparse.csgraph.connected_components(graph, False)
         starts = np.array([start for start, _ in unknowns.blocks])
-        block = np.searchsorted(starts, np.arange(unknowns.count), side="right") - 1
         met = rising(np.concatenate(pairs))
-        _, which, count = np.unique(label[met] * len(starts) + block[met], return_inverse=True, return_counts=True)
+        block = np.searchsorted(starts, met, side="right") - 1
+        _, which, count = np.unique(label[met] * len(starts) + block, return_inverse=True, return_counts=True)
         alike = met[count[which] > 1]
         priority[alike] = np.where(np.isin(self.kinds[alike], (DIRECTIONS, SUMS, FREE)), 1, priority[alike])
         return priority

@@ -7,12 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.coordinates import varies
 
 Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
@@ -21,6 +24,7 @@ Shape = tuple[int, ...]
 DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
+_PLACES: WeakValueDictionary[Shape, Tensor] = WeakValueDictionary()
 _MOST = 2**23  # unknowns: larger networks would take minutes
 
 
@@ -194,14 +198,16 @@ def varying(array: Tensor, lead: int = 0) -> set[int]:
 
 
 def places(shape: Sequence[int]) -> Tensor:
-    """Return a number for each entry."""
-    return torch.arange(math.prod(shape)).reshape(tuple(shape))
+    """Return a number for each entry, not to be changed: layers that are alike have one array, as it may be large."""
+    if (found := _PLACES.get(tuple(shape))) is None:
+        found = _PLACES[tuple(shape)] = torch.arange(math.prod(shape)).reshape(tuple(shape))
+    return found
 
 
 def thinned(array: Tensor, lead: int = 0) -> Tensor:
     """Keep the axes along which an array varies, the others with size 1."""
     for axis in range(lead, array.ndim):
-        if array.shape[axis] > 1 and bool((array == array.narrow(axis, 0, 1)).all()):
+        if array.shape[axis] > 1 and not varies(array, axis):
             array = array.narrow(axis, 0, 1)
     return array
 
