@@ -33,6 +33,14 @@ def _pixels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(publishing, "cards", checked_cards)
 
 
+@pytest.fixture(autouse=True)
+def _own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the tracing rules that a test registers."""
+    rules = sys.modules.get("lightning_sym.symmetry.tracing.rules")
+    for name in ("_RULES", "_MODULE_RULES") if rules is not None else ():
+        monkeypatch.setattr(rules, name, dict(getattr(rules, name)))
+
+
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[subprocess.Popen[str]]:
     """Start the process that imports torch and Lightning once and forks for each test module; see ``scenarios.py``.

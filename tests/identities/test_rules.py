@@ -18,20 +18,12 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lightning_sym.symmetry import Symmetry, Value, canonicalize, register_rule, trace_symmetry
-from lightning_sym.symmetry.tracing import rules
 
 torch.set_num_threads(1)
 
 # Singular values of the Jacobian, relative to the largest: those that are zero are about 1e-15, others above 1e-8.
 ZERO = 1e-11
 EXACT = 1e-10  # rounding of float64
-
-
-@pytest.fixture(autouse=True)
-def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules that a test registers are forgotten afterwards."""
-    for name in ("_RULES", "_MODULE_RULES"):
-        monkeypatch.setattr(rules, name, dict(getattr(rules, name)))
 
 
 class Plain(nn.Module):

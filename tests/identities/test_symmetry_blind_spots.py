@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import register_rule, trace_symmetry
-from lightning_sym.symmetry.tracing import rules
 
 torch.set_num_threads(1)
 
@@ -55,13 +54,6 @@ class Positive(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.clamp(min=0)
-
-
-@pytest.fixture
-def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules that a test registers are forgotten afterwards."""
-    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
-    monkeypatch.setattr(rules, "_MODULE_RULES", dict(rules._MODULE_RULES))
 
 
 def passed(**allowed: bool) -> Any:
@@ -198,7 +190,6 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("own_rules")
 @pytest.mark.filterwarnings("ignore:std:UserWarning")
 @pytest.mark.parametrize("name", HIDDEN)
 def test_rule_that_allows_too_much_is_found(name: str) -> None:
@@ -208,7 +199,6 @@ def test_rule_that_allows_too_much_is_found(name: str) -> None:
     assert_refused(lambda: trace_symmetry(make(), example()), says="self-test", error=RuntimeError)
 
 
-@pytest.mark.usefixtures("own_rules")
 @pytest.mark.filterwarnings("ignore:std:UserWarning")
 @pytest.mark.parametrize("name", HIDDEN)
 def test_right_rule_raises_no_alarm(name: str) -> None:
@@ -225,7 +215,6 @@ def branching(s: Any, x: Tensor) -> Any:
     return s.b(s.bend(h) if x.shape[1] > 3 else h)
 
 
-@pytest.mark.usefixtures("own_rules")
 @pytest.mark.parametrize("order", [(2, 5), (5, 2), (3, 4)])
 def test_self_test_runs_on_every_example(order: tuple[int, int]) -> None:
     torch.manual_seed(0)

@@ -17,7 +17,6 @@ from torch.nn.utils import parametrizations
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.described import joined
 from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing import rules
 from lightning_sym.symmetry.tracing.rules import register_rule
 
 torch.set_num_threads(1)
@@ -94,13 +93,6 @@ class ScaledReLU(nn.Module):
         if x.sum() > 0:
             return self.weight * torch.relu(x)
         return torch.relu(x) * self.weight
-
-
-@pytest.fixture
-def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules that a test registers are forgotten afterwards."""
-    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
-    monkeypatch.setattr(rules, "_MODULE_RULES", dict(rules._MODULE_RULES))
 
 
 def snapshot(network: nn.Module) -> Any:
@@ -332,7 +324,6 @@ def packet() -> Any:
     return torch.ops.lightning_sym_tests.twice_relu
 
 
-@pytest.mark.usefixtures("own_rules")
 @pytest.mark.parametrize(
     "operation", [lambda: "lightning_sym_tests::twice_relu", packet, lambda: packet().default],
     ids=["name", "packet", "overload"],
@@ -351,7 +342,6 @@ def test_rule_for_an_operation(operation: Any) -> None:
     assert not symmetry.notes
 
 
-@pytest.mark.usefixtures("own_rules")
 def test_units_of_which_a_rule_scales_some_change_places_with_their_like() -> None:
     @register_rule(packet())
     def rule(trace: Any, value: Any) -> Any:
@@ -370,7 +360,6 @@ def test_what_cannot_be_copied_is_named() -> None:
     assert_refused(trace_symmetry, network, X, says=("cannot be copied", "because of 1.kept"), error=TypeError)
 
 
-@pytest.mark.usefixtures("own_rules")
 def test_rule_that_allows_too_much() -> None:
     @register_rule(packet())
     def rule(trace: Any, value: Any) -> Any:
@@ -386,7 +375,6 @@ def test_rule_that_allows_too_much() -> None:
     assert symmetry.check(network, X) > 1e-3
 
 
-@pytest.mark.usefixtures("own_rules")
 def test_rule_for_a_module_with_control_flow() -> None:
     network = nn.Sequential(L(5, 8), Branching(), L(8, 3))
 
@@ -402,7 +390,6 @@ def test_rule_for_a_module_with_control_flow() -> None:
     assert_unchanged(network, before)
 
 
-@pytest.mark.usefixtures("own_rules")
 def test_rule_for_a_module_with_parameters() -> None:
     """The rule may ask for the module's parameters, as the documentation of register_rule says."""
     network = nn.Sequential(L(5, 8), ScaledReLU(8), L(8, 3))
@@ -419,7 +406,6 @@ def test_rule_for_a_module_with_parameters() -> None:
     assert trace_symmetry(nn.Sequential(L(5, 8), nn.ReLU(), L(8, 3)).double(), X.float()).dimension == 8
 
 
-@pytest.mark.usefixtures("own_rules")
 def test_rule_that_fails_leaves_the_network_alone() -> None:
     network = nn.Sequential(L(5, 8), Branching(), L(8, 3))
 
