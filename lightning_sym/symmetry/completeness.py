@@ -177,7 +177,7 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
         read.logical_or_(found.read)
         if not found.missing:
             explained.logical_or_(found.read)
-        return not bool((read & ~explained).any())
+        return bool(found.read.any()) and not bool((read & ~explained).any())
 
     for amount in (math.inf, 0.3, 0.03):  # some functions are not finite at most weights
         drawn(amount)
@@ -185,6 +185,8 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
             break
     if best is None or (is_whole(best) and bool(read.all())):
         return best
+    entries = {name: torch.ones_like(own, dtype=torch.bool) for name, own in exact.named_parameters()}
+    nothing = Excess(0, 0, len(read), torch.zeros_like(read), entries)  # known at such weights
     calls = [*_further(exact, calls, generator)]
     more = max(1, _MORE // len(calls))
     # Where there are notes, little is searched.
@@ -193,8 +195,8 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
     while len(ends) < searches and ends.count(best.whole) < 2:
         results, least, kept = list[int](), None if ends else best, _weights(exact)
         while len(results) < steps and (len(results) < agreeing or len({*results}) > 1):
-            found = _measured(symmetry, exact, calls, generator, more, least)
-            if found is None or is_whole(found):
+            found = _measured(symmetry, exact, calls, generator, more, least) or nothing
+            if is_whole(found):
                 return found
             results.append(found.whole)
             if least is None or found.whole <= min(results):
@@ -261,7 +263,7 @@ def _further(network: nn.Module, calls: Sequence[Call], generator: torch.Generat
 
 
 def _reaching(network: nn.Module, call: Call) -> Call:
-    """Return a call whose integers reach the last row of a table that a network takes; masks stay as they are."""
+    """Return a call whose integers reach the first and last row of a table that a network takes; masks stay."""
     sizes = sorted({parameter.shape[0] for parameter in network.parameters() if parameter.ndim > 1}, reverse=True)
     leaves, structure = pytree.tree_flatten(call)
     for number, leaf in enumerate(leaves):
@@ -276,6 +278,11 @@ def _reaching(network: nn.Module, call: Call) -> Call:
             if size > int(leaf.max()) + 1 and runs(network, [tried]):
                 leaves[number] = reached
                 break
+        if leaf.numel() > 1 and int(leaf.min()) > 0:
+            reached = leaves[number].clone()
+            reached.view(-1)[0] = 0
+            tried = pytree.tree_unflatten([*leaves[:number], reached, *leaves[number + 1 :]], structure)
+            leaves[number] = reached if runs(network, [tried]) else leaves[number]
     result: Call = pytree.tree_unflatten(leaves, structure)
     return result
 
@@ -317,7 +324,7 @@ def _measured(
         counted: Mask of the entries that count; by default those on which an output depends. Shape (entries,).
 
     Returns:
-        The excess; None if too few outputs are finite.
+        The excess; None if too few outputs are finite, or none depends on a weight, as all units are dead.
     """
     for more in (least, 8):  # where many numbers are not finite
         rows = torch.cat([_rows(network, call, more, generator) for call in calls])
@@ -327,6 +334,8 @@ def _measured(
     else:
         return None
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    if not bool(lengths.any()):
+        return None
     rows = torch.linalg.qr(rows / lengths.clamp(min=1e-6 * float(lengths.max())), mode="r").R
     sizes = torch.linalg.vector_norm(rows, dim=0)
     rows = rows / sizes.clamp(min=1e-3 * float(sizes.max()))

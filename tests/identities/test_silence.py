@@ -3,6 +3,7 @@
 What stays fixed, or moves in ways that depend on the weights, has a note. `SILENT` lists what has none today, and why.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,10 +19,11 @@ from test_spelling import ALL, LISTED
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from translation_cases import CASES as TRANSLATIONS
 
-from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry import completeness, trace_symmetry
 
 torch.set_num_threads(1)
 
@@ -289,6 +291,38 @@ LISTED_CASES = [(kind, name) for kind, (_, names) in KINDS.items() for name in n
 )
 def test_without_notes_the_dimension_is_the_nullity(kind: str, name: str) -> None:
     check(name, KINDS[kind][0](name))
+
+
+def test_a_search_goes_on_from_weights_at_which_all_units_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, steps = completeness._mutate, itertools.count()
+
+    def dead(network: nn.Module, *given: Any) -> None:
+        mutate(network, *given)
+        for own in network.parameters():
+            own.data.mul_(next(steps) >= len(list(network.parameters())))
+
+    torch.manual_seed(0)
+    gained = Program(
+        lambda s, x: s.b(torch.relu(s.d(F.softplus(s.g) * s.a(x)))),
+        {"a": made(L, 6, 3), "g": parameter(3), "d": made(L, 3, 4), "b": made(L, 4, 2)},
+    ).double()
+    x = torch.randn(2, 6, dtype=torch.float64)
+    monkeypatch.setattr(completeness, "_mutate", dead)
+    symmetry = trace_symmetry(gained, x)
+    assert next(steps) > 0
+    assert (symmetry.dimension, symmetry.nullity) == (10, 19)
+    assert any("leaves out 9 of 19" in note for note in symmetry.notes)
+
+
+@pytest.mark.parametrize("tokens", [[[3, 5, 4, 8]], [[0, 1, 2, 8]], [[2, 3, 4, 5]]])
+def test_the_nullity_is_measured_at_all_tokens(tokens: list[list[int]]) -> None:
+    """A table that is tied is read at all of its rows, whatever the example holds."""
+    torch.manual_seed(0)
+    tied = Program(
+        lambda s, x: torch.cat([F.linear(s.n(s.e(x)), s.e.weight, s.b), s.h(s.n(s.e(x)))], -1),
+        {"e": made(nn.Embedding, 9, 4), "n": made(nn.LayerNorm, 4), "h": made(L, 4, 2), "b": parameter(9)},
+    ).double()
+    assert trace_symmetry(tied, torch.tensor(tokens)).nullity == 6
 
 
 # ---- networks of transformers and timm
