@@ -262,6 +262,24 @@ def test_a_gain_of_zero_is_refused():
     assert any("between gains are not mixed" in note for note in canonicalize(symmetry, dead, check=False).notes)
 
 
+def test_tangents_pass_no_gain_of_zero():
+    """As where gains begin at zero: entries (1, 0), (1, 2) and (1, 3) have no direction, all others have theirs."""
+    network, symmetry = traced("batch norm")
+    dead = symmetry.act(symmetry.identity(), network)
+    with torch.no_grad():
+        dead.n.weight[1] = 0
+    found = orbit_tangents(symmetry, dead)
+    assert found.rank == orbit_tangents(symmetry, network).rank - 3
+    _, x = made(*FORMS["batch norm"][:2], (40, *VECTOR[1:]))
+    given = dict(dead.named_parameters())
+    steps = torch.from_numpy(found.vectors.toarray()).T
+    for step in steps:
+        parts = step.split([given[name].numel() for name in found.names])
+        tangent = {name: part.view_as(given[name]) for name, part in zip(found.names, parts, strict=True)}
+        _, change = torch.func.jvp(lambda own: torch.func.functional_call(dead, own, (x,)), (given,), (tangent,))
+        assert float(change.detach().abs().max()) <= 1e-11
+
+
 def test_activations_in_front_of_gains_need_the_network():
     _, symmetry = traced("batch norm")
     element = symmetry.sample(shifts=False)

@@ -100,19 +100,27 @@ class GainedMatrix(Factor[Matrices]):
         return None if self.is_identity(own) else GainedAction(self.structure, own)
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
-        """Return the directions of all entries. Means stay: biases make up for that; see :class:`Factor`."""
+        """Return the directions of all entries; see :class:`Factor`.
+
+        Means stay: biases make up for that. Entries that pass a gain of zero have no direction.
+        """
         structure, starts, total = self.structure, dict[str, int](), 0
         for name, weights in parameters.items():
             starts[name], total = total, total + weights.size
         first = np.cumsum([0, *(cell.size**2 for cell in structure.gained)])
         found: list[tuple[Floats, Ints, Ints]] = []
+        passes = np.ones(int(first[-1]), dtype=bool)
         for slot in structure.slots:
             for place in structure.gained_places.get(slot.offset, ()):
                 cell = structure.gained[place.cell]
                 outside = around(place, [gain.of(tensors) for gain in cell.gains]).numpy()
                 # Entry (i, j) adds row j to row i where units are put out, and takes i off j where they are read.
                 into, of = np.indices((cell.size, cell.size)).reshape(2, -1)[:: -1 if place.read else 1]
-                factor = (outside[into] / outside[of])[:, None] * (-1 if place.read else 1)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    factor = np.where(into == of, 1.0, outside[into] / outside[of])
+                finite = np.isfinite(factor)
+                passes[first[place.cell] : first[place.cell + 1]] &= finite
+                factor = np.where(finite, factor, 0.0)[:, None] * (-1 if place.read else 1)
                 moved = _moved(slot, place, cell, parameters, tensors)
                 if moved is not None:
                     name, to, rows, by = moved
@@ -122,7 +130,7 @@ class GainedMatrix(Factor[Matrices]):
         if not found:
             return sparse.csr_matrix((total, 0))
         rates, rows, columns = (np.concatenate(own) for own in zip(*found, strict=True))
-        return sparse.csr_matrix((rates, (rows, columns)), shape=(total, int(first[-1])))
+        return sparse.csr_matrix((rates * passes[columns], (rows, columns)), shape=(total, int(first[-1])))
 
     rung = Rung.FIRST
 
