@@ -48,6 +48,10 @@ ALONG = "acts along an axis on which units live"  # positions that are resized
 OVERLAP = "labels on axes that overlap only in part meet"  # attention over channels
 ONE_AXIS = "two labelled axes became one"
 RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
+NORMED = (
+    "multiplies the outputs of two layer norms, whose gains and biases may change together with what they norm, too: "
+    "one dimension, two with biases, that depend on the weights"
+)
 # What they mean, for the guide.
 MEANING = {
     TIED: "the stream is permuted, not rotated: a gain stands behind it that no reader takes up",
@@ -61,6 +65,7 @@ MEANING = {
     RELATIVE: "one table of relative positions for all heads, learned keys",
     FACTORS: "tables of relative positions are made of fixed numbers",
     ALONG: "learned positions are resized",
+    NORMED: "layer norms on queries and keys",
 }
 STAYS_FIXED: dict[str, set[str]] = {
     f"{library}: {name}": reasons
@@ -91,6 +96,7 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("timm", ("botnet", "lambda_resnet"), {RELATIVE}),
         ("timm", ("sam",), {RELATIVE, ALONG}),
         ("timm", ("tnt",), {TIED, PLACES}),
+        ("timm", ("vit, norms of queries and keys",), {NORMED}),
     )
     for name in names
 }
