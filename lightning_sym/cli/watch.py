@@ -56,6 +56,7 @@ class Watch:
         self._me = f"process {os.getpid()} on {socket.gethostname()}"
         self._reason, self._status = "", 1
         self._told = threading.Event()  # there is a reason
+        self._joined = False  # there are other ranks, or were
         self._raised = False  # the main thread has been told
         self._over = threading.Event()
         self._deadline = self._interrupt_at = float("inf")
@@ -102,7 +103,7 @@ class Watch:
             try:
                 work()
             except RuntimeError:
-                if self._peers:
+                if self._joined:  # also while the thread that lost a connection has not said so yet
                     self._told.wait(3.0)  # a collective fails a moment before it is known why
                 raise
         except BaseException as error:
@@ -129,7 +130,7 @@ class Watch:
             peers: By connection rank, process and host at its other end.
         """
         self._me = f"rank {rank} ({self._me})"
-        self.waits = ""
+        self.waits, self._joined = "", True
         for peer, about in peers.items():
             peer.settimeout(1.0)
             self._heard[peer] = b""
