@@ -30,7 +30,6 @@ from guides import (
 from helpers import one_in
 
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.recipes import recipe_names
 from lightning_sym.tasks._members import check_data
 from lightning_sym.zoo import ModelZoo
 
@@ -217,12 +216,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_readme_lists_recipes_of_every_kind() -> None:
-    listed = re.findall(r"^\| `([a-z0-9_]+/[a-z0-9_]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert set(listed) <= set(recipe_names())
-    assert [name.partition("/")[0] for name in sorted(listed)] == sorted({n.partition("/")[0] for n in recipe_names()})
 
 
 def test_make_targets_in_the_text_exist() -> None:
