@@ -21,11 +21,11 @@ from guides import (
     commands,
     docstring_folders,
     faults,
+    option_commands,
     own_files,
     providers,
     python_folders,
     source_files,
-    table_commands,
 )
 from helpers import one_in
 
@@ -175,7 +175,7 @@ def own_runs() -> list[object]:
     found = {
         (page, command)
         for page in PAGES
-        for command in (*commands(page.read_text()), *table_commands(page.read_text()))
+        for command in (*commands(page.read_text()), *option_commands(page.read_text()))
         if command.needed()
     }
     return [
@@ -192,9 +192,9 @@ def test_commands_take_what_the_page_has_made(page: Path, command: Command, have
     succeed(*command.arguments(), *trial, *QUIET)
 
 
-def in_tables() -> list[Command]:
-    """Return the recipe of each guide with each of the options in its tables."""
-    return [command for page in PAGES for command in table_commands(page.read_text())]
+def with_options() -> list[Command]:
+    """Return the recipe of each guide with each of the options that it names."""
+    return [command for page in PAGES for command in option_commands(page.read_text())]
 
 
 def lines() -> list[str]:
@@ -204,9 +204,9 @@ def lines() -> list[str]:
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
-    "command", [*lines(), *one_in(3, sorted({shlex.join(["", *one.arguments()]) for one in in_tables()}))]
+    "command", [*lines(), *one_in(3, sorted({shlex.join(["", *one.arguments()]) for one in with_options()}))]
 )
-def test_commands_and_options_in_tables_are_understood(command: str) -> None:
+def test_commands_and_options_are_understood(command: str) -> None:
     _, name, *args = shlex.split(command)
     assert succeed(name, *args, *(["--print_config"] if name in ("fit", "test") else [])).out
 
