@@ -35,7 +35,7 @@ def own_files(text: str) -> dict[str, str]:
 
 def options(text: str) -> list[str]:
     """Return the options with values that a guide names in sentences and tables; of generated pages none."""
-    if "Made from" in text[:200] or first_recipe(text) not in recipe_names():
+    if re.search("`make (?:recipes|results)-page`", text) or first_recipe(text) not in recipe_names():
         return []
     prose = " ".join(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split())
     return re.findall(r"`(--(?:model|data|trainer)\.[\w.]+\+? [^`]+)`", prose)

@@ -14,7 +14,7 @@ BIBTEX = (ROOT / "docs" / "citing.bib").read_text()
 ENTRIES = dict(re.findall(r"^@\w+\{(\w+),\n(.*?)^\}", BIBTEX, re.MULTILINE | re.DOTALL))
 ROWS = {
     room: re.findall(r"`(\w+)`", cell)
-    for rooms, cell in re.findall(r"^\| (`[a-z_/`, ]+) \| (.*) \|$", PAGE, re.MULTILINE)
+    for rooms, cell in re.findall(r"^\|(`[a-z_/`, ]+)\|(.*)\|$", PAGE, re.MULTILINE)
     for room in re.findall(r"`(\w+)/`", rooms)
 }
 

@@ -59,7 +59,7 @@ MEANING = {
     PLACES: "rotary conventions that pair a unit with itself, relative positions",
     TOGETHER: "signs of rotary pairs with gains that all heads share",
     CHOSEN: "experts are chosen by groups first",
-    EQUAL: "and masked values may be equal",
+    EQUAL: "masked values may be equal",
     ONE_AXIS: "two kinds of units are written into one tensor",
     OVERLAP: "attention over channels",
     RELATIVE: "one table of relative positions for all heads, learned keys",
@@ -137,14 +137,14 @@ def test_function_is_kept_and_what_stays_fixed_is_listed(library: str, name: str
 
 def listed() -> str:
     """The table of the guide: what stays fixed, why, and in which of the networks."""
-    lines = ["| note | why | networks |", "|---|---|---|"]
+    lines = ["|note|why|networks|", "|-|-|-|"]
     for note, why in MEANING.items():
         held = [name.split(": ", 1) for name, reasons in STAYS_FIXED.items() if note in reasons]
         both = [
             f"{library}: " + ", ".join(f"`{name}`" for own, name in held if own == library)
             for library in dict.fromkeys(own for own, _ in held)
         ]
-        lines.append(f"| {note} | {why} | {'; '.join(both)} |")
+        lines.append(f"|{note}|{why}|{'; '.join(both)}|")
     return "\n".join(lines)
 
 
