@@ -33,14 +33,16 @@ def own_files(text: str) -> dict[str, str]:
     return {match[1]: block for block in found if (match := re.match(r"# (\w+/\w+\.\w+)\n", block))}
 
 
-def option_cells(text: str) -> list[str]:
-    """Return the options in the tables of a page."""
-    cells = re.findall(r"^\| [^|`]+ \|(.*)\|$", text, re.MULTILINE)
-    return [one for cell in cells for one in re.findall(r"`(--[^`]* [^`]+)`", cell)]
+def options(text: str) -> list[str]:
+    """Return the options with values that a guide names in sentences and tables; of generated pages none."""
+    if re.search("`make (?:recipes|results)-page`", text) or first_recipe(text) not in recipe_names():
+        return []
+    prose = " ".join(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split())
+    return re.findall(r"`(--(?:model|data|trainer)\.[\w.]+\+? [^`]+)`", prose)
 
 
 def first_recipe(text: str) -> str | None:
-    """Return the recipe of a guide, the first that it runs; options in tables are its."""
+    """Return the recipe of a guide, the first that it runs; options are its."""
     found = re.search(r"fit --config ([a-z0-9_]+/[a-z0-9_]+)", text)
     return found[1] if found else None
 
@@ -138,10 +140,10 @@ def commands(text: str) -> list[Command]:
     return [*(demo() if "make demo" in text else []), *found]
 
 
-def table_commands(text: str) -> list[Command]:
-    """Return the recipe of a guide with each of the options in its tables."""
+def option_commands(text: str) -> list[Command]:
+    """Return the recipe of a guide with each of the options that it names."""
     recipe = first_recipe(text)
-    lines = [f"lightning-sym fit --config {recipe} {cell}" for cell in option_cells(text) if recipe]
+    lines = [f"lightning-sym fit --config {recipe} {cell}" for cell in options(text) if recipe]
     return [one for line in lines if (one := Command.of(line))]
 
 
@@ -174,14 +176,14 @@ def providers(text: str) -> dict[str, Command]:
 def faults(text: str) -> list[str]:
     """Say, for a page, which folders under runs/ are not what their users take them for."""
     found, made = [], providers(text)
-    for command in (*commands(text), *table_commands(text)):
+    for command in (*commands(text), *option_commands(text)):
         for folder, maker in command.made().items():
             home = HOMES.get(folder.removesuffix("/zoo"))
             if home not in (None, maker.recipe):
                 found.append(f"{folder} is the folder of {home}, and {maker.recipe} writes there")
     python = [python_folders(code) for code in blocks(text, "python") if code not in own_files(text).values()]
     own = {folder for written, _ in python for folder in written}
-    needed = [folder for command in (*commands(text), *table_commands(text)) for folder in sorted(command.needed())]
+    needed = [folder for command in (*commands(text), *option_commands(text)) for folder in sorted(command.needed())]
     needed += [folder for _, read in python for folder in sorted(read)]
     for folder in needed:
         if folder not in made and folder not in own:

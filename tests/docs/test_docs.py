@@ -21,16 +21,15 @@ from guides import (
     commands,
     docstring_folders,
     faults,
+    option_commands,
     own_files,
     providers,
     python_folders,
     source_files,
-    table_commands,
 )
 from helpers import one_in
 
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.recipes import recipe_names
 from lightning_sym.tasks._members import check_data
 from lightning_sym.zoo import ModelZoo
 
@@ -176,7 +175,7 @@ def own_runs() -> list[object]:
     found = {
         (page, command)
         for page in PAGES
-        for command in (*commands(page.read_text()), *table_commands(page.read_text()))
+        for command in (*commands(page.read_text()), *option_commands(page.read_text()))
         if command.needed()
     }
     return [
@@ -193,9 +192,9 @@ def test_commands_take_what_the_page_has_made(page: Path, command: Command, have
     succeed(*command.arguments(), *trial, *QUIET)
 
 
-def in_tables() -> list[Command]:
-    """Return the recipe of each guide with each of the options in its tables."""
-    return [command for page in PAGES for command in table_commands(page.read_text())]
+def with_options() -> list[Command]:
+    """Return the recipe of each guide with each of the options that it names."""
+    return [command for page in PAGES for command in option_commands(page.read_text())]
 
 
 def lines() -> list[str]:
@@ -205,9 +204,9 @@ def lines() -> list[str]:
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
-    "command", [*lines(), *one_in(3, sorted({shlex.join(["", *one.arguments()]) for one in in_tables()}))]
+    "command", [*lines(), *one_in(3, sorted({shlex.join(["", *one.arguments()]) for one in with_options()}))]
 )
-def test_commands_and_options_in_tables_are_understood(command: str) -> None:
+def test_commands_and_options_are_understood(command: str) -> None:
     _, name, *args = shlex.split(command)
     assert succeed(name, *args, *(["--print_config"] if name in ("fit", "test") else [])).out
 
@@ -217,12 +216,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_readme_lists_recipes_of_every_kind() -> None:
-    listed = re.findall(r"^\| `([a-z0-9_]+/[a-z0-9_]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert set(listed) <= set(recipe_names())
-    assert [name.partition("/")[0] for name in sorted(listed)] == sorted({n.partition("/")[0] for n in recipe_names()})
 
 
 def test_make_targets_in_the_text_exist() -> None:

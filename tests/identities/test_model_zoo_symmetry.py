@@ -54,13 +54,13 @@ NORMED = (
 )
 # What they mean, for the guide.
 MEANING = {
-    TIED: "the stream is permuted, not rotated: a gain stands behind it that no reader takes up",
-    HEADS: "units or heads meet constants that differ: slopes of linear biases, masks of windows",
-    PLACES: "rotary pairs of a convention in which a unit meets itself, tables of relative positions",
-    TOGETHER: "signs of planes whose gains all heads share",
+    TIED: "the stream is permuted, not rotated, as no reader absorbs its last gain",
+    HEADS: "slopes of linear biases, masks of windows",
+    PLACES: "rotary conventions that pair a unit with itself, relative positions",
+    TOGETHER: "signs of rotary pairs with gains that all heads share",
     CHOSEN: "experts are chosen by groups first",
-    EQUAL: "and masked values may be equal",
-    ONE_AXIS: "two kinds of units are written side by side into one tensor",
+    EQUAL: "masked values may be equal",
+    ONE_AXIS: "two kinds of units are written into one tensor",
     OVERLAP: "attention over channels",
     RELATIVE: "one table of relative positions for all heads, learned keys",
     FACTORS: "tables of relative positions are made of fixed numbers",
@@ -137,14 +137,14 @@ def test_function_is_kept_and_what_stays_fixed_is_listed(library: str, name: str
 
 def listed() -> str:
     """The table of the guide: what stays fixed, why, and in which of the networks."""
-    lines = ["| note | why | networks |", "|---|---|---|"]
+    lines = ["|note|why|networks|", "|-|-|-|"]
     for note, why in MEANING.items():
         held = [name.split(": ", 1) for name, reasons in STAYS_FIXED.items() if note in reasons]
         both = [
             f"{library}: " + ", ".join(f"`{name}`" for own, name in held if own == library)
             for library in dict.fromkeys(own for own, _ in held)
         ]
-        lines.append(f"| {note} | {why} | {'; '.join(both)} |")
+        lines.append(f"|{note}|{why}|{'; '.join(both)}|")
     return "\n".join(lines)
 
 
