@@ -82,7 +82,7 @@ SOURCES = {
     "swa": Source(
         "Izmailov et al.", 2018, "Averaging Weights Leads to Wider Optima and Better Generalization", "arXiv 1803.05407"
     ),
-    "peers": Source("Packages of others", 2026, "run beside ours, in one process", "their versions are given"),
+    "peers": Source("Other packages", 2026, "Comparisons in one process", "versions below"),
 }
 
 

@@ -153,28 +153,42 @@ def _verdict(one: Found | None, index: int) -> str:
 
 
 def _figures(quantities: Sequence[Quantity]) -> str:
-    """Return all figures: as a matrix where labels are ``"column, row"`` and most of its cells are there."""
-    lines = ["\n<details><summary>all figures</summary>\n\n"]
-    over = list(dict.fromkeys(quantity.over for quantity in quantities))
-    if len(over) == 1:
-        lines.append(f"Over {over[0]}.\n\n")
+    """Return all figures: labels ``"column, row"`` as matrices of the columns that share most of their rows."""
+    lines = ["\n<details><summary>all figures</summary>\n"]
+    over = len({quantity.over for quantity in quantities}) > 1
+    if not over:
+        lines.append(f"\nOver {quantities[0].over}.\n")
     columns: dict[str, dict[str, Quantity]] = {}
     for quantity in quantities:
         column, _, row = quantity.label.partition(", ")
         columns.setdefault(column, {})[row] = quantity
-    rows = list(dict.fromkeys(row for column in columns.values() for row in column))
-    kinds = [{(q.unit, q.over) for q in column.values()} for column in columns.values()]
-    full = len(quantities) * 2 >= len(rows) * len(columns)
-    if len(rows) > 1 and len(columns) > 1 and full and all(len(kind) == 1 for kind in kinds):
-        heads = [_head(name, next(iter(column.values())), len(over) > 1) for name, column in columns.items()]
-        lines += [_row(["", *heads]), _row(["-"] * (len(heads) + 1))]
-        for row in rows:
-            cells = (column.get(row) for column in columns.values())
-            lines.append(_row([row, *("" if cell is None else _plain(cell) for cell in cells)]))
-    else:
-        lines += [_row(["figure", "mean"]), _row(["-"] * 2)]
-        lines += [_row([_head(q.label, q, len(over) > 1), _plain(q)]) for q in quantities]
+    groups: list[dict[str, dict[str, Quantity]]] = []
+    for name, column in columns.items():
+        for group in groups:
+            rows = {row for other in group.values() for row in other}
+            if len(rows & column.keys()) * 2 >= len(rows | column.keys()):
+                group[name] = column
+                break
+        else:
+            groups.append({name: column})
+    for group in groups:
+        lines += ["\n", *_matrix(group, over)]
     return "".join([*lines, "\n</details>\n"])
+
+
+def _matrix(columns: Mapping[str, Mapping[str, Quantity]], with_over: bool) -> list[str]:
+    """Return a table with a row for each row, or for each column if they have a single row or several units."""
+    rows = list(dict.fromkeys(row for column in columns.values() for row in column))
+    if len(rows) == 1 or any(len({(q.unit, q.over) for q in column.values()}) > 1 for column in columns.values()):
+        found = [quantity for column in columns.values() for quantity in column.values()]
+        body = [_row([_head(q.label, q, with_over), _plain(q)]) for q in found]
+        return [_row(["figure", "mean"]), _row(["-"] * 2), *body]
+    heads = [_head(name, next(iter(column.values())), with_over) for name, column in columns.items()]
+    lines = [_row(["", *heads]), _row(["-"] * (len(heads) + 1))]
+    for row in rows:
+        cells = (column.get(row) for column in columns.values())
+        lines.append(_row([row, *("" if cell is None else _plain(cell) for cell in cells)]))
+    return lines
 
 
 def _head(name: str, quantity: Quantity, with_over: bool) -> str:

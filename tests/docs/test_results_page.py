@@ -31,6 +31,14 @@ def test_page_and_files_are_those_of_the_definitions():
     assert set(core.MEASURED.rglob("*.json")) <= known
 
 
+def test_every_figure_is_on_the_page_of_its_source():
+    texts = pages(FOUND)
+    for (name, _), one in FOUND.items():
+        source = next(result.source for result in RESULTS if result.name == name)
+        for quantity in core.quantities_of(one):
+            assert core.short(quantity.mean) in texts[DOCS / "results" / f"{source}.md"], quantity.label
+
+
 def test_page_names_networks_that_are_no_better_than_one_class():
     text = "".join(pages(FOUND).values())
     assert "**Constant networks: 7 of 24.**" in text  # table 7
