@@ -17,8 +17,8 @@ _HOLDS = {"agrees": "yes", "partly": "partly", "disagrees": "no", "not decided":
 
 _TOP = """# Results
 
-Published claims, tested in miniature. Made from [files of runs](../benchmarks/results/papers) by `make results-page`, as
-are the pages of details, one per paper. No number is typed by hand.
+Published claims, tested in miniature. Made from [files of runs](../benchmarks/results/papers) by `make results-page`,
+as are the pages of details, one per paper. No number is typed by hand.
 
 ```bash
 python examples/papers.py --list              # list all results
