@@ -163,14 +163,14 @@ def _figures(quantities: Sequence[Quantity]) -> str:
         column, _, row = quantity.label.partition(", ")
         columns.setdefault(column, {})[row] = quantity
     groups: list[dict[str, dict[str, Quantity]]] = []
-    for name, column in columns.items():
+    for name, cells in columns.items():
         for group in groups:
             rows = {row for other in group.values() for row in other}
-            if len(rows & column.keys()) * 2 >= len(rows | column.keys()):
-                group[name] = column
+            if len(rows & cells.keys()) * 2 >= len(rows | cells.keys()):
+                group[name] = cells
                 break
         else:
-            groups.append({name: column})
+            groups.append({name: cells})
     for group in groups:
         lines += ["\n", *_matrix(group, over)]
     return "".join([*lines, "\n</details>\n"])
