@@ -27,8 +27,9 @@ python examples/papers.py --jobs 2            # make the missing ones
 python examples/papers.py --full              # use the papers' recipes: {needs}
 ```
 
-Interrupted runs resume. *Holds* is *yes* or *no* where a 95 % interval decides, of paired differences where two figures
-are compared; *partly* where only some parts of a claim hold. "Ours" lists means; details have the intervals.
+Interrupted runs resume. A claim holds (*yes*) or not (*no*) where a 95 % interval decides, of paired differences where
+two figures are compared; *partly* if only some parts hold; else it is *undecided*. "Ours" lists means; details have
+intervals.
 """
 _DETAILS = """
 Brackets are 95 % intervals of means: from resampled networks where pairs share networks, Student's otherwise. Minutes
