@@ -19,7 +19,7 @@ help:
 	@echo "make docs        build the site into site/; make docs-serve shows it"
 	@echo "make figures     make the pictures of docs/images anew that take minutes (ONLY=NAME, ALL=1), and say which changed"
 	@echo "make recipes-page  write docs/recipes.md from the recipes' headers"
-	@echo "make results-page  write docs/results.md from the files of published results in miniature"
+	@echo "make results-page  write docs/results.md and docs/results/ from the files of published results in miniature"
 
 demo: $(VENV)/.installed
 	$(BIN)/lightning-sym fit --config zoo/mnist5k --overwrite true

@@ -38,7 +38,7 @@ class SymmetryMonitor(TrainingMonitor):
     - ``symmetry/distance/parameters``, ``.../balanced``, ``.../canonical``: Euclidean distance to the start, relative
       to the norm of the start: of the parameters as they are; after both networks were balanced, with units in place
       (what is left when rescaling is taken out); of the canonical forms, with signs fixed and units sorted. The last is
-      zero for two members of one orbit, but jumps where two units change places (docs/theory/intertwiners.md, 5.4).
+      zero for two members of one orbit, but jumps where two units change places (docs/theory/canonical.md, 4).
 
     ``symmetry/<quantity>`` is the mean over groups; with more than two or three groups, single ones are details.
 

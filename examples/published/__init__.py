@@ -1,7 +1,7 @@
 """Published results in miniature: what is run, what is measured of it, and what the sources say.
 
 A module for each group of results has ``RESULTS``; ``core`` has the types and runs them, ``page`` writes
-docs/results.md.
+docs/results.md and docs/results/.
 """
 
 from published import equivariance, genni, intertwiners, peers, rashomon, rebasin

@@ -82,7 +82,7 @@ SOURCES = {
     "swa": Source(
         "Izmailov et al.", 2018, "Averaging Weights Leads to Wider Optima and Better Generalization", "arXiv 1803.05407"
     ),
-    "peers": Source("Packages of others", 2026, "run beside ours, in one process", "their versions are given"),
+    "peers": Source("Other packages", 2026, "Comparisons in one process", "versions below"),
 }
 
 
@@ -145,6 +145,12 @@ class Quantity:
         found = bootstrap_over_models(self.pairs, self.values)
         return None if found.note else (float(found.low), float(found.high))
 
+    @property
+    def brief(self) -> str:
+        """The mean with its unit, and whether it is a difference."""
+        word = "difference " if " less " in self.label else ""
+        return f"{word}{short(self.mean)}{'' if self.unit == '1' else ' ' + self.unit}"
+
     def less(self, other: "Quantity") -> "Quantity":
         """Return the differences of paired values, ``self - other``."""
         if (len(self.values), self.pairs) != (len(other.values), other.pairs):
@@ -164,10 +170,12 @@ class Verdict(NamedTuple):
     Attributes:
         word: One of four.
         reason: One sentence, made from the figures.
+        ours: The means in it, for the summary of all claims; empty if the reason is short enough.
     """
 
     word: Word
     reason: str
+    ours: str = ""
 
 
 @dataclass(frozen=True)
@@ -232,14 +240,15 @@ def positive(quantity: Quantity) -> Verdict:
     if interval is None:
         return Verdict("not decided", f"{quantity.label}: {quantity}, of {quantity.over}, which has no interval")
     word: Word = "agrees" if interval[0] > 0 else "disagrees" if interval[1] < 0 else "not decided"
-    return Verdict(word, f"{quantity.label}: {quantity} over {quantity.over}")
+    return Verdict(word, f"{quantity.label}: {quantity} over {quantity.over}", quantity.brief)
 
 
 def below(lower: Quantity, upper: Quantity) -> Verdict:
     """Say whether one mean is below another, of the same members: by the interval of the differences."""
-    word, reason = positive(upper.less(lower))
-    difference = reason.rpartition(": ")[2]
-    return Verdict(word, f"{lower.label} {lower}, {upper.label} {upper}; difference {difference}")
+    verdict = positive(upper.less(lower))
+    difference = verdict.reason.rpartition(": ")[2]
+    reason = f"{lower.label} {lower}, {upper.label} {upper}; difference {difference}"
+    return Verdict(verdict.word, reason, f"{short(lower.mean)} against {upper.brief.removeprefix('difference ')}")
 
 
 def within(quantity: Quantity, low: float, high: float) -> Verdict:
@@ -255,14 +264,15 @@ def within(quantity: Quantity, low: float, high: float) -> Verdict:
     bounds = f"at least {short(low)}" if high == math.inf else f"at most {short(high)}"
     if math.isfinite(low) and math.isfinite(high):
         bounds = f"between {short(low)} and {short(high)}" if low < high else short(low)
-    return Verdict(word, f"{quantity.label} {quantity} over {quantity.over}; {bounds} is asked for")
+    return Verdict(word, f"{quantity.label} {quantity} over {quantity.over}; required: {bounds}", quantity.brief)
 
 
 def together(*verdicts: Verdict) -> Verdict:
     """Return one verdict of several: all agree, some (partly), or none of them; reasons one after another."""
     words = {verdict.word for verdict in verdicts}
     word = words.pop() if len(words) == 1 else "partly" if "agrees" in words else "not decided"
-    return Verdict(word, "; ".join(dict.fromkeys(verdict.reason for verdict in verdicts)))
+    reasons, ours = (dict.fromkeys(texts) for texts in zip(*((v.reason, v.ours) for v in verdicts), strict=True))
+    return Verdict(word, "; ".join(reasons), "; ".join(filter(None, ours)))
 
 
 def rows(run: Path, table: str, **where: object) -> list[dict[str, Any]]:
@@ -425,7 +435,13 @@ def judged(result: Result, found: Mapping[str, Any]) -> dict[str, Any]:
             for q in quantities
         ],
         "claims": [
-            {"says": claim.says, "paper": claim.paper, "verdict": verdict.word, "reason": verdict.reason}
+            {
+                "says": claim.says,
+                "paper": claim.paper,
+                "verdict": verdict.word,
+                "reason": verdict.reason,
+                "ours": verdict.ours or verdict.reason,
+            }
             for claim, verdict in verdicts
         ],
     }

@@ -458,36 +458,35 @@ RESULTS: tuple[Result, ...] = (
         "equivariance-table1",
         "equivariance",
         "table 1",
-        "Digits anywhere, and digits with their quadrants",
+        "Invariant and position-dependent labels",
         _measured_1,
         (
             Claim(
-                "Where the label is the digit, the network that learns which paths to use does about as well as a "
-                "convolutional one (here: at most 5 points worse), and better than a fully connected one.",
+                "Label digit: F-FC+CONV matches CONV (here: at most 5 points worse) and is better than FC.",
                 "98.86 % (F-FC+CONV), 99.23 (CONV), 97.04 (FC)",
                 _every(_as_good("F-FC+CONV, digit", "CONV, digit", 5), _accurate(("FC, digit", "F-FC+CONV, digit"))),
             ),
             Claim(
-                "Where it is the digit and the quadrant, convolutions can do no better than to guess the quadrant.",
+                "Label digit and quadrant: CONV can only guess the quadrant.",
                 "24.68 % (MAP), 24.50 (evidence)",
                 lambda q: together(
                     *(within(q[f"test accuracy, {name}, digit and quadrant"], 0, 30) for name in ("CONV, MAP", "CONV"))
                 ),
             ),
             Claim(
-                "There the network that learns which paths to use is better than both others.",
+                "Label digit and quadrant: F-FC+CONV is better than both.",
                 "99.00 % (F-FC+CONV), 95.46 (FC), 24.50 (CONV)",
                 _accurate(
                     *((f"{name}, digit and quadrant", "F-FC+CONV, digit and quadrant") for name in ("FC", "CONV"))
                 ),
             ),
             Claim(
-                "Precisions that are learned help fully connected networks.",
+                "Learned precisions help FC.",
                 "97.04 and 95.46 % by evidence, 95.73 and 95.10 by MAP",
                 _accurate(*((f"FC, MAP, {task}", f"FC, {task}") for task in TASKS.values())),
             ),
             Claim(
-                "The first layers choose convolutions for both labels (here: over 90 % in blocks 0 and 1).",
+                "The first layers select convolutions for both labels (here: over 90 % in blocks 0 and 1).",
                 "a figure, no number",
                 lambda q: together(
                     *(
@@ -502,15 +501,17 @@ RESULTS: tuple[Result, ...] = (
         _all_runs(*(_table_1(task, model, full=True) for task in TASKS for model in MODELS)),
         _GPU,
         chance=_CHANCE,
-        remark="8x8 digits in 100 places of a 16x16 canvas; 1,438 of them for training, width 4, 80 epochs, one Monte "
-        "Carlo pass for the curvature; dense FC has width 2 and still most parameters by far. The recipes as they are "
-        "take 240 epochs ([guide](equivariance.md#what-comes-out)).",
+        remark=(
+            "8x8 digits in 100 positions of a 16x16 canvas, 1,438 for training; width 4, 80 epochs, one "
+            "Monte Carlo pass for the curvature. FC has width 2 and still by far the most parameters. The "
+            "recipes take 240 epochs ([guide](equivariance.md))."
+        ),
     ),
     Result(
         "equivariance-engines",
         "equivariance",
         "section 3.4, the curvature",
-        "The evidence by BackPACK and by autograd",
+        "Evidence by BackPACK and by autograd",
         _engines,
         (
             Claim(
@@ -524,48 +525,50 @@ RESULTS: tuple[Result, ...] = (
             ),
         ),
         (_engine("autograd"), _engine("backpack")),
-        remark="Exact factors in single precision, after two epochs with the same weights and one update of the "
-        "precisions; in longer runs such rounding grows, as training amplifies it.",
+        remark=(
+            "Exact factors in single precision, after two epochs with equal weights and one update of the "
+            "precisions; longer training amplifies rounding."
+        ),
     ),
     Result(
         "equivariance-block4",
         "equivariance",
-        "table 4, layer 6: FC 99.9 %, on 4x4, too",
+        "table 4, layer 6: FC 99.9 %, also on 4x4",
         "Why a block on a 4x4 grid keeps its fully connected path",
         _block,
         (
             Claim(
-                "Because positions tell something about digits in 100 places: with 196 the share is smaller.",
+                "Positions are informative with 100 places: with 196 the share is smaller.",
                 "not asked there",
                 _smaller("196 places"),
             ),
             Claim(
-                "Because training was too short: in twice the time the share is smaller.",
+                "Training was too short: in twice the time the share is smaller.",
                 "not asked there",
                 _smaller("twice as long"),
             ),
             Claim(
-                "Because precisions do not come far enough: at a rate of 0.3 the share is smaller than at 0.1.",
+                "Precisions move too slowly: at rate 0.3 the share is smaller than at 0.1.",
                 "not asked there",
                 lambda q: below(q[_share("as in table 1")], q[_share("slow precisions")]),
             ),
             Claim(
-                "Because it began there: the share is larger from an equal start.",
+                "The start decides: the share is larger from an equal start.",
                 "not asked there",
                 lambda q: below(q[_share("as in table 1")], q[_share("equal start")]),
             ),
             Claim(
-                f"The evidence calls for it: with CONV alone in {BLOCK} it is worse.",
+                f"The evidence requires it: with CONV alone in {BLOCK} it is worse.",
                 "not asked there",
                 lambda q: below(q["-L/N, as in table 1"], q[f"-L/N, only CONV in {BLOCK}"]),
             ),
             Claim(
-                "It is a trace: it has less of the block's output than of its effective parameters.",
+                "It is a trace: its part of the block's output is smaller than of the effective parameters.",
                 "not asked there",
                 lambda q: below(q[f"part of F-FC in the output of {BLOCK}"], q[_share("as in table 1")]),
             ),
             Claim(
-                "The network needs it: accuracy is lost where the path is set to 0 afterwards (5 points at least).",
+                "The network needs it: setting the path to 0 costs at least 5 points.",
                 "not asked there",
                 lambda q: within(
                     q["test accuracy, trained with F-FC there"].less(
@@ -576,7 +579,7 @@ RESULTS: tuple[Result, ...] = (
                 ),
             ),
             Claim(
-                "The network sees positions by it: without it, fewer predictions change in another quadrant.",
+                "It encodes positions: without it, fewer predictions change in another quadrant.",
                 "not asked there",
                 lambda q: below(
                     q[f"predictions that change, F-FC of {BLOCK} set to 0"],
@@ -584,7 +587,7 @@ RESULTS: tuple[Result, ...] = (
                 ),
             ),
             Claim(
-                "The share is large since CONV's own part goes down towards the top, not since F-FC's goes up.",
+                "The share is large because CONV's part falls towards the top, not because F-FC's grows.",
                 "not asked there",
                 lambda q: together(
                     below(
@@ -602,34 +605,35 @@ RESULTS: tuple[Result, ...] = (
             _table_1("digit", "learned"), _table_1("digit", "conv"), WITHOUT, *(_variant(name) for name in VARIANTS)
         ),
         chance=_CHANCE,
-        remark="The network and the digits are those of table 1, label digit. Block 4 goes from a grid of "
-        "4x4 to one of 2x2. More digits: the result with MNIST's.",
+        remark=(
+            "Network and digits of table 1, label digit. Block 4 maps a 4x4 grid to 2x2. The next result has "
+            "more digits."
+        ),
     ),
     Result(
         "equivariance-mnist5k",
         "equivariance",
         "table 1 and section 5.1, on 32x32",
-        "Digits anywhere with MNIST's digits, eight blocks",
+        "The same labels with MNIST digits and eight blocks",
         _measured_mnist,
         (
             Claim(
-                "Where the label is digit and quadrant, the network that learns which paths to use can tell both (a "
-                "convolutional one cannot have more than about a quarter).",
+                "Label digit and quadrant: F-FC+CONV predicts both (CONV is limited to about a quarter).",
                 "99.00 % (CONV: 24.50)",
                 lambda q: within(q["test accuracy, digit and quadrant"], 30, 100),
             ),
             Claim(
-                "It is as good there as where the label is the digit (here: at most 5 points worse).",
+                "It is as accurate as for label digit (here: at most 5 points worse).",
                 "99.00 and 98.86 %",
                 _as_good("digit and quadrant", "digit", 5),
             ),
             Claim(
-                "Where the label is the digit, all blocks choose convolutions (here: over 90 % in each).",
+                "Label digit: all blocks select convolutions (here: over 90 % in each).",
                 "a figure, no number",
                 lambda q: together(*(within(q[f"share of CONV in block{b}, digit"], 90, 100) for b in range(8))),
             ),
             Claim(
-                "Where it is digit and quadrant, the last blocks keep more of their fully connected path.",
+                "Label digit and quadrant: the last blocks keep more of their fully connected path.",
                 "a figure, no number",
                 lambda q: together(
                     *(
@@ -642,53 +646,55 @@ RESULTS: tuple[Result, ...] = (
             ),
         ),
         _all_runs(*(_mnist(task) for task in TASKS)),
-        remark="The recipes with 40 of their 60 epochs, and faster precisions; two seeds, so that intervals are wide. "
-        "4,000 digits are trained on.",
+        remark=(
+            "The recipes with 40 of 60 epochs and faster precisions; 4,000 training digits. Two seeds give "
+            "wide intervals."
+        ),
     ),
     Result(
         "equivariance-table2",
         "equivariance",
         "table 2",
-        "The order of models by evidence",
+        "Ranking of models by evidence",
         _measured_2,
         (
             Claim(
-                "Convolutions have a better evidence, and accuracy, than fully connected layers.",
+                "CONV has better evidence and accuracy than FC.",
                 "-L/N 1.022 and 1.896; 84.07 and 52.36 %",
                 _every(_better(("CONV", "FC")), _accurate(("FC", "CONV"))),
             ),
             Claim(
-                "Dense layers beside convolutions cost no evidence (here: at most 0.1 nats).",
+                "FC paths added to CONV cost no evidence (here: at most 0.1 nats).",
                 "-L/N 1.019 (FC+CONV) and 1.022 (CONV)",
                 lambda q: within(q["-L/N, FC+CONV"].less(q["-L/N, CONV"]), -math.inf, 0.1),
             ),
             Claim(
-                "Factored ones do: the evidence is worse than that of convolutions alone, which they contain.",
+                "F-FC paths added to CONV cost evidence.",
                 "-L/N 1.277 (F-FC+CONV) and 1.022 (CONV)",
                 _better(("CONV", "F-FC+CONV")),
             ),
             Claim(
-                "Precisions that are learned make up for what fully connected paths cost under MAP.",
+                "Learned precisions recover the accuracy that fully connected paths cost under MAP.",
                 "83.32 and 83.92 % by evidence, 76.93 and 81.61 by MAP",
                 _accurate(("FC+CONV, MAP", "FC+CONV"), ("F-FC+CONV, MAP", "F-FC+CONV")),
             ),
             Claim(
-                "Factors that are interpolated between anchors have a better evidence than free ones.",
+                "Interpolated factors have better evidence than free ones.",
                 "-L/N 1.926 (S-FC) and 2.119 (F-FC); 0.978 (S-FC+S-CONV) and 1.277 (F-FC+CONV)",
                 _better(("S-FC", "F-FC"), ("S-FC+S-CONV", "F-FC+CONV")),
             ),
             Claim(
-                "Length scales that are learned help fully connected layers alone.",
+                "Learned length scales help fully connected layers alone.",
                 "-L/N 1.813 and 1.926 (S-FC)",
                 _better(("S-FC, length scales trained", "S-FC")),
             ),
             Claim(
-                "They do not where both kinds of paths are there.",
+                "They do not help with both kinds of paths.",
                 "-L/N 1.067 and 0.978 (S-FC+S-CONV)",
                 _better(("S-FC+S-CONV", "S-FC+S-CONV, length scales trained")),
             ),
             Claim(
-                "Anchors whose positions are trained have a better evidence than fixed ones.",
+                "Trained anchor positions have better evidence than fixed ones.",
                 "learned throughout, no comparison",
                 _better(("S-FC+S-CONV, anchors trained", "S-FC+S-CONV")),
             ),
@@ -700,16 +706,18 @@ RESULTS: tuple[Result, ...] = (
         ),
         "CIFAR-10 and a GPU",
         chance=_CHANCE,
-        remark="Not natural images: 8x8 digits, moved by up to a pixel in training as CIFAR-10's crops are; 40 epochs, "
-        "width 16, since with 4 convolutions alone fit only three of four digits that they are trained on. Digits have "
-        "their place, so that fully connected paths are of use here. Length scales and anchors are trained with the "
-        "weights, without a prior: the paper's priors on them, which the evidence learns, are not here.",
+        remark=(
+            "8x8 digits, shifted by up to a pixel in training as CIFAR-10's crops; 40 epochs, width 16 (with "
+            "4, CONV fits only three of four training digits). Digits are centred, so fully connected paths "
+            "are useful here. Length scales and anchors train with the weights, without the paper's learned "
+            "priors."
+        ),
     ),
     Result(
         "equivariance-table3",
         "equivariance",
         "table 3",
-        "Three symmetries on offer: plain, translated and rotated digits",
+        "Selecting among three symmetries",
         _measured_3,
         (
             Claim(
@@ -718,29 +726,29 @@ RESULTS: tuple[Result, ...] = (
                 _accurate(*((f"all three, MAP, {data}", f"all three, {data}") for data in DATA)),
             ),
             Claim(
-                "Group convolutions have the largest part of the effective parameters (here: over half).",
+                "GCONV has the largest share of effective parameters (here: over half).",
                 "75, 77 and 83 %",
                 lambda q: together(*(within(_three(q, "gconv", data), 50, 100) for data in DATA)),
             ),
             Claim(
-                "Fully connected paths lose their part where digits are translated.",
+                "The share of F-FC falls on translated digits.",
                 "10 % (plain), 0 (translated)",
                 lambda q: below(_three(q, "fc", "translated"), _three(q, "fc", "plain")),
             ),
             Claim(
-                "Group convolutions have a larger part where digits are rotated.",
+                "The share of GCONV grows on rotated digits.",
                 "83 % (rotated), 75 (plain)",
                 lambda q: below(_three(q, "gconv", "plain"), _three(q, "gconv", "rotated")),
             ),
             Claim(
-                "It is the evidence that gives it to them: under MAP their part is smaller.",
+                "Under MAP the share of GCONV is smaller.",
                 "no such control",
                 lambda q: together(
                     *(below(_three(q, "gconv", data, control=True), _three(q, "gconv", data)) for data in DATA)
                 ),
             ),
             Claim(
-                "On rotated digits, group convolutions alone have a better evidence and accuracy than convolutions.",
+                "On rotated digits, GCONV alone has better evidence and accuracy than CONV.",
                 "not in the table",
                 _every(
                     _better(("GCONV alone, rotated", "CONV alone, rotated")),
@@ -748,7 +756,7 @@ RESULTS: tuple[Result, ...] = (
                 ),
             ),
             Claim(
-                "On translated digits, convolutions alone have a better evidence and accuracy than F-FC.",
+                "On translated digits, CONV alone has better evidence and accuracy than F-FC.",
                 "not in the table",
                 _every(
                     _better(("CONV alone, translated", "F-FC alone, translated")),
@@ -756,7 +764,7 @@ RESULTS: tuple[Result, ...] = (
                 ),
             ),
             Claim(
-                "The evidence of paths alone tells tasks apart: what GCONV has over CONV is more on rotated digits.",
+                "The evidence gap between GCONV and CONV alone is larger on rotated digits.",
                 "not in the table",
                 lambda q: below(_lead(q, "plain"), _lead(q, "rotated")),
             ),
@@ -765,8 +773,10 @@ RESULTS: tuple[Result, ...] = (
         _all_runs(*(_table_3(data, group, full=True) for data in DATA for group in GROUPS)),
         _GPU,
         chance=_CHANCE,
-        remark="8x8 digits, rotated by any angle, or translated by up to 2 pixels; width 3, 40 epochs. Shares are "
-        "means over the four blocks.",
+        remark=(
+            "8x8 digits, rotated by any angle or translated by up to 2 pixels; width 3, 40 epochs. Shares "
+            "are means over four blocks."
+        ),
     ),
     Result(
         "equivariance-table7",
@@ -776,13 +786,12 @@ RESULTS: tuple[Result, ...] = (
         _measured_7,
         (
             Claim(
-                "At equal width, full group convolutions are better than separable ones, and these than depthwise "
-                "separable ones.",
+                "At equal width, full is better than separable, and separable than depthwise separable.",
                 "73.70, 61.31 and 51.63 %",
                 _accurate(("separable", "full"), ("depthwise separable", "separable")),
             ),
             Claim(
-                "So they are with as many parameters.",
+                "The same holds at equal parameter counts.",
                 "69.89, 59.99 and 49.77 %",
                 _accurate(
                     ("separable, parameters matched", "full, parameters matched"),
@@ -790,17 +799,17 @@ RESULTS: tuple[Result, ...] = (
                 ),
             ),
             Claim(
-                "Pointwise ones are better than convolutions with as many parameters.",
+                "Pointwise is better than CONV at equal parameter counts.",
                 "66.77 and 57.89 %",
                 _accurate(("CONV", "pointwise")),
             ),
             Claim(
-                "Full ones with as many parameters as pointwise ones are better than those.",
+                "Full is better than pointwise at equal parameter counts.",
                 "69.89 and 66.77 %",
                 _accurate(("pointwise", "full, parameters matched")),
             ),
             Claim(
-                "More width does not help separable ones.",
+                "More width does not help separable convolutions.",
                 "59.99 and 61.31 %; depthwise 49.77 and 51.63",
                 _accurate(
                     ("separable, parameters matched", "separable"),
@@ -812,7 +821,9 @@ RESULTS: tuple[Result, ...] = (
         _all_runs(*(_table_7(row, full=True) for row in CHEAPER)),
         "CIFAR-10 and a GPU",
         chance=_CHANCE,
-        remark="8x8 digits, rotated by any angle; 40 epochs. Features turn with the image, so that all are equivariant "
-        "to translations, too, which the paper's full and separable ones are not.",
+        remark=(
+            "8x8 digits, rotated by any angle; 40 epochs. Features are in the frame of the image, so all are "
+            "translation equivariant; the paper's full and separable ones are not."
+        ),
     ),
 )

@@ -28,12 +28,12 @@ def _paper(runs: Mapping[str, Path]) -> Sequence[Quantity]:
 
 def _holes(q: Mapping[str, Quantity]) -> Verdict:
     coarse, fine = q["loops of the 3D set, the paper's grid"], q["loops of the 3D set, half the spacing"]
-    reason = f"{coarse.label}: {coarse}; {fine.label}: {fine}"
+    reason, ours = f"{coarse.label}: {coarse}; {fine.label}: {fine}", f"{coarse.brief}; {fine.brief}"
     if not any(coarse.values):
-        return Verdict("not decided", f"no loops on the paper's grid; {reason}")
+        return Verdict("not decided", f"no loops on the paper's grid; {reason}", ours)
     if any(fine.values):
-        return Verdict("agrees" if min(fine.values) > 0 else "not decided", reason)
-    return Verdict("disagrees", f"{reason}: the loops are the grid's")
+        return Verdict("agrees" if min(fine.values) > 0 else "not decided", reason, ours)
+    return Verdict("disagrees", f"{reason}: the loops are the grid's", ours)
 
 
 def _mixed(runs: Mapping[str, Path]) -> Sequence[Quantity]:
@@ -106,24 +106,23 @@ RESULTS = (
         _paper,
         (
             Claim(
-                "Gradient descent from random starts finds other weights that compute the function.",
+                "Gradient descent from random starts finds other weights with the same function.",
                 "figure 1: three found points",
                 lambda q: positive(q["share of candidates that are found"]),
             ),
             Claim(
-                "The set of equivalent weights in three dimensions has a hole that permutations and scalings do not "
-                "explain.",
+                "The set of equivalent weights in 3D has a hole not explained by permutations and scalings.",
                 "figure 2b, no number",
                 _holes,
             ),
             Claim(
-                "Weights with J below 0.0025 belong to the class (so the zero function must not).",
+                "Weights with J below 0.0025 belong to the class (hence not the zero function).",
                 "figure 2: epsilon = 0.0025",
                 lambda q: within(q["epsilon over the J of the zero function"], 0, 1),
             ),
         ),
         tuple(Run(f"genni-paper-{seed}", "equivalence/two_relu_paper", (f"--model.seed={seed}",)) for seed in range(3)),
-        remark="The teacher is that of the paper's seed 10; the three searches differ by their starts.",
+        remark="Teacher: the paper's seed 10. The three searches differ by their starts.",
     ),
     Result(
         "genni-mixed",
@@ -133,20 +132,22 @@ RESULTS = (
         _mixed,
         (
             Claim(
-                "There are two surfaces, one for each order of the units.",
+                "There are two surfaces, one per permutation of the units.",
                 "figure 2: two",
                 lambda q: within(q["pieces of the set"], 2, 2),
             ),
             Claim("The two surfaces intersect.", "figure 2, no number", _intersect),
             Claim(
-                "What the search finds are images under permutations and scalings.",
+                "The search finds images under permutations and scalings.",
                 "section 4, no number",
                 lambda q: within(q["distance of found weights to the teacher's orbit"], 0, 1e-3),
             ),
         ),
         (Run("genni-mixed", "equivalence/two_relu_mixed"),),
-        remark="The teacher has two slopes, for which the whole class, and the J that separates its two sheets, are "
-        "known in closed form ([theory](theory/equivalence.md)). The search is the recipe's, whose points lie on both.",
+        remark=(
+            "The teacher has two slopes. Its class, and the J that separates the two sheets, have closed "
+            "forms ([theory](theory/equivalence.md), 5.2). The recipe's search finds points on both."
+        ),
     ),
     Result(
         "genni-lenet-paper",
@@ -156,13 +157,13 @@ RESULTS = (
         _lenet_paper,
         (
             Claim(
-                "The search finds weights of a LeNet that are equivalent (so better than the best constant, R < 1).",
+                "The search finds equivalent LeNet weights (hence better than the best constant, R < 1).",
                 "appendix D, figures",
                 lambda q: within(q["R = J / V on held-out inputs"], 0, 1),
             ),
         ),
         (Run("genni-lenet-paper", "equivalence/lenet_paper", ("--trainer.callbacks.grids=[]",)),),
-        remark="Without the ReLU on the output; 1,000 steps.",
+        remark="No ReLU on the output; 1,000 steps.",
     ),
     Result(
         "genni-lenet-digits",
@@ -172,7 +173,7 @@ RESULTS = (
         _lenet_digits,
         (
             Claim(
-                "The search finds weights of a LeNet that are equivalent, on inputs that it did not see, too.",
+                "The search finds LeNet weights that are equivalent on held-out inputs.",
                 "appendix D, figures",
                 lambda q: within(q["R = J / V on held-out digits"], 0, 0.05),
             ),
@@ -182,7 +183,9 @@ RESULTS = (
             Run("zoo-lenet", "zoo/mnist5k_lenet", ("--model.members=1",)),
             Run("genni-lenet-digits", "equivalence/lenet_mnist5k", ("--model.zoo={zoo-lenet}/zoo",)),
         ),
-        remark="Teacher and inputs are ours, since the paper's show little (above). An R of 0.05 is the epsilon of the "
-        "recipe. Connectedness is judged within the plane through three found points, as in the paper.",
+        remark=(
+            "Teacher and inputs are ours. R = 0.05 is the recipe's epsilon. Connectedness is judged in the "
+            "plane through three found points, as in the paper."
+        ),
     ),
 )

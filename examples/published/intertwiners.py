@@ -193,7 +193,8 @@ def _each(q: Mapping[str, Quantity], lower: str, upper: str, layers: Sequence[in
     unit = "" if gaps[0].unit == "1" else f" {gaps[0].unit}"
     at = f"layers {', '.join(map(str, known))}" if len(known) > 1 else f"layer {known[0]}"
     reason = f"{upper} less {lower}, {at}: {figures}{unit} over {gaps[0].over}"
-    return together(*(Verdict(positive(gap).word, reason) for gap in gaps))
+    ours = f"differences {', '.join(short(gap.mean) for gap in gaps)}{unit}"
+    return together(*(Verdict(positive(gap).word, reason, ours) for gap in gaps))
 
 
 def _families(runs: Mapping[str, Path]) -> Sequence[Quantity]:
@@ -206,7 +207,9 @@ def _few_points(q: Mapping[str, Quantity]) -> Verdict:
     ends = [quantity.interval or (quantity.mean, quantity.mean) for quantity in found]
     low, high = (sum(end[side] > 10 for end in ends) for side in (0, 1))
     word = "agrees" if high <= 1 else "disagrees" if low > 1 else "not decided"
-    return Verdict(word, f"{', '.join(map(str, found))} at the {len(found)} layers, over {found[0].over}")
+    figures = ", ".join(str(replace(each, unit="1")) for each in found)
+    reason = f"layers 1 to {len(found)}: {figures} {found[0].unit} over {found[0].over}"
+    return Verdict(word, reason, f"{', '.join(short(each.mean) for each in found)} {found[0].unit}")
 
 
 LASSO = ("lasso(0.001)", "lasso(0.01)", "lasso(0.1)")
@@ -259,21 +262,24 @@ STITCHING = (
         "stitching-families",
         "intertwiners",
         "section 4, figure of stitching penalties (Myrtle CNN)",
-        "Networks that differ by their seeds, stitched by maps of several families",
+        "Stitching maps of several families",
         _families,
         (
             Claim(
-                "Any matrix loses least, then a permutation with scales, then a matrix of rank 1, at every layer.",
+                "At every layer the penalty grows from full matrices to permutations with scales to rank 1.",
                 "read off a figure: 1.2, 1.7, 2.5, 2.5; 8.3, 7.4, 16.5, 5.8; 42.2, 53.4, 57.1, 62.1 points",
                 lambda q: together(_each(q, FULL, GROUP), _each(q, GROUP, "rank 1")),
             ),
             Claim(
-                "Permutations with scales lose less than matrices of rank 2 and 4, which have more degrees of freedom.",
+                (
+                    "Permutations with scales have lower penalties than matrices of rank 2 and 4, with fewer degrees "
+                    "of freedom."
+                ),
                 "read off a figure: 21.1, 28.1, 40.5, 31.4 (rank 2); 8.7, 13.7, 26.5, 16.1 points (rank 4)",
                 lambda q: together(_each(q, GROUP, "rank 2"), _each(q, GROUP, "rank 4")),
             ),
             Claim(
-                "Permutations with scales lose less than 10 points at all layers but one.",
+                "The penalty of permutations with scales is below 10 points at all layers but one.",
                 "section 4; read off a figure: 8.3, 7.4, 16.5, 5.8",
                 _few_points,
             ),
@@ -281,10 +287,11 @@ STITCHING = (
         (MYRTLE, STITCH_MYRTLE),
         (FULL_MYRTLE, Run("stitch-myrtle", "stitching/cifar10_myrtle", ("--model.zoo={zoo-myrtle}/zoo",))),
         needs=GPU,
-        remark="Width 16 where the paper has 64, digits where it has CIFAR-10, 2 epochs of larger steps, statistics of "
-        "batch norms measured anew for all families, and a Euclidean projection of the group map "
-        "([guide](stitching.md#two-ways-to-project)); six pairs of six networks. With 16 to 128 channels, a rank of 4 "
-        "is a larger part of all directions than with 64 to 512.",
+        remark=(
+            "Width 16 (paper 64), digits (CIFAR-10), 2 epochs of larger steps, batch norms recalibrated for "
+            "all families, Euclidean projection of the group map ([theory](theory/stitching.md), 2.3). Rank "
+            "4 is a larger part of 16 to 128 channels than of 64 to 512."
+        ),
     ),
     Result(
         "stitching-lasso",
@@ -294,7 +301,7 @@ STITCHING = (
         _sparse,
         (
             Claim(
-                "The stronger the lasso, the sparser the map and the more it loses.",
+                "A stronger lasso makes maps sparser and penalties larger.",
                 "a figure, strength 0.001 and 0.1: sparsity 0.22 and 0.77, 0.49 and 0.88, 0.73 and 1.0; 1.3 and 4.1, "
                 "1.9 and 11.5, 3 and 66 points",
                 lambda q: together(
@@ -303,7 +310,7 @@ STITCHING = (
                 ),
             ),
             Claim(
-                "At the first and third layer no lasso makes a map as sparse as a permutation.",
+                "At the first and third layer no lasso map is as sparse as a permutation.",
                 "a figure: 0.77 and 0.98, 0.88 and 1.0",
                 lambda q: _each(q, f"sparsity of {LASSO[-1]}", f"sparsity of {GROUP}", (1, 3)),
             ),
@@ -324,29 +331,30 @@ STITCHING = (
         ),
         (FULL_MYRTLE, Run("stitch-lasso", "stitching/cifar10_myrtle_lasso", ("--model.zoo={zoo-myrtle}/zoo",))),
         needs=GPU,
-        remark="Networks and pairs of the last result, 3 epochs. Sparsity is the share of entries of at most 0.001; "
-        "a permutation of 16, 64 and 128 channels has 0.94, 0.98 and 0.99.",
+        remark=(
+            "Networks and pairs as before, 3 epochs. Sparsity is the share of entries of at most 0.001; a "
+            "permutation of 16, 64 and 128 channels has 0.94, 0.98 and 0.99."
+        ),
     ),
     Result(
         "stitching-residual",
         "intertwiners",
         "section 4, figure of stitching penalties (ResNet-20), appendix E.9",
-        "Residual networks, stitched inside and outside of their blocks",
+        "Stitching inside and outside residual blocks",
         _inside_and_outside,
         (
             Claim(
-                "Inside residual blocks more is lost than at their ends, by any matrix.",
+                "Penalties of full matrices are larger inside residual blocks than at their ends.",
                 "a figure, ResNet-20: up to 21 points, inside the eighth block",
                 lambda q: below(q[f"{FULL} outside blocks"], q[f"{FULL} inside blocks, branch only"]),
             ),
             Claim(
-                "Inside residual blocks more is lost than at their ends, by permutations with scales.",
+                "So are penalties of permutations with scales.",
                 "a figure: up to 64 points inside; 13, 17, 24, 34, 31, 35, 38, 38, 24, 5 outside",
                 lambda q: below(q[f"{GROUP} outside blocks"], q[f"{GROUP} inside blocks, branch only"]),
             ),
             Claim(
-                "It is due to the skip connection, which stays in the basis of the lower network: with a map on it, "
-                "too, less is lost.",
+                "The unmapped skip connection is the cause: a map on it lowers the penalty.",
                 "appendix E.9, not measured",
                 lambda q: together(
                     *(
@@ -375,20 +383,21 @@ STITCHING = (
             ),
         ),
         needs=GPU,
-        remark="Four blocks of width 16, 16, 32, 32; six pairs of six networks; means over four sites inside and five "
-        "outside.",
+        remark="Four blocks of width 16, 16, 32, 32; means over four cuts inside and five outside.",
     ),
     Result(
         "stitching-leaky",
         "intertwiners",
         "appendix D, leaky ReLU",
-        "Stitching with leaky ReLU, towards the identity",
+        "Stitching with leaky ReLU",
         _slopes,
         (
             Claim(
-                "The nearer the activation to the identity (whose group is all invertible matrices), the more do "
-                "permutations with scales lose beyond any matrix.",
-                "asked there; no number that we could read",
+                (
+                    "The excess penalty of permutations with scales over full matrices grows as the activation "
+                    "approaches the identity."
+                ),
+                "asked there; no readable number",
                 lambda q: together(
                     *(
                         below(q[f"{GROUP} less {FULL}, slope {a}"], q[f"{GROUP} less {FULL}, slope {b}"])
@@ -397,8 +406,8 @@ STITCHING = (
                 ),
             ),
             Claim(
-                "The nearer the activation to the identity, the less accurate are the networks.",
-                "table 3, no number that we could read",
+                "Accuracy falls as the activation approaches the identity.",
+                "table 3; no readable number",
                 lambda q: together(
                     *(
                         below(q[f"test accuracy, slope {b}"], q[f"test accuracy, slope {a}"])
@@ -424,18 +433,17 @@ STITCHING = (
             ),
         ),
         needs=GPU,
-        remark="Networks of equal number have equal initial weights at all slopes, and are compared so; means over "
-        "five sites, outside of blocks.",
+        remark="Networks are paired by initial weights across slopes; means over five cuts outside blocks.",
     ),
     Result(
         "stitching-width",
         "intertwiners",
         "section 4 and table 4 (wide networks)",
-        "Stitching networks of several widths",
+        "Stitching and width",
         _wider,
         (
             Claim(
-                "The wider the networks, the less is lost by permutations with scales.",
+                "Penalties of permutations with scales fall with width.",
                 "not done there",
                 lambda q: together(
                     *(
@@ -445,7 +453,7 @@ STITCHING = (
                 ),
             ),
             Claim(
-                "The wider the networks, the less is lost by any matrix.",
+                "Penalties of full matrices fall with width.",
                 "not done there",
                 lambda q: together(
                     *(
@@ -461,7 +469,7 @@ STITCHING = (
             STITCH_MYRTLE,
             *(_beside(WIDTHS[width]) for width in (4, 8)),
         ),
-        remark="Myrtle CNNs whose first convolution has 4, 8 and 16 channels, means over the four sites.",
+        remark="Myrtle CNNs with 4, 8 and 16 channels in the first convolution; means over four cuts.",
     ),
 )
 
@@ -501,7 +509,7 @@ def _rotation(name: str, zoo: Run, *options: str) -> tuple[Run, Run]:
 
 
 _GROUP_BELOW = Claim(
-    "Layers above can undo an element of the group more easily than a rotation, at every layer.",
+    "At every layer, retrained top layers undo a group element better than a rotation.",
     "read off the figure: 0.0 and 0.7, 1.7 and 4.6, 1.3 and 8.3 points",
     lambda q: _each(q, KINDS["group"], KINDS["orthogonal"]),
 )
@@ -511,21 +519,23 @@ ROTATION = (
         "rotation-lenet",
         "intertwiners",
         "section 3.3, figure of rotation penalties",
-        "Units of LeNets, rotated, and the layers above trained again",
+        "Rotation test on LeNets",
         lambda runs: _rotated(runs, "rotation-lenet"),
         (
             _GROUP_BELOW,
             Claim("An element of the group can be undone exactly.", "proposition 3.4", _undone),
         ),
         _rotation("rotation-lenet", _zoo("zoo-lenets", recipe="zoo/mnist5k_lenet")),
-        remark="The paper has ten draws of one network and trains 50 epochs; here it is two draws of each of six "
-        "networks, and 8 epochs. The third layer is fully connected.",
+        remark=(
+            "Two draws for each of six networks, 8 epochs (paper: ten draws of one network, 50 epochs). The "
+            "third layer is fully connected."
+        ),
     ),
     Result(
         "rotation-myrtle",
         "intertwiners",
         "section 3.3, figure of rotation penalties",
-        "Units of CNNs without normalisation, rotated, and the layers above trained again",
+        "Rotation test on CNNs without normalisation",
         lambda runs: _rotated(runs, "rotation-myrtle"),
         (_GROUP_BELOW,),
         _rotation(
@@ -540,8 +550,7 @@ ROTATION = (
             "--model.kinds=[group,orthogonal]",
             "--model.repeats=1",
         ),
-        remark="Myrtle CNNs of width 8 where the paper has one of width 64; one draw for each of six networks, 8 "
-        "epochs.",
+        remark="Myrtle CNNs of width 8 (paper: one of width 64); one draw for each of six networks, 8 epochs.",
     ),
 )
 
@@ -617,21 +626,21 @@ SIMILARITY = (
         "similarity-layers",
         "intertwiners",
         "section 5, table 2 and figures of CKA (Myrtle CNN)",
-        "Similarity of layers, unit by unit and up to rotations",
+        "Similarity up to permutations and up to rotations",
         lambda runs: _similarities(runs["similarity-myrtle"]),
         (
             Claim(
-                "Layers are less similar up to permutations with scales than up to rotations.",
+                "Similarity is lower up to permutations with scales than up to rotations.",
                 "table 2: 0.62 and 0.77, 0.51 and 0.57, 0.44 and 0.51, 0.49 and 0.58",
                 lambda q: _each(q, MEASURES["group"], MEASURES["orthogonal"]),
             ),
             Claim(
-                "The max kernel, which sees units, finds them less similar than the dot kernel.",
+                "Similarity is lower by the unit-wise max kernel than by the dot kernel.",
                 "a figure: 0.84 and 0.98, 0.61 and 0.97, 0.45 and 0.92, 0.43 and 0.93",
                 lambda q: _each(q, MEASURES["cka_max"], MEASURES["cka_dot"]),
             ),
             Claim(
-                "By the max kernel, similarity falls from the first layer to the last.",
+                "By the max kernel, similarity falls with depth.",
                 "a figure: 0.84, 0.61, 0.45, 0.43",
                 lambda q: together(
                     *(
@@ -641,8 +650,7 @@ SIMILARITY = (
                 ),
             ),
             Claim(
-                "It is training that makes units alike: untrained networks are less similar up to permutations with "
-                "scales.",
+                "Training raises similarity up to permutations with scales.",
                 "not done there",
                 lambda q: _each(q, MEASURES["group"] + UNTRAINED, MEASURES["group"]),
             ),
@@ -656,7 +664,7 @@ SIMILARITY = (
         "similarity-width",
         "intertwiners",
         "section 5, tables 2 and 4",
-        "Similarity of layers in networks of constant width",
+        "Similarity and width",
         _two_widths,
         (
             Claim(
@@ -670,13 +678,15 @@ SIMILARITY = (
                 lambda q: _each(q, MEASURES["orthogonal"] + GROWING, MEASURES["orthogonal"] + CONSTANT),
             ),
             Claim(
-                "Wider layers gain more similarity by training, up to permutations with scales.",
+                "Training adds more similarity up to permutations with scales in wider layers.",
                 "not done there",
                 lambda q: _each(q, *(f"{ADDED}{MEASURES['group']}{what}" for what in (GROWING, CONSTANT))),
             ),
             Claim(
-                "In networks of constant width, the second and third layer are more similar up to permutations with "
-                "scales than up to rotations.",
+                (
+                    "At constant width, layers 2 and 3 are more similar up to permutations with scales than up to "
+                    "rotations."
+                ),
                 "table 4: 0.76 and 0.67, 0.57 and 0.54",
                 lambda q: _each(q, MEASURES["orthogonal"] + CONSTANT, MEASURES["group"] + CONSTANT, (2, 3)),
             ),
@@ -696,9 +706,11 @@ SIMILARITY = (
             ),
         ),
         needs=GPU,
-        remark="Widths 4, 8, 16, 32 and four times 32, where the paper has 64 to 512 and four times 512; all pairs of "
-        "six networks, on 400 test digits. Channels that are always zero count, too, which raises the measure up to "
-        "permutations with scales ([theory](theory/similarity.md)); without them it is the figure called *live*.",
+        remark=(
+            "Widths 4, 8, 16, 32 and four times 32 (paper: 64 to 512 and four times 512), on 400 test "
+            "digits. Dead channels raise the measure up to permutations with scales "
+            "([theory](theory/similarity.md), 1.3); *live* figures exclude them."
+        ),
     ),
 )
 
@@ -737,7 +749,7 @@ def _no_fall(q: Mapping[str, Quantity]) -> Verdict:
     """Say whether it falls less without ReLU than with it, and not for sure."""
     with_relu, without = (q[f"fall of interpretable units, {name}"] for name in CONCEPTS.values())
     falls, less = positive(without), below(without, with_relu)
-    return Verdict("disagrees", falls.reason) if falls.word == "agrees" else less
+    return Verdict("disagrees", falls.reason, falls.ours) if falls.word == "agrees" else less
 
 
 DISSECTION = (
@@ -745,21 +757,21 @@ DISSECTION = (
         "dissection-alpha",
         "intertwiners",
         "section 6, figure of interpretable units over alpha",
-        "Do single units mean something, and is it ReLU that makes them?",
+        "Interpretable units with and without ReLU",
         _alphas,
         (
             Claim(
-                "With ReLU, fewer units are interpretable in a random basis than in the network's own.",
+                "With ReLU, fewer units are interpretable in a random basis than in the network's basis.",
                 "a figure, no number (ResNet-50 on Broden)",
                 lambda q: positive(q["fall of interpretable units, ReLU"]),
             ),
             Claim(
-                "Without ReLU on residual outputs there is no such fall.",
+                "Without ReLU on residual outputs their number does not fall.",
                 "a figure, no number",
                 _no_fall,
             ),
             Claim(
-                "The network's own basis is special with ReLU, and not without: activations are more peaked in it.",
+                "Only with ReLU are activations more peaked in the network's basis.",
                 "not done there",
                 lambda q: together(
                     positive(q["fall of kurtosis, ReLU"]),
@@ -780,8 +792,10 @@ DISSECTION = (
                 ),
             ),
         ),
-        remark="Small residual networks on images with known concepts ([guide](dissection.md#the-images)) where the "
-        "paper has a ResNet-50 on ImageNet and Broden. Kurtosis is that of a unit's activations, in the median.",
+        remark=(
+            "Small residual networks on images with known concepts ([guide](dissection.md)); the paper has a "
+            "ResNet-50 on ImageNet and Broden. Kurtosis is the median over units."
+        ),
     ),
 )
 
@@ -790,34 +804,36 @@ RESULTS = (
         "intertwiner-groups",
         "intertwiners",
         "table 1, proposition 3.4, theorem 4.2 and appendix E.9",
-        "What passes through activations, exactly",
+        "Intertwiner groups of activations",
         _groups,
         (
             Claim(
-                "Each activation of table 1 lets its group through.",
+                "Each activation of table 1 commutes with its group.",
                 "table 1",
                 lambda q: _vanishes(q["error of passing through the activation"]),
             ),
             Claim(
-                "It lets nothing else through.",
+                "It commutes with nothing else.",
                 "table 1",
                 lambda q: _remains(q["error of the best matrix for others"]),
             ),
             Claim(
-                "Networks that differ by an element are stitched without any loss.",
+                "Networks that differ by a group element are stitched without loss.",
                 "theorem 4.2",
                 lambda q: together(
                     *(_vanishes(q[f"error of the stitched {kind}"]) for kind in ("CNN", "residual network"))
                 ),
             ),
             Claim(
-                "Inside of residual blocks they are not, if the branch only has a map.",
+                "Inside residual blocks this fails if only the branch has a map.",
                 "appendix E.9",
                 lambda q: _remains(q["error of the stitched residual network, inside blocks, its branch only"]),
             ),
         ),
-        remark="Random weights and elements in double precision; what is not in a group is a scale, a flip and a "
-        "rotation of two units.",
+        remark=(
+            "Random weights and elements in double precision. Matrices outside a group are a scale, a flip "
+            "and a rotation of two units."
+        ),
     ),
     *STITCHING,
     *ROTATION,

@@ -1,34 +1,39 @@
-"""Writes docs/results.md from the JSON files of all results: ``make results-page``."""
+"""Writes docs/results.md and docs/results/ from the JSON files of all results: ``make results-page``."""
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sym.recipes import never_run, recipe_names, recipe_summary
+from lightning_sym.recipes import never_run, recipe_names
 from published import RESULTS
-from published.core import ROOT, SOURCES, Result, file_of, judged, quantities_of, save
+from published.core import ROOT, SOURCES, Quantity, Result, file_of, judged, quantities_of, save
 
-PAGE = ROOT / "docs" / "results.md"
+DOCS = ROOT / "docs"
 Found = Mapping[str, Any]
+_HOLDS = {"agrees": "yes", "partly": "partly", "disagrees": "no", "not decided": "undecided"}
 
-_TOP = """# Published results in miniature
+_TOP = """# Results
 
-What a paper says, what comes out here, and whether the two agree. Made by `make results-page` from the files in
-[benchmarks/results/papers](../benchmarks/results/papers), and these by runs; no number is typed by hand.
+Published claims, tested in miniature. Made from [files of runs](../benchmarks/results/papers) by `make results-page`,
+as are the pages of details, one per paper. No number is typed by hand.
 
 ```bash
-python examples/papers.py --list               # what there is
-python examples/papers.py --only {example}  # one of them
-python examples/papers.py --jobs 2             # all that are not there
-python examples/papers.py --full               # the papers' own recipes: {needs}
+python examples/papers.py --list              # list all results
+python examples/papers.py --only {example}  # make one
+python examples/papers.py --jobs 2            # make the missing ones
+python examples/papers.py --full              # use the papers' recipes: {needs}
 ```
 
-Runs that are interrupted go on where they were. Brackets hold 95 % intervals of means: from resampled networks where
-pairs share networks, Student's otherwise. *Agrees* and *disagrees* are said where the interval leaves no doubt (of
-differences of the same networks or pairs, where two figures are compared), *not decided* where it does, *partly*
-where a claim has several parts. Minutes are processor time of one core.
+Interrupted runs resume. A claim holds (*yes*) or not (*no*) where a 95 % interval decides, of paired differences where
+two figures are compared; *partly* if only some parts hold; else it is *undecided*. "Ours" lists means; details have
+intervals.
+"""
+_DETAILS = """
+Brackets are 95 % intervals of means: from resampled networks where pairs share networks, Student's otherwise. Minutes
+are processor time of one core. [All results](../results.md)
 """
 
 
@@ -43,50 +48,58 @@ def refreshed() -> dict[tuple[str, bool], dict[str, Any]]:
     return found
 
 
-def page(found: Mapping[tuple[str, bool], Found]) -> str:
-    """Return the text of the page."""
+def pages(found: Mapping[tuple[str, bool], Found]) -> dict[Path, str]:
+    """Return the text of all pages by their files: the summary, and the details of each source."""
     needs = "; ".join(dict.fromkeys(result.needs for result in RESULTS if result.needs)) or "data and a GPU"
-    parts = [_TOP.format(example=RESULTS[0].name, needs=needs), "\n", _summary(found)]
+    top = _TOP.format(example=RESULTS[0].name, needs=needs)
+    made = {DOCS / "results.md": "".join([top, _summary(found), _never_run(found)])}
     for key, source in SOURCES.items():
         own = [result for result in RESULTS if result.source == key]
         if own:
-            parts.append(f"\n## {source.authors} ({source.year})\n\n*{source.title}*, {source.where}.\n")
-            parts += [_section(result, found) for result in own]
-    return "".join([*parts, _never_run(found)])
+            head = f"# {source.authors} ({source.year})\n\n*{source.title}*, {source.where}.\n{_DETAILS}"
+            made[DOCS / "results" / f"{key}.md"] = "".join([head, *(_section(result, found) for result in own)])
+    return made
+
+
+def _summary(found: Mapping[tuple[str, bool], Found]) -> str:
+    """Return how many claims there are, by verdict, and a table of all claims."""
+    small = [one for (_, full), one in found.items() if not full]
+    words = [claim["verdict"] for one in small for claim in one["claims"]]
+    counts = ", ".join(f"{words.count(word)} {name}" for word, name in _HOLDS.items() if word in words)
+    minutes = sum(one["minutes"] for one in small)
+    head = f"\n{len(words)} claims ({counts or 'none'}), made in {minutes:.0f} minutes of one core.\n\n"
+    rows = [_row(["paper", "claim", "published", "ours", "holds?"]), _row(["-"] * 5)]
+    for result in RESULTS:
+        one, source = found.get((result.name, False)), SOURCES[result.source]
+        for index, claim in enumerate(result.claims):
+            made = None if one is None else one["claims"][index]
+            ours, holds = ("", "not run") if made is None else (made["ours"], _HOLDS[made["verdict"]])
+            link = f"[{source.authors} {source.year}]({_place(result)})"
+            rows.append(_row([link, claim.says, claim.paper, ours, holds]))
+    return head + "".join(rows)
 
 
 def _never_run(found: Mapping[tuple[str, bool], Found]) -> str:
-    """Return the recipes that nobody has run to their end, each with the results that show its effect in miniature."""
+    """Return the recipes without a complete run, each with the results that show its effect in miniature."""
     lines = [
-        "\n## Recipes that nobody has run to their end\n\n"
-        "They need data that have to be downloaded, and most of them a GPU. What their headers say is expected are the "
-        "papers' figures. Tests run each of them for a batch of made-up images.\n\n",
-        _row(["recipe", "what it does", "in miniature"]),
-        _row(["---"] * 3),
+        "\n## Recipes without a complete run\n\n"
+        "They need downloaded data, most of them a GPU, and quote the papers' figures as expected. Tests run each for "
+        "a batch of synthetic images.\n\n",
+        _row(["recipe", "in miniature"]),
+        _row(["-"] * 2),
     ]
     done = {recipe for (_, full), one in found.items() if full for recipe in one["recipes"]}
     for name in recipe_names():
         if never_run(name) and name not in done:
             own = [result for result in RESULTS if name in {run.recipe for run in result.full}]
-            small = "; ".join(f"[{result.title}](#{_anchor(result.title)})" for result in own)
-            lines.append(_row([f"[`{name}`](../recipes/{name}.yaml)", recipe_summary(name), small]))
+            small = "; ".join(f"[{result.title}]({_place(result)})" for result in own)
+            lines.append(_row([f"[`{name}`](../recipes/{name}.yaml)", small]))
     return "".join(lines)
 
 
-def _summary(found: Mapping[tuple[str, bool], Found]) -> str:
-    """Return how many claims there are, by verdict, and a table of all results."""
-    words = [claim["verdict"] for (_, full), one in found.items() if not full for claim in one["claims"]]
-    counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
-    minutes = sum(one["minutes"] for (_, full), one in found.items() if not full)
-    head = f"Made so far: {len(words)} claims ({counts or 'none'}), in {minutes:.0f} minutes of one core.\n\n"
-    table = ["| result | of | verdicts | minutes |\n|---|---|---|---|\n"]
-    for result in RESULTS:
-        source, one = SOURCES[result.source], found.get((result.name, False))
-        verdicts = "not run" if one is None else ", ".join(claim["verdict"] for claim in one["claims"])
-        time = "" if one is None else f"{one['minutes']:.1f}"
-        name = f"[{result.title}](#{_anchor(result.title)})"
-        table.append(f"| {name} | {source.authors} ({source.year}), {result.place} | {verdicts} | {time} |\n")
-    return head + "".join(table)
+def _place(result: Result) -> str:
+    """Return the address of a result's details, seen from the summary."""
+    return f"results/{result.source}.md#{_anchor(result.title)}"
 
 
 def _anchor(title: str) -> str:
@@ -96,23 +109,24 @@ def _anchor(title: str) -> str:
 
 def _section(result: Result, found: Mapping[tuple[str, bool], Found]) -> str:
     one, full = found.get((result.name, False)), found.get((result.name, True))
-    columns = ["the source says", "as published", "here", *(["with its own recipe"] if result.full else [])]
-    lines = [f"\n### {result.title}\n\n", _row(columns), _row(["---"] * len(columns))]
+    columns = ["claim", "published", "ours", *(["with the paper's recipe"] if full is not None else [])]
+    lines = [f"\n## {result.title}\n\n{result.place[:1].upper()}{result.place[1:]}. {_deeper(result.remark)}".rstrip()]
+    lines += ["\n\n", _row(columns), _row(["-"] * len(columns))]
     for index, claim in enumerate(result.claims):
-        cells = [claim.says, claim.paper, *(_verdict(run, index) for run in ((one, full) if result.full else (one,)))]
+        cells = [claim.says, claim.paper, *(_verdict(run, index) for run in ((one, full) if full else (one,)))]
         lines.append(_row(cells))
     if one is not None:
         versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
-        lines.append(
-            f"\n{result.place[:1].upper()}{result.place[1:]}. `{one['command']}`: {one['minutes']:.1f} minutes"
-        )
         seeds = f", seeds {', '.join(map(str, one['seeds']))}" if one["seeds"] else ""
-        lines.append(f" of one core{seeds}; {versions}.\n")
-        lines.append(_quantities(one))
+        lines.append(f"\n`{one['command']}`: {one['minutes']:.1f} minutes{seeds}; {versions}.\n")
+        lines.append(_figures(quantities_of(one)))
         lines.append(_constant_networks(result, one))
-    if result.remark:
-        lines.append(f"\n{result.remark}\n")
     return "".join(lines)
+
+
+def _deeper(text: str) -> str:
+    """Return Markdown whose links are those of docs/ as they are in a folder of it."""
+    return re.sub(r"\]\((?!https?:|#)", "](../", text)
 
 
 def _constant_networks(result: Result, one: Found) -> str:
@@ -126,9 +140,9 @@ def _constant_networks(result: Result, one: Found) -> str:
     total = sum(len(run.values) for run in runs)
     rows = "; ".join(f"{label}: {len(found)}" for label, found in failed.items() if found)
     return (
-        f"\n**Constant networks: {len(values)} of {total}.** They are right as often as one class for all images "
-        f"(accuracy {', '.join(sorted({f'{value:.4f}' for value in values}))} %), so their training failed ({rows}). "
-        "Verdicts on these rows say nothing about the layers until the runs are repeated.\n"
+        f"\n**Constant networks: {len(values)} of {total}.** They predict one class for all images (accuracy "
+        f"{', '.join(sorted({f'{value:.4f}' for value in values}))} %): their training failed ({rows}). Verdicts on "
+        "these rows are void until the runs are repeated.\n"
     )
 
 
@@ -136,28 +150,74 @@ def _verdict(one: Found | None, index: int) -> str:
     if one is None:
         return "not run"
     claim = one["claims"][index]
-    return f"**{claim['verdict']}**: {claim['reason']}"
+    return f"**{_HOLDS[claim['verdict']]}**: {claim['reason']}"
 
 
-def _quantities(one: Found) -> str:
-    lines = ["\n<details><summary>all figures</summary>\n\n", _row(["what", "mean", "over"]), _row(["---"] * 3)]
-    lines += [_row([quantity.label, str(quantity), quantity.over]) for quantity in quantities_of(one)]
+def _figures(quantities: Sequence[Quantity]) -> str:
+    """Return all figures: labels ``"column, row"`` as matrices of the columns that share most of their rows."""
+    lines = ["\n<details><summary>all figures</summary>\n"]
+    over = len({quantity.over for quantity in quantities}) > 1
+    if not over:
+        lines.append(f"\nOver {quantities[0].over}.\n")
+    columns: dict[str, dict[str, Quantity]] = {}
+    for quantity in quantities:
+        column, _, row = quantity.label.partition(", ")
+        columns.setdefault(column, {})[row] = quantity
+    groups: list[dict[str, dict[str, Quantity]]] = []
+    for name, cells in columns.items():
+        for group in groups:
+            rows = {row for other in group.values() for row in other}
+            if len(rows & cells.keys()) * 2 >= len(rows | cells.keys()):
+                group[name] = cells
+                break
+        else:
+            groups.append({name: cells})
+    for group in groups:
+        lines += ["\n", *_matrix(group, over)]
     return "".join([*lines, "\n</details>\n"])
 
 
+def _matrix(columns: Mapping[str, Mapping[str, Quantity]], with_over: bool) -> list[str]:
+    """Return a table with a row for each row, or for each column if they have a single row or several units."""
+    rows = list(dict.fromkeys(row for column in columns.values() for row in column))
+    if len(rows) == 1 or any(len({(q.unit, q.over) for q in column.values()}) > 1 for column in columns.values()):
+        found = [quantity for column in columns.values() for quantity in column.values()]
+        body = [_row([_head(q.label, q, with_over), _plain(q)]) for q in found]
+        return [_row(["figure", "mean"]), _row(["-"] * 2), *body]
+    heads = [_head(name, next(iter(column.values())), with_over) for name, column in columns.items()]
+    lines = [_row(["", *heads]), _row(["-"] * (len(heads) + 1))]
+    for row in rows:
+        cells = (column.get(row) for column in columns.values())
+        lines.append(_row([row, *("" if cell is None else _plain(cell) for cell in cells)]))
+    return lines
+
+
+def _head(name: str, quantity: Quantity, with_over: bool) -> str:
+    unit = "" if quantity.unit == "1" else f", {quantity.unit}"
+    return f"{name}{unit}{f' ({quantity.over})' if with_over else ''}"
+
+
+def _plain(quantity: Quantity) -> str:
+    """Return a mean with its interval, without the unit."""
+    return str(quantity).removesuffix("" if quantity.unit == "1" else f" {quantity.unit}")
+
+
 def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+    return f"|{'|'.join(cell.replace('|', chr(92) + '|') for cell in cells)}|\n"
 
 
 def write() -> Path:
-    """Write verdicts into the JSON files, and the page; return where it is."""
+    """Write verdicts into the JSON files, and the pages; return where the summary is."""
     found = refreshed()
     for result in RESULTS:
         for full in (False, True):
             if (result.name, full) in found:
                 save(file_of(result, full=full), found[result.name, full])
-    save(PAGE, page(found))
-    return PAGE
+    made = pages(found)
+    for file, text in made.items():
+        file.parent.mkdir(exist_ok=True)
+        save(file, text)
+    return next(iter(made))
 
 
 if __name__ == "__main__":

@@ -178,26 +178,28 @@ RESULTS = (
         "ckatorch and pytorch-cka",
         "Similarity of digit networks (CKA)",
         _cka,
-        (Claim("Linear CKA is the same number.", "computed beside ours", _agree),),
+        (Claim("Linear CKA agrees.", "computed with ours", _agree),),
         (DIGITS,),
     ),
     Result(
         "peers-products",
         "peers",
         "curvlinops, hessian-eigenthings and plain autograd",
-        "Products with the Hessian, and its top eigenvalue",
+        "Hessian products and top eigenvalue",
         _products,
         (
-            Claim("Products and eigenvalues are the same numbers.", "computed beside ours", lambda q: _agree(q, 1e-6)),
+            Claim("Products and eigenvalues agree.", "computed with ours", lambda q: _agree(q, 1e-6)),
             Claim(
-                "A product takes no longer than with the peers (ratio at most 1.1).",
-                "timed beside ours",
+                "A product takes no longer than the peers' (ratio at most 1.1).",
+                "timed with ours",
                 lambda q: together(*(within(one, 0, 1.1) for label, one in q.items() if "time" in label)),
             ),
         ),
         (DIGITS,),
-        remark="Eigenvalues come from two Lanczos processes, each to its own tolerance: hence 1e-6. Ours keeps the "
-        "graph of the gradient between products with the same weights, the others build it anew.",
+        remark=(
+            "Two Lanczos processes with separate tolerances: hence 1e-6. Ours keeps the gradient's graph "
+            "between products; the others rebuild it."
+        ),
     ),
     Result(
         "peers-laplace",
@@ -205,7 +207,7 @@ RESULTS = (
         "laplace-torch",
         "Evidence of a small regression (Laplace, Kronecker factors)",
         _laplace,
-        (Claim("The log marginal likelihood is the same number.", "computed beside ours", _agree),),
+        (Claim("Log marginal likelihoods agree.", "computed with ours", _agree),),
         (_REGRESSORS,),
     ),
 )

@@ -105,7 +105,7 @@ RESULTS = (
         _curves,
         (
             Claim(
-                "A simple curve connects two trained networks along the ridge, where the straight line does not.",
+                "A simple curve connects two trained networks along the ridge; the linear path does not.",
                 "a figure, no number",
                 lambda q: together(
                     below(q["train loss barrier, Bezier curve"], q["train loss barrier, straight line"]),
@@ -139,7 +139,7 @@ RESULTS = (
         _geometry,
         (
             Claim(
-                "The Hessian's product with the curve's tangent is smaller than with other directions of the plane.",
+                "The Hessian product is smaller with the tangent than with other directions of the plane.",
                 "a figure, no number",
                 lambda q: together(
                     below(q["norm of the Hessian times the tangent"], q["norm of the Hessian times the detour"]),
@@ -152,7 +152,7 @@ RESULTS = (
                 lambda q: positive(q["norm of the Hessian times the tangent"]),
             ),
             Claim(
-                "Functions differ along the curve: the ridge is not due to irrelevant parameters only.",
+                "Functions differ along the curve: irrelevant parameters do not explain the ridge.",
                 "implied, no number",
                 lambda q: together(
                     positive(_unlike(q)),
@@ -185,15 +185,14 @@ RESULTS = (
         _pruning,
         (
             Claim(
-                "Walks among weights of low loss to where units can go, again and again, leave a smaller network whose "
-                "loss is still low.",
+                "Repeated walks among weights of low loss allow removing units at still low loss.",
                 "a proposal, no number",
                 lambda q: together(
                     within(q["share of units that are left"], 0, 1), within(q["train loss over its bound"], 0, 1)
                 ),
             ),
             Claim(
-                "Such a network is better than one of the same widths pruned by magnitude.",
+                "The result is better than magnitude pruning to the same widths.",
                 "implied, no number",
                 lambda q: below(q["test error after"], q["test error of twins pruned by magnitude"]),
             ),
@@ -215,7 +214,7 @@ RESULTS = (
         _ensembles,
         (
             Claim(
-                "An ensemble of snapshots of one cyclical training is better than a single network.",
+                "A snapshot ensemble of one cyclical training is better than a single network.",
                 "table 1, test errors on CIFAR; no losses",
                 lambda q: together(
                     below(q["test loss, ensemble of snapshots"], q["test loss, a snapshot alone"]),
@@ -223,7 +222,7 @@ RESULTS = (
                 ),
             ),
             Claim(
-                "The mean of the snapshots' weights is better than where training began (Izmailov et al. 2018, SWA).",
+                "The weight average of snapshots is better than the start (Izmailov et al. 2018, SWA).",
                 "table 1 there, test accuracies on CIFAR; no losses",
                 lambda q: below(q["test loss, mean of the snapshots' weights"], q["test loss, where training began"]),
             ),

@@ -171,38 +171,40 @@ RESULTS = (
         "canonical-forms",
         "notebook",
         "partial identification",
-        "A canonical member of each class of equivalent weights",
+        "Canonical representatives",
         _canonical_forms,
         (
             Claim(
-                "One could pick out a canonical member of each equivalence class (and so decide whether two are one).",
+                "One could choose a canonical point of each class (and so decide whether two are equal).",
                 "a question",
                 _decides,
             ),
             Claim(
-                "The classes are many copies of one continuous set, whose dimension can be said.",
+                "Classes are many copies of one continuous set of known dimension.",
                 "a hunch",
                 _dimension,
             ),
             Claim(
-                "If two different weights are close, so are their canonical versions.",
+                "Close weights have close canonical versions.",
                 "a wish",
                 lambda q: within(q["distance of canonical forms over that of the weights"], 0, 2),
             ),
             Claim(
-                "A distance between classes is never larger than that of their members.",
+                "The distance of classes is at most that of their points.",
                 "implied",
                 lambda q: within(q["distance between the orbits over that of the weights"], 0, 1.001),
             ),
         ),
-        remark="Random weights in double precision. Canonical forms sort units, so that close weights may sort "
-        "differently; for closeness there is `orbit_distance` ([guide](symmetry.md#one-weight-for-one-function)).",
+        remark=(
+            "Random weights in double precision. Canonical forms sort units, so close weights may sort "
+            "differently; `orbit_distance` is continuous ([theory](theory/canonical.md), 4)."
+        ),
     ),
     Result(
         "rebasin-mlp",
         "git-re-basin",
         "figure 2, MLP on MNIST",
-        "Lines between MLPs on digits before and after matching",
+        "Linear paths between MLPs before and after matching",
         _mlps,
         (
             Claim(
@@ -215,17 +217,17 @@ RESULTS = (
             ),
         ),
         (MLPS, _match("match-mlps", "zoo-mlps")),
-        remark="3 x 512 units as in the paper, trained on 3,600 digits.",
+        remark="3 x 512 units as in the paper; 3,600 training digits.",
     ),
     Result(
         "rebasin-width",
         "git-re-basin",
         "section 5.3 and figure 4",
-        "Barriers after matching, against width",
+        "Barriers after matching and width",
         _width,
         (
             Claim(
-                "The wider the networks, the lower the barrier that is left after matching.",
+                "The barrier after matching falls with width.",
                 "a figure, no number",
                 lambda q: together(
                     *(
@@ -244,17 +246,17 @@ RESULTS = (
             *(_match(f"match-mlps-{width}", f"zoo-mlps-{width}") for width in NARROW),
             _match("match-mlps", "zoo-mlps"),
         ),
-        remark="The paper multiplies the widths of VGG-16 and ResNet-20; here it is those of an MLP.",
+        remark="Widths of an MLP (paper: VGG-16 and ResNet-20).",
     ),
     Result(
         "repair-cnn",
         "repair",
         "figure 1",
-        "CNNs with batch norm, matched, with statistics measured anew",
+        "Matched CNNs with recalibrated batch norms",
         _cnns,
         (
             Claim(
-                "Statistics measured anew between matched networks take 60 to 100 % of the barrier away.",
+                "Recalibration removes 60 to 100 % of the barrier between matched networks.",
                 "abstract: 60 to 100 %",
                 lambda q: together(
                     within(q["share of the train barrier taken away"], 60, 100),
@@ -294,7 +296,7 @@ RESULTS = (
         _vits,
         (
             Claim(
-                "What matching does for MLPs it does for transformers, if the whole group is used.",
+                "Matching over the whole group lowers the barrier of transformers.",
                 "not done there",
                 lambda q: together(
                     below(q["train loss barrier, whole group, by weights"], q["train loss barrier, as trained"]),
@@ -305,7 +307,7 @@ RESULTS = (
                 ),
             ),
             Claim(
-                "Permutations alone lower the barrier of transformers, too.",
+                "Permutations alone lower it.",
                 "not done there",
                 lambda q: below(q["train loss barrier, permutations"], q["train loss barrier, as trained"]),
             ),
@@ -322,7 +324,9 @@ RESULTS = (
                 ),
             ),
         ),
-        remark="Ainsworth et al. match no transformers; heads, matrices inside of them and the residual stream's basis "
-        "are ours ([guide](matching.md#transformers)).",
+        remark=(
+            "Ainsworth et al. match no transformers; heads, matrices inside them and the residual stream's "
+            "basis are ours ([theory](theory/matching.md), 1.3 and 1.6)."
+        ),
     ),
 )

@@ -140,7 +140,7 @@ class Symmetry(ElementGroup):
 
     @cached_property
     def shifts(self) -> int:
-        """The dimension of the shifts: of what may be added to weights (docs/theory/intertwiners.md, 3.6)."""
+        """The dimension of the shifts: of what may be added to weights (docs/theory/translations.md)."""
         return self.structure.shifts.dimension
 
     @cached_property

@@ -1,6 +1,6 @@
 """Whether a group is all that leaves a small network's function alone: whether it explains the Jacobian's nullity.
 
-See docs/theory/intertwiners.md, 3.5.
+See docs/theory/tracing.md, 8.5.
 """
 
 import contextlib

@@ -64,14 +64,14 @@ def trace_symmetry(
             keyword arguments, a dictionary among these replaces them.
         affine: Whether to count changes of sign that add a constant, where the next bias can take it up: the units of
             sigmoid networks then have signs, as those of tanh networks do (docs/theory/intertwiners.md, 1.4).
-        shifts: Whether to count what may be added to weights (docs/theory/intertwiners.md, 3.6): biases that the next
+        shifts: Whether to count what may be added to weights (docs/theory/translations.md): biases that the next
             layers take off, means that norms take off, and the like. Without, the group is linear: permutations, signs,
             scales and matrices.
         check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
             with weights near its own and one with random weights, on samples of every example and on noise around
             them, each through a round trip of the state dict. Of a small network it then measures the nullity of the
             Jacobian (:attr:`Symmetry.nullity`), and notes how many of its dimensions the group leaves out
-            (docs/theory/intertwiners.md, 3.5). A network without weights cannot be tested; a note says so. Without,
+            (docs/theory/tracing.md, 8.5). A network without weights cannot be tested; a note says so. Without,
             networks that the symmetry meets later are not run, either (:meth:`Symmetry.require`).
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
             lowest precision to which the network rounds inside asks for (1.2e-4 for float32).

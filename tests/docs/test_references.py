@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from guides import ROOT
-from recipes_page import PAGE, page
+from recipes_page import PAGE, guide_of, page
 
 from lightning_sym.recipes import recipe_header, recipe_names
 
@@ -106,7 +106,12 @@ def test_files_that_contributors_are_sent_to_exist() -> None:
 
 def test_the_page_of_recipes_is_made_from_their_headers() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run make recipes-page"
-    assert [line[4:] for line in page().splitlines() if line.startswith("### ")] == recipe_names()
+    assert re.findall(r"^\|\[`([\w/]+)`\]", page(), re.MULTILINE) == recipe_names()
+
+
+def test_every_recipe_has_a_guide_that_is_about_recipes_of_its_folder() -> None:
+    for name in recipe_names():
+        assert name.partition("/")[0] + "/" in (ROOT / "docs" / guide_of(name)).read_text(encoding="utf-8"), name
 
 
 def test_a_header_is_read_to_its_end() -> None:

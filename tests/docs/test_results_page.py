@@ -13,7 +13,7 @@ import pytest
 import papers
 from published import RESULTS, core
 from published.core import Claim, Quantity, Result, Run, Source, Verdict, below, file_of, finish, together, within
-from published.page import PAGE, page, refreshed
+from published.page import DOCS, pages, refreshed
 
 FOUND = refreshed()
 
@@ -24,17 +24,27 @@ def test_page_and_files_are_those_of_the_definitions():
             file = file_of(result, full=full)
             if file.is_file():
                 assert json.loads(file.read_text()) == FOUND[result.name, full], f"make results-page: {file} is stale"
-    assert PAGE.read_text() == page(FOUND), "make results-page: docs/results.md is stale"
+    for file, text in pages(FOUND).items():
+        assert file.read_text() == text, f"make results-page: {file} is stale"
+    assert set((DOCS / "results").iterdir()) == set(pages(FOUND)) - {DOCS / "results.md"}
     known = {file_of(result, full=full) for result in RESULTS for full in (False, True)}
     assert set(core.MEASURED.rglob("*.json")) <= known
 
 
+def test_every_figure_is_on_the_page_of_its_source():
+    texts = pages(FOUND)
+    for (name, _), one in FOUND.items():
+        source = next(result.source for result in RESULTS if result.name == name)
+        for quantity in core.quantities_of(one):
+            assert core.short(quantity.mean) in texts[DOCS / "results" / f"{source}.md"], quantity.label
+
+
 def test_page_names_networks_that_are_no_better_than_one_class():
-    text = page(FOUND)
+    text = "".join(pages(FOUND).values())
     assert "**Constant networks: 7 of 24.**" in text  # table 7
     assert "**Constant networks: 1 of 39.**" in text  # table 2
     better = {key: json.loads(json.dumps(one).replace("10.0278", "90.0278")) for key, one in FOUND.items()}
-    assert "Constant networks" not in page(better)
+    assert "Constant networks" not in "".join(pages(better).values())
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.name)
@@ -141,7 +151,7 @@ def test_verdicts_come_from_intervals():
     assert within(low, -3, 7).word == "agrees"
     assert within(low, 1e-9, 7).word == "not decided"
     assert within(low, 0, 7).word == "agrees"  # of sizes, whose intervals reach below 0
-    assert within(low, -0.2, 7).reason.endswith("; between -0.200 and 7.00 is asked for")
+    assert within(low, -0.2, 7).reason.endswith("; required: between -0.200 and 7.00")
     assert within(low, 5, 7).word == "disagrees"
     yes, no = Verdict("agrees", "a"), Verdict("disagrees", "b")
     assert together(yes, no) == Verdict("partly", "a; b")

@@ -1,4 +1,4 @@
-"""Moves by name (intertwiners.md, 6): what they bring where, that the function stays, laws, and what they refuse."""
+"""Named moves (docs/theory/transformers.md, 6): where they lead, that the function stays, laws, refusals."""
 
 import copy
 import functools

@@ -1,6 +1,6 @@
 """Rotary positions turn planes of coordinates, on which complex numbers act: in all conventions, and what forbids it.
 
-See docs/theory/intertwiners.md, 2.15. The judge is the nullity of the Jacobian.
+See docs/theory/transformers.md, 5. The judge is the nullity of the Jacobian.
 """
 
 import functools

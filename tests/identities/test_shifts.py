@@ -1,4 +1,4 @@
-"""What may be added to weights (intertwiners.md, 3.6): laws of the group, its dimension, the function that stays."""
+"""Translations of weights (docs/theory/translations.md): group laws, dimension, the unchanged function."""
 
 import functools
 import pickle

@@ -1,6 +1,6 @@
 """Residual streams whose norm alone is seen are rotated: which norms allow it, behind which gains, and what forbids it.
 
-See docs/theory/intertwiners.md, 2.6.
+See docs/theory/transformers.md, 2.
 """
 
 import functools

@@ -752,7 +752,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def test_one_example_serves_all_sizes() -> None:
-    """Batch 1 and one pixel say as much as a batch of images (docs/theory/intertwiners.md, 3.4)."""
+    """Batch 1 and one pixel say as much as a batch of images (docs/theory/tracing.md, 8.4)."""
     torch.manual_seed(0)
     network = CIFARResNet(width=2).eval()
     reference = trace_symmetry(network, torch.randn(2, 3, 16, 16), check=False)

@@ -1,4 +1,4 @@
-"""The sizes of docs/theory/intertwiners.md, 3.3, and torchvision's models without any hint."""
+"""The sizes of docs/theory/tracing.md, 8.3, and torchvision's models without any hint."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def log10_factorials(counts: dict[int, int]) -> float:
     return sum(count * math.lgamma(size + 1) for size, count in counts.items()) / math.log(10)
 
 
-# docs/theory/intertwiners.md, 3.3: sizes, decimal logarithm of the number of permutations, magnitudes, signs.
+# docs/theory/tracing.md, 8.3: sizes, decimal logarithm of the number of permutations, magnitudes, signs.
 TABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[int, int], float, int, int]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3)), (2, 5),
         {8: 1, 7: 1}, 8.3, 15, 0),
@@ -198,8 +198,8 @@ MODELS: dict[str, Model] = {
     # Per channel of the 13 plain branches six magnitudes and four signs; the three wide blocks' first branches 2 + 2.
     "shufflenet_v2_x0_5": Model(None, 80, 4884.77, 696 * 6 + 168 * 10 + 48 + 2048, 696 * 4 + 168 * 7 + 24 + 1024,
         shifts=696 + 168 * 2),
-    # 25 norms; 12 layers with 12 heads of 64; one sign of the stream; rotations. Shifts: docs/theory/intertwiners.md,
-    # 3.6; patches, class token and 5 positions against one another and to their means; the last norm and the head.
+    # 25 norms; 12 layers with 12 heads of 64; one sign of the stream; rotations. Shifts: docs/theory/translations.md;
+    # patches, class token and 5 positions against one another and to their means; the last norm and the head.
     "vit_b_16": Model(None, 37, log10_factorials({3072: 12, 12: 12}), 25 * 768 + 12 * 1536,
         25 * 768 + 12 * 1536 + 1,
         shifts=12 * (8 * 768 + 2 * 3072 + 2) + 2 * 768 + (768 + 1 + 1 + 5) - 2 + 768 + 1000,

@@ -45,7 +45,7 @@ def check(settings: tuple[object, ...]) -> None:
     count = sum(parameter.numel() for parameter in network.parameters())
     images = torch.randn(count // 14 + 60, 1, 12, 8, dtype=torch.float64)
     found = local_dimension(symmetry, network, images, tolerance=1e-12)  # a hidden unit may be nearly dead
-    # The vector that the matrix behind the heads takes to a multiple of ones (intertwiners.md, 3.6, what is left out).
+    # The vector that the matrix behind the heads takes to a multiple of ones (docs/theory/translations.md, 3).
     left_out = norm == "layer" and heads == 2 and not bias
     blocks = 2 if pool == "class" else 1
     assert found.excess == left_out * blocks, found

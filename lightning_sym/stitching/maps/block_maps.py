@@ -34,7 +34,7 @@ class HeadMap(StitchingMap):
         matrices: ``M``, by input block; they start as identities. Shape ``[blocks, E, E]``.
 
     References:
-        docs/theory/stitching.md, 2.2; the group is that of docs/theory/intertwiners.md, 2.5.
+        docs/theory/stitching.md, 2.2; the group is that of docs/theory/transformers.md, 1.
     """
 
     needs_equal_widths: ClassVar[bool] = True

@@ -75,7 +75,7 @@ def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
     r"""Measure for every unit the norm of its incoming weights against that of its outgoing weights.
 
     For a unit with a free scale :math:`\lambda` whose weights move by :math:`w_k \to \lambda^{a_k} w_k`, gradient flow
-    conserves :math:`\sum_k a_k w_k^2` (docs/theory/intertwiners.md, 5.1): incoming minus outgoing squared norm, each
+    conserves :math:`\sum_k a_k w_k^2` (docs/theory/canonical.md, 1): incoming minus outgoing squared norm, each
     term weighted by its exponent. Weight decay drives it to 0. Where several scales belong to a unit, the one that both
     multiplies and divides weights is taken: with batch norm before the activation the scale of what the unit puts out,
     so that incoming means ``gamma^2 + beta^2``, and outgoing the next layer's columns. (The other scale, in front of
@@ -123,7 +123,7 @@ def canonicalize(
 ) -> CanonicalForm:
     r"""Return the canonical member of a network's orbit: the same function, the same weights for every member.
 
-    **Scales** (docs/theory/intertwiners.md, 5.2). A scale that only multiplies weights (the one in front of a batch
+    **Scales** (docs/theory/canonical.md, 2). A scale that only multiplies weights (the one in front of a batch
     norm) has no member of smallest norm; the weights that it multiplies get squared norm 1 (or their number, if it acts
     on the rows of several modules, as does the scale of a residual stream on all its last batch norms). Weights that
     are normalised that way are constant, so that a scale that otherwise only divides such weights is one-sided, too:
@@ -136,7 +136,7 @@ def canonicalize(
     - ``"unit"``: incoming weights and bias of norm 1, layer by layer; for a residual stream those of the first module
       that writes into it.
 
-    **Shifts** (docs/theory/intertwiners.md, 3.6). Biases that later layers, batch norms or a softmax take off are 0,
+    **Shifts** (docs/theory/translations.md). Biases that later layers, batch norms or a softmax take off are 0,
     means that norms take off are 0, and what is taken off one another has the least sum of squares. Where a layer norm
     is read without a bias (2.12), its bias equals its gain.
 
@@ -145,7 +145,7 @@ def canonicalize(
     cubes is, then the plain sum. Entries count whose sign depends on no other sign that is still open (of a unit, or
     inside a dense cell).
 
-    **Order** (docs/theory/intertwiners.md, 5.3). Within its cell, dead units last; then by falling norm of the incoming
+    **Order** (docs/theory/canonical.md, 3). Within its cell, dead units last; then by falling norm of the incoming
     weights; ties by the norm of all other weights, then by each tensor's norm, sums of cubes and sums of entries, and
     sums weighted by the place of the units on the other side. Units that are alike in all of these (copies, dead units)
     keep their order, with a note.
@@ -178,7 +178,7 @@ def canonicalize(
         do planes (`AxisGroup.phase`), which are turned to the principal axes of the first weights that hold them.
         Streams are turned to the principal axes of what stands on them (`AxisGroup.rotations`) where all else is fixed,
         too; otherwise they stay, with a note. Sorting is not continuous: near networks may have
-        far canonical forms (docs/theory/intertwiners.md, 5.4, 5.5).
+        far canonical forms (docs/theory/canonical.md, 4, 5).
 
     Example:
         >>> from lightning_sym.symmetry.trace import trace_symmetry

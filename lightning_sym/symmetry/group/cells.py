@@ -94,7 +94,7 @@ def principal_balancing(out: Tensor, read: Tensor) -> Tensor | None:
 
     :math:`A S A^\top = A^{-\top} R A^{-1}` whenever :math:`A^\top A = P` with :math:`P S P = R`. That is the geometric
     mean :math:`P = S^{-1/2} X^{1/2} S^{-1/2}` with :math:`X = S^{1/2} R S^{1/2} = U \Lambda U^\top`
-    (docs/theory/intertwiners.md, 5.5); with :math:`A = \Lambda^{1/4} U^\top S^{-1/2}` both become
+    (docs/theory/canonical.md, 5); with :math:`A = \Lambda^{1/4} U^\top S^{-1/2}` both become
     :math:`\Lambda^{1/2}`.
 
     Args:
@@ -198,7 +198,7 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
 
     The two matrices are those of the incoming and of the outgoing weights, with gains taken off. Scales and cells are
     balanced in turn. Each step lowers the squared norm, which is convex along geodesics of both together
-    (docs/theory/intertwiners.md, 5.5). A matrix that acts on a cell changes only the squared norms of tensors that hold
+    (docs/theory/canonical.md, 5). A matrix that acts on a cell changes only the squared norms of tensors that hold
     the cell.
 
     Args:

@@ -32,7 +32,7 @@ class Element:
             - ``phase``: The angle by which each plane is turned, in radians. Shape (planes,), float64.
             - ``half_turn``: Half periods that are added to biases in front of sines. Shape (half turns,), float64.
             - ``tilt``: One vector per tilt. Each of shape (size,), float64.
-            - ``shift``: What is added (docs/theory/intertwiners.md, 3.6). Shape (size,), float64.
+            - ``shift``: What is added (docs/theory/translations.md). Shape (size,), float64.
     """
 
     group: str

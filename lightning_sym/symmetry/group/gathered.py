@@ -1,4 +1,4 @@
-"""What canonical forms gather of a network's weights, which they ask factors by: docs/theory/intertwiners.md, 5."""
+"""What canonical forms gather of a network's weights, which they ask factors by: docs/theory/canonical.md."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Phases of the planes of rotary positions: docs/theory/intertwiners.md, 2.15."""
+"""Phases of the planes of rotary positions: docs/theory/transformers.md, 5."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

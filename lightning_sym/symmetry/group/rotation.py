@@ -1,4 +1,4 @@
-"""Orthogonal matrices on streams, between gains: docs/theory/intertwiners.md, 2.11."""
+"""Orthogonal matrices on streams, between gains: docs/theory/transformers.md, 3."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

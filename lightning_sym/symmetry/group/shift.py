@@ -1,4 +1,4 @@
-"""Shifts: what is added to weights, before all else; docs/theory/intertwiners.md, 3.6."""
+"""Shifts: what is added to weights, before all else; docs/theory/translations.md."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

@@ -1,6 +1,6 @@
 """Orthogonal matrices on streams: what reads and writes a stream, which matrix is best, and which is canonical.
 
-See docs/theory/intertwiners.md, 2.11 and 5.7.
+See docs/theory/transformers.md, 3, and docs/theory/canonical.md, 7.
 """
 
 from collections.abc import Iterator, Mapping

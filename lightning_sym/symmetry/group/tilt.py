@@ -1,6 +1,6 @@
 r"""Tilts of layer norms: maps :math:`I + t 1^T` between gains, with :math:`1 + 1^T t \neq 0`.
 
-See docs/theory/intertwiners.md, 2.12.
+See docs/theory/transformers.md, 4.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What may be added to weights, as linear elements carry it, and as what brings weights near to others.
 
-See docs/theory/intertwiners.md, 3.6.
+See docs/theory/translations.md.
 """
 
 import math

@@ -11,7 +11,7 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
     r"""Give values and outputs, queries and keys of every head equal Gram matrices.
 
     The member of least squared norm among those that invertible matrices in the heads make
-    (docs/theory/intertwiners.md, 5.5), by positive matrices: what orthogonal ones may still turn stays as it is. In a
+    (docs/theory/canonical.md, 5), by positive matrices: what orthogonal ones may still turn stays as it is. In a
     plane of rotary positions, which complex numbers multiply, queries and keys get one norm, and their phase stays.
     Heads whose Gram matrices are singular, and planes of which one side is zero, stay, with a note.
 

@@ -24,7 +24,7 @@ def fold_norm_gains(
     """Bring the gains of all norms to 1, and the biases of layer norms to 0, by changing what reads them.
 
     The gains go by the scales of the group that act on them and on their readers, the biases by its shifts, into the
-    biases of the readers (docs/theory/intertwiners.md, 6.1). A bias some of whose readers have none stays as far as it
+    biases of the readers (docs/theory/transformers.md, 6.1). A bias some of whose readers have none stays as far as it
     has to, with a note; a gain that has to stay is an error, as what comes next (rotations, norms without gains) relies
     on it.
 

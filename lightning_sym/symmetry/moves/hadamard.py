@@ -37,7 +37,7 @@ def hadamard(n: int, *, fixes_ones: bool = False) -> Tensor:
     References:
         Paley (1933), "On Orthogonal Matrices", Journal of Mathematics and Physics 12. Rotations of streams by Hadamard
         matrices: Ashkboos et al. (2024), QuaRot, arXiv:2404.00456. The blocks that leave ones as they are: ours
-        (docs/theory/intertwiners.md, 6.3).
+        (docs/theory/transformers.md, 6.3).
 
     Example:
         >>> matrix = hadamard(12)

@@ -34,7 +34,7 @@ def rotate_stream(
 ) -> Moved:
     r"""Rotate a residual stream: writers W become Q W, what reads it becomes W Q^T.
 
-    Gains may stay in place: :math:`D Q D^{-1}` acts behind a gain D (docs/theory/intertwiners.md, 2.11 and 6.3); after
+    Gains may stay in place: :math:`D Q D^{-1}` acts behind a gain D (docs/theory/transformers.md, 3 and 6.3); after
     :func:`fold_norm_gains` it is Q itself.
 
     Args:

@@ -11,7 +11,7 @@ def untie(network: nn.Module) -> nn.Module:
     """Return a copy of a network in which every module has parameters of its own.
 
     The function is the same, the group is larger: embeddings that are tied to the head hold a stream in its axes
-    (docs/theory/intertwiners.md, 2.11), so trace the new network. A configuration that says so
+    (docs/theory/transformers.md, 3), so trace the new network. A configuration that says so
     (``tie_word_embeddings`` of `transformers`) says afterwards that embeddings are not tied, and so does what is saved.
 
     Args:

@@ -17,7 +17,7 @@ def center_writers(
     r"""Bring the mean over units of all that is written into a layer norm to 0.
 
     Weights, biases, embeddings and positions lose what they write along the vector of ones, which the norm takes off
-    anyway: shifts of the group (docs/theory/intertwiners.md, 3.6 and 6.2). Afterwards what the norm reads has mean 0
+    anyway: shifts of the group (docs/theory/transformers.md, 6.2). Afterwards what the norm reads has mean 0
     for every input, so that an RMS norm with the same gain, bias and eps does the same (SliceGPT, arXiv:2401.15024).
 
     Args:

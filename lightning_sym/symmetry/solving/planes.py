@@ -1,6 +1,6 @@
 """Units that are planes: two coordinates at every place, which a complex number may turn and scale.
 
-See docs/theory/intertwiners.md, 2.15.
+See docs/theory/transformers.md, 5.
 """
 
 from collections.abc import Sequence

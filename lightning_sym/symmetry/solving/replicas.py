@@ -1,6 +1,6 @@
 """Replicas: copies of units become positions of these, and blocks of copies may change places.
 
-See docs/theory/intertwiners.md, 2.6.
+See docs/theory/transformers.md, 2.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Cells of units that matrices may mix: any invertible ones, or orthogonal ones, behind gains perhaps (streams).
 
-See docs/theory/intertwiners.md, 2.11.
+See docs/theory/transformers.md, 3.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
 A copy is a unit of its own while the network is traced, which says of which unit it is a copy. Where it belongs to one
 of several blocks (a query's head), whole blocks of copies may change places: each is a *slot*. In the end the positions
-of copies are positions of the unit, and only slots tell them apart. See docs/theory/intertwiners.md, 2.6.
+of copies are positions of the unit, and only slots tell them apart. See docs/theory/transformers.md, 2.
 """
 
 from dataclasses import dataclass

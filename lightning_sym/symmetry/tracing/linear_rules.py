@@ -1,4 +1,4 @@
-"""Rules for linear maps, normalisation and attention (docs/theory/intertwiners.md, 2.2 to 2.5)."""
+"""Rules for linear maps, normalisation and attention (docs/theory/intertwiners.md, 2.2 to 2.4)."""
 
 from collections.abc import Sequence
 from typing import Any

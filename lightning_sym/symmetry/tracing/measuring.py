@@ -1,6 +1,6 @@
 """Measures on random numbers whether a function is a norm or a softmax.
 
-See docs/theory/intertwiners.md, 2.16.
+See docs/theory/tracing.md, 3.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Finds the norms of a network by their operations: their gains and biases, and what writes into what they read.
 
-See docs/theory/intertwiners.md, 2.11 and 6.
+See docs/theory/transformers.md, 3 and 6.
 """
 
 from collections.abc import Collection, Iterator, Sequence

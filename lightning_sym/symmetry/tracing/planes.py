@@ -2,7 +2,7 @@
 
 Whatever the convention (halves, neighbours, complex numbers, matrices), a rotary embedding adds to each coordinate x_c
 the one that is its partner, both times constants: x_c own_c + x_partner other_c. The normal form spells it as one
-operation, `rotary`. See docs/theory/intertwiners.md, 2.15.
+operation, `rotary`. See docs/theory/transformers.md, 5.
 """
 
 from collections.abc import Callable, Sequence

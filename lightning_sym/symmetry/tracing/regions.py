@@ -1,7 +1,7 @@
 """Finds norms and softmaxes, however they are written, and puts one operation in the place of each.
 
 A region is a part of the graph that makes a value of one other value of the same shape, without weights. It is run on
-random numbers, and what comes out tells what it is. See docs/theory/intertwiners.md, 2.16.
+random numbers, and what comes out tells what it is. See docs/theory/tracing.md, 3.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Cells of units that orthogonal matrices may mix, since nothing but their norm is seen (residual streams).
 
-See docs/theory/intertwiners.md, 2.11.
+See docs/theory/transformers.md, 3.
 """
 
 from dataclasses import dataclass

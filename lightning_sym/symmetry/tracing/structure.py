@@ -102,7 +102,7 @@ class Structure:
         scale_table: For each orbit (units, m), its units' generators of scales, in one order for all units.
         sign_table: The same for signs.
         dense: Cells (arrays of units, in order) on which any invertible matrix acts.
-        shifts: What may be added to tensors (docs/theory/intertwiners.md, 3.6).
+        shifts: What may be added to tensors (docs/theory/translations.md).
         absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
         copies: For each orbit, the copies of its units (keys that are repeated for queries), if copies may change
             places: with the slots to which they belong. Slots are units that stand nowhere and move in blocks.

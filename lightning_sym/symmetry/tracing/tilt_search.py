@@ -1,4 +1,4 @@
-"""Finds the layer norms whose bias and readers may be changed together, see docs/theory/intertwiners.md, 2.12."""
+"""Finds the layer norms whose bias and readers may be changed together, see docs/theory/transformers.md, 4."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,6 +1,6 @@
 """What a layer norm's bias and the layers that read the norm may change together, without any bias behind them.
 
-See docs/theory/intertwiners.md, 2.12.
+See docs/theory/transformers.md, 4.
 """
 
 from collections.abc import Mapping

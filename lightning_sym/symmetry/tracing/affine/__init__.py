@@ -1,1 +1,1 @@
-"""What may be added to a network's values: the affine part of its symmetry, docs/theory/intertwiners.md, 3.6."""
+"""What may be added to a network's values: the affine part of its symmetry, docs/theory/translations.md."""

@@ -1,6 +1,6 @@
 """Which streams only layer norms and linear layers read, and what writes into them.
 
-See docs/theory/intertwiners.md, 2.12.
+See docs/theory/transformers.md, 4.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What reads the layer norms of each gain and bias, as the interpreter has seen it.
 
-See docs/theory/intertwiners.md, 2.12.
+See docs/theory/transformers.md, 4.
 """
 
 from collections.abc import Sequence

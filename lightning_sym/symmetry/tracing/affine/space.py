@@ -1,6 +1,6 @@
 """All that may be added to a network's tensors, as a vector space: elements, what they add, how fast.
 
-See docs/theory/intertwiners.md, 3.6.
+See docs/theory/translations.md.
 """
 
 import hashlib
@@ -206,7 +206,7 @@ class Translations:
     Args:
         parts: What it is made of.
         folds: Of which gains entries are multiples: what a rotation between gains makes of them is then the same for
-            all networks (docs/theory/intertwiners.md, 3.6).
+            all networks (docs/theory/translations.md).
 
     Attributes:
         size: The number of entries of an element.

@@ -1,6 +1,6 @@
 """What may be added to a network's weights without a change of the function: found, and done.
 
-See docs/theory/intertwiners.md, 3.6.
+See docs/theory/translations.md.
 """
 
 import math
