@@ -12,7 +12,7 @@ help:
 	@echo "make board       watch the runs in TensorBoard"
 	@echo "make test        tests of ten minutes; make test-long runs recipes, guides and several processes, make test-slow the rest"
 	@echo "make pretend-device  tasks, callbacks and functions on a GPU that is not there (tests/pretend_device/README.md)"
-	@echo "make lint        ruff; make format puts right what it can"
+	@echo "make lint        ruff, and rates of stilted phrases (tools/prose.py); make format fixes style"
 	@echo "make types       mypy"
 	@echo "make wheel-test  build the wheel and run it from another folder"
 	@echo "make dependencies  install the wheel with the oldest and with the newest dependencies, and run it"
@@ -45,6 +45,7 @@ pretend-device: $(VENV)/.installed-test
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/prose.py . --worst 0 --limits tools/prose.json
 
 format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
