@@ -247,8 +247,8 @@ $ fit SMALL --data=TensorDataModule --data.train=one_hot.pt
 ZooTask takes one class number per input, and the targets of TensorDataModule are of shape [..., 3]; of one-hot targets
 give targets.argmax(1), or name a loss of your own that takes them.
 $ fit SMALL --data=TensorDataModule --data.train=one_class.pt
-data: TensorDataModule: all targets are class 0, so that there is nothing to tell apart; give class numbers of at least
-two classes (num_classes for those that do not occur), or floats, which are values.
+data: TensorDataModule: all targets are class 0; pass class numbers of at least two classes (num_classes for those that
+do not occur), or floats for regression.
 $ test --ckpt_path=list.ckpt
 list.ckpt holds a list in place of settings by name; give a file that lightning-sym wrote.
 $ fit SMALL --ckpt_path=absent.ckpt
@@ -333,7 +333,7 @@ ValueError: b is not of the traced architecture: the network has shape [5, 64] t
 [4, 64], as in the traced network.
 $ barrier(perceptron(4), perceptron(5), [(images, torch.tensor([0, 1]))])
 ValueError: The networks differ: the parameter 'linear1.weight' is of shape [4, 64] and dtype float32 in the first and
-of shape [5, 64] and dtype float32 in the second; give two of one architecture.
+of shape [5, 64] and dtype float32 in the second; pass two of one architecture.
 $ Grid(2, points=1, bound=1.0)
 ValueError: points of a grid must be an integer >= 2, got 1.
 """

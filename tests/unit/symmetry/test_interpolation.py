@@ -125,7 +125,7 @@ def untied() -> Everything:
         (Relu3(), Relu3().double(), "'0.weight' is of shape .* dtype float32 in the first and .* dtype float64"),
         (nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU(), nn.ReLU()), "only the second has the module '1'"),
         (Everything(0), untied(), "'second.weight' is of .*, tied to 'first.weight' in the first and of"),
-        (nn.LazyLinear(2), nn.LazyLinear(2), "The parameter 'weight' is not initialised yet"),
+        (nn.LazyLinear(2), nn.LazyLinear(2), "The parameter 'weight' is not initialised"),
     ],
 )
 def test_the_first_difference_is_named(a, b, message):
@@ -326,8 +326,8 @@ def refused_barrier(says, make=perceptron, **settings):
         refused_barrier("data has no samples", data=[batch(0)]),
         refused_barrier("data is read once for every point, and this iterator", data=iter([batch()])),
         refused_barrier("data must be a list or loader of batches, got int", data=3),
-        refused_barrier("data must give pairs (inputs, targets), got a Tensor", data=batch()),
-        refused_barrier("data must give pairs (inputs, targets), got a tuple", data=[(*batch(), 0)]),
+        refused_barrier("data must yield pairs (inputs, targets), got a Tensor", data=batch()),
+        refused_barrier("data must yield pairs (inputs, targets), got a tuple", data=[(*batch(), 0)]),
         refused_barrier("recalibration_data is read once for every point", recalibration_data=iter([])),
         refused_barrier("At t =", myrtle, data=[batch(shape=(1, 8, 8))], recalibration_data=[]),
         refused_barrier("points must be an integer >= 2, got 1", points=1),
