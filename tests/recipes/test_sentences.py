@@ -201,11 +201,11 @@ trainer.callbacks.burn_in must be an integer >= 1, got 0.
 $ fit SMALL --model.prior_precision=1 --trainer.callbacks+=MarginalLikelihood --trainer.callbacks.engine=foo
 trainer.callbacks.engine: Unknown engine 'foo'; expected one of: autograd, backpack.
 $ fit SMALL --trainer.callbacks+=MarginalLikelihood
-MarginalLikelihood learns the precisions of a task's prior, and ZooTask has none; set prior_precision, for example to
+MarginalLikelihood learns the precisions of a task's prior, but ZooTask has none; set prior_precision, for example to
 1.0 (--model.prior_precision 1.0).
 $ fit SMALL --trainer.callbacks+=StitchingReport
-StitchingReport works with lightning_sym.tasks.StitchingTask and its like, and ZooTask has no ... and no ... and no ...
-and ... more; remove the callback, or give the task that.
+StitchingReport works with lightning_sym.tasks.StitchingTask and similar tasks, but ZooTask has no ... and no ... and no
+... and ... more; remove the callback, or add these to the task.
 $ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/los --trainer.max_epochs=1
 trainer.callbacks.monitor must be a number that the run logs, got 'val/los'. Did you mean 'val/loss'?
 $ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/loss --trainer.callbacks.mode=lowest
