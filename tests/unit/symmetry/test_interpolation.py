@@ -332,7 +332,7 @@ def refused_barrier(says, make=perceptron, **settings):
         refused_barrier("At t =", myrtle, data=[batch(shape=(1, 8, 8))], recalibration_data=[]),
         refused_barrier("points must be an integer >= 2, got 1", points=1),
         refused_barrier("points must be an integer >= 2", points=2.5),
-        refused_barrier("the network has no batch norm", recalibrate=True),
+        refused_barrier("needs batch norms with running statistics", recalibrate=True),
         refused_barrier("recalibrate must be True, False or 'auto', got 'yes'", recalibrate="yes"),
         refused_barrier("a scalar; got shape [12]", loss=lambda x, y: F.cross_entropy(x, y, reduction="none")),
     ],
