@@ -371,7 +371,9 @@ def test_a_mean_that_alignment_makes_worse_is_said_to_be() -> None:
     data = DigitsDataModule(max_samples=80).test_dataloader()
     merge = functools.partial(merge_checkpoints, files, network=a, inputs=X, data=data, points=2)
     found = merge("m.safetensors", loss=lambda outputs, _: outputs.var())  # small where units cancel one another
-    assert "no network was aligned, as the loss of the average on these data is lower without alignment" in found.notes[-1]
+    assert (
+        "no network was aligned, as the loss of the average on these data is lower without alignment" in found.notes[-1]
+    )
     assert "try --method activations" in found.notes[-1]
     for name, tensor in average([a, Checkpoint.read(files[1], a).network]).state_dict().items():
         assert torch.equal(load_file("m.safetensors")[name], tensor)
@@ -800,7 +802,7 @@ def test_a_full_disk_leaves_nothing_behind(
     fails_at(place, monkeypatch, disk_is_full)
     merge = functools.partial(merge_checkpoints, files, out, network=tied(), inputs=torch.randint(9, (2, 3)))
     says = "copy of the weights" if place == "copies" else f"Cannot write {out}"
-    assert_refused(merge, says=(says, "No space left on device; nothing was left behind"), error=OSError)
+    assert_refused(merge, says=(says, "No space left on device; no file remains"), error=OSError)
     assert sorted(Path().rglob("*")) == before
 
 

@@ -250,7 +250,7 @@ $ fit SMALL --data=TensorDataModule --data.train=one_class.pt
 data: TensorDataModule: all targets are class 0; pass class numbers of at least two classes (num_classes for those that
 do not occur), or floats for regression.
 $ test --ckpt_path=list.ckpt
-list.ckpt holds a list in place of settings by name; give a file that lightning-sym wrote.
+list.ckpt holds a list instead of settings by name; pass a file that lightning-sym wrote.
 $ fit SMALL --ckpt_path=absent.ckpt
 No checkpoint at .../absent.ckpt; give a file, or last.
 $ fit SMALL --ckpt_path=words.yaml

@@ -494,7 +494,7 @@ ZOO = MultiLayerPerceptron(widths=(8, 6), image_size=8)
 @pytest.mark.parametrize(
     ("task", "callbacks", "data", "error", "says"),
     [
-        (Normed, [{}], Empty(max_samples=90, batch_size=16), ValueError, "needs training data, and"),
+        (Normed, [{}], Empty(max_samples=90, batch_size=16), ValueError, "needs training data, but"),
         (Normed, [{}], None, TypeError, "needs a datamodule of lightning_sym.datamodules"),
         (Formless, [{}], digits(), ValueError, "Formless with inputs, but it has no forward method; define forward"),
         (lambda: Choosing(lambda task: [(task.features, ["1", "4"])]), [{}], digits(), ValueError, "batch norm '4'"),

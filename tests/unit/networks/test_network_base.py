@@ -427,7 +427,10 @@ OF_A_CLASS = Network.wrap(functools.partial(torchvision.models.resnet18, norm_la
                 (CIFARResNet(width=1), [2, 1, 32, 32], "[N, 3, 32, 32]"),
             )
         ),
-        *(refused(Network.wrap, bad, says="Only a module or a callable that builds one can be wrapped") for bad in (3, list)),
+        *(
+            refused(Network.wrap, bad, says="Only a module or a callable that builds one can be wrapped")
+            for bad in (3, list)
+        ),
         *(refused(Network.wrap, bad, says="LeNet5 is a Network already") for bad in (LeNet5(), LeNet5)),
     ],
 )
