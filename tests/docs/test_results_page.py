@@ -119,8 +119,8 @@ def test_one_result_fails_in_a_sentence_and_the_others_go_on(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--only", "rebasin-mpl"], "papers.py: No result is called 'rebasin-mpl'; did you mean rebasin-mlp"),
-        (["--only", "zzz"], "papers.py: No result is called 'zzz'; --list shows all.\n"),
+        (["--only", "rebasin-mpl"], "papers.py: No result is named 'rebasin-mpl'; did you mean rebasin-mlp"),
+        (["--only", "zzz"], "papers.py: No result is named 'zzz'; --list shows all.\n"),
         (["--jobs", "0"], "papers.py: --jobs must be at least 1, got 0.\n"),
     ],
 )
