@@ -3,8 +3,8 @@
     python benchmarks/scaling.py    # measures, in about a minute of one thread, and prints the table of the page
 
 Every line is a product that the code below spells out. Times on a GPU are lower bounds: arithmetic at the peak of the
-data sheet times ``SHARE``, and for small networks the time of Python to start the operations of a step, which is
-measured here on negligibly small inputs.
+data sheet times ``SHARE``. Small networks take the time of Python to start the operations of a step, measured here on
+negligibly small inputs.
 """
 
 import argparse

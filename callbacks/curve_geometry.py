@@ -22,12 +22,12 @@ class CurveGeometry(RunReport):
 
     Acts at the end of a fit of :class:`lightning_sym.tasks.CurveTask`, at points of the kept curves of the first pairs,
     in double precision. Per point it computes products of the Hessian with the straight, detour, tangent and a random
-    direction, the largest eigenvalues, the trace with its standard error, and counts of small eigenvalues (or for
-    larger networks their density). It compares rank and nullity of the Jacobian of the outputs by the weights with the
-    dimension of the symmetry's orbit. It compares the Jacobians by the input between points: cosine, linear CKA, and
-    the transfer of a linear probe for classes from one point to another. Two exact identities are checked at every
-    point, see :func:`lightning_sym.connectivity.curve_geometry`. Batch norm statistics are recomputed at every point.
-    With several processes each takes its share of the images.
+    direction. Its spectral results are the largest eigenvalues, the trace with its standard error, and counts of small
+    eigenvalues (or for larger networks their density). It compares rank and nullity of the Jacobian of the outputs by
+    the weights with the dimension of the symmetry's orbit. It compares the Jacobians by the input between points:
+    cosine, linear CKA, and the transfer of a linear probe for classes from one point to another. Two exact identities
+    are checked at every point, see :func:`lightning_sym.connectivity.curve_geometry`. Batch norm statistics are
+    recomputed at every point. With several processes each takes its share of the images.
 
     On rank 0, in ``results``: ``geometry.csv`` and ``.json`` (a row for each point), ``geometry_jacobians.csv`` and
     ``.json``, ``geometry_near_zero.csv`` and ``.json`` or ``geometry_density.csv`` and ``.json``, and for each curve

@@ -35,14 +35,14 @@ class FastGeometricEnsemble(RunReport):
     """Turn one training run into an ensemble: cycle the learning rate, and keep the weights at each minimum.
 
     For any LightningModule with one optimizer, and for tasks that train several networks (each becomes an ensemble).
-    From ``start_epoch`` on, or from the checkpoint of a run without this callback, the callback sets the learning
-    rate of all parameter groups before every step, and overrides any scheduler. The rate falls from ``highest`` to
+    The callback overrides any scheduler and sets the learning rate of all parameter groups before every step. It begins
+    at ``start_epoch``, or at the checkpoint of a run without this callback. The rate falls from ``highest`` to
     ``lowest`` in the first half of a cycle, and rises in the second. In the middle of each cycle the weights are kept,
     a *snapshot*. Begin with trained weights, after about 80 % of a usual training. Cycles must be long enough for the
     weights to move: on small data, 1000 steps or more.
 
-    At the end of the fit, each network is scored as its initial weights, as the ensemble of its snapshots (the mean of
-    their probabilities), and as the average of the snapshots' weights (stochastic weight averaging). With several
+    The end of the fit scores, for each network, its initial weights, the ensemble of its snapshots (the mean of
+    their probabilities), and the average of the snapshots' weights (stochastic weight averaging). With several
     networks, so are the ensembles of all initial weights, of all averages and of all snapshots. Batch norm statistics
     are recomputed on the training data for all of them. Scores are on the test data of datamodules of
     ``lightning_sym.datamodules``, otherwise on the validation data. Each process scores its share.

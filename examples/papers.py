@@ -4,8 +4,8 @@
     python examples/papers.py --only rebasin-mlp
     python examples/papers.py --jobs 2
 
-Each result consists of a few runs of shipped recipes with options, on data without download, and measurements of them
-with intervals, next to the claims of its source. A result with a file in benchmarks/results/papers/ is skipped
+Each result runs a few shipped recipes with options, on data without download. It compares measurements with intervals
+to the claims of its source. A result with a file in benchmarks/results/papers/ is skipped
 without ``--again``. Complete runs are kept, and interrupted ones resume from their last epoch. With ``--full`` the
 sources' own recipes are run in the same way; the page has a column for them.
 """

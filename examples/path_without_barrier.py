@@ -63,7 +63,7 @@ def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
     last, goal = concentrate(end)
     corners = [start, now.clone()]
 
-    def hand_over(side: int, unit: int) -> None:
+    def transfer_slope(side: int, unit: int) -> None:
         """Let an idle unit carry a slope, with the final input weight of the carrier."""
         now[unit] = last[goal[side]]
         corners.append(now.clone())
@@ -79,11 +79,11 @@ def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
         unit = goal[side]
         for other in carried:
             if other != side and carriers[other] == unit:
-                hand_over(other, idle())
+                transfer_slope(other, idle())
         if carriers[side] == unit and now[unit] != last[unit]:
-            hand_over(side, idle())
+            transfer_slope(side, idle())
         if carriers[side] != unit:
-            hand_over(side, unit)
+            transfer_slope(side, unit)
     return straight_legs([*corners, last, end], points)
 
 

@@ -80,7 +80,7 @@ class Claim:
             if held is not False and os.fstat(self._file.fileno()).st_nlink:
                 break
             self._file.close()
-        self._say(settled=False)
+        self._write_record(settled=False)
 
     def _other(self, folder: Path) -> dict[str, Any] | None:
         """Return the record of a process with a conflicting claim; remove claims of processes that have ended."""
@@ -105,10 +105,10 @@ class Claim:
                 return dict(other)
             if both := sorted(set(self._numbers) & set(other["numbers"])):
                 return {**other, "both": both}
-        self._say(settled=True)
+        self._write_record(settled=True)
         return None
 
-    def _say(self, *, settled: bool) -> None:
+    def _write_record(self, *, settled: bool) -> None:
         about = {
             "process": os.getpid(),
             "host": socket.gethostname(),
@@ -133,11 +133,11 @@ def _sentence(other: dict[str, Any], what: str, todo: str) -> str:
     return f"{what} is in use: {who} writes {part}{since}; {todo}."
 
 
-def _let_go() -> None:
+def _close_after_fork() -> None:
     """Close the files in a forked process: claims belong to the process that made them."""
     for claim in _MADE:
         claim._file.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_after_fork)

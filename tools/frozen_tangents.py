@@ -72,7 +72,7 @@ def independent(vectors: sparse.csc_matrix) -> Any:
     return rotation[:, used] / np.sqrt(values[used])
 
 
-def left_of(old: Tangents, new: Tangents) -> Counter[str]:
+def outside_of(old: Tangents, new: Tangents) -> Counter[str]:
     """Count the old tangents of each kind outside of the span of the new ones."""
     parts = independent(new.vectors).T @ (new.vectors.T @ old.vectors).toarray()
     lengths = np.asarray(old.vectors.multiply(old.vectors).sum(0)).ravel()
@@ -120,7 +120,7 @@ def compare(folder: Path, only: str) -> int:
         if fnmatch.fnmatch(name := str(own["name"]), only):
             vectors = sparse.csc_matrix((own["data"], own["indices"], own["indptr"]), own["shape"])
             old, new = Tangents(vectors, own["kinds"].tolist(), int(own["dimension"])), found_in(name)
-            left = left_of(old, new)
+            left = outside_of(old, new)
             counts[not left] += 1
             what = ", ".join(f"{count} {kind}" for kind, count in left.items()) or "nothing"
             print(f"{name}: dimension {old.dimension} -> {new.dimension}; lost: {what}", flush=True)

@@ -194,7 +194,7 @@ class Adapter:
         Raises:
             ValueError: If the adapters do not match, or a product has a smaller rank than its factors.
         """
-        check_alike([reference, self], ranks=True)
+        check_same_network([reference, self], ranks=True)
         theirs = reference.products
         return self.with_products({m: own.matched(theirs[m], gauge) for m, own in self.products.items()})
 
@@ -235,7 +235,7 @@ class Adapter:
         return None if tensor is None else tensor.double() * factor
 
 
-def check_alike(adapters: Sequence[Adapter], *, ranks: bool = False) -> None:
+def check_same_network(adapters: Sequence[Adapter], *, ranks: bool = False) -> None:
     """Check that adapters belong to the same network.
 
     Args:
@@ -323,7 +323,7 @@ def merge_adapters(
     if len(given) != len(adapters) or not all(math.isfinite(w) and w >= 0 for w in given) or not sum(given) > 0:
         raise ValueError(f"weights must be {len(adapters)} numbers >= 0 with a sum above 0, got {weights}.")
     shares = [weight / math.fsum(given) for weight in given]
-    check_alike(adapters)
+    check_same_network(adapters)
     results, errors = {}, {}
     for module in adapters[0].products:
         products = [own.products[module] for own in adapters]

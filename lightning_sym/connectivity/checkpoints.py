@@ -118,13 +118,13 @@ class Checkpoint:
             OSError: If it cannot be written. No file remains.
         """
         out = Path(out)
-        beside = [] if out.suffix == ".safetensors" else _beside(self.file)
+        model_files = [] if out.suffix == ".safetensors" else _model_files(self.file)
         tensors = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
         names = first_names(network)
         if self.shards is None:
             held = {name: tensors[name] for name in network.state_dict() if names.get(name) == name}
             types = {name: self.dtypes.get(name, tensor.dtype) for name, tensor in held.items()}
-            return _write_into_folder(held, types, out, beside) if beside else write_new(held, types, out)
+            return _write_into_folder(held, types, out, model_files) if model_files else write_new(held, types, out)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         needed = [name for name, _ in network.named_parameters()]
         named = named_for(self.shards, shapes, names, needed, ())
@@ -135,7 +135,7 @@ class Checkpoint:
                     yield name, tensors[name]
 
         moving = {name for name in named.values() if tensors[name].is_floating_point()}
-        return write_moved(self.shards, named, moved, moving, out, beside)
+        return write_moved(self.shards, named, moved, moving, out, model_files)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +234,7 @@ def merge_checkpoints(
         raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
     _check_configurations(paths)
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
-    names = _told_apart(paths)
+    names = _distinct_names(paths)
     checkpoints, converted = _of_one_type(
         [Checkpoint.read(file, network, prefix, copies) for file in paths], names, copies
     )
@@ -247,7 +247,9 @@ def merge_checkpoints(
         with unchecked():  # all are copies of one network, and aligned networks are run below
             aligned = _aligned(symmetry, networks, method, statistics, seed, progress, copies, align_only)
             largest = max(_change_of(symmetry, e, own) for e, own in zip(aligned.elements, networks, strict=True))
-            equal = tuple(_compared(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(paths)))
+            equal = tuple(
+                _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(paths))
+            )
     allowed = max(symmetry.tolerance, _UNCHANGED)
     if not largest <= allowed:
         raise ValueError(
@@ -285,7 +287,7 @@ def merge_checkpoints(
         largest_change=largest,
         losses=losses,
         barriers=barriers,
-        notes=(*_sameness(names, [after for _, after in equal]), *notes),
+        notes=(*_equality_notes(names, [after for _, after in equal]), *notes),
     )
 
 
@@ -310,7 +312,7 @@ def _check_arguments(
 def _check_out(out: Path, written: Path) -> None:
     """Check, before any computation, that a result in the form of a file can be written."""
     several, folder = written.suffix == ".json", out.suffix != ".safetensors"
-    if (several and not folder) or (folder and not several and not _beside(written)):
+    if (several and not folder) or (folder and not several and not _model_files(written)):
         expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
         raise ValueError(f"out is {out}; expected {expected}.")
     # A killed run leaves only hidden files, which do not interfere.
@@ -327,7 +329,7 @@ def _configuration_of(file: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and "model_type" in content else None
 
 
-def _beside(file: Path) -> list[Path]:
+def _model_files(file: Path) -> list[Path]:
     """Return the files of a transformers model in its checkpoint's folder, without weights."""
     if _configuration_of(file) is None:
         return []
@@ -336,16 +338,16 @@ def _beside(file: Path) -> list[Path]:
 
 
 def _write_into_folder(
-    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path, beside: Sequence[Path]
+    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path, model_files: Sequence[Path]
 ) -> Path:
     """Write tensors and copies of other files into a folder, completely or not at all."""
     there = out.exists()
     try:
         found = write_new(tensors, types, out / "model.safetensors")
-        for path in beside:
+        for path in model_files:
             shutil.copyfile(path, out / path.name)
     except BaseException:
-        for name in ("model.safetensors", *(path.name for path in beside)):
+        for name in ("model.safetensors", *(path.name for path in model_files)):
             (out / name).unlink(missing_ok=True)
         if not there and out.exists():
             out.rmdir()
@@ -482,7 +484,7 @@ def _match(
     return weight_matching(symmetry, a, b, seed=seed, progress=progress)
 
 
-def _compared(
+def _compare_with_first(
     symmetry: Symmetry, checkpoints: Sequence[Checkpoint], number: int, aligned: _Aligned, seed: int
 ) -> tuple[Equality, Equality]:
     """Test whether a checkpoint equals the first one, before and after the match."""
@@ -504,13 +506,13 @@ def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> floa
     return max((change(old, new) for old, new in zip(before, after, strict=True)), default=0.0)
 
 
-def _told_apart(files: Sequence[Path]) -> list[str]:
+def _distinct_names(files: Sequence[Path]) -> list[str]:
     """Return the names of files, numbered where two share a name."""
     names = [file.name for file in files]
     return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
-def _sameness(names: Sequence[str], equal: Sequence[Equality]) -> tuple[str, ...]:
+def _equality_notes(names: Sequence[str], equal: Sequence[Equality]) -> tuple[str, ...]:
     """Describe which checkpoints equal the first one up to symmetry, and which do not."""
     first, *others = names
     kinds = list(zip(others, equal, strict=True))

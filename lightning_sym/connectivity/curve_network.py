@@ -46,7 +46,7 @@ class CurveNetwork(nn.Module):
 
     def __init__(self, start: nn.Module, end: nn.Module, bends: int = 1, decay: float = 0.0) -> None:
         super().__init__()
-        check_same_ends(start, end)
+        check_endpoints(start, end)
         points = Curve.straight(weight_vector(start), weight_vector(end), bends).points
         self.decay = decay
         self.bends = nn.Parameter(points[1:-1].clone())
@@ -111,7 +111,7 @@ class _Point(torch.autograd.Function):
         return scaled, None, None, None, None
 
 
-def check_same_ends(start: nn.Module, end: nn.Module) -> None:
+def check_endpoints(start: nn.Module, end: nn.Module) -> None:
     """Check that two networks can be the endpoints of a curve.
 
     Args:

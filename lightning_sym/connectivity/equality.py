@@ -79,17 +79,19 @@ def equality(
     with torch.no_grad():
         one, two = (double_copy(network).eval() for network in (a, b))
         calls, count = _random_calls(symmetry.examples, one, torch.Generator().manual_seed(seed))
-        times, worst = _outputs_apart(one, two, calls, rounding, seed)
+        times, worst = _output_difference(one, two, calls, rounding, seed)
         if times > 1:
             return tuple(Equality("not found", times, worst, count) for _ in elements)
         found = []
         for element in elements:
             ours, theirs = state_tensors(one), state_tensors(two)
-            times, worst = weights_apart(symmetry, ours, theirs, element, rounding, seed)
+            times, worst = weight_difference(symmetry, ours, theirs, element, rounding, seed)
             if times > 1 and not _is_identity(symmetry, element):
                 moved = symmetry.act(element, double_copy(b).eval(), inplace=True)
                 near = weight_matching(symmetry, one, moved, seed=seed).element
-                times, worst = weights_apart(symmetry, ours, theirs, symmetry.compose(near, element), rounding, seed)
+                times, worst = weight_difference(
+                    symmetry, ours, theirs, symmetry.compose(near, element), rounding, seed
+                )
             found.append(Equality("equal" if times <= 1 else "same function", times, worst, count))
         return tuple(found)
 
@@ -136,7 +138,7 @@ def _drawn(arguments: Any, generator: torch.Generator) -> Call:
     return Call(*pytree.tree_map_only(Tensor, shuffled, noisy(arguments, generator)))
 
 
-def _outputs_apart(
+def _output_difference(
     one: nn.Module, two: nn.Module, calls: Sequence[Call], rounding: float, seed: int
 ) -> tuple[float, str]:
     """Return the largest difference of an output relative to the limit of rounding, and its name."""
@@ -191,7 +193,7 @@ def _times(apart: Tensor, allowed: Tensor) -> Tensor:
 # ---- weights
 
 
-def weights_apart(
+def weight_difference(
     symmetry: Symmetry,
     ours: Mapping[str, Tensor],
     theirs: Mapping[str, Tensor],

@@ -273,7 +273,12 @@ def _fixed_directions(curve: Curve) -> dict[str, Tensor]:
 
 
 def _identities(
-    curve: Curve, t: float, operator: CurvatureOperator, gradient: Tensor, scale: float, beside: Callable[..., Tensor]
+    curve: Curve,
+    t: float,
+    operator: CurvatureOperator,
+    gradient: Tensor,
+    scale: float,
+    gradient_near: Callable[..., Tensor],
 ) -> tuple[Identity, Identity]:
     """Measure the deviation from both identities.
 
@@ -283,7 +288,7 @@ def _identities(
         operator: The Hessian at the point.
         gradient: The gradient at the point.
         scale: Norm of products with vectors of the tangent's length; values below 1e-9 of it are rounding.
-        beside: Returns the gradient at a nearby point.
+        gradient_near: Returns the gradient at a nearby point.
     """
     tangent = curve.tangent(t)
     product = operator @ tangent
@@ -295,7 +300,7 @@ def _identities(
     best = [Identity(math.inf, STEPS[0])] * 2
     for step in STEPS:
         ends = [_extended(curve, t, offset) for offset in (-step, step)]
-        gradients = [beside(point) for point, _ in ends]
+        gradients = [gradient_near(point) for point, _ in ends]
         slopes = [own @ along for own, (_, along) in zip(gradients, ends, strict=True)]
         differences = (
             float(((gradients[1] - gradients[0]) / (2 * step) - product).norm()),

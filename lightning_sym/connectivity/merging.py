@@ -73,10 +73,10 @@ def merge(
 
     Each network is matched with the reference (:func:`weight_matching`), and left unchanged if that is nearer. If no
     unit is permuted, scales, matrices and rotations are used only if they bring the squared distance below a tenth.
-    More than two networks are then aligned in rounds: in random order, each but the reference is aligned to the average
-    of the others, in the balanced gauge and starting from its current alignment, until a round changes none. The rounds
-    are used if they reduce all distances to the average. The average is taken in the scales of the reference. If no
-    network changes, it is bitwise the average of the given networks.
+    More than two networks are then aligned in rounds, until a round changes none. In random order, each but the
+    reference is aligned to the average of the others, in the balanced gauge, starting from its current alignment. The
+    rounds are used if they reduce all distances to the average. The average is taken in the scales of the reference. If
+    no network changes, it is bitwise the average of the given networks.
 
     Recompute the batch norm statistics of the result, which needs data, with
     :func:`lightning_sym.networks.recalibrate_batch_norm`.

@@ -86,11 +86,11 @@ class Geodesic:
         if alpha in (0, 1):
             return self._end.clone() if alpha else identity
         first, second = self._planes
-        turned = identity
-        turned[first, first] = turned[second, second] = (alpha * self.angles).cos()
-        turned[second, first] = (alpha * self.angles).sin()
-        turned[first, second] = -turned[second, first]
-        return self._basis @ turned @ self._basis.T
+        rotated = identity
+        rotated[first, first] = rotated[second, second] = (alpha * self.angles).cos()
+        rotated[second, first] = (alpha * self.angles).sin()
+        rotated[first, second] = -rotated[second, first]
+        return self._basis @ rotated @ self._basis.T
 
 
 def _planes(form: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:

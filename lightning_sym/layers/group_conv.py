@@ -139,8 +139,8 @@ class GroupConv(nn.Module):
         if self.kind != "full":
             raise ValueError(f"GroupConv of kind {self.kind!r} has no joint filters; use spatial_weight and weight.")
         shape = (self.out_channels, ROTATIONS, self.in_channels, self.kernel_size, self.kernel_size)
-        turned = rotated(self.weight.view(shape))  # [g, C', h - g, C, k, k]
-        shifted = [torch.roll(filters, turns, 1) for turns, filters in enumerate(turned)]
+        rotations = rotated(self.weight.view(shape))  # [g, C', h - g, C, k, k]
+        shifted = [torch.roll(filters, turns, 1) for turns, filters in enumerate(rotations)]
         return torch.stack(shifted).flatten(2, 3)
 
     def spatial(self, x: Tensor) -> Tensor:

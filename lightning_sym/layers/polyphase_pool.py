@@ -13,7 +13,7 @@ class PolyphasePool(nn.Module):
     """Subsampling by 2 that keeps, for each sample, the polyphase component with the largest norm.
 
     The four components are ``x[..., a::2, b::2]``. Shifting a sample circularly by s shifts its output by floor(s/2)
-    or ceil(s/2), and rotating it by 90 degrees rotates the output up to such a shift, independently of the rest of the
+    or ceil(s/2). Rotating it by 90 degrees rotates the output up to such a shift. Neither depends on the rest of the
     batch. Derivatives treat the choice as constant.
 
     This holds if one component has the largest norm. At an exact tie the first of the largest in the order (a, b) =

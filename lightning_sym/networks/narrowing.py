@@ -56,7 +56,7 @@ def narrowed(network: M, kept: Mapping[Axis, Sequence[int] | Tensor]) -> M:
         setattr(owner, name.rpartition(".")[2], part)
         tensors[name] = part
     for module in small.modules():
-        _tell_sizes(module)
+        _update_sizes(module)
     before: dict[Axis, list[int]] = small.__dict__.get(KEPT, {})
     whole = {
         axis: [before[axis][place] for place in places] if axis in before else places
@@ -78,7 +78,7 @@ def _check(tensors: Mapping[str, Tensor], name: str, axis: int, places: Sequence
         )
 
 
-def _tell_sizes(module: nn.Module) -> None:
+def _update_sizes(module: nn.Module) -> None:
     """Update a module's size attributes from its tensors."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape

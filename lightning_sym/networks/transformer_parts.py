@@ -160,9 +160,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, T, C]`` for tokens ``[N, T, C]``."""
-        query = self.query_positions(_apart(self.query(x), self.query_heads))
-        key = self.key_positions(_apart(self.key(x), self.key_value_heads))
-        value = _apart(self.value(x), self.key_value_heads)
+        query = self.query_positions(_split_heads(self.query(x), self.query_heads))
+        key = self.key_positions(_split_heads(self.key(x), self.key_value_heads))
+        value = _split_heads(self.value(x), self.key_value_heads)
         if (times := self.query_heads // self.key_value_heads) > 1:
             key, value = (shared.repeat_interleave(times, 1) for shared in (key, value))
         # Not torch's fused kernels, which lack second derivatives and run stacked networks one by one.
@@ -172,7 +172,7 @@ class SelfAttention(nn.Module):
         return output
 
 
-def _apart(x: Tensor, heads: int) -> Tensor:
+def _split_heads(x: Tensor, heads: int) -> Tensor:
     """Return ``[N, heads, T, E]`` for ``[N, T, heads * E]``."""
     apart: Tensor = torch.unflatten(x, -1, (heads, -1))
     return apart.transpose(1, 2)

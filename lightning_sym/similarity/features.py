@@ -41,14 +41,14 @@ class SimilarityMetric(Metric):
     def sync(self, *args: Any, **kwargs: Any) -> None:
         """Synchronise the states of all processes, as ``torchmetrics`` does."""
         if ranks() > 1 and not self._is_synced:
-            self._take_shapes()
+            self._adopt_shapes()
         super().sync(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         device = fn(torch.empty(0)).device
         return super()._apply(fn, *args, **kwargs) if wide_device(device) == device else self
 
-    def _take_shapes(self) -> None:
+    def _adopt_shapes(self) -> None:
         held = {name: getattr(self, name) for name in self._defaults}
         own = {name: state[0] if isinstance(state, list) and state else state for name, state in held.items()}
         shapes = {name: (t.shape, t.dtype) for name, t in own.items() if isinstance(t, Tensor) and t.numel()}

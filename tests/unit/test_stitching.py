@@ -83,7 +83,7 @@ def test_upper_parts_share_parameters_and_own_statistics():
 
 def test_bad_sites_are_said():
     assert_refused(cnn, sites=["relu"], says="activation1, activation2, activation3, activation4")
-    assert_refused(cnn, sites=[], says="MyrtleCNN has to be cut at one site at least")
+    assert_refused(cnn, sites=[], says="MyrtleCNN must be cut at one site at least")
     assert_refused(cut, Unsteady, (4,), says="Unsteady cut at 'activation' does not reproduce its output")
 
 

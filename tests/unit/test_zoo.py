@@ -394,7 +394,7 @@ def test_weights_that_are_not_finite_are_not_read_unless_that_is_meant(folder):
 def test_weights_of_another_kind_of_number_are_not_read(folder, dtype):
     name, value = next(iter(perceptron().state_dict().items()))
     edit_weights(folder / member_file(2), **{name: value.to(getattr(torch, dtype))})
-    said = f"holds {name!r} as torch.{dtype}, and the network has it as torch.float32"
+    said = f"holds {name!r} as torch.{dtype}, but the network has it as torch.float32"
     assert_refused(ModelZoo.open(folder).load, 2, says=said)
 
 
