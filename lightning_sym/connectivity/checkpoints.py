@@ -550,10 +550,10 @@ def _warnings(
     """Warn if the result is better without alignment on these data."""
     if align_only:
         before, after = barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
-        what = "the barrier on these data is lower"  # prose: ok
+        what = "the barrier on these data is lower"
     else:
         before, after = losses[_PLAIN][0], losses[_ALIGNED][0]
-        what = "no network was aligned, as the loss of the average on these data is lower"  # prose: ok
+        what = "no network was aligned, as the loss of the average on these data is lower"
     if not before < after:
         return ()
     other = "activations" if method == "weights" else "weights"
