@@ -63,7 +63,7 @@ def find_runs(places: Sequence[str | Path]) -> tuple[list[FinishedRun], list[str
     """Find the runs in some folders, each once and in order, and a sentence for each one that was left out.
 
     Args:
-        places: Folders of runs, and folders that contain such folders.
+        places: Folders of runs, or of several such folders.
 
     Raises:
             ValueError: If a folder is neither, or a run that was named has not ended.

@@ -75,7 +75,7 @@ class FeatureMoments:
         x, y = self._rows("x", x, self.in_channels, axis), self._rows("y", y, self.out_channels, axis)
         if x.shape[:-1] != y.shape[:-1]:
             raise ValueError(
-                "x and y must have equal shapes but for the channels, got (channels moved to the end) "
+                "x and y must have equal shapes except for the channels, got (channels moved to the end) "
                 f"{list(x.shape)} and {list(y.shape)}; give both networks the same inputs and cut them where the "
                 "resolution is the same."
             )
