@@ -313,8 +313,8 @@ def best_overlap(one: ChannelGroup, two: ChannelGroup, cross: Tensor) -> float:
     """
     if one.inside != two.inside:
         raise ValueError(
-            "the channels of x and y have groups of different kinds; expected hook points of one kind, or a group that both "
-            'have, such as "sigmoid" for permutations.'
+            "the channels of x and y have groups of different kinds; expected hook points of one kind, or a group that "
+            'both have, such as "sigmoid" for permutations.'
         )
     common = [number for number in sorted(set(one.signs.tolist()) - {-1}) if _several(one, number)]
     if len(common) > _MOST_COMMON_SIGNS:
