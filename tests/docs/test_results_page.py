@@ -110,7 +110,7 @@ def test_one_result_fails_in_a_sentence_and_the_others_go_on(tmp_path, monkeypat
     assert papers.main(["--folder", str(tmp_path / "runs"), "--jobs", "2"]) == 1
     said = capsys.readouterr()
     assert said.err.startswith("bad was not made: bad failed (fit --config no/such_recipe")
-    assert "1 of 2 results are there" in said.out
+    assert "1 of 2 results exist" in said.out
     found = json.loads((tmp_path / "measured" / "good.json").read_text())
     assert found["claims"][0]["verdict"] == "agrees"
     assert {"command", "minutes", "versions", "seeds", "cores"} <= set(found)
