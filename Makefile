@@ -1,4 +1,4 @@
-# Every target makes the virtual environment and installs what it needs; a second call starts at once.
+# Every target makes the virtual environment and installs its requirements, unless that was done before.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,16 +8,16 @@ BIN := $(VENV)/bin
 	docs docs-serve figures clean
 
 help:
-	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, pictures, TensorBoard logs"
+	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, figures, TensorBoard logs"
 	@echo "make board       watch the runs in TensorBoard"
-	@echo "make test        tests of ten minutes; make test-long runs recipes, guides and several processes, make test-slow the rest"
-	@echo "make pretend-device  tasks, callbacks and functions on a GPU that is not there (tests/pretend_device/README.md)"
-	@echo "make lint        ruff; make format puts right what it can"
+	@echo "make test        fast tests, ten minutes; make test-long tests recipes, guides and several processes, make test-slow the rest"
+	@echo "make pretend-device  test tasks, callbacks and functions on a simulated GPU (tests/pretend_device/README.md)"
+	@echo "make lint        ruff, and rates of stilted phrases (tools/prose.py); make format fixes style"
 	@echo "make types       mypy"
 	@echo "make wheel-test  build the wheel and run it from another folder"
-	@echo "make dependencies  install the wheel with the oldest and with the newest dependencies, and run it"
+	@echo "make dependencies  install the wheel with the oldest and the newest dependencies, and run it"
 	@echo "make docs        build the site into site/; make docs-serve shows it"
-	@echo "make figures     make the pictures of docs/images anew that take minutes (ONLY=NAME, ALL=1), and say which changed"
+	@echo "make figures     remake the pictures of docs/images that take minutes (ONLY=NAME, ALL=1), and list the changed ones"
 	@echo "make recipes-page  write docs/recipes.md from the recipes' headers"
 	@echo "make results-page  write docs/results.md and docs/results/ from the files of published results in miniature"
 
@@ -32,7 +32,7 @@ board: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What needs several processes, runs whole recipes, or the code of the guides; .ci/run runs it, too.
+# Tests of several processes, whole recipes, and the code of the guides; also part of .ci/run.
 test-long: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and not slow and not pretend_device'
 
@@ -45,12 +45,13 @@ pretend-device: $(VENV)/.installed-test
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/prose.py . --worst 0 --limits tools/prose.json
 
 format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# mypy does not follow package-dir: it sees the packages, and the scripts, through a folder of links.
+# mypy does not support package-dir: it reads packages and scripts through a folder of links.
 SCRIPTS := $(notdir $(basename $(wildcard benchmarks/*.py examples/*.py tools/*.py)))
 types: $(VENV)/.installed-types
 	$(BIN)/python tools/packages.py
@@ -60,7 +61,7 @@ types: $(VENV)/.installed-types
 wheel-test: $(VENV)/.installed
 	.ci/wheel_test.sh $(BIN)/python
 
-# Clean environments with the oldest and with the newest dependencies: minutes and gigabytes, so no part of .ci/run.
+# Clean environments with the oldest and the newest dependencies take minutes and gigabytes: not part of .ci/run.
 dependencies:
 	.ci/dependencies.sh $(PYTHON)
 
@@ -69,7 +70,7 @@ recipes-page: $(VENV)/.installed
 
 results-page: $(VENV)/.installed
 	PYTHONPATH=examples $(BIN)/python -m published.page
-# Strict: a warning (a dead link, a page that the navigation leaves out) is an error. Nothing is fetched.
+# Strict: a warning (a dead link, a page missing from the navigation) is an error. Needs no network.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "  open    site/index.html, or make docs-serve"
@@ -77,7 +78,7 @@ docs: $(VENV)/.installed-docs
 docs-serve: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
 
-# One after the other, on one thread; the table is tools/figures.yaml.
+# Runs the commands of tools/figures.yaml in order, on one thread.
 figures: $(VENV)/.installed
 	$(BIN)/python tools/figures.py $(if $(ONLY),--only '$(ONLY)') $(if $(ALL),--all)
 

@@ -1,4 +1,4 @@
-"""Timing variants in turn, and writing down what came out; for the scripts beside this one."""
+"""Time variants in turn, and write the results; shared by the benchmark scripts."""
 
 import argparse
 import json
@@ -29,13 +29,13 @@ def timed(
     work: Mapping[str, float] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Results:
-    """Time variants in turn, after a round that is not counted; return one :func:`row` per variant.
+    """Time variants in turn, after an uncounted round; return one :func:`row` per variant.
 
     Args:
         runs: The variants; one is called "plain".
-        rounds: How many are counted.
-        work: How many times the plain one's work a variant does; default 1.
-        clock: Returns seconds; ``time.process_time`` for those of the CPU.
+        rounds: Number of counted rounds.
+        work: Work of a variant relative to the plain one; default 1.
+        clock: Function that returns seconds; ``time.process_time`` for processor time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(-1, rounds):
@@ -50,13 +50,13 @@ def timed(
 
 
 def row(variant: str, seconds: list[float], plain: list[float], work: float = 1) -> dict[str, Any]:
-    """Return a variant's median, least and largest time, and of its ratios to the plain reference, round by round.
+    """Return a variant's median, least and largest time, and its ratios to the plain reference, round by round.
 
     Args:
-        variant: Its name.
-        seconds: What each round took.
-        plain: Those of the reference.
-        work: How many times the reference's work the variant does; its ratios are for the same work.
+        variant: Name of the variant.
+        seconds: Time of each round.
+        plain: Times of the reference.
+        work: Work of the variant relative to the reference; ratios are for equal work.
     """
     found: dict[str, Any] = {"variant": variant}
     ratios = [a / b / work for a, b in zip(seconds, plain, strict=True)]
@@ -66,13 +66,13 @@ def row(variant: str, seconds: list[float], plain: list[float], work: float = 1)
 
 
 def result(title: str, rows: Results, **more: Any) -> dict[str, Any]:
-    """Put rows together, and print them."""
+    """Combine rows to a result, and print it."""
     print(table({"title": title, "rows": rows, **more}), flush=True)
     return {"title": title, "rows": rows, **more}
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return one result as a Markdown table."""
+    """Format a result as a Markdown table."""
     lines = [f"### {found['title']}", ""]
     lines += [found["note"], ""] if found.get("note") else []
     lines += ["| variant | median s | min to max | ratio to plain, by rounds |", "|---|---|---|---|"]
@@ -89,7 +89,7 @@ def write(name: str, results: Results, device: str, rounds: int) -> None:
     """Write all results to ``results/<name>-<device>.json`` and ``.md``."""
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     machine = torch.cuda.get_device_name() if device == "cuda" else machine
-    load = [round(minutes, 1) for minutes in os.getloadavg()]  # of the last 1, 5 and 15 minutes, this script included
+    load = [round(minutes, 1) for minutes in os.getloadavg()]  # over 1, 5 and 15 minutes, including this script
     about = {
         "machine": machine,
         "load": load,
@@ -107,7 +107,7 @@ def write(name: str, results: Results, device: str, rounds: int) -> None:
 
 
 def parser(description: str | None, rounds: int, about_rounds: str = "after a first one that is not counted") -> Parser:
-    """Return a parser of the options that all scripts have."""
+    """Return a parser of the options common to all scripts."""
     found = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     found.add_argument("--rounds", type=int, default=rounds, help=about_rounds)
@@ -115,7 +115,7 @@ def parser(description: str | None, rounds: int, about_rounds: str = "after a fi
 
 
 def run(name: str, parts: Parts, only: list[str] | None, device: str, rounds: int) -> None:
-    """Run the parts that were asked for; write the results down if these are all."""
+    """Run the selected parts; write the results if these are all parts."""
     start = time.perf_counter()
     results = [found for part in only or parts for found in parts[part]()]
     if not only:

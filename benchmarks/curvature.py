@@ -1,12 +1,12 @@
-"""What relaxed layers, their curvature and the marginal likelihood cost, in units of what one would do without them.
+"""Cost of relaxed layers, their curvature and the marginal likelihood, relative to plain alternatives.
 
-Variants take turns, so that a machine whose speed drifts does so for all. One thread on a CPU, as a rank would have.
+Variants take turns, so that drifts in the machine's speed affect all. Uses one thread on a CPU, as a rank would.
 Run it alone on the machine::
 
     python benchmarks/curvature.py                    # everything, about half an hour on a CPU core
     python benchmarks/curvature.py --only layers sparse
     python benchmarks/curvature.py --device cuda
-    python benchmarks/curvature.py --quick            # everything on tiny sizes, to see that it works; most of
+    python benchmarks/curvature.py --quick            # everything at tiny sizes, as a test; most of
                                                       # its minute are six short fits of the recipe
 
 Prints tables; without ``--only`` and ``--quick`` it also writes them to ``benchmarks/results/curvature-<device>.json``
@@ -16,7 +16,7 @@ Plain references:
     layers       the factored layer as linear maps of block-diagonal (one-hot) inputs; torch's circular ``Conv2d``
     sparse       the layers without anchors: ``FactoredFullyConnected`` and ``CircularConv``
     passes       one epoch of training on the same samples, batch 128
-    checks       one pass, of which the checks at its beginning are a part
+    checks       one pass, including the checks at its beginning
     eigenvalues  ``eigvalsh`` of the block-diagonal factor written out as a dense matrix
     recipe       ``equivariance/digits_digit`` without updates of the precisions
 """
@@ -53,7 +53,7 @@ Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is; the defaults are those of the figures."""
+    """Sizes of the experiments; the defaults are those of the published numbers."""
 
     channels: tuple[tuple[int, int], ...] = ((3, 10), (10, 20), (20, 40))
     grids: tuple[int, ...] = (16, 32)
@@ -61,7 +61,7 @@ class Sizes:
     width: int = 10
     samples: int = 512
     blocks: int = 10
-    sides: tuple[int, ...] = (256, 512)  # of blocks whose dense matrix is timed
+    sides: tuple[int, ...] = (256, 512)  # sides of blocks with a timed dense matrix
     largest: int = 1024
     epochs: int = 20
     every: int = 5
@@ -80,7 +80,7 @@ QUICK = Sizes(((2, 3),), (8,), 4, 2, 8, 3, (16, 32), 64, 2, 1, (("equivariance/d
 
 
 def one_hot_blocks(x: Tensor) -> Tensor:
-    """Return inputs of shape ``[N, C, F]`` as ``[N, C, C F]``, each channel in a block of its own, zeros elsewhere."""
+    """Reshape inputs ``[N, C, F]`` to ``[N, C, C F]`` with a separate block for each channel, zero elsewhere."""
     count, channels, features = x.shape
     blocks = x.new_zeros(count, channels, channels, features)
     return blocks.diagonal_scatter(x.mT, 0, 1, 2).flatten(2)
@@ -105,7 +105,7 @@ def steps(module: nn.Module, x: Tensor, layer: Layer | None = None) -> Callable[
 
 
 def peak_mib(run: Callable[[], Any], device: str) -> float:
-    """Return by how much the memory of tensors grows within a run."""
+    """Return the growth of the memory of tensors within a run."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -124,7 +124,7 @@ def peak_mib(run: Callable[[], Any], device: str) -> float:
 
 
 def fits(size: float, device: str) -> bool:
-    """Return whether so many bytes are free."""
+    """Test whether so many bytes are free."""
     if device == "cuda":
         return size < torch.cuda.mem_get_info()[0]
     file = Path("/proc/meminfo")
@@ -217,7 +217,7 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tu
 
 
 def measure_passes(sizes: Sizes, rounds: int, device: str) -> Results:
-    """Time curvature passes against epochs of training, and what comes after a pass."""
+    """Time curvature passes against epochs of training, and the work after a pass."""
     found = []
     for grid in sizes.grids:
         torch.manual_seed(0)
@@ -258,7 +258,7 @@ def measure_passes(sizes: Sizes, rounds: int, device: str) -> Results:
 
 
 def measure_checks(sizes: Sizes, rounds: int, device: str) -> Results:
-    """Time the checks of a network and its rules as a part of passes over as many data as the recipes have."""
+    """Time the checks of a network and its rules as a part of passes over as many data as in the recipes."""
     found = []
     for name, samples, width, grid, columns in sizes.recipes:
         torch.manual_seed(0)
@@ -279,7 +279,7 @@ def measure_checks(sizes: Sizes, rounds: int, device: str) -> Results:
                 rows = timed({"plain": partial(factors, network, batches, engine=engine, samples=columns)}, rounds)
             own = statistics.median(seconds[1:])
             share = own / rows[0]["seconds_median"]
-            note = f"Of it the checks are {1000 * own:.1f} ms, {100 * share:.1f} %."
+            note = f"The checks take {1000 * own:.1f} ms of it, {100 * share:.1f} %."
             title = f"The checks in a pass as in {name}, {'exact' if columns is None else 'Monte Carlo'}, {engine}"
             found.append(
                 result(title, rows, note=note, seconds_of_checks=own, share_of_a_pass=share, target_share=0.03)
@@ -370,14 +370,14 @@ def measure_recipe(sizes: Sizes, rounds: int, device: str) -> Results:
     plain, updates, one = (row["seconds_median"] for row in rows)
     note = (
         f"{sizes.epochs} epochs with start, test and figures. Plain: burn_in=null. Line 3 is almost only start and "
-        f"end; without its {one:.1f} s the ratio of line 2 is {(updates - one) / (plain - one):.2f}, to which longer "
-        "runs tend."
+        f"end; without its {one:.1f} s the ratio of line 2 is {(updates - one) / (plain - one):.2f}, the limit "
+        "of longer runs."
     )
     return [result("The recipe equivariance/digits_digit with and without the callback's updates", rows, note=note)]
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the selected parts."""
     options = parser(__doc__, 5, "times four for layers; after one that is not counted")
     options.add_argument("--only", nargs="+", choices=["layers", "sparse", "passes", "checks", "eigenvalues", "recipe"])
     options.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")

@@ -1,6 +1,6 @@
-"""What J costs at many weight vectors, and a search of many candidates at once, beside plain references.
+"""Cost of J at many weight vectors, and of a search of many candidates at once, compared with plain references.
 
-Variants take turns, so that a machine whose speed drifts does so for all. One thread on a CPU, as a rank would have.
+Variants take turns, so that drifts in the machine's speed affect all. Uses one thread on a CPU, as a rank would.
 Run it alone on the machine::
 
     python benchmarks/equivalence.py                  # everything, about ten minutes on a CPU core
@@ -10,8 +10,8 @@ Run it alone on the machine::
 Prints tables and writes them to ``benchmarks/results/equivalence-<device>.json`` and ``.md``.
 
 Plain references:
-    point   a hand-written loop: the weights are copied into the network, which is run on all 500 inputs at once
-    grid    the same loop over a whole grid, from some of its points
+    point   a hand-written loop: copies the weights into the network and runs it on all 500 inputs at once
+    grid    the same loop over some points of a whole grid
     search  candidates one after another, each in a hand-written loop of the same steps
 """
 
@@ -72,7 +72,7 @@ class Case:
         return 2 * torch.rand(count, self.plane.dimension, dtype=torch.float64) - 1
 
     def plain(self, coefficients: Tensor) -> None:
-        """Evaluate J point by point, as one would by hand."""
+        """Evaluate J point by point, as in hand-written code."""
         parameters = list(self.network.parameters())
         with torch.no_grad():
             for row in coefficients:
@@ -86,7 +86,7 @@ def measure_point(rounds: int, device: str) -> Results:
     results = []
     for name in NETWORKS:
         case = Case(name, device)
-        few = max(8, case.points // 100)  # of the plain loop and what is as slow
+        few = max(8, case.points // 100)  # points for the plain loop and other slow variants
         variants: Runs = {"plain": partial(case.plain, case.coefficients(few))}
         counts = {"plain": few}
         for method in case.methods:
@@ -149,7 +149,7 @@ def measure_search(rounds: int, device: str) -> Results:
             batches: Tensor = batches,
             targets: Tensor = targets,
         ) -> None:
-            # One candidate is timed, as they take all the same; the ratio below is for all.
+            # One candidate is timed, as all take the same time; the ratio below is for all.
             for batch, target in zip(batches, targets, strict=True):
                 optimizer.zero_grad()
                 (network(batch) - target).square().sum(1).mean().backward()
@@ -183,7 +183,7 @@ MEASUREMENTS = {"point": measure_point, "grid": measure_grid, "search": measure_
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the selected parts."""
     options = parser(__doc__, 5)
     options.add_argument("--only", nargs="+", choices=MEASUREMENTS)
     arguments = options.parse_args()

@@ -1,4 +1,4 @@
-"""What moving about in weight space costs beside plain training.
+"""Cost of methods in weight space, compared with plain training.
 
 Run it alone on the machine, on one thread::
 
@@ -6,12 +6,11 @@ Run it alone on the machine, on one thread::
     python benchmarks/landscape.py --part curve_steps
     python benchmarks/landscape.py --device cuda
 
-Prints tables and writes them to ``benchmarks/results/landscape-<device>.json`` and ``.md``. Seconds are those of the
-processor (of the clock with ``--device cuda``). Variants take turns, so that a machine whose speed drifts does so for
-all.
+Prints tables and writes them to ``benchmarks/results/landscape-<device>.json`` and ``.md``. Seconds are processor time
+(wall time with ``--device cuda``). Variants take turns, so that drifts in the machine's speed affect all.
 
 Parts:
-    curve_steps  a training step of a curve (draw a point, gradient there, step of the bends) beside one of the network
+    curve_steps  a training step of a curve (random point, gradient, step of the control points) and of the network
 """
 
 import copy
@@ -36,7 +35,7 @@ STEPS = 20
 
 
 def curve_steps(rounds: int, device: str) -> Results:
-    """Time training steps of curves beside those of the networks."""
+    """Time training steps of curves and of the networks."""
     perceptron, convolutional = MultiLayerPerceptron(), MyrtleCNN(16, in_channels=1, image_size=28)
     cases = (
         ("MLP of 3 x 512 units", perceptron, 128),
@@ -88,7 +87,7 @@ def _steps(population: Population, inputs: Tensor, labels: Tensor, before: Calla
 
 
 def main() -> None:
-    """Run the parts that were asked for."""
+    """Run the selected parts."""
     options = parser(__doc__, 10)
     options.add_argument("--part", choices=["curve_steps"], action="append")
     given = options.parse_args()

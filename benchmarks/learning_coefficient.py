@@ -1,6 +1,6 @@
-"""How long chains for a learning coefficient take, beside one after another in plain PyTorch, in the same run.
+"""Time of chains for a learning coefficient, compared with sequential chains in plain PyTorch, in the same run.
 
-Variants take turns, so that a machine whose speed drifts does so for all. On the CPU seconds are those of the CPU, of
+Variants take turns, so that drifts in the machine's speed affect all. On the CPU seconds are processor time of
 one thread. Run it alone on the machine::
 
     OMP_NUM_THREADS=1 python benchmarks/learning_coefficient.py   # everything, about eight minutes
@@ -8,10 +8,10 @@ one thread. Run it alone on the machine::
 Prints tables and writes them to ``benchmarks/results/learning_coefficient-<device>.json`` and ``.md``.
 
 Plain reference:
-    8 chains of SGLD one after another: a module, ``backward``, and an update of each parameter; the loss on all data
+    8 sequential chains of SGLD: a module, ``backward``, and an update of each parameter; the loss on all data
     every 10 steps
 
-``loop`` is our own code, one chain after another.
+``loop`` is our own code with sequential chains.
 """
 
 import copy
@@ -34,7 +34,7 @@ CHAINS, STEPS, STEP, LOCALISATION = 8, 2000, 1e-5, 2.0
 
 
 def plain(network: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> list[list[float]]:
-    """Return the losses on all data along chains that are run one after another."""
+    """Return the losses on all data along sequential chains."""
     temperature = len(x) / math.log(len(x))
     found = []
     for chain in range(CHAINS):
@@ -75,7 +75,7 @@ def measure(rounds: int, device: str) -> Results:
             "vmap": ours,
         }
         ends = torch.tensor(plain(network, x, y, batch_size))[:, -1].mean(), ours().losses[-1].mean()
-        note = f"Mean losses at the end {float(ends[0]):.3f} and {float(ends[1]):.3f}. Ours find the curvature, too."
+        note = f"Mean losses at the end {float(ends[0]):.3f} and {float(ends[1]):.3f}. Ours also finds the curvature."
         title = f"{CHAINS} chains of {STEPS} steps, 2,410 weights, batches of {batch_size} of {len(x)} digits"
         found.append(result(title, timed(runs, rounds, clock=clock), note=note, target_ratio=1 / 3))
     return found

@@ -1,10 +1,10 @@
-"""What large experiments would cost, from constants measured here and public figures of hardware (docs/scaling-out.md).
+"""Projected cost of large experiments, from constants measured here and public hardware data (docs/scaling-out.md).
 
     python benchmarks/scaling.py    # measures, in about a minute of one thread, and prints the table of the page
 
-Every line is a product that the code below writes out. Times on a GPU are lower bounds: arithmetic at the peak of the
-data sheet times ``SHARE``, and for small networks the time in which Python starts the operations of a step, which is
-measured here on inputs so small that nothing else takes time.
+Every line is a product that the code below spells out. Times on a GPU are lower bounds: arithmetic at the peak of the
+data sheet times ``SHARE``. Small networks take the time of Python to start the operations of a step, measured here on
+negligibly small inputs.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from torchvision.models import resnet50
 from lightning_sym.networks import CIFARResNet
 
 FLOAT32 = 67e12  # operations per second: NVIDIA H100 data sheet (SXM)
-SHARE = 0.35  # of the peak that is reached; 0.46 is published for a language model tuned for it (arXiv 2204.02311)
+SHARE = 0.35  # achieved share of the peak; 0.46 is published for a tuned language model (arXiv 2204.02311)
 NETWORK = 25e9  # bytes per second: NVIDIA ConnectX-6, 200 Gbit/s
-DISK = 3e9  # bytes per second: NVMe over PCIe 3.0 x 4, whose lanes carry 3.9e9
+DISK = 3e9  # bytes per second: NVMe over PCIe 3.0 x 4 with 3.9e9 on its lanes
 COPIES = 5.3  # memory of a merge, in checkpoints of float32 (docs/merging.md)
-TOGETHER = 0.34  # a stitching figure in one fit, beside a fit for each site and map (docs/performance.md)
+TOGETHER = 0.34  # cost of a stitching figure in one fit, relative to a fit per site and map (docs/performance.md)
 
 
 def seconds(work: Callable[[], object], rounds: int = 7) -> float:
-    """Return the median of the processor's time."""
+    """Return the median processor time."""
     work()
     taken = []
     for _ in range(rounds):
@@ -52,7 +52,7 @@ def step(network: nn.Module, inputs: torch.Tensor) -> Callable[[], None]:
 
 
 def products(network: nn.Module, inputs: torch.Tensor) -> float:
-    """Return the products of a forward pass for one input, of convolutions and linear layers."""
+    """Return the multiplications of a forward pass for one input, in convolutions and linear layers."""
     found = 0.0
 
     def count(module: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ def products(network: nn.Module, inputs: torch.Tensor) -> float:
 
 
 def products_of_factors(network: nn.Module) -> float:
-    """Return the operations of the outer products for one image of 224 x 224: both factors at each place."""
+    """Return the operations of the outer products for one image of 224 x 224: both factors at each position."""
     found = 0.0
 
     def count(module: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ def products_of_factors(network: nn.Module) -> float:
 
 
 def activations(network: nn.Module, inputs: torch.Tensor) -> float:
-    """Return the bytes that all modules put out, which a training step keeps."""
+    """Return the bytes of all modules' outputs, which a training step keeps."""
     found = 0.0
 
     def count(module: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ def factor_sizes(network: nn.Module) -> list[int]:
 
 
 def clock(value: float) -> str:
-    """Return seconds as people say them, with two digits."""
+    """Format seconds in a suitable unit, with two digits."""
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if value >= 2 * length or length == 1:
             return f"{float(f'{value / length:.2g}'):,.10g} {unit}"
@@ -152,7 +152,7 @@ def main() -> None:
         f"{kept:.2f} GB of activations a member | {1000 * weights * 4 / 1e9:.1f} GB on disk; network: none "
         "(`ddp_members`) |"
     )
-    # Both networks are run, the map alone is trained: about a step of one of them.
+    # Both networks are run, but only the map is trained: about a step of one of them.
     fits = 500 * 19 * 7
     stitch = TOGETHER * fits * 20 * (45_000 // 32)
     print(
@@ -161,7 +161,7 @@ def main() -> None:
         f"{fits * 64 * 64 * 4 / 1e9:.1f} GB of maps at most; network: "
         "none (job arrays) |"
     )
-    # Forward, and backward once, for one random sign; then products of what layers take and put out with themselves.
+    # A forward and a backward pass for one random sign; then products of inputs and outputs of layers with themselves.
     images_of = 1_281_167
     curvature = images_of * (6 * large + products_of_factors(big))
     sides = factor_sizes(big)
@@ -174,8 +174,8 @@ def main() -> None:
         f"{held / 1e9:.1f} GB of factors | {2 * 7 / 8 * held / 1e9:.1f} GB a process: "
         f"{clock(2 * 7 / 8 * held / NETWORK)} |"
     )
-    # Llama-2 70B (arXiv 2307.09288): 80 layers of width 8,192 with 28,672 units, of whose three matrices all rows are
-    # compared, and one assignment in each; its time grows with the third power of the units.
+    # Llama-2 70B (arXiv 2307.09288): 80 layers of width 8,192 with 28,672 units. All rows of their three matrices are
+    # compared, with one assignment per layer; its time grows with the third power of the units.
     layers, width, units, parameters = 80, 8192, 28_672, 69e9
     gram = layers * 3 * 2 * units**2 * width
     solved = layers * assignment * (units / 2000) ** 3

@@ -1,6 +1,6 @@
-"""How long similarities take, beside a plain reference in the same run.
+"""Time of similarities, compared with a plain reference in the same run.
 
-Variants take turns, so that a machine whose speed drifts does so for all. On the CPU seconds are those of the CPU, of
+Variants take turns, so that drifts in the machine's speed affect all. On the CPU seconds are processor time of
 one thread. Run it alone on the machine::
 
     OMP_NUM_THREADS=1 python benchmarks/similarity.py   # everything, about three minutes
@@ -8,8 +8,8 @@ one thread. Run it alone on the machine::
 Prints tables and writes them to ``benchmarks/results/similarity-<device>.json`` and ``.md``.
 
 Plain references:
-    max     the alignment with the maximum kernel of Godfrey et al., row by row of the kernel, as the formula is
-    matrix  the forward passes of both networks, that the features come from
+    max     the alignment with the maximum kernel of Godfrey et al., row by row of the kernel, as in the formula
+    matrix  the forward passes of both networks that compute the features
 """
 
 import time
@@ -27,7 +27,7 @@ from lightning_sym.similarity import CKA, GroupProcrustes, OrthogonalProcrustes,
 
 
 def clock(device: str) -> Any:
-    """Return what tells the time: of the CPU, or with a GPU on the wall."""
+    """Return the clock: processor time on the CPU, wall time on a GPU."""
     return time.process_time if device == "cpu" else time.perf_counter
 
 
@@ -38,7 +38,7 @@ def plain_kernel(x: Tensor) -> Tensor:
     kernel = x.new_empty(len(x), len(x))
     for place, row in enumerate(
         x
-    ):  # rows in a list would scatter the memory between the large products, which runs out
+    ):  # a list of rows would fragment the memory between the large products, until it runs out
         kernel[place] = (x * row).sum((2, 3)).amax(1)
     return kernel
 
@@ -51,7 +51,7 @@ def plain_alignment(x: Tensor, y: Tensor) -> Tensor:
 
 
 def alignment(x: Tensor, y: Tensor) -> Tensor:
-    """Return the same by the metric."""
+    """Return the same from the metric."""
     metric = CKA("max")
     for start in range(0, len(x), 500):
         metric.update(x[start : start + 500], y[start : start + 500])

@@ -1,21 +1,21 @@
-"""Top eigenvalue, trace and density of a CNN's Hessian, beside PyHessian's published algorithms, in one run.
+"""Top eigenvalue, trace and density of a CNN's Hessian, compared with PyHessian's published algorithms, in one run.
 
 Run it alone on the machine, on one thread::
 
     OMP_NUM_THREADS=1 python benchmarks/spectra.py          # everything, about two minutes
 
-Prints tables and writes them to ``benchmarks/results/spectra-<device>.json`` and ``.md``. Seconds are those of the
-processor. The CNN has 19 thousand parameters; both get the same 512 samples, in float32, as one batch.
+Prints tables and writes them to ``benchmarks/results/spectra-<device>.json`` and ``.md``. Seconds are processor time.
+The CNN has 19 thousand parameters; both get the same 512 samples, in float32, as one batch.
 
 Plain reference:
-    PyHessian's algorithms as published (Yao et al. 2020, arXiv 1912.07145) and as in its code for one batch: the graph
-    of the gradient is kept, and differentiated for one vector after another; power iteration until the eigenvalue
-    changes by less than 1e-3; random signs until the mean of the trace changes by less than 1e-3, at most 100; 100
-    steps of Lanczos from one vector, without reorthogonalisation, for the density
+    PyHessian's algorithms as published (Yao et al. 2020, arXiv 1912.07145) and as in its code for one batch. The graph
+    of the gradient is kept, and differentiated for one vector after another. Power iteration stops when the eigenvalue
+    changes by less than 1e-3; random signs stop when the mean of the trace changes by less than 1e-3, at most 100; 100
+    steps of Lanczos from one vector, without reorthogonalisation, give the density
 
-Ours end where they are at least as accurate. The notes say how accurate both are: errors of the eigenvalue beside one
-with a residual of 1e-6, root mean squares over seeds of that of the trace beside one of about 0.1 %, and distances (L1)
-to a density from 8 vectors with 150 steps.
+Ours stop when they are at least as accurate. The notes give both accuracies: errors of the eigenvalue relative to one
+with a residual of 1e-6, root mean square errors over seeds of the trace relative to one of about 0.1 %, and distances
+(L1) to a density from 8 vectors with 150 steps.
 """
 
 import math
@@ -66,7 +66,7 @@ class Published:
         self.size = sum(p.numel() for p in self.parameters)
 
     def start(self) -> None:
-        """Make the graph of the gradient."""
+        """Build the graph of the gradient."""
         loss = F.cross_entropy(self.model(self.x), self.y)
         self.slopes = torch.autograd.grad(loss, self.parameters, create_graph=True)
 
@@ -92,7 +92,7 @@ class Published:
         return value
 
     def trace(self, seed: int = 0, tolerance: float = 1e-3, most: int = 100) -> float:
-        """Return Hutchinson's estimate, one vector after the other."""
+        """Return Hutchinson's estimate, vector by vector."""
         self.start()
         generator, values, mean = torch.Generator().manual_seed(seed), [], 0.0
         for _ in range(most):
@@ -147,7 +147,7 @@ def _top(published: Published, operator, rounds: int) -> dict:
         return abs(value / exact - 1)
 
     own = error(ours())
-    # Published with its own tolerance, and with the largest at which it is as accurate as ours.
+    # The published one with its tolerance, and with the largest one at which it is as accurate as ours.
     tolerance = next(t for t in (1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6, 1e-6) if error(published.top(t)) <= own)
     variants = {"plain": partial(published.top, tolerance), "published tolerance": published.top, "ours": ours}
     errors = error(published.top(tolerance)), error(published.top()), own
@@ -180,7 +180,7 @@ def _traces(published: Published, operator, rounds: int) -> dict:
 
     theirs, own = error(found), error([ours(seed) for seed in range(SEEDS)])
     note = (
-        f"{SEEDS} seeds each. Root mean square errors {theirs:.1%} (by {min(probes)} to {max(probes)} vectors, "
+        f"{SEEDS} seeds each. Root mean square errors {theirs:.1%} (with {min(probes)} to {max(probes)} vectors, "
         f"{sum(probes) / SEEDS:.0f} on average) and {own:.2%}; one of our vectors has {deviation:.0%}, so that this "
         f"would take the plain one {(deviation / own) ** 2:.0f} vectors."
     )

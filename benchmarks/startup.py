@@ -1,6 +1,6 @@
-"""How long commands take before they begin, beside importing what every script of the field imports.
+"""Start-up time of commands, compared with importing the libraries that every script of the field imports.
 
-Each is a process of its own on one thread, in turn; seconds of the CPU, its children included. Run it::
+Each is a separate process on one thread, in turn; seconds are processor time, including children. Run it::
 
     python benchmarks/startup.py
 
@@ -8,8 +8,8 @@ Prints a table and writes it to ``benchmarks/results/startup-cpu.json`` and ``.m
 
 Variants:
     plain     ``import torch, pytorch_lightning``
-    fit       a recipe with the data read, one training step, validation, tables and pictures
-    options   what a recipe would run with: ``--print_config``
+    fit       a recipe with the data read, one training step, validation, tables and figures
+    options   the resolved options of a recipe: ``--print_config``
     symmetry  the symmetry of torchvision's ResNet-18
     recipes   the list of recipes
 """
@@ -26,7 +26,7 @@ from _timing import parser, result, run, timed
 
 
 def seconds_of_children() -> float:
-    """Return the seconds that processes started from here have had of the CPU."""
+    """Return the processor time of child processes in seconds."""
     times = os.times()
     return times.children_user + times.children_system
 

@@ -1,6 +1,6 @@
-"""What a whole figure of stitching penalties costs in one fit, and one step of it, beside plain references.
+"""Cost of a whole figure of stitching penalties in one fit, and of one step, compared with plain references.
 
-Variants take turns, so that a machine whose speed drifts does so for all. Run it alone on the machine::
+Variants take turns, so that drifts in the machine's speed affect all. Run it alone on the machine::
 
     python benchmarks/stitching.py                  # everything, about half an hour on two cores
     python benchmarks/stitching.py --only step projection
@@ -9,11 +9,11 @@ Variants take turns, so that a machine whose speed drifts does so for all. Run i
 Prints tables and writes them to ``benchmarks/results/stitching-<device>.json`` and ``.md``.
 
 Plain references:
-    figure      the same task and settings, one fit for each site and map (4 sites x 5 maps, 1 pair, MNIST5k), in one
+    figure      the same task and settings, one fit per site and map (4 sites x 5 maps, 1 pair, MNIST5k), in one
                 process each, and all in one process
     step        a hand-written step: frozen layers, one trained 1x1 convolution, frozen layers with batch statistics
-    transformer the same with a trained linear layer behind a block of a compact transformer; seconds of the CPU
-    projection  the step that it belongs to
+    transformer the same with a trained linear layer after a block of a compact transformer; processor time
+    projection  the step that contains it
 """
 
 import argparse
@@ -80,7 +80,7 @@ def fit(zoo: Path, sites: list[str], maps: list[str], epochs: int, device: str, 
 
 
 def in_process(zoo: Path, sites: list[str], maps: list[str], epochs: int, device: str) -> dict[str, float]:
-    """Run one fit in a process of its own; return seconds of the fit and of the process, and its peak memory in MiB."""
+    """Run one fit in a separate process; return seconds of the fit and of the process, and its peak memory in MiB."""
     start = time.perf_counter()
     arguments = json.dumps([str(zoo), sites, maps, epochs, device])
     output = subprocess.run(
@@ -91,7 +91,7 @@ def in_process(zoo: Path, sites: list[str], maps: list[str], epochs: int, device
 
 
 def run_fit(arguments: str) -> None:
-    """Be the process of :func:`in_process`."""
+    """Run in the process of :func:`in_process`."""
     zoo, sites, maps, epochs, device = json.loads(arguments)
     with tempfile.TemporaryDirectory() as folder:
         seconds = fit(Path(zoo), sites, maps, epochs, device, folder)
@@ -124,7 +124,7 @@ def measure_figure(epochs: int, device: str) -> Results:
 
 
 class PlainStep:
-    """A step written by hand for one architecture: no cutting, no ports, no projection."""
+    """A hand-written step for one architecture: no cutting, no ports, no projection."""
 
     def __init__(self, lower: nn.Module, trained: nn.Module, upper: nn.Module, device: str) -> None:
         self.lower, self.map, self.upper = lower.to(device).eval(), trained.to(device), upper.to(device)
@@ -149,7 +149,7 @@ def plain_cnn(a: MyrtleCNN, b: MyrtleCNN, site: str, channels: int, device: str)
 
 
 def plain_transformer(a: CompactTransformer, b: CompactTransformer, block: int, width: int, device: str) -> PlainStep:
-    """Return the step behind a block of a transformer."""
+    """Return the step after a block of a transformer."""
     lower = nn.Sequential(a.embedding, a.dropout, *a.blocks[: block + 1])
     upper = nn.Sequential(*b.blocks[block + 1 :], b.norm, b.pool, b.classifier)
     return PlainStep(lower, nn.Linear(width, width, bias=False), upper, device)
@@ -179,7 +179,7 @@ def measure_steps(rounds: int, device: str) -> Results:
     images, labels = torch.rand(32, 1, 28, 28, device=device), torch.randint(10, (32,), device=device)
     make = MyrtleCNN(width=16, in_channels=1, image_size=28)
     for layer, site in enumerate(SITES):
-        # Each variant has networks of its own: a plain upper part is in train mode, ours is a copy.
+        # Each variant has separate networks: plain top layers are in train mode, ours are a copy.
         plain = plain_cnn(make.fresh(0), make.fresh(1), site, 16 * 2**layer, device)
         cuts = [CutNetwork(make.fresh(seed).to(device), [site], example=images) for seed in (0, 1)]
         steps: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
@@ -195,7 +195,7 @@ def measure_steps(rounds: int, device: str) -> Results:
 
 
 def measure_transformers(rounds: int, device: str) -> Results:
-    """Time one step behind a block of compact transformers: those of the recipe for MNIST5k, and a published size."""
+    """Time one step after a block of compact transformers: those of the recipe for MNIST5k, and a published size."""
     found = []
     off = {"attention_dropout": 0.0, "stochastic_depth": 0.0}
     small = CompactTransformer(1, 28, variant="2/3x2", width=64, heads=4, mlp_ratio=2, **off)
@@ -220,7 +220,7 @@ def measure_transformers(rounds: int, device: str) -> Results:
 
 
 def measure_projections(rounds: int, device: str) -> Results:
-    """Time the projection beside the step that it belongs to, on CIFAR-sized images."""
+    """Time the projection and the step that contains it, on CIFAR-sized images."""
     found = []
     images, labels = torch.rand(32, 3, 32, 32, device=device), torch.randint(10, (32,), device=device)
     for layer, channels in ((1, 64), (3, 256), (4, 512)):
@@ -242,7 +242,7 @@ def measure_projections(rounds: int, device: str) -> Results:
 def main() -> None:
     """Run the benchmark and write the results."""
     options = parser(__doc__, 3, "times a few, after a first round that is not counted")
-    options.add_argument("--epochs", type=int, default=1, help="of each fit of the whole figure")
+    options.add_argument("--epochs", type=int, default=1, help="epochs of each fit of the whole figure")
     options.add_argument("--only", nargs="+", choices=["projection", "step", "transformer", "figure"])
     options.add_argument("--fit", help=argparse.SUPPRESS)
     arguments = options.parse_args()

@@ -1,23 +1,23 @@
-"""How long tracing, acting, matching and canonicalising take, each beside a plain reference in the same run.
+"""Time of tracing, acting, matching and canonicalising, compared with plain references in the same run.
 
-Variants take turns, so that a machine whose speed drifts does so for all. Run it alone on the machine::
+Variants take turns, so that drifts in the machine's speed affect all. Run it alone on the machine::
 
     python benchmarks/symmetry.py                     # everything, about six minutes on two cores
     python benchmarks/symmetry.py --only trace act    # parts of it
     python benchmarks/symmetry.py --device cuda       # gains of the matching on the GPU
 
-Large networks are matched once, in processes of their own, so that the most memory can be read; in seconds of the CPU.
+Large networks are matched once, in separate processes that show their peak memory; in processor time.
 
 Prints tables and writes them to ``benchmarks/results/symmetry-<device>.json`` and ``.md``.
 
 Plain references:
-    trace   ``torch.export.export(network, (x,), strict=False)``: what another tool would begin with
+    trace   ``torch.export.export(network, (x,), strict=False)``: the first step of other tools
     transformers  one forward of GPT-2; building the Llama on the meta device
     act     ``copy.deepcopy(network)``
-    match   coordinate descent as it is usually written (all gains of a group from freshly permuted float64 weights,
-            group after group until nothing changes), on the same axis groups; for large networks one assignment of
+    match   the usual coordinate descent (all gains of a group from freshly permuted float64 weights, group after group
+            until a fixed point), on the same axis groups; for large networks one assignment of
             as many units as the largest group has
-    canonicalize  one sweep that gives every convolution's rows norm 1, written by hand for this one architecture
+    canonicalize  one hand-written sweep for this architecture that gives every convolution's rows norm 1
 """
 
 import copy
@@ -75,7 +75,7 @@ def gpt2() -> nn.Module:
 
 
 def measure_transformers(rounds: int) -> Results:
-    """Time the tracer on GPT-2, and on the shapes of a Llama of 8 billion parameters, in a process of its own."""
+    """Time the tracer on GPT-2, and on the shapes of a Llama of 8 billion parameters, in a separate process."""
     if not importlib.util.find_spec("transformers"):
         return []
     network, tokens = gpt2(), torch.randint(50257, (2, 16))
@@ -84,7 +84,7 @@ def measure_transformers(rounds: int) -> Results:
         "ours, without the self-test": lambda: trace_symmetry(network, input_ids=tokens, check=False),
         "ours": lambda: trace_symmetry(network, input_ids=tokens),
     }
-    title, note = "Trace GPT-2, 124 million parameters, 2 x 16 tokens", "Without the self-test, 4 s are aimed at."
+    title, note = "Trace GPT-2, 124 million parameters, 2 x 16 tokens", "Target without the self-test: 4 s."
     found = [result(title, timed(runs, rounds), target_seconds=12, note=note)]
     code = (
         "import time, torch, transformers; from lightning_sym.symmetry import trace_symmetry\n"
@@ -96,14 +96,14 @@ def measure_transformers(rounds: int) -> Results:
     tracing = (
         "start = time.perf_counter(); print(trace_symmetry(network, input_ids=torch.arange(16)[None]).dimension)\n"
     )
-    # What the system counts from the start of the program on; ru_maxrss begins with the memory of this process.
+    # Count from the start of the program: ru_maxrss includes the memory of this process.
     ending = (
         "peak = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]\n"
         "print(time.perf_counter() - start, int(peak) / 2**20)"
     )
 
     def llama(what: str) -> list[float]:
-        """Return what a process of its own prints; its imports are not timed."""
+        """Return the output of a separate process; its imports are not timed."""
         command = [sys.executable, "-c", code + what + ending]
         return [
             float(word) for word in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -113,8 +113,8 @@ def measure_transformers(rounds: int) -> Results:
     dimension, seconds, memory = llama(tracing)[-3:]
     rows = [row("plain", [building], [building]), row("ours", [seconds], [building])]
     note = (
-        f"Dimension {int(dimension):,}. Plain: the model is built. Most memory of a process that imports and builds it "
-        f"{before:.2f} GiB, that traces it, too, {memory:.2f} GiB (at most 2 aimed at)."
+        f"Dimension {int(dimension):,}. Plain: the model is built. Peak memory of a process that imports and builds it "
+        f"{before:.2f} GiB, that also traces it {memory:.2f} GiB (target: at most 2)."
     )
     found.append(result("Trace the shapes of a Llama of 8 billion parameters", rows, target_seconds=60, note=note))
     return found
@@ -151,10 +151,10 @@ def _acting(title: str, network: nn.Module, symmetry: Symmetry, rounds: int, rat
 
 
 def plain_matching(symmetry: Symmetry, a: nn.Module, b: nn.Module, seed: int = 0) -> float:
-    """Match weights as it is usually written: permute everything, take all gains of one group, assign, repeat.
+    """Match weights in the usual way: permute everything, compute all gains of one group, assign, repeat.
 
     Returns:
-        The distance of the parameters at the end.
+        The final distance of the parameters.
     """
     first = {name: p.detach().double().numpy() for name, p in a.named_parameters()}
     second = {name: p.detach().double().numpy() for name, p in b.named_parameters()}
@@ -279,15 +279,15 @@ print(plain, seconds, (status("VmHWM") - before) / size, match.sweeps, match.dis
 
 
 def measure_large_matching() -> Results:
-    """Time weight matching of large networks, and measure its memory, each in a process of its own (on Linux)."""
+    """Time weight matching of large networks, and measure its memory, each in a separate process (on Linux)."""
     found = []
     for title, (make, shape, units) in LARGE.items():
         code = _MATCHING.format(make=make, shape=shape, units=units)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         plain, seconds, memory, sweeps, before, after = (float(word) for word in done.stdout.split())
         note = (
-            f"Two random initialisations; seconds of the CPU. Most memory beyond the two networks: {memory:.1f} times "
-            f"one of them, the moved network included. {sweeps:.0f} sweeps, from a distance of {before:.4g} to "
+            f"Two random initialisations; processor time. Peak memory beyond the two networks: {memory:.1f} times "
+            f"one of them, including the transformed network. {sweeps:.0f} sweeps, from a distance of {before:.4g} to "
             f"{after:.4g}. Plain: one assignment of {units} units."
         )
         rows = [row("plain", [plain], [plain]), row("ours", [seconds], [plain])]
@@ -297,7 +297,7 @@ def measure_large_matching() -> Results:
 
 @torch.no_grad()
 def plain_gauge(network: nn.Module) -> nn.Module:
-    """Give the rows of every convolution of a ResNet norm 1, and let its batch norm follow: one gauge, by hand."""
+    """Give the rows of every convolution of a ResNet norm 1, and adapt its batch norm: one gauge, hand-written."""
     network = copy.deepcopy(network)
     modules = dict(network.named_modules())
     for name, conv in modules.items():

@@ -1,7 +1,7 @@
-"""How long an epoch of a zoo takes beside a hand-written loop that trains the same members one after another.
+"""Time of a zoo's epoch, compared with a hand-written loop that trains the same members one after another.
 
-Same data, same networks, same optimizer, same run; variants take turns, so that a machine whose speed drifts
-does so for all. Run it alone on the machine::
+Same data, same networks, same optimizer, same run. Variants take turns, so that drifts in the machine's speed
+affect all. Run it alone on the machine::
 
     python benchmarks/zoo.py                  # CPU: Myrtle CNN x 8 on MNIST5k, MLP x 32 on the 8x8 digits
     python benchmarks/zoo.py --part steps     # single training steps, ours and plain in turn: least noise
@@ -10,9 +10,9 @@ does so for all. Run it alone on the machine::
 Prints a table and writes it to ``benchmarks/results/zoo-<device>.json`` and ``.md``.
 
 Variants:
-    plain       one network after another; batches by indexing a normalised tensor in memory (the fast way to
-                write it by hand)
-    dataloader  the same with ``torch.utils.data.DataLoader`` over a ``TensorDataset``, as most scripts do it
+    plain       one network after another; batches by indexing a normalised tensor in memory (the fast hand-written
+                way)
+    dataloader  the same with ``torch.utils.data.DataLoader`` over a ``TensorDataset``, as in most scripts
     loop, vmap  ``ZooTask`` under Lightning's Trainer, with its data, metrics and logging
     ..._cl      the same in channels_last layout
 """
@@ -56,13 +56,13 @@ class RandomImagesDataModule(ImageDataModule):
 
 
 class Stopwatch:
-    """Seconds by what they were spent on."""
+    """Seconds by activity."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("compute", "data", "logging"), 0.0)
 
     def timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call, timed."""
+        """Return a timed version of a function."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
@@ -75,7 +75,7 @@ class Stopwatch:
 
 
 class TimedTask(ZooTask):
-    """A ``ZooTask`` that notes the time spent on its parts."""
+    """A ``ZooTask`` that records the time spent on its parts."""
 
     def on_fit_start(self) -> None:  # noqa: D102
         self.watch = Stopwatch()
@@ -96,7 +96,7 @@ class TimedTask(ZooTask):
 
 
 class TimedLoader:
-    """A loader whose ``next`` is timed as data."""
+    """A loader with the time of ``next`` recorded as data."""
 
     def __init__(self, loader: Any, task: TimedTask) -> None:
         self.loader, self.task, self.sampler, self.batch_sampler = loader, task, loader.sampler, None
@@ -114,7 +114,7 @@ class TimedLoader:
 
 
 class EpochTimer(Callback):
-    """Time of the last training epoch, logging at its end included."""
+    """Time of the last training epoch, including logging at its end."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
         _synchronize(pl_module.device)
@@ -134,7 +134,7 @@ def _synchronize(device: torch.device) -> None:
 def run_task(
     network: Network, data: ImageDataModule, members: int, steps: int, device: str, **kwargs: Any
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds of an epoch of ``steps`` steps, and the shares spent on what is not computing."""
+    """Return the seconds of an epoch of ``steps`` steps, and the shares of work other than computation."""
     task = TimedTask(network, members=members, keep="last", **kwargs)
     timer = EpochTimer()
     make = type(data).train_dataloader
@@ -153,7 +153,7 @@ def run_task(
             enable_checkpointing=False,
         )
         trainer.fit(task, data)
-    # The metrics are added inside the optimizer's closure, so they are in "compute" too; the rest is Lightning's loop.
+    # The metrics are added inside the optimizer's closure and thus counted as "compute"; the rest is Lightning's loop.
     data_and_logging = timer.shares["data"] + timer.shares["logging"]
     return timer.seconds, {
         "data_and_logging": data_and_logging,
@@ -164,7 +164,7 @@ def run_task(
 def run_plain(
     network: Network, data: ImageDataModule, members: int, steps: int, device: str, *, loader: bool, channels_last: bool
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds that a hand-written loop takes for the same members and steps."""
+    """Return the seconds of a hand-written loop for the same members and steps."""
     raw, labels = data.split_tensors("train")
     images = data.normalize(raw).to(device)
     labels = labels.to(device)
@@ -227,7 +227,7 @@ def measure(
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     shares: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for number in range(-1, rounds):  # the first round warms up
-        for variant in variants if number % 2 else reversed(variants):  # neither always goes first
+        for variant in variants if number % 2 else reversed(variants):  # alternate the order
             seconds, share = runs[variant]()
             if number >= 0:
                 times[variant].append(seconds)

@@ -1,4 +1,4 @@
-"""What happens between steps and epochs, and what is reported at the end."""
+"""Callbacks: measurements and updates during training, and reports at the end."""
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
 from lightning_sym.callbacks.calibration_report import CalibrationReport

@@ -18,18 +18,18 @@ from lightning_sym.datamodules import InputDataModule
 
 
 class TrainingBatches:
-    """This process's share of the training data, in an order that does not change, without augmentation.
+    """This process's share of the training data, in a fixed order, without augmentation.
 
-    That is the ``curvature_dataloader()`` of a datamodule; of other data the data set for training in its own order.
+    Uses the ``curvature_dataloader()`` of a datamodule, otherwise the training data set in index order.
 
     Args:
-        callback: Named in messages.
-        trainer: Has the data.
-        task: Says what inputs and targets are, if it trains several networks.
-        count: How many batches are taken; None for all.
+        callback: The callback, named in messages.
+        trainer: The trainer with the data.
+        task: The task, which defines inputs and targets if it trains several networks.
+        count: Number of batches; None for all.
 
     Raises:
-        TypeError: If the data have no order of their own.
+        TypeError: If the data have no fixed order.
     """
 
     def __init__(self, callback: Callback, trainer: Trainer, task: LightningModule, count: int | None = None) -> None:
@@ -48,7 +48,7 @@ class TrainingBatches:
         own = in_order(trainer.train_dataloader, trainer)
         if own is None:
             raise TypeError(
-                f"{self._name} goes through the training data in their own order, and a "
+                f"{self._name} reads the training data in a fixed order, but a "
                 f"{type(trainer.train_dataloader).__name__} has none; use a DataLoader of a data set with indices, or "
                 "a datamodule with curvature_dataloader()."
             )
@@ -60,10 +60,10 @@ class TrainingBatches:
             yield self._pairs(tree_map_only(Tensor, lambda tensor: tensor[self._share], batch))
 
     def own(self) -> list[Any]:
-        """Return the batches of this process, on the CPU; to be called on every process.
+        """Return the batches of this process, on the CPU; call it on every process.
 
         Raises:
-            ValueError: If they are not the same when they are read again.
+            ValueError: If a second pass yields other batches.
         """
         found: list[Any] = []
         with isolate_rng():
@@ -71,7 +71,7 @@ class TrainingBatches:
         return found
 
     def of_all(self) -> list[Any]:
-        """Return the batches of all processes, as :meth:`own`."""
+        """Return the batches of all processes, checked as by :meth:`own`."""
         return [batch for part in gathered(self.own()) for batch in part]
 
     def _read_twice(self) -> list[Any]:
@@ -80,24 +80,24 @@ class TrainingBatches:
         for one, two in zip(first, again, strict=True):
             if any(not torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(two), strict=True)):
                 raise ValueError(
-                    f"the data changed between two passes, and {self._name} is for fixed data; give batches in a fixed "
+                    f"the data changed between two passes, but {self._name} needs fixed data; pass batches in a fixed "
                     "order without shuffling and random augmentation, such as curvature_dataloader() of a datamodule."
                 )
         return first
 
 
 class EqualBatches:
-    """The batches that are as large as the first one: statistics of batch norms count every batch alike.
+    """The batches of the size of the first one: batch norm statistics give every batch the same weight.
 
     Args:
-        batches: Batches of images with labels, which can be read more than once.
+        batches: Batches of images with labels that can be read more than once.
     """
 
     def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield them, in their order."""
+        """Yield the batches in order."""
         size = None
         for batch in self._batches:
             size = size or len(batch[0])
@@ -106,29 +106,29 @@ class EqualBatches:
 
 
 class PreparedBatches:
-    """Batches to each of which something is done, as often as they are read.
+    """Batches that are preprocessed whenever they are read.
 
     Args:
         batches: Batches that can be read more than once.
-        prepare: Done to each.
-        most: At most so many, the first ones; None for all.
+        prepare: Function applied to each batch.
+        most: Largest number of batches, from the first; None for all.
     """
 
     def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], Any], most: int | None = None) -> None:
         self._batches, self._prepare, self._most = batches, prepare, most
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield them, in their order."""
+        """Yield the batches in order."""
         return map(self._prepare, islice(self._batches, self._most))
 
 
 def share_of(batches: Iterable[Any], rank: int, size: int) -> PreparedBatches:
-    """Return one process's share of batches that all processes have: a part of each."""
+    """Return a process's share of batches that all processes have: a part of each batch."""
     return PreparedBatches(batches, lambda batch: [tensor[rank::size] for tensor in batch])
 
 
 def in_order(loader: Any, trainer: Trainer) -> DataLoader[Any] | None:
-    """Return this process's share of a loader's data, in their order, each once; None if they have no order."""
+    """Return this process's share of a loader's data in index order, each item once; None if there is no order."""
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return None
@@ -137,18 +137,18 @@ def in_order(loader: Any, trainer: Trainer) -> DataLoader[Any] | None:
 
 
 def splits_of(trainer: Trainer, task: Any, train_batches: int | None = None) -> dict[str, PreparedBatches]:
-    """Return this process's share of the training data, as they are, and of those that networks are judged by.
+    """Return this process's share of the training data, without augmentation, and of the evaluation data.
 
-    Batches are on the device, in the precision of the run, and what the task makes of them for evaluation.
+    Batches are on the device, in the precision of the run, preprocessed by the task for evaluation.
 
     Args:
         trainer: Trainer of the run, during or after a fit.
         task: Its task.
-        train_batches: At most so many batches of the training data; None for all.
+        train_batches: Largest number of training batches; None for all.
 
     Returns:
-        ``train``, and ``test`` (with a datamodule of ours that has test data) or ``val``. A split that is not there, or
-        whose data have no order, is left out.
+        ``train``, and ``test`` (for a datamodule of this package with test data) or ``val``. Missing splits, and splits
+        without a fixed order, are left out.
     """
 
     def prepare(batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What callbacks ask of the task, the data and the trainer, with errors that name what is missing."""
+"""Requirements of callbacks on task, data and trainer, with errors that name missing parts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,36 +11,36 @@ from lightning_sym._distributed import together
 from lightning_sym.datamodules import InMemoryDataModule, InputDataModule
 
 Loss = Callable[[Any, Any], Tensor]
-_MOST_NAMED = 3  # of what a task lacks, in a message
+_MOST_NAMED = 3  # missing attributes that a message names
 _LOSSES = ("loss", "loss_function", "criterion", "loss_fn")
 # A task with all of these trains several networks.
 OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network", "evaluation_batch", "loss")
 
 
 def lacking(task: LightningModule, needs: Sequence[str]) -> list[str]:
-    """Return what a task neither has nor declares in its class, of what is needed."""
+    """Return the needed names that a task neither has nor declares in its class."""
     declared = {name for kind in type(task).__mro__ for name in vars(kind).get("__annotations__", {})}
     return [name for name in needs if name not in declared.union(dir(task))]
 
 
 def check_needs(callback: Callback, task: LightningModule, needs: Sequence[str], example: str) -> None:
-    """Check that a task has what a callback needs.
+    """Check that a task has the attributes and methods that a callback needs.
 
     Args:
-        callback: Named in the message.
+        callback: The callback, named in the message.
         task: The task.
         needs: Names of attributes and methods.
         example: A class of ``lightning_sym.tasks`` that has them, for the message.
 
     Raises:
-        TypeError: If something is missing.
+        TypeError: If an attribute or method is missing.
     """
     if missing := lacking(task, needs):
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise TypeError(
-            f"{type(callback).__name__} works with lightning_sym.tasks.{example} and its like, and "
+            f"{type(callback).__name__} works with lightning_sym.tasks.{example} and similar tasks, but "
             f"{type(task).__name__} has no {' and no '.join(missing[:_MOST_NAMED])}{more}; remove the callback, or "
-            "give the task that."
+            "add these to the task."
         )
 
 
@@ -48,12 +48,12 @@ def network_of(callback: Callback, task: LightningModule, name: str) -> nn.Modul
     """Return the network that a callback watches.
 
     Args:
-        callback: Named in the message; its argument ``network`` says where the network is.
+        callback: The callback, named in the message; its argument ``network`` is ``name``.
         task: The task.
         name: The attribute, with dots for attributes of attributes; ``""`` is the task itself.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such network.
     """
     found: Any = task
     for part in name.split(".") if name else ():
@@ -66,33 +66,33 @@ def network_of(callback: Callback, task: LightningModule, name: str) -> nn.Modul
     what = "no such attribute" if found is None else f"a {type(found).__name__} there, not an nn.Module"
     raise ValueError(
         f'{type(callback).__name__}(network="{name}") watches the network in that attribute of the LightningModule, '
-        f"and {type(task).__name__} has {what}; say where it is: {', '.join(choices)}."
+        f"but {type(task).__name__} has {what}; set network to its path: {', '.join(choices)}."
     )
 
 
 def loss_of(callback: Callback, task: LightningModule, given: Loss | None) -> Loss:
-    """Return the loss of outputs and targets that a callback works with.
+    """Return the loss of outputs and targets for a callback.
 
     Args:
-        callback: Named in the message; its argument ``loss`` is ``given``.
+        callback: The callback, named in the message; its argument ``loss`` is ``given``.
         task: The task.
-        given: The loss; None for the task's own: its ``loss``, ``loss_function``, ``criterion`` or ``loss_fn``.
+        given: The loss; None for the task's ``loss``, ``loss_function``, ``criterion`` or ``loss_fn``.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no loss.
     """
     named = (getattr(task, name, None) for name in _LOSSES)
     loss = given if given is not None else next((found for found in named if callable(found)), None)
     if loss is None:
         raise ValueError(
-            f"{type(callback).__name__} needs the loss of outputs and targets, and {type(task).__name__} has no "
-            f"{' and no '.join(_LOSSES)}; give it such an attribute, or the callback loss=..."
+            f"{type(callback).__name__} needs the loss of outputs and targets, but {type(task).__name__} has no "
+            f"{' and no '.join(_LOSSES)}; add such an attribute to the task, or pass loss=... to the callback."
         )
     return loss
 
 
 def has_members(task: LightningModule) -> bool:
-    """Return whether a task trains several networks, which it has by number."""
+    """Test whether a task trains several networks, accessed by index."""
     return not lacking(task, OF_POPULATIONS)
 
 
@@ -101,10 +101,10 @@ def checked_datamodule(
     trainer: Trainer,
     kind: type[InputDataModule] = InMemoryDataModule,  # type: ignore[type-abstract]
 ) -> Any:
-    """Return the trainer's datamodule if it is of a kind.
+    """Return the trainer's datamodule after checking its class.
 
     Raises:
-        TypeError: If it is not.
+        TypeError: If it is of another class.
     """
     data = getattr(trainer, "datamodule", None)
     if not isinstance(data, kind):
@@ -121,10 +121,10 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 def on_first_rank(trainer: Trainer, work: Callable[[], object]) -> None:
-    """Do something on rank 0; if it fails, the error is raised on every rank, so that none waits for the others.
+    """Run a function on rank 0; if it fails, raise the error on every rank, so that none waits for the others.
 
     Args:
-        trainer: To be called on every one of its ranks.
-        work: Called on rank 0 only.
+        trainer: The trainer; call this on every one of its ranks.
+        work: The function for rank 0.
     """
     together(lambda: work() if trainer.is_global_zero else None)

@@ -1,4 +1,4 @@
-"""The networks whose prior precisions are learned: that of a task with one, or the members of a population."""
+"""The networks with learned prior precisions: the single network of a task, or the members of a population."""
 
 import inspect
 import math
@@ -15,16 +15,16 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks.batch_norm import batch_norms
 
-Number = int | None  # of a member; None for the only network of a task
+Number = int | None  # index of a member; None for the only network of a task
 
 
 class LearnedNetworks:
-    """What :class:`lightning_sym.callbacks.MarginalLikelihood` asks of a task; this is for one with a single network.
+    """Interface of :class:`lightning_sym.callbacks.MarginalLikelihood` to a task, here one with a single network.
 
     Attributes:
         prior: The task's prior.
-        numbers: Numbers of all networks, the same on every rank.
-        needs: What the task must have besides.
+        numbers: Indices of all networks, the same on every rank.
+        needs: Names of further attributes that the task must have.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -35,27 +35,27 @@ class LearnedNetworks:
         self.numbers: list[Number] = list(self.prior.members)
 
     def running(self) -> list[Number]:
-        """Return the networks that were not stopped; to be called on every rank."""
+        """Return the networks that were not stopped; call it on every rank."""
         return self.numbers
 
     def network(self, number: Number) -> nn.Module:
-        """Return a network at its present weights, the same on every rank; to be called on every rank."""
+        """Return a network with its current weights, the same on every rank; call it on every rank."""
         trainer = self.task.trainer
         self.task.to(trainer.strategy.root_device)  # after a fit Lightning has moved the module to the CPU
         if trainer.world_size > 1:
-            # Those of rank 0, as in DDP's next forward pass and in a checkpoint.
+            # Statistics of rank 0, as in DDP's next forward pass and in a checkpoint.
             for buffer in _statistics(self.prior.network):
                 torch.distributed.broadcast(buffer, 0)
         return self.prior.network
 
     def batches(self, data: InputDataModule) -> Iterable[Any]:
-        """Return this rank's share of the training data, not augmented."""
+        """Return this rank's share of the training data, without augmentation."""
         return data.curvature_dataloader()
 
     def test(self, data: InputDataModule) -> dict[Number, dict[str, float]]:
-        """Return ``loss`` and, for a classification, ``accuracy`` on the test split; to be called on every rank.
+        """Return ``loss`` and, for a classification, ``accuracy`` on the test split; call it on every rank.
 
-        There are none without test images, or if the task has no method ``evaluate``.
+        Empty without test images, or if the task has no method ``evaluate``.
         """
         loader: Any = data.test_dataloader() if is_overridden("test_dataloader", data) else None
         evaluate = getattr(self.task, "evaluate", None)
@@ -63,7 +63,7 @@ class LearnedNetworks:
 
 
 class Members(LearnedNetworks):
-    """Those of a task over a population."""
+    """The members of a task over a population."""
 
     needs = ("network", "member_parallel", "gathered", "split_metrics")
 
@@ -72,7 +72,7 @@ class Members(LearnedNetworks):
         return [number for number in self.numbers if number not in stopped]
 
     def network(self, number: Number) -> nn.Module:
-        """Return a copy of a member; with ``ddp_members`` every rank gets it, to work on a share of the data."""
+        """Return a copy of a member; with ``ddp_members`` every rank gets it and works on a share of the data."""
         task, trainer = self.task, self.task.trainer
         strategy = trainer.strategy
         owner = self.numbers.index(number) % trainer.world_size if task.member_parallel else trainer.global_rank
@@ -85,19 +85,19 @@ class Members(LearnedNetworks):
         dtype = next(value.dtype for value in state.values() if value.is_floating_point())
         network.to(strategy.root_device, dtype).load_state_dict(state)
         if trainer.world_size > 1 and not task.member_parallel:
-            # Their mean, as the task will have it at the end of the epoch.
+            # Averaged over ranks, as the task does at the end of the epoch.
             for buffer in _statistics(network):
                 buffer.copy_(strategy.reduce(buffer, reduce_op="mean"))
         return network
 
     def batches(self, data: InputDataModule) -> Iterable[Any]:
-        """Return this rank's share; with ``ddp_members``, where every rank has all the data, a part of each batch."""
+        """Return this rank's share; with ``ddp_members``, with all data on every rank, a part of each batch."""
         trainer = self.task.trainer
         rank, size = (trainer.global_rank, trainer.world_size) if self.task.member_parallel else (0, 1)
         return ([tensor[rank::size] for tensor in batch] for batch in data.curvature_dataloader())
 
     def test(self, data: InputDataModule) -> dict[Number, dict[str, float]]:
-        """Evaluate the weights that the task keeps."""
+        """Evaluate the kept weights of the task."""
         values = self.task.split_metrics(data).get("test")
         if values is None:
             return {}
@@ -109,10 +109,10 @@ class Members(LearnedNetworks):
 
 
 def learned_networks(task: LightningModule) -> LearnedNetworks:
-    """Return what a task has of what :class:`lightning_sym.callbacks.MarginalLikelihood` needs.
+    """Return the networks of a task for :class:`lightning_sym.callbacks.MarginalLikelihood`.
 
     Raises:
-        TypeError: If something is missing; the message names it.
+        TypeError: If the task lacks an attribute or method; the message names it.
     """
     prior = getattr(task, "prior", None)
     if not isinstance(prior, GaussianPrior):
@@ -123,13 +123,13 @@ def learned_networks(task: LightningModule) -> LearnedNetworks:
             "prior_precision"
         )
         raise TypeError(
-            f"MarginalLikelihood learns the precisions of a task's prior, and {type(task).__name__} has none; {todo}."
+            f"MarginalLikelihood learns the precisions of a task's prior, but {type(task).__name__} has none; {todo}."
         )
     kind = LearnedNetworks if None in prior.members else Members
     if missing := lacking(task, kind.needs):
         raise TypeError(
-            f"MarginalLikelihood works with populations such as lightning_sym.tasks.ZooTask, and {type(task).__name__} "
-            f"has no {' and no '.join(missing)}; give it that, or a prior without members."
+            f"MarginalLikelihood works with populations such as lightning_sym.tasks.ZooTask, but {type(task).__name__} "
+            f"has no {' and no '.join(missing)}; add these, or use a prior without members."
         )
     return kind(task)
 

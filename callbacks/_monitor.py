@@ -1,4 +1,4 @@
-"""What callbacks that measure networks while they are trained have in common: which networks, when, and the start."""
+"""Base of callbacks that measure networks during training: choice of networks, schedule, and starting values."""
 
 import copy
 import math
@@ -28,22 +28,22 @@ _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
 
 class TrainingMonitor(AfterFit):
-    """Base of callbacks that measure a network, or the members of a population, at points of its training.
+    """Base of callbacks that measure a network, or the members of a population, during training.
 
-    There is a point at the start, after every so many epochs or optimizer steps, and at the end; each is logged, and a
-    figure and tables are made of all at the end. Checkpoints hold the points and the start.
+    There is a point at the start, after every so many epochs or optimizer steps, and at the end. Each point is logged,
+    and the end writes a figure and tables of all points. Checkpoints hold the points and the starting values.
 
     Args:
         every_n_epochs: Epochs between two points. >= 1.
-        every_n_steps: Optimizer steps between two points, in place of epochs. None or >= 1.
-        members: Which members of a population are watched: ``"all"`` or their numbers.
+        every_n_steps: Optimizer steps between two points, instead of epochs. None or >= 1.
+        members: Members of a population to watch: ``"all"`` or their indices.
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for a population.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
         prefix: First part of all names.
 
     Attributes:
-        shown_first: Which tags a chart of the tab *Custom Scalars* has, by its title: regular expressions, without the
+        shown_first: Tags of each chart of the tab *Custom Scalars*, by title: regular expressions, without the
             prefix.
 
     Raises:
@@ -75,10 +75,10 @@ class TrainingMonitor(AfterFit):
         self.prefix = prefix
         self.clear()
 
-    # ---- what a subclass says
+    # ---- interface of subclasses
 
     def clear(self) -> None:
-        """Forget an earlier fit."""
+        """Reset the state of an earlier fit."""
         self.points: list[dict[str, Any]] = []
         self.starts: dict[int, Any] = {}
         self._saved_as: dict[str, Any] | None = None
@@ -87,19 +87,19 @@ class TrainingMonitor(AfterFit):
 
     @abstractmethod
     def settings(self, members: list[int]) -> dict[str, Any]:
-        """Return what a checkpoint and the run that goes on with it must have in common."""
+        """Return the settings that a checkpoint and the resumed run must share."""
 
     def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
-        """Return what later weights are compared with, by member, by default nothing; called on every rank."""
+        """Return the starting values to compare later weights with, by member; default none; called on every rank."""
         return dict.fromkeys(self.watched(pl_module))
 
     @abstractmethod
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return what is measured at a point, as plain values and tensors by name; called on every rank."""
+        """Return the measurements of a point, as plain values and tensors by name; called on every rank."""
 
     @abstractmethod
     def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
-        """Return what is logged for a point; ``named`` if members have numbers."""
+        """Return the values to log for a point; ``named`` if members have indices."""
 
     @abstractmethod
     def results(self, network: str, members: list[int]) -> RunResults:
@@ -107,12 +107,12 @@ class TrainingMonitor(AfterFit):
 
     @property
     def state_key(self) -> str:
-        """Two monitors of one fit keep their states apart."""
+        """Key that separates the states of two monitors of one fit."""
         return self._generate_state_key(network=self.network, prefix=self.prefix)
 
     @property
     def charts(self) -> dict[str, str]:
-        """Which tags each chart has that TensorBoard shows first, by title: those of ``shown_first``."""
+        """Tags of TensorBoard's first charts, by title, from ``shown_first``."""
         return {title: f"{re.escape(self.prefix)}/{tags}$" for title, tags in self.shown_first.items()}
 
     # ---- which networks
@@ -133,25 +133,25 @@ class TrainingMonitor(AfterFit):
         several = has_members(pl_module)
         if several and self.members != "all" and (missing := sorted(set(self.members) - set(task.numbers))):
             raise ValueError(
-                f"{name}(members=...) names member(s) {ranges(missing)}, and the task has {ranges(task.numbers)}."
+                f"{name}(members=...) names member(s) {ranges(missing)}, but the task has {ranges(task.numbers)}."
             )
         if not several and self.members != "all":
             raise ValueError(
-                f"{name}(members={self.members}) is for a task with several networks, such as a ZooTask, and "
+                f"{name}(members={self.members}) is for a task with several networks, such as a ZooTask, but "
                 f"{type(pl_module).__name__} has no {' and no '.join(lacking(pl_module, OF_POPULATIONS))}; leave "
                 'members at "all".'
             )
 
     def network_of(self, pl_module: LightningModule) -> nn.Module:
-        """Return the network to watch; for a population the one that its members are made from.
+        """Return the network to watch; for a population its template.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If there is no such network.
         """
         return network_of(self, pl_module, "network" if has_members(pl_module) else self.network)
 
     def watched(self, pl_module: LightningModule) -> list[int]:
-        """Return the numbers of all watched members; a network that is no population is number 0."""
+        """Return the indices of all watched members; a network outside of a population has index 0."""
         if not has_members(pl_module):
             return [0]
         numbers: Any = pl_module.numbers
@@ -160,12 +160,12 @@ class TrainingMonitor(AfterFit):
     def own_states(
         self, trainer: Trainer, pl_module: LightningModule, device: torch.device | None = _CPU
     ) -> dict[int, dict[str, Tensor]]:
-        """Return copies of the weights of the members that this rank answers for; each member is one rank's.
+        """Return copies of the weights of this rank's members; each member belongs to one rank.
 
         Args:
             trainer: The trainer.
-            pl_module: What is trained.
-            device: Where the copies are; None for where the weights are, which does not wait for them.
+            pl_module: The LightningModule in training.
+            device: Device of the copies; None for the device of the weights, which avoids waiting for them.
         """
         if not has_members(pl_module):  # all ranks have the same weights
             network = self.network_of(pl_module)
@@ -176,7 +176,7 @@ class TrainingMonitor(AfterFit):
         if task.member_parallel:
             return {n: _copies(task.population.member_state(n), device) for n in numbers if n in task.member_seeds}
         states = {number: _copies(task.population.member_state(number), device) for number in numbers}
-        if trainer.world_size > 1:  # of running statistics the mean, as the task has it at the end of an epoch
+        if trainer.world_size > 1:  # average running statistics, as the task does at the end of an epoch
             for name, _ in task.network.named_buffers():
                 for state in states.values():
                     if state[name].is_floating_point():
@@ -184,14 +184,14 @@ class TrainingMonitor(AfterFit):
         return states if trainer.is_global_zero else {}
 
     def states(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, dict[str, Tensor]]:
-        """Return the weights of all watched members, on the CPU of every rank; to be called on every rank."""
+        """Return the weights of all watched members, on the CPU of every rank; call it on every rank."""
         return by_member(self.own_states(trainer, pl_module))
 
     def copied(self, trainer: Trainer, pl_module: LightningModule, state: Mapping[str, Tensor]) -> nn.Module:
         """Return a copy of the network with the weights of a member, on this process's device."""
         with isolate_rng():
             network = copy.deepcopy(self.network_of(pl_module)).to(trainer.strategy.root_device)
-        if has_members(pl_module):  # made from a network that was never trained, and so in no other precision
+        if has_members(pl_module):  # the template was never trained, and has its original precision
             network.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
         network.load_state_dict(dict(state), strict=False)
         return network
@@ -199,7 +199,7 @@ class TrainingMonitor(AfterFit):
     # ---- points
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the start, unless the run goes on with a checkpoint; called on every rank.
+        """Measure the start, unless the run resumes from a checkpoint; called on every rank.
 
         Raises:
             ValueError: If the checkpoint's monitor had other settings.
@@ -210,8 +210,8 @@ class TrainingMonitor(AfterFit):
             different = [f"{name} {self._saved_as.get(name)!r} there, {mine[name]!r} here" for name in mine
                          if self._saved_as.get(name) != mine[name]]  # fmt: skip
             raise ValueError(
-                f"The checkpoint's {type(self).__name__} watched something else: {'; '.join(different)}. Resume with "
-                "the same network and arguments, or with another prefix to start its curves anew."
+                f"The checkpoint's {type(self).__name__} had other settings: {'; '.join(different)}. Resume with "
+                "the same network and arguments, or with another prefix to start new curves."
             )
         if not self.points:
             self.starts |= self.take_starts(trainer, pl_module)
@@ -219,23 +219,23 @@ class TrainingMonitor(AfterFit):
             self._add_point(trainer, pl_module, _epochs(trainer, begun=done))
 
     def _add_point(self, trainer: Trainer, pl_module: LightningModule, epoch: float) -> None:
-        """Measure; to be called on every rank."""
+        """Measure a point; call it on every rank."""
         with said_if_long(trainer, f"{type(self).__name__} measures"):
             point = {"step": trainer.global_step, "epoch": epoch, **self.measure(trainer, pl_module)}
         self.points.append(point)
         if trainer.is_global_zero and self.active:
             scalars = self.scalars(point, named=has_members(pl_module))
             for logger in trainer.loggers:
-                logger.log_metrics(scalars, step=max(trainer.global_step - 1, 0))  # Lightning's step of an epoch's end
+                logger.log_metrics(scalars, step=max(trainer.global_step - 1, 0))  # Lightning's step at an epoch's end
 
     def _is_due(self, trainer: Trainer, epochs: int) -> bool:
-        """Return whether a point is wanted after so many epochs, and has not been made."""
+        """Test whether a point is due after so many epochs, and has not been measured."""
         wanted = self._begun and self.every_n_steps is None and epochs % self.every_n_epochs == 0
         return wanted and bool(trainer.global_step != self.points[-1]["step"])
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Measure what the end of the epoch before should have measured."""
-        # Lightning does not end an epoch again that was over but for that when it was saved (by every_n_train_steps).
+        """Measure a point that the end of the previous epoch should have measured."""
+        # Lightning does not repeat the end of an epoch after resuming from a checkpoint saved just before it.
         if batch_idx == 0 and self._is_due(trainer, trainer.current_epoch):
             self._add_point(trainer, pl_module, float(trainer.current_epoch))
 
@@ -244,7 +244,7 @@ class TrainingMonitor(AfterFit):
     ) -> None:
         """Measure after every so many optimizer steps."""
         if self.every_n_steps is None or trainer.global_step == self.points[-1]["step"]:
-            return  # the latter while gradients accumulate
+            return  # the step count is unchanged while gradients accumulate
         if trainer.global_step % self.every_n_steps == 0:
             self._add_point(trainer, pl_module, _epochs(trainer))
 
@@ -255,7 +255,7 @@ class TrainingMonitor(AfterFit):
             self._add_point(trainer, pl_module, self._epoch)
 
     def conclude(self, trainer: Trainer, task: LightningModule, data: None) -> None:
-        """Measure the end, write the figure and the tables; without points, nothing: there was no step."""
+        """Measure the end, and write the figure and the tables, unless there was no step."""
         if self._begun and trainer.global_step != self.points[-1]["step"]:
             self._add_point(trainer, task, self._epoch)
         if self.points and trainer.is_global_zero:
@@ -265,13 +265,13 @@ class TrainingMonitor(AfterFit):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the curves and the start, on rank 0 of all members."""
+        """Return the curves and the starting values, on rank 0 of all members."""
         if not self._begun or not self.points:
             return {}
         return {"settings": self.settings(sorted(self.starts)), "points": list(self.points), "starts": self.starts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the curves and the start back."""
+        """Restore the curves and the starting values."""
         if state_dict:
             self._saved_as = state_dict["settings"]
             self.points = list(state_dict["points"])
@@ -279,12 +279,12 @@ class TrainingMonitor(AfterFit):
 
 
 def by_member(own: Mapping[int, Any]) -> dict[int, Any]:
-    """Return what all ranks know of their members, in the order of the numbers; to be called on every rank."""
+    """Merge the ranks' values by member, ordered by index; call it on every rank."""
     return dict(sorted(item for part in gathered(dict(own)) for item in part.items()))
 
 
 def all_finite(state: Mapping[str, Tensor]) -> bool:
-    """Return whether all weights are finite."""
+    """Test whether all weights are finite."""
     return all(bool(tensor.isfinite().all()) for tensor in state.values() if tensor.is_floating_point())
 
 
@@ -293,7 +293,7 @@ def _copies(state: Mapping[str, Tensor], device: torch.device | None) -> dict[st
 
 
 def check_whole_weights(callback: Callback, trainer: Trainer) -> None:
-    """Check that every process has whole weights.
+    """Check that every process has unsharded weights.
 
     Raises:
         ValueError: If the strategy shards them.
@@ -306,11 +306,11 @@ def check_whole_weights(callback: Callback, trainer: Trainer) -> None:
 
 
 def _epochs(trainer: Trainer, *, begun: int | None = None, ended: bool = False) -> float:
-    """Return how many epochs have been trained, with the part of the current one.
+    """Return the number of trained epochs, including the fraction of the current one.
 
     Args:
-        trainer: Says how many batches an epoch has.
-        begun: Batches of this epoch that count; default all that were begun, which at the end of a batch are all done.
+        trainer: The trainer, which knows the number of batches per epoch.
+        begun: Batches of this epoch to count; default all begun ones, which are complete at the end of a batch.
         ended: Whether the epoch is over, for epochs of unknown length.
     """
     batches = float(trainer.num_training_batches)

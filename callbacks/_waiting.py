@@ -1,4 +1,4 @@
-"""A line that says what a run is doing while nothing else moves on the terminal."""
+"""A line on the terminal about a long-running measurement."""
 
 import sys
 import threading
@@ -9,19 +9,19 @@ from typing import Final
 
 from pytorch_lightning import Trainer
 
-LONG: Final = 20.0  # seconds after which one wonders
+LONG: Final = 20.0  # seconds until the first line
 
 
 @contextmanager
 def said_if_long(trainer: Trainer, what: str, after: float = LONG) -> Iterator[None]:
-    """Say on the terminal what is being done if it takes long: after 20 seconds, and then ever more seldom.
+    """Print a line about the work in the block if it takes long: after 20 seconds, then at doubling intervals.
 
-    Nothing is said on ranks other than 0, without a progress bar, or if the output goes to a file or a pipe.
+    Prints only on rank 0, with a progress bar, and to a terminal rather than a file or a pipe.
 
     Args:
-        trainer: Its progress bar is written above.
-        what: What is being done, for example "CurvatureMonitor measures".
-        after: Seconds until the first line; each of the next pauses is twice as long as the one before.
+        trainer: The trainer; lines are printed above its progress bar.
+        what: Description of the work, for example "CurvatureMonitor measures".
+        after: Seconds until the first line; each pause is twice as long as the previous one.
     """
     bar = trainer.progress_bar_callback
     if bar is None or not trainer.is_global_zero or not sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms measured anew before every evaluation, and put back afterwards."""
+"""Recalibrate batch norm statistics before every evaluation, and restore them afterwards."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,71 +25,71 @@ _Snapshot: TypeAlias = list[tuple[nn.Module, str, Tensor]]
 
 @runtime_checkable
 class RecalibrationTargets(Protocol):
-    """A task that says which batch norms are measured anew before it is evaluated.
+    """A task that selects the batch norms to recalibrate before its evaluation.
 
-    Without this method all batch norms of the LightningModule are, with the LightningModule called on the images. If
-    the method has a parameter ``exact``, it is told whether a pass is taken for each batch norm (and ended there), so
-    that many networks are better given one by one than together.
+    Without this method all batch norms of the LightningModule are recalibrated, by calling it on images. If the method
+    has a parameter ``exact``, it receives whether each batch norm gets a separate pass. Such passes end early, so that
+    many networks are better returned one by one than together.
     """
 
     def recalibration_targets(self) -> Iterable[tuple[nn.Module, Iterable[str] | None]]:
-        """Return what to recalibrate, one after the other; asked for before every evaluation, on every rank.
+        """Return the networks to recalibrate; called before every evaluation, on every rank.
 
         Returns:
-            Pairs: a network that is called with images of shape ``[B, C, H, W]``, and the names of its batch norms
-            that are measured (as in :func:`lightning_sym.networks.batch_norm.batch_norms`), or None for all. The
+            Pairs: a network that is called with images of shape ``[B, C, H, W]``, and the names of the batch norms to
+            recalibrate (as in :func:`lightning_sym.networks.batch_norm.batch_norms`), or None for all. The
             other batch norms stay in eval mode. The same on all ranks.
         """
 
 
 class BatchNormRecalibration(Callback):
-    """Evaluate with batch norm statistics that are measured anew, on training images without augmentation.
+    """Evaluate with batch norm statistics recomputed on training images without augmentation.
 
-    For networks whose weights are not those that the running statistics were gathered with: stitched, averaged,
-    rounded or perturbed. Before every validation (but for the sanity check), test and prediction, during a fit and
-    alone, the statistics are measured with :func:`lightning_sym.networks.recalibrate_batch_norm` on
-    ``datamodule.curvature_dataloader()``: reset, then the mean over batches, or exactly (``exact``). All ranks get the
-    same statistics, from the images of all. Afterwards the old ones are put back bitwise, ``num_batches_tracked``
-    included, also after an error; weights, modes and random numbers are left alone.
+    For networks with weights that differ from those of the running statistics: stitched, averaged, rounded or
+    perturbed. The callback acts before every validation (except the sanity check), test and prediction, within a fit or
+    alone. It recomputes the statistics with :func:`lightning_sym.networks.recalibrate_batch_norm` on
+    ``datamodule.curvature_dataloader()``: as the mean over batches, or exactly (``exact``). All ranks get the same
+    statistics, from the images of all. Afterwards the old ones are restored bitwise, ``num_batches_tracked`` included,
+    also after an error. Weights, modes and random numbers are unchanged.
 
-    What is measured: all batch norms of the LightningModule, which is called with a batch of images; or what its
-    method ``recalibration_targets`` returns, see :class:`RecalibrationTargets`. A module without batch norms is left
-    as it is, and that is said once. Batches pass the hooks and the precision that evaluation batches pass.
+    By default all batch norms of the LightningModule are recalibrated, by calling it with batches of images; a method
+    ``recalibration_targets`` selects others, see :class:`RecalibrationTargets`. A module without batch norms is
+    unchanged, with one message. Batches pass the same hooks and precision as evaluation batches.
 
-    When: in ``on_validation_epoch_start`` (and ``on_test_...``, ``on_predict_...``), so after ``on_validation_start``
-    of the task, which may choose there what will be evaluated. Put back: in ``on_validation_end``, so after
-    ``on_validation_epoch_end`` of the task, which still sees what was evaluated. As Lightning calls ModelCheckpoint
-    after all other callbacks, **a checkpoint holds the statistics of training** (with ``keep=True`` those measured
-    last) and a resumed run goes on as if it had not been interrupted. The callback keeps no state and logs nothing.
+    Recalibration happens in ``on_validation_epoch_start`` (and ``on_test_...``, ``on_predict_...``), after the task's
+    ``on_validation_start``, which may still change the evaluated network. Restoration happens in ``on_validation_end``,
+    after the task's ``on_validation_epoch_end``. As Lightning calls ModelCheckpoint after all other callbacks, **a
+    checkpoint holds the statistics of training** (with ``keep=True`` the last recalibrated ones), and a resumed run
+    equals an uninterrupted one. The callback has no state and logs no metrics.
 
-    With Lightning's ``WeightAveraging``, use ``keep=True`` and list this callback after it: the averaged weights keep
-    the statistics that were measured with them, in their checkpoint too, and the weights in training get their own
-    back with the swap. Leave the batch norms' integer counters out of the average, which CUDA refuses to compute:
+    With Lightning's ``WeightAveraging``, use ``keep=True`` and list this callback after it. The averaged weights then
+    keep their recalibrated statistics, also in their checkpoint, and the swap restores those of the weights in
+    training. Exclude the batch norms' integer counters from the average, which fails on CUDA:
     ``callbacks=[WeightAveraging(avg_fn=float_average), BatchNormRecalibration(keep=True)]``, with
     :func:`lightning_sym.networks.float_average`.
 
     Args:
-        images: At most so many training images, of all ranks together, spread evenly over the training split (the
+        images: Largest number of training images on all ranks together, spread evenly over the training split (the
             same ones for any number of processes). >= 1; None: all.
-        batch_size: Images per batch and process. >= 1; None: the datamodule's ``eval_batch_size``. The larger, the
-            better without ``exact``: deeper layers see inputs that were normalised with the statistics of one batch,
-            off by several percent at 32 images and below one at 512. A last batch that is smaller is left out, as all
-            batches count alike, unless no process has a full one.
-        exact: Measure the mean and the population variance over all images, whatever the batches, in one pass for
-            each batch norm in place of one for all.
-        keep: Leave the statistics that were measured in place, instead of restoring the old ones.
+        batch_size: Images per batch and process. >= 1; None: the datamodule's ``eval_batch_size``. Without ``exact``
+            larger batches are better: deeper layers see inputs normalised with the statistics of one batch, which
+            deviate by several percent at 32 images and by less than one at 512. A smaller last batch is left out, as
+            all batches have the same weight, unless no process has a full one.
+        exact: Compute mean and population variance over all images, independently of the batches, with one pass per
+            batch norm instead of a single pass.
+        keep: Keep the recalibrated statistics instead of restoring the old ones.
 
     Raises:
         ValueError: If an argument is out of its range.
 
     Note:
         With ``fast_dev_run`` one batch per process is used (or its number). ``limit_train_batches`` has no effect.
-        ``SyncBatchNorm`` needs as many batches on every process, so surplus ones are left out, but not if ``exact``.
+        ``SyncBatchNorm`` needs equally many batches on every process: surplus ones are left out, except with ``exact``.
 
     References:
         Jordan et al. (2023), "REPAIR: REnormalizing Permuted Activations for Interpolation Repair", arXiv:2211.08403.
         Godfrey et al. (2022), "On the Symmetries of Deep Learning Models and their Internal Representations",
-        arXiv:2205.14258, appendix D: for permutations in stitched networks, on augmented images there.
+        arXiv:2205.14258, appendix D: for permutations in stitched networks, there on augmented images.
     """
 
     def __init__(
@@ -107,20 +107,19 @@ class BatchNormRecalibration(Callback):
     # ---- for other callbacks
 
     def recalibrate(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Measure the statistics anew; every call that returns is to be followed by one of :meth:`restore`.
+        """Recompute the statistics; follow every call that returns by one of :meth:`restore`.
 
         Args:
-            trainer: With a datamodule of :mod:`lightning_sym.datamodules`. To be called on every one of its ranks.
+            trainer: Trainer with a datamodule of :mod:`lightning_sym.datamodules`. Call this on all its ranks.
             pl_module: Its task.
 
         Returns:
-            Whether anything was measured: False if there is no batch norm.
+            Whether statistics were recomputed: False if there is no batch norm.
 
         Raises:
             TypeError: If the datamodule is another one, or the task a ``ZooTask``.
             ValueError: If there are no training images, the task can neither be called nor has
-                ``recalibration_targets``, or for the reasons that ``recalibrate_batch_norm`` has. All statistics are
-                then as they were.
+                ``recalibration_targets``, or ``recalibrate_batch_norm`` fails. All statistics are then unchanged.
         """
         found = _targets(pl_module, self.exact)
         named = [(network, list(batch_norms(network) if names is None else names)) for network, names in found]
@@ -133,7 +132,7 @@ class BatchNormRecalibration(Callback):
         try:
             if targets:
                 batches = self._batches(trainer, pl_module, [network for network, _ in targets])
-            waiting = said_if_long(trainer, "BatchNormRecalibration measures statistics anew")
+            waiting = said_if_long(trainer, "BatchNormRecalibration recomputes statistics")
             with waiting, trainer.precision_plugin.forward_context():
                 for network, names in targets:
                     recalibrate_batch_norm(network, batches, exact=self.exact, modules=names)
@@ -144,7 +143,7 @@ class BatchNormRecalibration(Callback):
         return bool(targets)
 
     def restore(self, pl_module: LightningModule) -> None:
-        """Undo the last :meth:`recalibrate` that was not undone yet; nothing with ``keep=True`` or if there is none.
+        """Undo the last :meth:`recalibrate`; no effect with ``keep=True`` or if there is none to undo.
 
         Args:
             pl_module: The task that was recalibrated.
@@ -154,14 +153,14 @@ class BatchNormRecalibration(Callback):
 
     @contextmanager
     def recalibrated(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[bool]:
-        """Measure the statistics anew for a block, and restore them after it, also after an error.
+        """Recompute the statistics for a block, and restore them after it, also after an error.
 
         Args:
             trainer: As for :meth:`recalibrate`.
             pl_module: As for :meth:`recalibrate`.
 
         Yields:
-            Whether anything was measured.
+            Whether statistics were recomputed.
         """
         measured = self.recalibrate(trainer, pl_module)
         try:
@@ -177,7 +176,7 @@ class BatchNormRecalibration(Callback):
         Raises:
             TypeError: If the data are not of ``lightning_sym.datamodules`` or the task is a ``ZooTask``.
             ValueError: If the task can neither be called nor has ``recalibration_targets``, or the order of callbacks
-                or ``keep`` does not go with ``WeightAveraging``.
+                or ``keep`` is incompatible with ``WeightAveraging``.
         """
         self._said = False
         checked_datamodule(self, trainer)
@@ -188,25 +187,25 @@ class BatchNormRecalibration(Callback):
             return
         name = type(callbacks[averaging[0]]).__name__
         if not self.keep:
-            # It swaps all tensors back in on_validation_epoch_end, and the weights in training would then be given
-            # the running averages of the averaged ones.
+            # It swaps all tensors back in on_validation_epoch_end: restoring would then give the weights in training
+            # the running averages of the averaged weights.
             raise ValueError(
-                f"BatchNormRecalibration(keep=False) cannot put statistics back that {name} has swapped by then; set "
-                "keep=True, with which the averaged weights keep the statistics measured for them."
+                f"BatchNormRecalibration(keep=False) cannot restore statistics that {name} has swapped; set "
+                "keep=True, so that the averaged weights keep their recalibrated statistics."
             )
         if self in callbacks and callbacks.index(self) < averaging[-1]:
             raise ValueError(
-                f"BatchNormRecalibration stands before {name} and would measure the weights that are not averaged; "
+                f"BatchNormRecalibration precedes {name} and would recalibrate the weights before averaging; "
                 "list it after that callback."
             )
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure, but not for the sanity check."""
+        """Recalibrate, except for the sanity check."""
         if not trainer.sanity_checking:
             self.recalibrate(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore."""
+        """Restore the statistics."""
         if not trainer.sanity_checking:
             self.restore(pl_module)
 
@@ -214,11 +213,11 @@ class BatchNormRecalibration(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore what an evaluation that failed has left; before ModelCheckpoint may save."""
+        """Restore the statistics after a failed evaluation, before ModelCheckpoint may save."""
         self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore what is left, for the ways to end that call no other hook."""
+        """Restore the statistics if the run ended without another hook."""
         while self._kept:
             self.restore(pl_module)
 
@@ -232,11 +231,11 @@ class BatchNormRecalibration(Callback):
         total = sum(shares)
         if total == 0:
             raise ValueError(
-                f"BatchNormRecalibration needs training data, and {type(data).__name__}.curvature_dataloader() has "
-                "none; give the training split some, or remove the callback."
+                f"BatchNormRecalibration needs training data, but {type(data).__name__}.curvature_dataloader() has "
+                "none; use a training split with samples, or remove the callback."
             )
         count = total if self.images is None else min(self.images, total)
-        chosen = torch.arange(count) * total // count  # among the images of all ranks
+        chosen = torch.arange(count) * total // count  # indices among the images of all ranks
         ends = torch.tensor(shares).cumsum(0)
         owners = torch.bucketize(chosen, ends, right=True)
         counts = torch.bincount(owners, minlength=len(shares)).tolist()
@@ -244,7 +243,7 @@ class BatchNormRecalibration(Callback):
         mine = chosen[owners == rank] - (int(ends[rank]) - shares[rank])
 
         size = loader.batch_size if self.batch_size is None else self.batch_size
-        # Every rank knows what the others have, so that all decide alike.
+        # Every rank knows the shares of the others, so that all decide consistently.
         synchronised = not self.exact and any(
             isinstance(module, nn.SyncBatchNorm) for network in networks for module in network.modules()
         )
@@ -265,7 +264,7 @@ class BatchNormRecalibration(Callback):
 
 @dataclass(frozen=True)
 class _Batches:
-    """Batches of chosen images, as an evaluation loop would hand them to its step; as often as they are asked for."""
+    """Batches of chosen images, preprocessed as in an evaluation loop; can be iterated repeatedly."""
 
     parts: Sequence[Tensor]
     prepared: Callable[[Tensor], Any]
@@ -282,15 +281,15 @@ def _check_task(task: LightningModule) -> None:
         return
     if not lacking(task, ("population",)):
         raise TypeError(
-            f"BatchNormRecalibration evaluates one network with other statistics, and {type(task).__name__} evaluates "
-            "the members of a population with those that it keeps with their weights; remove the callback, or use "
+            f"BatchNormRecalibration evaluates one network with other statistics, but {type(task).__name__} evaluates "
+            "the members of a population with the statistics kept with their weights; remove the callback, or use "
             "recalibrate_batch_norm on a member of the zoo."
         )
     measured = any(isinstance(part, _BatchNorm) and part.running_mean is not None for part in task.modules())
     if measured and type(task).forward is LightningModule.forward:
         raise ValueError(
-            f"BatchNormRecalibration calls {type(task).__name__} with inputs, and it has no forward method; define "
-            "forward, or recalibration_targets() to say which networks are measured."
+            f"BatchNormRecalibration calls {type(task).__name__} with inputs, but it has no forward method; define "
+            "forward, or recalibration_targets() to select the networks."
         )
 
 
@@ -312,7 +311,7 @@ def _snapshot(network: nn.Module) -> _Snapshot:
 
 
 def _write(snapshot: _Snapshot) -> None:
-    """Put copies of buffers back, in place; the module may have moved to another device."""
+    """Restore copies of buffers, in place; the module may have moved to another device."""
     with torch.no_grad():
         for module, name, value in snapshot:
             module.get_buffer(name).copy_(value)

@@ -1,4 +1,4 @@
-"""How sharp the loss is during training: top eigenvalue, trace, and curvature along the step."""
+"""Sharpness of the loss during training: top eigenvalue, trace, and curvature along the step."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
@@ -29,50 +29,50 @@ State = Mapping[str, Tensor]
 
 
 class CurvatureMonitor(TrainingMonitor):
-    r"""Follow how sharp the training loss is: the Hessian's largest eigenvalue, its trace, its value along the step.
+    r"""Log the sharpness of the training loss: the Hessian's top eigenvalue, trace and curvature along the step.
 
     Works with any LightningModule that holds a network, and with populations such as
-    :class:`lightning_sym.tasks.ZooTask`. Logged, from values at the start of training, after every ``every_n_epochs``
+    :class:`lightning_sym.tasks.ZooTask`. Values are logged at the start of training, after every ``every_n_epochs``
     epochs (or ``every_n_steps`` optimizer steps) and at the end:
 
     - ``curvature/top_eigenvalue``: the largest eigenvalue, to ``tolerance``;
-    - ``curvature/trace`` and ``curvature/trace_error``: the trace by Hutchinson's method and its standard error; the
-      same random signs at every point;
-    - ``curvature/along_step``: :math:`d^\top H d` for the direction d, of length 1, of the optimizer step just taken,
-      at the weights after it. Left out where there was no step (the start), or it was zero or not seen (the last of an
-      epoch of unknown length);
-    - ``curvature/loss``: the loss that all this is the curvature of: in eval mode, on the data below.
+    - ``curvature/trace`` and ``curvature/trace_error``: the trace by Hutchinson's method and its standard error; with
+      the same random signs at every point;
+    - ``curvature/along_step``: :math:`d^\top H d` for the normalised direction d of the last optimizer step, at the
+      weights after it. Omitted without a step (at the start), for a zero step, and for the last step of an epoch of
+      unknown length;
+    - ``curvature/loss``: the underlying loss, in eval mode, on the data below.
 
     For populations these are means over members, and ``details/curvature/top_eigenvalue/member-0003`` is one member;
-    members whose weights are not finite are left out. The data are ``curvature_dataloader()`` of the datamodule: all
-    training inputs, not augmented; of other datamodules the training data set in its order. With several processes each
-    takes its share. Where it changes from pass to pass (random augmentation in the data set), an error says so.
+    members with weights that are not finite are left out. The data are ``curvature_dataloader()`` of the datamodule:
+    all training inputs, without augmentation; for other datamodules the training data set in index order. With several
+    processes each takes its share. Data that change between passes (by random augmentation) raise an error.
 
     Written at the end, on rank 0: ``results/curvature.png`` (in TensorBoard ``figures/CurvatureMonitor/curvature``),
     ``curvature.csv`` and ``.json`` (a row per point and member).
 
-    Training stays bitwise as it is: copies are measured, and the global random numbers are put back. Checkpoints hold
-    the points. What was not found to the tolerance is left out, with a warning.
+    Training is bitwise unaffected: the callback measures copies and restores the global random numbers. Checkpoints
+    hold the points. Values that miss the tolerance are left out, with a warning.
 
     Args:
         every_n_epochs: Epochs between two points. >= 1.
-        every_n_steps: Optimizer steps between two points, in place of epochs. None or >= 1.
-        members: Which members of a population are watched: ``"all"`` or their numbers.
+        every_n_steps: Optimizer steps between two points, instead of epochs. None or >= 1.
+        members: Members of a population to watch: ``"all"`` or their indices.
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for a population.
         loss: Mean over samples of outputs and targets; default the module's ``loss``, ``loss_function``, ``criterion``
             or ``loss_fn``.
-        train_batches: How many batches of the data are used per process, >= 1; None for all.
+        train_batches: Number of batches of the data per process, >= 1; None for all.
         probes: Number of random vectors for the trace. >= 2.
-        tolerance: Of the eigenvalue's residual, relative to it. In (0, 1).
+        tolerance: Relative residual of the eigenvalue. In (0, 1).
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
-        prefix: First part of all names, in place of ``curvature``; two monitors in one fit need two.
+        prefix: First part of all names instead of ``curvature``; two monitors in one fit need different prefixes.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Note:
-        A point takes about ``probes + 15`` products with the Hessian, each some three gradients over the data.
+        A point takes about ``probes + 15`` products with the Hessian, each of about three gradients over the data.
     """
 
     shown_first: ClassVar[Mapping[str, str]] = {
@@ -104,13 +104,13 @@ class CurvatureMonitor(TrainingMonitor):
         self.tolerance = tolerance
 
     def clear(self) -> None:
-        """Forget an earlier fit."""
+        """Reset the state of an earlier fit."""
         super().clear()
-        self._before: dict[int, dict[str, Tensor]] | None = None  # this rank's weights before the step that is due
-        self._steps: dict[int, dict[str, Tensor]] = {}  # the step just taken, of all members
+        self._before: dict[int, dict[str, Tensor]] | None = None  # this rank's weights before the next step
+        self._steps: dict[int, dict[str, Tensor]] = {}  # the last step of all members
 
     def settings(self, members: list[int]) -> dict[str, Any]:
-        """Return what a checkpoint and the run that goes on with it must have in common."""
+        """Return the settings that a checkpoint and the resumed run must share."""
         return {"members": members, **picked(self, "train_batches", "probes", "tolerance")}
 
     # ---- when
@@ -119,14 +119,14 @@ class CurvatureMonitor(TrainingMonitor):
         """Find the network, the loss and the data, and measure the start.
 
         Raises:
-            TypeError: If the training data have no order of their own.
+            TypeError: If the training data have no fixed order.
             ValueError: If there is no such network or no loss, or the data change.
         """
-        self.network_of(pl_module)  # an error if there is none
+        self.network_of(pl_module)  # raises an error if there is none
         self.begin(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep the weights if a point may follow the step that comes."""
+        """Store the weights if a point may follow the next step."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         step = trainer.global_step + 1
         last = batch_idx + 1 == trainer.num_training_batches or step == trainer.max_steps
@@ -136,17 +136,17 @@ class CurvatureMonitor(TrainingMonitor):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the step that was taken, and measure after every so many."""
+        """Record the step, and measure after every so many steps."""
         if self._before is not None:
             after = self.own_states(trainer, pl_module)
             self._steps = by_member({number: _change(self._before[number], after[number]) for number in after})
             self._before = None
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    # ---- what
+    # ---- measurements
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return the numbers of all members, on every rank."""
+        """Return the measurements of all members, on every rank."""
         loss, found = loss_of(self, pl_module, self.loss), {}
         steps, self._steps = self._steps, {}
         with isolate_rng():
@@ -158,7 +158,7 @@ class CurvatureMonitor(TrainingMonitor):
         return {"members": found}
 
     def _sharpness(self, network: nn.Module, data: Any, loss: Any, step: State | None) -> dict[str, float]:
-        """Return the numbers of one network at one point."""
+        """Return the measurements of one network at one point."""
         found: dict[str, float] = {}
         try:
             hessian = CurvatureOperator(network, data, loss)
@@ -169,7 +169,7 @@ class CurvatureMonitor(TrainingMonitor):
                 found["along_step"] = directional_curvature(hessian, {"step": direction})["step"][1]
             found["top_eigenvalue"] = float(top_eigenpairs(hessian, tolerance=self.tolerance).values[0])
         except (NonFiniteError, NotConvergedError) as error:
-            rank_zero_warn(f"CurvatureMonitor leaves out what it could not measure: {error}")
+            rank_zero_warn(f"CurvatureMonitor leaves out a measurement: {error}")
         return found
 
     def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
@@ -184,12 +184,12 @@ class CurvatureMonitor(TrainingMonitor):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the points, and the step just taken if the point after it is still to be made."""
+        """Return the points, and the last step if its point is still due."""
         state = super().state_dict()
         return {**state, "steps": self._steps} if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the points back."""
+        """Restore the points."""
         super().load_state_dict(state_dict)
         self._steps = state_dict.get("steps", {})
 

@@ -1,4 +1,4 @@
-"""Hessian and Jacobians at points of trained curves: the table and the pictures."""
+"""Hessian and Jacobians at points of trained curves, as tables and figures."""
 
 import copy
 from typing import Any
@@ -18,34 +18,34 @@ from lightning_sym.tasks import CurveTask
 
 
 class CurveGeometry(RunReport):
-    """Look at the loss and the function around points of the curves that a fit has trained.
+    """Measure loss and function around points of the curves that a fit has trained.
 
-    At the end of a fit of :class:`lightning_sym.tasks.CurveTask`, at points of the kept curves of the first pairs, in
-    double precision: products of the Hessian with the straight, detour, tangent and a random direction, the largest
-    eigenvalues, the trace with its standard error, counts of small eigenvalues (or for larger networks their density),
-    rank and nullity of the Jacobian of the outputs by the weights beside the dimension of the symmetry's orbit, and how
-    alike the Jacobians by the input are (cosine, linear CKA, and whether a linear probe that tells classes from them
-    at one point does so at another). Two exact identities are checked at every point, see
-    :func:`lightning_sym.connectivity.curve_geometry`. The statistics of batch norms are measured anew at every point.
-    With several processes each takes its share of the images.
+    Acts at the end of a fit of :class:`lightning_sym.tasks.CurveTask`, at points of the kept curves of the first pairs,
+    in double precision. Per point it computes products of the Hessian with the straight, detour, tangent and a random
+    direction. Its spectral results are the largest eigenvalues, the trace with its standard error, and counts of small
+    eigenvalues (or for larger networks their density). It compares rank and nullity of the Jacobian of the outputs by
+    the weights with the dimension of the symmetry's orbit. It compares the Jacobians by the input between points:
+    cosine, linear CKA, and the transfer of a linear probe for classes from one point to another. Two exact identities
+    are checked at every point, see :func:`lightning_sym.connectivity.curve_geometry`. Batch norm statistics are
+    recomputed at every point. With several processes each takes its share of the images.
 
     On rank 0, in ``results``: ``geometry.csv`` and ``.json`` (a row for each point), ``geometry_jacobians.csv`` and
     ``.json``, ``geometry_near_zero.csv`` and ``.json`` or ``geometry_density.csv`` and ``.json``, and for each curve
-    ``geometry-<first>-<second>-<kind>.png`` (in TensorBoard under ``figures/CurveGeometry``). Logged are, under
-    ``details/geometry/pair-<first>-<second>/<kind>``, ``top_eigenvalue/max``, ``trace/max``, ``gradient_norm/max``,
+    ``geometry-<first>-<second>-<kind>.png`` (in TensorBoard under ``figures/CurveGeometry``). Logged under
+    ``details/geometry/pair-<first>-<second>/<kind>`` are ``top_eigenvalue/max``, ``trace/max``, ``gradient_norm/max``,
     ``<direction>_product/max`` over the points, ``jacobian_cosine/ends``, ``jacobian_probe/ends``, and
-    ``identities/worst``. A table is printed, with the places of all files.
+    ``identities/worst``. A table is printed, with the paths of all files.
 
     Args:
-        points: Number of points of a curve, equally spaced, both ends included. >= 2.
-        pairs: Of how many pairs the curves are looked at, the first ones. >= 1.
-        images: How many training images the loss is that of, the first ones, without augmentation. >= 1.
-        jacobian_images: How many of these Jacobians are taken on. >= 4, as their likeness needs so many.
-        eigenvalues: How many of the largest are looked for. >= 1.
+        points: Number of points of a curve, equally spaced, endpoints included. >= 2.
+        pairs: Number of pairs with measured curves, from the first. >= 1.
+        images: Number of training images for the loss, from the first, without augmentation. >= 1.
+        jacobian_images: Number of these for the Jacobians. >= 4, as CKA needs so many.
+        eigenvalues: Number of largest eigenvalues. >= 1.
         probes: Random vectors for the trace of networks too large to decompose their Hessian. >= 2.
         density_steps: Lanczos steps for the density of their eigenvalues; 0 for none.
-        max_parameters: Up to so many parameters the whole Hessian is decomposed, which takes a product for each of
-            them. >= 0.
+        max_parameters: Networks of at most this size have their whole Hessian decomposed, with one product per
+            parameter. >= 0.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:
@@ -85,7 +85,7 @@ class CurveGeometry(RunReport):
         super().__init__(dirpath)
 
     def measure(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule) -> Any:
-        """Look at all curves."""
+        """Measure all curves."""
         network = copy.deepcopy(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
         images, labels = (part[: self.images] for part in data.split_tensors("train"))
         inputs = data.normalize(images)
@@ -114,7 +114,7 @@ class CurveGeometry(RunReport):
         return found
 
     def report(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule, measured: Any) -> RunResults:
-        """Return what was found, with figures."""
+        """Return the results, with figures."""
         members = sorted({number for name in measured for number in name[:2]})
         zoo = task.model_zoo
         about = {

@@ -1,4 +1,4 @@
-"""Fast geometric ensembles: a cyclical learning rate, and a snapshot of the weights wherever it is lowest."""
+"""Fast geometric ensembles: a cyclical learning rate, with a snapshot of the weights at each minimum."""
 
 import copy
 import math
@@ -32,48 +32,48 @@ _SETTINGS = ("highest", "lowest", "cycle_epochs", "cycle_steps", "start_epoch")
 
 
 class FastGeometricEnsemble(RunReport):
-    """Turn one training into an ensemble: let the learning rate go up and down, keep the weights wherever it is lowest.
+    """Turn one training run into an ensemble: cycle the learning rate, and keep the weights at each minimum.
 
     For any LightningModule with one optimizer, and for tasks that train several networks (each becomes an ensemble).
-    From ``start_epoch`` on, or from where a run without this callback is gone on with, the callback sets the learning
-    rate of all parameter groups before every step: from ``highest`` down to ``lowest`` in the first half of a cycle,
-    and up again in the second, whatever a scheduler says. In the middle of each cycle the weights are kept, a
-    *snapshot*. Begin with trained weights, after about 80 % of a usual training. Cycles have to be long enough for the
+    The callback overrides any scheduler and sets the learning rate of all parameter groups before every step. It begins
+    at ``start_epoch``, or at the checkpoint of a run without this callback. The rate falls from ``highest`` to
+    ``lowest`` in the first half of a cycle, and rises in the second. In the middle of each cycle the weights are kept,
+    a *snapshot*. Begin with trained weights, after about 80 % of a usual training. Cycles must be long enough for the
     weights to move: on small data, 1000 steps or more.
 
-    At the end of the fit, of every network: the snapshots as an ensemble (its prediction is the mean of their
-    probabilities), where it began, and the mean of the snapshots' weights, which is stochastic weight averaging. With
-    several networks, the ensembles of all beginnings, of all mean weights and of all snapshots too. Statistics of batch
-    norms are measured anew on the training data for all of them. The networks are scored on the test data of
-    datamodules of ``lightning_sym.datamodules``, and else on the validation data. Each process scores its share.
+    The end of the fit scores, for each network, its initial weights, the ensemble of its snapshots (the mean of
+    their probabilities), and the average of the snapshots' weights (stochastic weight averaging). With several
+    networks, so are the ensembles of all initial weights, of all averages and of all snapshots. Batch norm statistics
+    are recomputed on the training data for all of them. Scores are on the test data of datamodules of
+    ``lightning_sym.datamodules``, otherwise on the validation data. Each process scores its share.
 
     On rank 0, in ``results``: ``ensembles.csv`` and ``.json`` (accuracy, loss, calibration and diversity of every
-    ensemble), ``added.csv`` and ``.json`` (the same as members are added), ``snapshots.csv`` and ``.json`` (how far
-    snapshots are from the start and from each other, and the barrier between neighbours), ``ensembles.png`` (in
-    TensorBoard under ``figures/FastGeometricEnsemble``). Beside it, as zoos, ``snapshots/member-0000`` (the snapshots
-    of one network, numbered from 1; 0 is where it began) and ``averages`` (mean weights, by number of the network).
-    Logged are ``ensemble/<accuracy or loss>/<kind>``; a table is printed.
+    ensemble), ``added.csv`` and ``.json`` (the same by number of members), ``snapshots.csv`` and ``.json`` (distances
+    of snapshots to the start and to each other, and barriers between consecutive ones), ``ensembles.png`` (in
+    TensorBoard under ``figures/FastGeometricEnsemble``). Next to ``results``, as zoos: ``snapshots/member-0000`` (the
+    snapshots of one network, numbered from 1; 0 is its start) and ``averages`` (weight averages, by index of the
+    network). Logged are ``ensemble/<accuracy or loss>/<kind>``; a table is printed.
 
-    Checkpoints hold the snapshots, so that a resumed run ends as one that was not interrupted.
+    Checkpoints hold the snapshots, so that a resumed run ends like an uninterrupted one.
 
     Args:
-        highest: Learning rate at both ends of a cycle, > 0; for SGD with momentum a part of the largest that trains.
-        lowest: In its middle, where snapshots are taken. In ``[0, highest]``.
+        highest: Learning rate at both ends of a cycle, > 0; for SGD with momentum a fraction of the largest that
+            trains.
+        lowest: Learning rate in the middle of a cycle, at snapshots. In ``[0, highest]``.
         cycle_epochs: Length of a cycle in epochs, an even number >= 2.
-        cycle_steps: In optimizer steps, in place of epochs; an even number >= 2. None: epochs.
+        cycle_steps: Length in optimizer steps, instead of epochs; an even number >= 2. None: epochs.
         start_epoch: Epochs before the first cycle. >= 0.
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for tasks with several networks.
-        points: Places on the straight line between neighbouring snapshots at which the training loss is measured for
-            the barrier, >= 2.
-        train_batches: How many batches of the training data are used for barriers and statistics, per process, >= 1;
-            None for all.
+        points: Number of points on the linear path between consecutive snapshots for the barrier of the training
+            loss, >= 2.
+        train_batches: Number of training batches per process for barriers and statistics, >= 1; None for all.
         bins: Bins of the calibration error. >= 1.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Attributes:
-        snapshots: What was kept: ``step``, ``epoch`` and ``states``, parameters and buffers by number of the network (0
-            if there is one). The first is where the first cycle began.
+        snapshots: The snapshots: ``step``, ``epoch`` and ``states``, parameters and buffers by index of the network (0
+            if there is one). The first is the start of the first cycle.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -81,7 +81,7 @@ class FastGeometricEnsemble(RunReport):
     References:
         Garipov et al. (2018), "Loss Surfaces, Mode Connectivity, and Fast Ensembling of DNNs", arXiv:1802.10026,
         section 4; Izmailov et al. (2018), "Averaging Weights Leads to Wider Optima and Better Generalization",
-        arXiv:1803.05407, for the mean of the weights. docs/theory/ensembles.md.
+        arXiv:1803.05407, for the weight average. docs/theory/ensembles.md.
     """
 
     data_type = None
@@ -141,27 +141,27 @@ class FastGeometricEnsemble(RunReport):
         check_whole_weights(self, trainer)
         if getattr(pl_module, "classifies", True) is False:
             raise ValueError(
-                f"FastGeometricEnsemble scores classifiers, and {type(pl_module).__name__} minimises another loss than "
+                f"FastGeometricEnsemble scores classifiers, but {type(pl_module).__name__} minimises another loss than "
                 "the cross-entropy; remove the callback, or declare classifies = True in the class of the task."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out how long a cycle is, and whether it can end.
+        """Determine the length of a cycle, and check the task.
 
         Raises:
-            ValueError: If there is no such network, not one optimizer, nothing to score on, or no time for a snapshot;
+            ValueError: If there is no such network, not one optimizer, no data for scores, or no time for a snapshot;
                 or if the checkpoint's ensemble had other settings.
         """
         if not has_members(pl_module):
             network_of(self, pl_module, self.network)
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                f"FastGeometricEnsemble sets the learning rate of one optimizer, and {type(pl_module).__name__} has "
+                f"FastGeometricEnsemble sets the learning rate of one optimizer, but {type(pl_module).__name__} has "
                 f"{len(trainer.optimizers)}; remove the callback."
             )
         if self._saved_as is not None and self._saved_as != picked(self, *_SETTINGS):
             raise ValueError(
-                f"The checkpoint's FastGeometricEnsemble had {self._saved_as}, and this one has "
+                f"The checkpoint's FastGeometricEnsemble had {self._saved_as}, but this one has "
                 f"{picked(self, *_SETTINGS)}; resume with the same arguments."
             )
         self._cycle = self._steps_of_cycle(trainer)
@@ -170,7 +170,7 @@ class FastGeometricEnsemble(RunReport):
         splits = splits_of(trainer, pl_module)
         if "train" not in splits or len(splits) == 1:
             raise ValueError(
-                "FastGeometricEnsemble needs training data and data to score on, each in an order of their own; give "
+                "FastGeometricEnsemble needs training data and data to score on, each in a fixed order; pass "
                 "DataLoaders of data sets with indices for training and validation, or a datamodule of "
                 "lightning_sym.datamodules."
             )
@@ -180,7 +180,7 @@ class FastGeometricEnsemble(RunReport):
             first += max(0, self.start_epoch - trainer.current_epoch) * self._steps_of_epoch(trainer)
         if last - first < self._cycle // 2:
             raise ValueError(
-                f"FastGeometricEnsemble takes its first snapshot {self._cycle // 2} steps after step {first}, and the "
+                f"FastGeometricEnsemble takes its first snapshot {self._cycle // 2} steps after step {first}, but the "
                 f"fit ends at step {last:g}; raise max_epochs, or shorten the cycle."
             )
 
@@ -192,8 +192,7 @@ class FastGeometricEnsemble(RunReport):
             return self.cycle_steps
         if not math.isfinite(trainer.num_training_batches):
             raise ValueError(
-                "FastGeometricEnsemble counts cycles in epochs, and the length of an epoch is not known; give "
-                "cycle_steps."
+                "FastGeometricEnsemble counts cycles in epochs, but the length of an epoch is unknown; set cycle_steps."
             )
         return int(self.cycle_epochs * self._steps_of_epoch(trainer))
 
@@ -203,7 +202,7 @@ class FastGeometricEnsemble(RunReport):
             self._keep(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Set the learning rate of the step that comes."""
+        """Set the learning rate of the next step."""
         if not self.snapshots:
             return
         rate = self.learning_rate(trainer.global_step)
@@ -214,7 +213,7 @@ class FastGeometricEnsemble(RunReport):
                 group["lr"] = rate
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of an optimizer step; in a fit, from where the first cycle begins."""
+        """Return the learning rate of an optimizer step, counted in a fit from the start of the first cycle."""
         done = step - self.snapshots[0]["step"]
         return cyclical_learning_rate(done, self._cycle, self.highest, self.lowest)
 
@@ -223,12 +222,12 @@ class FastGeometricEnsemble(RunReport):
     ) -> None:
         """Take a snapshot in the middle of each cycle."""
         if not self.snapshots or trainer.global_step == self.snapshots[-1]["step"]:
-            return  # the latter while gradients accumulate
+            return  # the step count is unchanged while gradients accumulate
         if (trainer.global_step - self.snapshots[0]["step"]) % self._cycle == self._cycle // 2:
             self._keep(trainer, pl_module)
 
     def _keep(self, trainer: Trainer, task: Any) -> None:
-        """Keep the weights of all networks on the CPU, the same on every rank; to be called on every rank."""
+        """Store the weights of all networks on the CPU, the same on every rank; call it on every rank."""
         several = has_members(task)
         if several:
             own = {number: task.population.member_state(number) for number in task.population.numbers}
@@ -238,7 +237,7 @@ class FastGeometricEnsemble(RunReport):
         states = {number: {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
                   for number, state in states.items()}  # fmt: skip
         if trainer.world_size > 1 and not (several and task.member_parallel):
-            states = trainer.strategy.broadcast(states)  # statistics of batch norms differ from rank to rank
+            states = trainer.strategy.broadcast(states)  # batch norm statistics differ between ranks
         self.snapshots.append({"step": trainer.global_step, "epoch": trainer.current_epoch, "states": states})
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,7 +245,7 @@ class FastGeometricEnsemble(RunReport):
         return {"settings": picked(self, *_SETTINGS), "snapshots": list(self.snapshots)} if self.snapshots else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the snapshots back."""
+        """Restore the snapshots."""
         if state_dict:
             self._saved_as, self.snapshots = state_dict["settings"], list(state_dict["snapshots"])
 
@@ -262,7 +261,7 @@ class FastGeometricEnsemble(RunReport):
         self._numbers = [number for number in self._numbers if number not in diverged]
         if diverged:
             rank_zero_warn(
-                f"FastGeometricEnsemble leaves out network {ranges(diverged)}, whose weights are no longer "
+                f"FastGeometricEnsemble leaves out network {ranges(diverged)} with weights that are not "
                 "finite; lower highest."
             )
         if len(self.snapshots) > 1 and self._numbers:
@@ -271,12 +270,12 @@ class FastGeometricEnsemble(RunReport):
             rank_zero_warn("FastGeometricEnsemble has no ensemble: the fit ended before a network's first snapshot.")
 
     def _finite(self, number: int) -> bool:
-        """Return whether all weights of a network's snapshots are finite; the same on every rank, as these are."""
+        """Test whether all weights of a network's snapshots are finite; the same on every rank."""
         states = [snapshot["states"][number] for snapshot in self.snapshots]
         return all(bool(tensor.isfinite().all()) for state in states for tensor in state.values())
 
     def measure(self, trainer: Trainer, task: Any, data: None) -> Any:
-        """Score all networks and ensembles; to be called on every rank."""
+        """Score all networks and ensembles; call it on every rank."""
         splits = splits_of(trainer, task, self.train_batches)
         train = splits.pop("train")
         ((split, judged),) = splits.items()
@@ -292,7 +291,7 @@ class FastGeometricEnsemble(RunReport):
         return networks, rows, self._ensembles(predicted, labels), split
 
     def _networks(self, trainer: Trainer, task: Any, number: int, train: PreparedBatches) -> list[nn.Module]:
-        """Return the start, the snapshots and the mean of these, each with statistics measured anew."""
+        """Return the start, the snapshots and their average, each with recomputed statistics."""
         found: list[nn.Module] = []
         for snapshot in self.snapshots:
             state = snapshot["states"][number]
@@ -309,7 +308,7 @@ class FastGeometricEnsemble(RunReport):
     def _rows(
         self, number: int, networks: Sequence[nn.Module], train: PreparedBatches, alone: Scores
     ) -> list[dict[str, Any]]:
-        """Return where the snapshots of a network lie, and what is between them."""
+        """Return distances of a network's snapshots, and the barriers between them."""
         vectors = [weight_vector(network).double() for network in networks]
         lines = [
             barrier(one, two, train, points=self.points, recalibration_data=EqualBatches(train))
@@ -374,7 +373,7 @@ class FastGeometricEnsemble(RunReport):
         moved = [row["distance_from_previous"] for row in rows if row["snapshot"]]
         hills = [row["train_loss_barrier"] for row in rows if row["snapshot"]]
         notes = [
-            f"neighbouring snapshots are {min(moved):.3g} to {max(moved):.3g} apart (norm {rows[0]['norm']:.3g}), the "
+            f"consecutive snapshots are {min(moved):.3g} to {max(moved):.3g} apart (norm {rows[0]['norm']:.3g}), the "
             f"barrier between them is at most {max(hills):.2g} nats"
         ]
         title = f"{type(first).__name__}, {counted(len(self.snapshots) - 1, 'snapshot')}"
@@ -409,7 +408,7 @@ def _name(number: int) -> str:
 
 
 def _architecture(network: nn.Module) -> dict[str, Any]:
-    """Return a network's architecture; of a module that cannot tell it, its class."""
+    """Return a network's architecture; for a module without one, its class."""
     try:
         return dict(network.architecture)  # type: ignore[arg-type]
     except (AttributeError, TypeError, ValueError):

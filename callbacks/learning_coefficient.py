@@ -1,4 +1,4 @@
-"""Local learning coefficients of a network, or of the members of a population, at the end or along any training."""
+"""Local learning coefficients of a network, or of the members of a population, during or after training."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from lightning_sym.reports.cells import counted, over_members, picked
 from lightning_sym.reports.learning_coefficients import coefficient_record, coefficient_results, refused_record
 from lightning_sym.zoo import versions
 
-_NEVER = 2**62  # epochs between two points where only the end is measured
+_NEVER = 2**62  # epochs between two points, to measure only the end
 _SETTINGS = (
     "chains",
     "steps",
@@ -36,48 +36,47 @@ _SETTINGS = (
 
 
 class LearningCoefficient(TrainingMonitor):
-    r"""Estimate the local learning coefficient of a network at the end of training, or along it.
+    r"""Estimate the local learning coefficient of a network during or after training.
 
-    See :func:`lightning_sym.landscape.learning_coefficient` for what is estimated and when there is an estimate: not
-    unless the chains are stationary. Chains are run on all training data, as they are held without augmentation: the
-    ``curvature_dataloader()`` of a datamodule; of other data the training set in its own order. They are read twice to
-    see that they do not change, and held in memory. With several processes each runs
-    its share of the chains, of every member.
+    :func:`lightning_sym.landscape.learning_coefficient` defines the estimate, which exists only if the chains are
+    stationary. Chains run on all training data without augmentation: the ``curvature_dataloader()`` of a datamodule,
+    otherwise the training set in index order. The data are read twice to check that they are constant, and held in
+    memory. With several processes each runs its share of the chains of every member.
 
-    For a task with several networks, such as a :class:`lightning_sym.tasks.ZooTask`, each watched member has an
-    estimate, at its present weights. All other modules are one network, the attribute ``network``.
+    In a task with several networks, such as a :class:`lightning_sym.tasks.ZooTask`, each watched member has an
+    estimate, at its current weights. Any other module is one network, the attribute ``network``.
 
-    Logged at each point, for networks that have an estimate: ``learning_coefficient/estimate`` (of members the mean,
-    and ``details/.../member-0003``); always ``learning_coefficient/refused``, the number of those that have none. At
+    Logged at each point, for networks with an estimate: ``learning_coefficient/estimate`` (the mean over members,
+    and ``details/.../member-0003``); always ``learning_coefficient/refused``, the number of networks without one. At
     the end, on rank 0, in ``results``: ``learning_coefficient.csv`` and ``.json`` (a row per point and network:
     estimate, standard error, verdict, settings), ``learning_coefficient_traces.csv`` and ``.json`` and ``.png`` (the
     chains), and ``learning_coefficient.png`` (in TensorBoard under ``figures/LearningCoefficient``). A table is
     printed.
 
-    Training stays bitwise as it is: a copy is sampled, and no random number of training is drawn. Checkpoints hold what
-    was found, so that a resumed run goes on with it.
+    Training is bitwise unaffected: the callback samples a copy and draws no random number of training. Checkpoints hold
+    the results, so that a resumed run continues them.
 
     Args:
-        every_n_epochs: Epochs between two estimates, >= 1. None: at the end only. There is none before the first step.
-        members: Which members of a task with several networks are watched: ``"all"`` or their numbers.
+        every_n_epochs: Epochs between two estimates, >= 1. None: at the end only. The start has none.
+        members: Members of a task with several networks to watch: ``"all"`` or their indices.
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for a task with several networks.
         loss: Called with outputs and targets; the mean over samples, a scalar. Default the module's ``loss``,
             ``loss_function``, ``criterion`` or ``loss_fn``.
-        chains: As for :func:`lightning_sym.landscape.learning_coefficient`, like the next ten; default 8, and more of
-            small networks for which 8 do not decide.
+        chains: As the next ten, see :func:`lightning_sym.landscape.learning_coefficient`; default 8, and more for
+            small networks if 8 do not suffice.
         steps: Steps of each chain, the burn-in included.
-        burn_in: Steps that are not averaged, at least half; default half.
+        burn_in: Discarded initial steps, at least half; default half.
         inverse_temperature: :math:`nb`; default :math:`n / \ln n`.
         localisation: :math:`\gamma`; default :math:`nb / 100`.
-        step: :math:`\eta`; default what fits the curvature.
+        step: :math:`\eta`; default from the curvature.
         method: ``"underdamped"`` or ``"sgld"``.
         batch_size: Samples of each gradient; default all.
         execution: ``"vmap"`` or ``"loop"``.
         seed: Seed of the chains.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
-        prefix: First part of all names, in place of ``learning_coefficient``; two of these callbacks in one fit need
-            two.
+        prefix: First part of all names instead of ``learning_coefficient``; two of these callbacks in one fit need
+            different prefixes.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -129,40 +128,40 @@ class LearningCoefficient(TrainingMonitor):
         self._found: RunResults | None = None
 
     def settings(self, members: list[int]) -> dict[str, Any]:
-        """Return what a checkpoint and the run that goes on with it must have in common."""
+        """Return the settings that a checkpoint and the resumed run must share."""
         return {"members": members, **picked(self, *_SETTINGS)}
 
     # ---- the data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Bring the data together, and begin.
+        """Gather the data, and begin.
 
         Raises:
-            TypeError: If the training data have no order of their own.
+            TypeError: If the training data have no fixed order.
             ValueError: If there is no such network or no loss, or the data change between two passes.
         """
-        self.network_of(pl_module)  # an error if there is none
-        loss_of(self, pl_module, self.loss)  # as well
+        self.network_of(pl_module)  # raises an error if there is none
+        loss_of(self, pl_module, self.loss)  # raises an error if there is none
         self._found = None
         self._data = TrainingBatches(self, trainer, pl_module).of_all()
         self.begin(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the data."""
+        """Release the data."""
         self._data = []
 
     # ---- points
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return what is found of each network, on every rank; nothing before the first step."""
+        """Return the results of each network, on every rank; empty before the first step."""
         if trainer.global_step == 0:
             return {"networks": {}}
-        # One member is one rank's; chains of all are run by all.
+        # Each member is on one rank, but all ranks run chains of all members.
         states = self.states(trainer, pl_module)
         return {"networks": {number: self._one(trainer, pl_module, state) for number, state in states.items()}}
 
     def _one(self, trainer: Trainer, pl_module: LightningModule, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the record of one network."""
+        """Return the result of one network."""
         if not all_finite(state):
             return refused_record("its weights are not finite.")
         network, loss = self.copied(trainer, pl_module, state), loss_of(self, pl_module, self.loss)
@@ -175,7 +174,7 @@ class LearningCoefficient(TrainingMonitor):
             return coefficient_record(learning_coefficient(network, self._data, loss, **arguments))
 
     def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
-        """Return the estimates that there are, and how many there are not."""
+        """Return the estimates, and the number of networks without one."""
         found = {number: one["values"]["estimate"] for number, one in point["networks"].items()}
         if not found:
             return {}
@@ -201,7 +200,7 @@ class LearningCoefficient(TrainingMonitor):
         return f"member-{number:04}" if len(members) > 1 or self.members != "all" else "network"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary, after the progress bar has gone."""
+        """Print the summary, after the progress bar has closed."""
         super().on_fit_end(trainer, pl_module)
         if self.active and self._found is not None:
             self._found.show(Console(), self.path, self._run)

@@ -1,4 +1,4 @@
-"""Prior precisions learned by the marginal likelihood during training, and what they say about layers."""
+"""Learn prior precisions by the marginal likelihood during training, and report effective parameters of layers."""
 
 import math
 import time
@@ -27,62 +27,62 @@ _MOST_SKIPPED = 3
 
 
 class MarginalLikelihood(RunReport):
-    """Learn the prior precisions of a network, or of all members of a zoo, by evidence, every few epochs of training.
+    """Learn the prior precisions of a network, or of all members of a zoo, by maximising the marginal likelihood.
 
-    It works with every task that has a ``prior``, a :class:`lightning_sym.curvature.GaussianPrior` that it trains its
-    network under: an :class:`lightning_sym.tasks.EquivarianceTask`, or a LightningModule of your own. If it has a
-    method ``evaluate(batches)``, this is called on every rank with the test split, for the ``loss``, and maybe
-    ``accuracy``, of the report. The data are those of ``lightning_sym.datamodules``.
+    Works with every task that has a ``prior``, a :class:`lightning_sym.curvature.GaussianPrior` that regularises its
+    training: an :class:`lightning_sym.tasks.EquivarianceTask`, or your own LightningModule. An optional
+    method ``evaluate(batches)`` is called on every rank with the test split, for the ``loss`` and, if it returns one,
+    the ``accuracy`` of the report. The data are those of ``lightning_sym.datamodules``.
 
-    After every ``every_n_epochs``-th epoch from epoch ``burn_in`` on, counted from 1: one pass over all training data,
-    not augmented, in eval mode and in single precision at least, for the Kronecker factors of the curvature at the
-    present weights; then ``steps`` steps of Adam on the log precisions (and the log noise of a regression) uphill on
-    the log marginal likelihood per datum, at fixed weights. Where a layer has several paths
-    (:class:`lightning_sym.layers.ResidualPathways`), this decides how much of each it uses.
+    Updates follow every ``every_n_epochs``-th epoch from epoch ``burn_in`` on, counted from 1. One pass over all
+    training data, without augmentation, in eval mode and at least single precision, computes the Kronecker factors of
+    the curvature at the current weights. Then ``steps`` steps of Adam on the log precisions (and the log noise of a
+    regression) maximise the log marginal likelihood per datum, at fixed weights. In layers with several pathways
+    (:class:`lightning_sym.layers.ResidualPathways`), this selects among them.
 
-    Updates whose curvature, or loss, is not finite are skipped, with one warning; three in a row stop the run.
+    Updates with a curvature or loss that is not finite are skipped, with one warning; three in a row stop the run.
 
-    With a :class:`lightning_sym.tasks.ZooTask` with ``prior_precision``, of any networks whose layers have curvature
-    rules, every member has precisions of its own, learned from its present weights (not those it keeps). Batch norms
-    are in the prior, too: in eval mode scale and shift are linear, so that their blocks are exact. Members that were
-    stopped are passed over. With ``ddp_members`` the pass of each member is shared out over all processes.
+    With a :class:`lightning_sym.tasks.ZooTask` with ``prior_precision``, for any networks with curvature rules for
+    their layers, every member has its own precisions, learned from its current weights (not the kept ones). The prior
+    includes batch norms: scale and shift are linear in eval mode, so that their blocks are exact. Stopped members are
+    skipped. With ``ddp_members`` all processes share the pass of each member.
 
     Logged after every update, with the new precisions: ``evidence/log_marginal_likelihood`` and its parts
     ``evidence/log_likelihood``, ``evidence/log_determinant``, ``evidence/scatter`` (the last two are subtracted; nats
-    per datum), ``evidence/seconds``, for a regression ``evidence/noise``, and for every path (every layer that has no
-    paths) ``details/precision/<path>``, and so ``effective/<path>``, ``normalised/<path>``, ``relative/<path>``,
-    ``mean_square/<path>``. Of a zoo the ``evidence/...`` are means over members (seconds: the sum), and those of a
-    member and of its paths are logged as ``details/.../member-0003``.
+    per datum), ``evidence/seconds``, for a regression ``evidence/noise``. For every pathway (or layer without
+    pathways) ``details/precision/<path>``, and also ``effective/<path>``, ``normalised/<path>``, ``relative/<path>``,
+    ``mean_square/<path>``. For a zoo the ``evidence/...`` are means over members (seconds: the sum), and values of a
+    member and of its pathways are logged as ``details/.../member-0003``.
 
     At the end of the fit, on rank 0, in ``results``: ``layers.csv`` and ``.json``, the table of the paper's appendix D
-    with a row for every layer and path; ``evidence.csv`` and ``.json``, a row for every update;
+    with a row for every layer and pathway; ``evidence.csv`` and ``.json``, a row for every update;
     ``relative_effective_parameters.png`` and ``evidence.png`` (in TensorBoard ``figures/MarginalLikelihood``). The last
-    row of both is of the final weights. The layers and the test accuracy are printed, the latter logged as
-    ``final/test_accuracy``. Of a zoo, the tables have a column ``member``, figures show the mean over members, and the
-    test accuracy is that of the weights that it keeps.
+    row of both belongs to the final weights. The layers and the test accuracy are printed, the latter logged as
+    ``final/test_accuracy``. For a zoo, the tables have a column ``member``, figures show the mean over members, and the
+    test accuracy is that of the kept weights.
 
-    With several processes factors are exact sums over all of them, and every one holds the same precisions to the last
-    bit. A checkpoint holds precisions, their optimizer and the curves.
+    With several processes factors are exact sums over all of them, and all have bitwise equal precisions. A checkpoint
+    holds precisions, their optimizer and the curves.
 
     Args:
-        burn_in: First epoch, counted from 1, after which precisions may be updated, >= 1. None: never, which is plain
+        burn_in: First epoch, counted from 1, with an update of precisions, >= 1. None: never, which is plain
             maximum a posteriori training; the evidence is then computed once, at the end.
-        every_n_epochs: Updates come after epochs that are multiples of it, >= 1.
+        every_n_epochs: Updates follow epochs that are multiples of it, >= 1.
         steps: Steps of Adam per update, >= 1.
         lr: Learning rate of the log precisions, > 0.
-        lr_schedule: ``"constant"``, as in the authors' code; ``"cosine"``, as in the paper's text: it falls over
-            ``trainer.max_epochs`` epochs from ``lr`` to 0, so that weights and precisions come to rest together.
+        lr_schedule: ``"constant"``, as in the authors' code; ``"cosine"``, as in the paper's text: it falls from
+            ``lr`` to 0 over ``trainer.max_epochs`` epochs, so that weights and precisions converge together.
         engine: Engine of the curvature, see :func:`lightning_sym.curvature.factors`.
         samples: None: exact factors, in as many backward passes as the network has outputs. Otherwise Monte Carlo with
-            so many backward passes, >= 1; other random signs in every update.
-        granularity: ``"per_path"``: a precision for every path of every layer. ``"per_tensor"``: for every tensor.
+            so many backward passes, >= 1; new random signs in every update.
+        granularity: ``"per_path"``: a precision for every pathway of every layer. ``"per_tensor"``: for every tensor.
         ffc: How factored fully connected layers share B, see :func:`lightning_sym.curvature.factors`.
         bounds: Range of log precisions.
         learn_noise: Whether the noise of a regression is learned.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Attributes:
-        networks: The networks whose precisions are learned; from ``setup`` on.
+        networks: The networks with learned precisions; available after ``setup``.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -123,7 +123,7 @@ class MarginalLikelihood(RunReport):
         ):
             if choice not in accepted:
                 raise ValueError(unknown(name, choice, accepted))
-        PrecisionOptimizer(["trial"], lr=lr, bounds=(bounds[0], bounds[1]))  # refuses bad settings now
+        PrecisionOptimizer(["trial"], lr=lr, bounds=(bounds[0], bounds[1]))  # rejects bad settings early
         self.burn_in = burn_in
         self.every_n_epochs = every_n_epochs
         self.steps = steps
@@ -141,7 +141,7 @@ class MarginalLikelihood(RunReport):
 
     def _begin(self) -> None:
         self.records: list[dict[str, Any]] = []
-        self._skipped: dict[Number, int] = {}  # in a row
+        self._skipped: dict[Number, int] = {}  # consecutive skipped updates
         self._warned = False
         self._running: list[Number] = []
         self._tested: dict[Number, dict[str, float]] = {}
@@ -153,7 +153,7 @@ class MarginalLikelihood(RunReport):
 
         Raises:
             TypeError: If the task has no prior, or the data are not of ``lightning_sym.datamodules``.
-            ValueError: If a cosine has no end.
+            ValueError: If the cosine schedule has no end.
 
         Warns:
             UserWarning: If training ends before the first update.
@@ -174,7 +174,7 @@ class MarginalLikelihood(RunReport):
         if last > 0 and never and trainer.is_global_zero:
             warnings.warn(
                 f"MarginalLikelihood updates precisions after epochs >= burn_in={self.burn_in} that are multiples of "
-                f"every_n_epochs={self.every_n_epochs}, and training ends after epoch {last}, so that they will never "
+                f"every_n_epochs={self.every_n_epochs}, but training ends after epoch {last}: they will never "
                 "be updated; lower one of the two, train longer, or set burn_in to null.",
                 stacklevel=2,
             )
@@ -192,7 +192,7 @@ class MarginalLikelihood(RunReport):
             learn_noise=self.learn_noise and prior.likelihood == "regression",
             bounds=(self.bounds[0], self.bounds[1]),
         )
-        for index, name in enumerate(self._groups.names):  # they may differ in a task that was trained before
+        for index, name in enumerate(self._groups.names):  # they may differ if the task was trained before
             values = [present.log_precisions[key] for key, group in self._groups.precisions.items() if group == name]
             optimizer.log_precisions[index] = fmean(values)
         optimizer.log_precisions.clamp_(*self.bounds)
@@ -212,7 +212,7 @@ class MarginalLikelihood(RunReport):
             )
 
     def updates_after(self, epoch: int) -> bool:
-        """Return whether precisions are updated after an epoch, counted from 1."""
+        """Test whether precisions are updated after an epoch, counted from 1."""
         return self.burn_in is not None and epoch >= self.burn_in and epoch % self.every_n_epochs == 0
 
     def _lr_after(self, trainer: Trainer, epoch: int) -> float:
@@ -222,17 +222,17 @@ class MarginalLikelihood(RunReport):
         return self.lr * (1 + math.cos(math.pi * min(epoch / (trainer.max_epochs or epoch), 1))) / 2
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the precisions, if it is time."""
+        """Update the precisions, if due."""
         epoch = trainer.current_epoch + 1
         if not self.updates_after(epoch):
             return
-        with said_if_long(trainer, "MarginalLikelihood goes through the data for the curvature"):
+        with said_if_long(trainer, "MarginalLikelihood computes the curvature"):
             found = [record for number in self.networks.running() if (record := self._update(trainer, number, epoch))]
         self.records += found
         self._log(trainer, pl_module, found)
 
     def _update(self, trainer: Trainer, number: Number, epoch: int) -> dict[str, Any] | None:
-        """Update the precisions of one network, and return its record; None if the update was skipped."""
+        """Update the precisions of one network and return its record; None if the update was skipped."""
         before = self._optimizers[number].state_dict()
         try:
             record = self._measured(trainer, number, epoch, self.steps)
@@ -245,7 +245,7 @@ class MarginalLikelihood(RunReport):
         return record
 
     def _measured(self, trainer: Trainer, number: Number, epoch: int, steps: int = 0) -> dict[str, Any]:
-        """Return the record of a network at its present weights, after some steps of its precisions."""
+        """Return the record of a network at its current weights, after some steps of its precisions."""
         start = time.perf_counter()
         evidence = self._evidence(trainer, number, epoch)
         if steps:
@@ -254,7 +254,7 @@ class MarginalLikelihood(RunReport):
         return {**record, "seconds": time.perf_counter() - start}
 
     def _evidence(self, trainer: Trainer, number: Number, epoch: int) -> Evidence:
-        """Return the evidence of a network at its present weights; on every rank."""
+        """Return the evidence of a network at its current weights; on every rank."""
         network = self.networks.network(number)
         keys = (epoch, trainer.global_rank) if number is None else (epoch, trainer.global_rank, number)
         found = factors(
@@ -277,14 +277,14 @@ class MarginalLikelihood(RunReport):
             ) from error
         if not self._warned and trainer.is_global_zero:
             warnings.warn(
-                f"The update of the precisions{_of(number)} after epoch {epoch} was skipped, and training goes on: "
-                f"{error} Further ones that are skipped are not reported.",
+                f"The update of the precisions{_of(number)} after epoch {epoch} was skipped, and training continues: "
+                f"{error} Further skipped updates are not reported.",
                 stacklevel=2,
             )
         self._warned = True
 
     def _apply(self, number: Number) -> None:
-        """Have a network train with its new precisions."""
+        """Apply the new precisions to the training of a network."""
         optimizer = self._optimizers[number]
         found = dict(zip(self._groups.names, optimizer.log_precisions.tolist(), strict=True))
         log_precisions = {name: found[group] for name, group in self._groups.precisions.items()}
@@ -315,12 +315,12 @@ class MarginalLikelihood(RunReport):
 
     @property
     def charts(self) -> dict[str, str]:
-        """Which tags each chart has that TensorBoard shows first, by title: the evidence and its terms."""
+        """Tags of TensorBoard's first charts, by title: the evidence and its terms."""
         terms = {"log marginal likelihood": TERMS[:1], "its terms": TERMS[1:]}
         return {} if self.burn_in is None else {n: f"evidence/({'|'.join(tags)})$" for n, tags in terms.items()}
 
     def _log(self, trainer: Trainer, task: LightningModule, records: list[dict[str, Any]]) -> None:
-        """Log the records of one update; they are the same on every rank already."""
+        """Log the records of one update, which are the same on every rank."""
         if not records:
             return
         for name in (*TERMS, "noise"):
@@ -340,7 +340,7 @@ class MarginalLikelihood(RunReport):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resumed run needs."""
+        """Return the state of the precisions for a resumed run."""
         return {
             "optimizers": {
                 member_name(number): optimizer.state_dict() for number, optimizer in self._optimizers.items()
@@ -352,18 +352,18 @@ class MarginalLikelihood(RunReport):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, in a fit; to be called after ``setup``.
+        """Restore a state, in a fit; call it after ``setup``.
 
         Raises:
-            ValueError: If it is of another network or of other members, or of precisions that are divided in another
-                way.
+            ValueError: If the state belongs to another network or other members, or has another granularity of
+                precisions.
         """
-        if not self._fitting or not state_dict["optimizers"]:  # a test of a checkpoint leaves what a fit found
+        if not self._fitting or not state_dict["optimizers"]:  # testing a checkpoint keeps the results of a fit
             return
         granularity = state_dict["settings"]["granularity"]
         if granularity != self.granularity:
             raise ValueError(
-                f"The checkpoint has precisions {granularity} and this run has them {self.granularity}; use the "
+                f"The checkpoint has precisions {granularity} but this run has them {self.granularity}; use the "
                 "granularity that the run began with."
             )
         names = {member_name(number): number for number in self._optimizers}
@@ -371,7 +371,7 @@ class MarginalLikelihood(RunReport):
             raise ValueError("The checkpoint has precisions of other networks than this run; use its own recipe.")
         for name, state in state_dict["optimizers"].items():
             self._optimizers[names[name]].load_state_dict(state)
-            if state["adam"]["state"]:  # there was an update
+            if state["adam"]["state"]:  # Adam has made an update
                 self._apply(names[name])
         self.records = list(state_dict["records"])
         self._skipped = {names[name]: count for name, count in state_dict["skipped"].items()}
@@ -425,15 +425,15 @@ class MarginalLikelihood(RunReport):
         )
 
     def _last(self) -> dict[Number, dict[str, Any]]:
-        """Return the last record of each network that was not stopped, by its number."""
+        """Return the last record of each network that was not stopped, by index."""
         found = {record.get("member"): record for record in self.records}
         return {number: found[number] for number in self._running if number in found}
 
     def layer_types(self, member: int | None = None) -> dict[str, str]:
-        """Return, of the last record, the path with the largest relative number for each layer with several.
+        """Return, for each layer with several pathways, the one with the largest relative number in the last record.
 
         Args:
-            member: Its number; of a zoo.
+            member: Index of the member, for a zoo.
         """
         last = self._last()
         return layer_types(last[member]) if member in last else {}

@@ -1,4 +1,4 @@
-"""Figures, text and final numbers of a run: to its folder and to its loggers, also to those that take none of them."""
+"""Write figures, text and final numbers of a run to its folder, and send them to its loggers."""
 
 import io
 import json
@@ -17,12 +17,12 @@ from lightning_sym.reports import ResultTable, RunResults
 
 
 def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
-    """Save a figure as PNG and send its panels to every logger that takes figures; to be called on rank 0.
+    """Save a figure as PNG and send its panels to every logger that takes figures; call it on rank 0.
 
     Args:
-        trainer: Its loggers are used; those without ``add_figure`` are passed over.
-        figure: The figure; it is used up, see :func:`lightning_sym.figures.cards`.
-        tag: Name in TensorBoard, for example ``figures/ZooReport/confusion``. Of several panels each has a number:
+        trainer: Its loggers are used; those without ``add_figure`` are skipped.
+        figure: The figure, which is consumed, see :func:`lightning_sym.figures.cards`.
+        tag: Name in TensorBoard, for example ``figures/ZooReport/confusion``. Several panels are numbered:
             ``figures/StitchingReport/penalties/1``.
         file: The PNG to write, with all panels.
     """
@@ -34,14 +34,14 @@ def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> No
 
 
 def publish_text(trainer: Trainer, text: str, tag: str) -> None:
-    """Send text to every logger that takes it, to be shown as it is laid out; to be called on rank 0.
+    """Send text to every logger that takes it, preserving its layout; call it on rank 0.
 
     Args:
-        trainer: Its loggers are used; those without ``add_text`` are passed over.
+        trainer: Its loggers are used; those without ``add_text`` are skipped.
         text: One or several lines.
         tag: Name in TensorBoard.
     """
-    # Four spaces are Markdown's way to leave a table's columns alone.
+    # Four spaces mark a Markdown code block, which preserves columns.
     _send(trainer, "add_text", tag, "\n".join("    " + line for line in text.splitlines()))
 
 
@@ -49,18 +49,18 @@ def _send(trainer: Trainer, method: str, tag: str, what: object) -> None:
     for logger in trainer.loggers:
         add = getattr(getattr(logger, "experiment", None), method, None)
         if callable(add):
-            with getattr(logger, "writing", nullcontext)():  # that of a run folder names its file
+            with getattr(logger, "writing", nullcontext)():  # the logger of a run folder names its file
                 add(tag, what, global_step=trainer.global_step)
 
 
 def publish_numbers(trainer: Trainer, values: Mapping[str, float], headline: str | None = None) -> None:
-    """Send the numbers that a run ends with to every logger; to be called on rank 0.
+    """Send the final numbers of a run to every logger; call it on rank 0.
 
     Args:
         trainer: Its loggers are used.
-        values: By name; may be empty.
-        headline: The name of the main one, which TensorBoard shows beside the hyperparameters. For Lightning's own
-            TensorBoard logger, which names it before the run is known, it is logged as ``hp_metric`` too.
+        values: Numbers by name; may be empty.
+        headline: Name of the main number, which TensorBoard shows with the hyperparameters. Lightning's own TensorBoard
+            logger fixes that name before the run, so that the number is also logged as ``hp_metric``.
     """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
@@ -75,13 +75,13 @@ def publish_numbers(trainer: Trainer, values: Mapping[str, float], headline: str
 
 
 def publish_results(trainer: Trainer, results: RunResults, folder: Path, tag: str) -> None:
-    """Write tables and files, draw figures, and send what loggers take to them; to be called on rank 0.
+    """Write tables and files, draw figures, and send them to the loggers; call it on rank 0.
 
-    Final numbers stand in the table ``numbers``, too, beside those of the run's other reports.
+    The table ``numbers`` holds the final numbers of all reports of the run.
 
     Args:
         trainer: Its loggers are used.
-        results: What a run has found.
+        results: Results of a run.
         folder: Folder of the files.
         tag: First part of the figures' names in TensorBoard, for example ``figures/ZooReport``.
     """
@@ -99,7 +99,7 @@ def publish_results(trainer: Trainer, results: RunResults, folder: Path, tag: st
 
 
 def _with_earlier(table: ResultTable, folder: Path) -> ResultTable:
-    """Return final numbers below those that other reports of the run have written."""
+    """Prepend the final numbers that other reports of the run have written."""
     file = folder / f"{table.name}.json"
     earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"rows": []}
     mine = {row["number"] for row in table.rows}

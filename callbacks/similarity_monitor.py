@@ -1,4 +1,4 @@
-"""How similar networks are, while they are trained, to their start, to a reference and to each other."""
+"""Similarity of networks during training to their start, to a reference and to each other."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,51 +21,51 @@ from lightning_sym.zoo import ModelZoo, versions
 
 
 class SimilarityMonitor(TrainingMonitor):
-    """Follow how similar representations are while networks are trained, on the same validation images throughout.
+    """Log the similarity of representations during training, on a fixed set of validation images.
 
     Works with any LightningModule that holds a network, and with populations such as
-    :class:`lightning_sym.tasks.ZooTask`. Logged, from values at the start of training, after every ``every_n_epochs``
+    :class:`lightning_sym.tasks.ZooTask`. Values are logged at the start of training, after every ``every_n_epochs``
     epochs (or ``every_n_steps`` optimizer steps) and at the end, for each measure and site:
 
     - ``similarity/start/<measure>/<site>``: of a network with itself at the start; mean over members;
-    - ``similarity/reference/<measure>/<site>``, if there is a reference: with that; mean over members;
-    - ``similarity/members/<measure>/<site>``, for a population: between two members; mean over pairs. The first value
-      is that of untrained networks, and what later ones are to be held against.
+    - ``similarity/reference/<measure>/<site>``: with the reference, if there is one; mean over members;
+    - ``similarity/members/<measure>/<site>``, for a population: between two members; mean over pairs. The first value,
+      of untrained networks, is the baseline of later ones.
 
-    Values of networks whose features are not finite are left out. See :class:`lightning_sym.tasks.SimilarityTask` for
+    Networks with features that are not finite are left out. See :class:`lightning_sym.tasks.SimilarityTask` for
     measures and their settings. Written at the end, on rank 0: ``results/similarity.png`` (in TensorBoard
     ``figures/SimilarityMonitor/similarity``), ``similarity.csv`` and ``.json`` (a row for each point, comparison and
     site).
 
-    Training stays bitwise as it is: copies are measured, in evaluation mode, and no random number is drawn. With
-    several processes, also under ``ddp_members``, all have the weights of all members while they are measured, and
-    share out the images; the values are those of one process up to rounding. Checkpoints hold the curves and the
-    weights at the start, so that a resumed run goes on with them; without these "start" is where the monitor came in. A
-    point costs a forward pass of the images for each site, of each member now and at its start.
+    Training is bitwise unaffected: the callback measures copies in evaluation mode and draws no random number. With
+    several processes, also under ``ddp_members``, all have the weights of all members during the measurement, and
+    share the images; values equal those of one process up to rounding. Checkpoints hold the curves and the starting
+    weights for a resumed run; without these, "start" is the time when the monitor was added. A point costs a forward
+    pass of the images for each site, of each member now and at its start.
 
     Args:
         measures: Names of measures, or settings by name. Default linear CKA and, if the network can be traced, group:
-            Procrustes up to its own symmetry.
-        sites: Names of modules whose outputs are compared; ``"all"``: the outputs of all activation modules.
-        reference: What to compare with in addition: a zoo's folder, a checkpoint of the same LightningModule, or a
-            network. None for nothing.
-        reference_member: Number of the member, if the reference is a zoo. >= 0.
-        images: How many images of the validation set are looked at, the first ones. >= 4.
+            Procrustes up to its symmetry.
+        sites: Names of modules with outputs to compare; ``"all"``: the outputs of all activation modules.
+        reference: A further network to compare with: a zoo's folder, a checkpoint of the same LightningModule, or a
+            network. None for no reference.
+        reference_member: Index of the member, if the reference is a zoo. >= 0.
+        images: Number of images, from the first of the validation set. >= 4.
         every_n_epochs: Epochs between two points. >= 1.
-        every_n_steps: Optimizer steps between two points, in place of epochs. None or >= 1.
-        members: Which members of a population are watched: ``"all"`` or their numbers.
+        every_n_steps: Optimizer steps between two points, instead of epochs. None or >= 1.
+        members: Members of a population to watch: ``"all"`` or their indices.
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for a population.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
-        prefix: First part of all names, in place of ``similarity``; two monitors in one fit need two.
+        prefix: First part of all names instead of ``similarity``; two monitors in one fit need different prefixes.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Note:
-        Images are those of a datamodule of :mod:`lightning_sym.datamodules`, or of the first validation dataloader,
-        which must have a dataset that can be indexed; the first entry of its batches must be what the network is called
-        with. What the dataset gives must be the same each time, as a resumed run asks for it again.
+        Images are those of a datamodule of :mod:`lightning_sym.datamodules`, or of the first validation dataloader. Its
+        dataset must be indexable, and its batches must begin with the network's input. The dataset must return the
+        same items each time, as a resumed run reads them again.
     """
 
     shown_first: ClassVar[Mapping[str, str]] = {"similarity": "(start|reference|members)/.*"}
@@ -88,14 +88,14 @@ class SimilarityMonitor(TrainingMonitor):
         check_integers(0, reference_member=reference_member)
         self.measures = None if measures is None else list(named_measures(measures).values())
         self.sites = checked_sites("sites", sites)
-        # In a tuple, as a module is no part of the settings that Lightning copies or compares.
+        # In a tuple, as a module is not one of the settings that Lightning copies or compares.
         self._reference = (reference,)
         self.reference_member = reference_member
         self.images = images
         super().__init__(every_n_epochs, every_n_steps, members, network, dirpath, prefix)
 
     def clear(self) -> None:
-        """Forget an earlier fit."""
+        """Reset the state of an earlier fit."""
         super().clear()
         self._meter: SimilarityMeter | None = None
 
@@ -105,9 +105,9 @@ class SimilarityMonitor(TrainingMonitor):
         """Find the network and the images, and measure the start.
 
         Raises:
-            FileNotFoundError: If there is no reference in the place that was given.
-            TypeError: If images cannot be taken from the validation data.
-            ValueError: If there are no validation images, or network, sites, measures and reference do not fit.
+            FileNotFoundError: If the reference does not exist.
+            TypeError: If the validation data yield no images.
+            ValueError: If there are no validation images, or network, sites, measures and reference do not match.
         """
         with isolate_rng(), seeded(0):
             network = self.network_of(pl_module)
@@ -117,7 +117,7 @@ class SimilarityMonitor(TrainingMonitor):
         self.begin(trainer, pl_module)
 
     def _inputs(self, trainer: Trainer, pl_module: LightningModule) -> Tensor:
-        """Return what networks are called with, the same on every rank."""
+        """Return the inputs of the networks, the same on every rank."""
         data: Any = getattr(trainer, "datamodule", None)
         if callable(getattr(data, "split_tensors", None)):
             images, labels = (tensor[: self.images] for tensor in data.split_tensors("val")[:2])
@@ -126,8 +126,8 @@ class SimilarityMonitor(TrainingMonitor):
             batch = self._indexed(trainer)
         if len(batch) == 0:
             raise ValueError(
-                "SimilarityMonitor compares networks on validation data, and there are none; give the datamodule "
-                "some (val_fraction), or the trainer a validation dataloader."
+                "SimilarityMonitor compares networks on validation data, but there are none; set val_fraction of the "
+                "datamodule, or pass a validation dataloader to the trainer."
             )
         if has_members(pl_module):
             task: Any = pl_module
@@ -135,13 +135,13 @@ class SimilarityMonitor(TrainingMonitor):
         first = batch[0] if isinstance(batch, (tuple, list)) else batch
         if not isinstance(first, Tensor) or first.dim() == 0:
             raise TypeError(
-                f"SimilarityMonitor takes the first entry of a validation batch for the network's input, and found a "
+                f"SimilarityMonitor takes the first entry of a validation batch as the network's input, but found a "
                 f"{type(first).__name__} in a {type(batch).__name__}; let batches begin with a tensor."
             )
         return first.detach()
 
     def _indexed(self, trainer: Trainer) -> Any:
-        """Return the first images of the first validation dataloader as one batch, whoever samples them."""
+        """Return the first images of the first validation dataloader as one batch, independently of its sampler."""
         loaders: Any = trainer.val_dataloaders
         loader = next(iter(loaders), None) if isinstance(loaders, (list, tuple)) else loaders
         if loader is None:
@@ -149,7 +149,7 @@ class SimilarityMonitor(TrainingMonitor):
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise TypeError(
                 "SimilarityMonitor takes the first inputs of a datamodule of lightning_sym.datamodules or of a "
-                f"torch DataLoader whose dataset can be indexed, and the validation data are a {type(loader).__name__}."
+                f"torch DataLoader with an indexable dataset, but the validation data are a {type(loader).__name__}."
             )
         dataset: Any = loader.dataset
         count = min(self.images, len(dataset))
@@ -166,7 +166,7 @@ class SimilarityMonitor(TrainingMonitor):
         return ModelZoo.open(path).load(self.reference_member) if path.is_dir() else self._restored(path, network)
 
     def _restored(self, path: Path, network: nn.Module) -> nn.Module:
-        """Return a copy of the network with the weights that a checkpoint has for it."""
+        """Return a copy of the network with its weights from a checkpoint."""
         saved = torch.load(path, map_location="cpu", weights_only=True)
         prefix = f"{self.network}." if self.network else ""
         state = {name.replace("_orig_mod.", ""): tensor for name, tensor in saved.get("state_dict", {}).items()}
@@ -177,12 +177,12 @@ class SimilarityMonitor(TrainingMonitor):
 
     @property
     def meter(self) -> SimilarityMeter:
-        """What measures, once training has started."""
+        """The object that measures, available after the start of training."""
         assert self._meter is not None
         return self._meter
 
     def settings(self, members: list[int]) -> dict[str, Any]:
-        """Return what a checkpoint and the run that goes on with it must have in common."""
+        """Return the settings that a checkpoint and the resumed run must share."""
         meter = self.meter
         return {
             "members": members,

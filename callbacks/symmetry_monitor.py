@@ -1,4 +1,4 @@
-"""How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
+"""Movement of a network along its symmetry orbits: conserved quantities, balance, dead units, distance to the start."""
 
 import re
 from collections.abc import Mapping
@@ -20,59 +20,60 @@ from lightning_sym.zoo import versions
 
 
 class SymmetryMonitor(TrainingMonitor):
-    r"""Follow how training moves a network along and across the orbits of its symmetry group.
+    r"""Log how far training moves a network along and across its symmetry orbits.
 
-    The symmetry is traced once, before the first step. For each axis group (units that move together, for example the
-    neurons of a layer) let :math:`a_i` and :math:`b_i` be the squared norms of what comes into unit :math:`i` and of
-    what goes out of it (:func:`lightning_sym.symmetry.balance`). Logged, from values at the start of training, after
+    The symmetry is traced once, before the first step. For each axis group (units permuted together, for example the
+    neurons of a layer) let :math:`a_i` and :math:`b_i` be the squared norms of the incoming and outgoing weights of
+    unit :math:`i` (:func:`lightning_sym.symmetry.balance`). Values are logged at the start of training, after
     every ``every_n_epochs`` epochs (or ``every_n_steps`` optimizer steps) and at the end:
 
     - ``symmetry/imbalance/<group>``: :math:`\sum_i |a_i - b_i| / \sum_i (a_i + b_i)`, in [0, 1]; 0 if every unit is
-      balanced. Not for groups whose units only receive (a batch norm before tanh): there it would always be 1.
+      balanced. Omitted for groups without outgoing weights (a batch norm before tanh), where it would always be 1.
     - ``symmetry/conserved/<group>``: mean of :math:`|a_i - b_i|` over units, and ``symmetry/drift/<group>``:
       :math:`\sum_i |(a_i - b_i) - (a_i - b_i)^{start}| / \sum_i (a_i + b_i)^{start}`. Gradient flow conserves
       :math:`a_i - b_i`; finite steps, momentum, adaptive optimizers and weight decay change it. Only for groups with
-      a free scale; without one (tanh, GELU) nothing is conserved.
+      independent scales; without them (tanh, GELU) there is no conserved quantity.
     - ``symmetry/dead/<group>``: number of units with :math:`a_i = 0` or :math:`b_i = 0` exactly, which no scale can
-      balance. That is read from weights; units that never fire on the data are another thing.
+      balance. It depends on weights only; units that never fire on the data are not counted.
     - ``symmetry/distance/parameters``, ``.../balanced``, ``.../canonical``: Euclidean distance to the start, relative
-      to the norm of the start: of the parameters as they are; after both networks were balanced, with units in place
-      (what is left when rescaling is taken out); of the canonical forms, with signs fixed and units sorted. The last is
-      zero for two members of one orbit, but jumps where two units change places (docs/theory/canonical.md, 4).
+      to the norm of the start. The first compares the parameters. The second compares balanced networks without
+      permuting units, and so cancels rescaling. The third compares canonical forms, with fixed signs and sorted units:
+      it is zero for two points of one orbit, but jumps when the sorting of two units changes
+      (docs/theory/intertwiners.md, 5.4).
 
-    ``symmetry/<quantity>`` is the mean over groups; with more than two or three groups, single ones are details.
+    ``symmetry/<quantity>`` is the mean over groups; with more than two or three groups, values of groups are details.
 
     For a :class:`lightning_sym.tasks.ZooTask` these are means over members; ``details/.../member-0003`` is one member.
-    Members whose weights are not finite are left out. All other modules are one network, the attribute ``network``.
+    Members with weights that are not finite are left out. Any other module is one network, the attribute ``network``.
 
     Written at the end, on rank 0: ``results/symmetry.png`` (in TensorBoard ``figures/SymmetryMonitor/symmetry``),
     ``symmetry.csv`` and ``.json`` (a row per point, member and group), ``symmetry_distance.csv`` and ``.json`` (a row
     per point and member); before the first step ``symmetry.txt``, the symmetry as text, and the same in TensorBoard.
 
-    Training stays bitwise as it is: a copy is measured, and no random number is drawn. With ``ddp`` rank 0 measures;
-    with ``ddp_members`` every rank its own members. Checkpoints hold the curves and, if ``distance``, the weights at
-    the start, so that a resumed run goes on with them; without these "start" is where the monitor came in.
+    Training is bitwise unaffected: the callback measures a copy and draws no random number. With ``ddp`` rank 0
+    measures; with ``ddp_members`` every rank measures its own members. Checkpoints hold the curves and, if
+    ``distance``, the starting weights for a resumed run; without these, "start" is the time when the monitor was added.
 
     Args:
         every_n_epochs: Epochs between two points. >= 1.
-        every_n_steps: Optimizer steps between two points, in place of epochs. None or >= 1.
-        members: Which members of a ``ZooTask`` are watched: ``"all"`` or their numbers.
+        every_n_steps: Optimizer steps between two points, instead of epochs. None or >= 1.
+        members: Members of a ``ZooTask`` to watch: ``"all"`` or their indices.
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for a ``ZooTask``.
         distance: Whether to log distances, which needs two canonical forms per point and member.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
-        prefix: First part of all names, in place of ``symmetry``; two monitors in one fit need two.
+        prefix: First part of all names instead of ``symmetry``; two monitors in one fit need different prefixes.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Note:
         The network is traced on ``example_input_array`` of the LightningModule if it is set, on the input shape of a
-        datamodule of :mod:`lightning_sym.datamodules`, or on the first training batch (its first entry if it is a tuple
-        or list), which must be what ``network`` is called with.
+        datamodule of :mod:`lightning_sym.datamodules`, or on the first training batch. A batch, or its first entry if
+        it is a tuple or list, must be the input of ``network``.
     """
 
-    shown_first: ClassVar[Mapping[str, str]] = {"imbalance, and change of what is conserved": "(imbalance|drift)"}
+    shown_first: ClassVar[Mapping[str, str]] = {"imbalance, and change of conserved quantities": "(imbalance|drift)"}
 
     def __init__(
         self,
@@ -88,22 +89,22 @@ class SymmetryMonitor(TrainingMonitor):
         self.distance = distance
 
     def clear(self) -> None:
-        """Forget an earlier fit."""
+        """Reset the state of an earlier fit."""
         super().clear()
         self._meter: SymmetryMeter | None = None
-        self._kinds: dict[str, GroupKind] = {}  # with _table, of a resumed run that may have nothing to trace
+        self._kinds: dict[str, GroupKind] = {}  # with _table, of a resumed run that may lack an input for tracing
         self._table: dict[str, Any] = {}  # the symmetry for the files
-        self._forms: dict[int, dict[str, Tensor]] = {}  # of the starts; made again after a resume
+        self._forms: dict[int, dict[str, Tensor]] = {}  # canonical forms of the starts; recomputed after a resume
 
     # ---- before the first step
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the network, which the module's own setup may have made, and trace it if its input is known.
+        """Find the network, which the module's setup may have made, and trace it if its input is known.
 
         Raises:
             ValueError: If there is no such network, or it cannot be traced.
         """
-        network = self.network_of(pl_module)  # an error if there is none
+        network = self.network_of(pl_module)  # raises an error if there is none
         example = _example(trainer, pl_module)
         if example is not None:
             self._trace(network, example)
@@ -120,10 +121,10 @@ class SymmetryMonitor(TrainingMonitor):
             self.begin(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Trace on the first batch if nothing else said what the network's input is, and measure the start.
+        """Trace on the first batch if the network's input is otherwise unknown, and measure the start.
 
         Raises:
-            ValueError: If the batch does not show what the input is, or the network cannot be traced.
+            ValueError: If the batch does not begin with an input, or the network cannot be traced.
         """
         if self._meter is None:
             self._trace(self.network_of(pl_module), _first_input(pl_module, batch))
@@ -140,18 +141,18 @@ class SymmetryMonitor(TrainingMonitor):
 
     @property
     def meter(self) -> SymmetryMeter:
-        """What measures, once the network has been traced."""
+        """The object that measures, available once the network has been traced."""
         assert self._meter is not None
         return self._meter
 
     def settings(self, members: list[int]) -> dict[str, Any]:
-        """Return what a checkpoint and the run that goes on with it must have in common."""
+        """Return the settings that a checkpoint and the resumed run must share."""
         return {"network": self.meter.symmetry.fingerprint, "members": members, "distance": self.distance}
 
     # ---- points
 
     def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
-        """Return the starts, on rank 0 of all members, as it writes the checkpoint."""
+        """Return the starting weights, on rank 0 of all members, as it writes the checkpoint."""
         own = self.own_states(trainer, pl_module)
         return by_member({n: self.meter.start(state, distance=self.distance) for n, state in own.items()})
 
@@ -168,7 +169,7 @@ class SymmetryMonitor(TrainingMonitor):
 
     @property
     def charts(self) -> dict[str, str]:
-        """Imbalance and drift, and the distances if they are measured."""
+        """Tags of TensorBoard's first charts: imbalance and drift, and the distances if they are measured."""
         distances = {"distance to the start": f"{re.escape(self.prefix)}/distance/.*"} if self.distance else {}
         return {**super().charts, **distances}
 
@@ -186,16 +187,16 @@ class SymmetryMonitor(TrainingMonitor):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the curves and the start, on rank 0 of all members."""
+        """Return the curves and the starting weights, on rank 0 of all members."""
         state = super().state_dict()
         kinds = {name: list(kind) for name, kind in self._kinds.items()}
         return {**state, "kinds": kinds, "table": self._table} if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the curves and the start back."""
+        """Restore the curves and the starting weights."""
         super().load_state_dict(state_dict)
         if state_dict:
-            # For a run without an epoch left, which may never see a batch to trace the network on.
+            # For a run without a remaining epoch, which may never see a batch to trace the network on.
             self._kinds = {name: GroupKind(*kind) for name, kind in state_dict["kinds"].items()}
             self._table = state_dict["table"]
 
@@ -205,7 +206,7 @@ def _example(trainer: Trainer, pl_module: LightningModule) -> Any:
     example = pl_module.example_input_array
     if isinstance(example, Mapping):
         raise ValueError(
-            f"SymmetryMonitor calls the network with positional arguments, and example_input_array of "
+            f"SymmetryMonitor calls the network with positional arguments, but example_input_array of "
             f"{type(pl_module).__name__} is a {type(example).__name__}; make it a tensor or a tuple."
         )
     if example is not None:
@@ -217,15 +218,15 @@ def _example(trainer: Trainer, pl_module: LightningModule) -> Any:
 
 
 def _first_input(pl_module: LightningModule, batch: Any) -> Tensor:
-    """Return a few inputs out of a batch."""
+    """Return the first few inputs of a batch."""
     first = batch[0] if isinstance(batch, (tuple, list)) and len(batch) else batch
     if not isinstance(first, Tensor) or first.dim() == 0:
         found = f"a {type(batch).__name__}" + (
             f" that begins with a {type(first).__name__}" if first is not batch else ""
         )
         raise ValueError(
-            f"SymmetryMonitor cannot tell the network's input from a batch that is {found}; set example_input_array in "
-            f"{type(pl_module).__name__}.__init__ to what the network is called with, or let batches begin with it."
+            f"SymmetryMonitor cannot find the network's input in a batch that is {found}; set example_input_array in "
+            f"{type(pl_module).__name__}.__init__ to an input of the network, or let batches begin with one."
         )
     if has_members(pl_module):
         first = first[0]  # a population's batches have one row per member

@@ -1,4 +1,4 @@
-"""Writing trained members into a zoo."""
+"""Write trained members into a zoo."""
 
 import math
 import warnings
@@ -24,17 +24,17 @@ _ELSEWHERE = "choose another folder (ZooExport's dirpath; --run_dir or --zoo_dir
 class ZooExport(AfterFit):
     """Write the members of a :class:`lightning_sym.tasks.ZooTask` into a zoo at the end of a fit.
 
-    The kept weights are evaluated once on the training (no augmentation), validation and test split, and these
-    metrics go into each member's file. Members that were stopped are not written. Before training starts, the
-    folder is checked: it must be writable, hold the same architecture and data if it holds a zoo, and none of
-    the members that are about to be trained.
+    The kept weights are evaluated once on the training (without augmentation), validation and test split, and the
+    metrics are written to each member's file. Stopped members are not written. Before training starts, the folder is
+    checked: it must be writable and hold none of the members to be trained. If it holds a zoo, its architecture and
+    data must match.
 
     Args:
         dirpath: The zoo's folder; default ``zoo`` in the run's folder. It may hold members already.
-        overwrite: Replace members of the same numbers that are there already. Resumed runs always do.
+        overwrite: Replace existing members of the same indices. Resumed runs always do.
 
     Attributes:
-        path: The zoo's folder; from ``setup`` on.
+        path: The zoo's folder; available after ``setup``.
     """
 
     needs = ("numbers", "member_seeds", "member_parallel", "network", "execution", "stopped", "kept", "split_metrics")
@@ -51,9 +51,9 @@ class ZooExport(AfterFit):
         """Check the task, the data and the folder.
 
         Raises:
-            TypeError: If the task lacks what is written, or the data are not of ``lightning_sym.datamodules``.
+            TypeError: If the task lacks needed attributes, or the data are not of ``lightning_sym.datamodules``.
             ValueError: If the folder holds another architecture or other data.
-            OSError: If the folder cannot be written to, or another run is about to write members of these numbers.
+            OSError: If the folder cannot be written to, or another run has reserved members of these indices.
         """
         super().setup(trainer, pl_module, stage)
         self._zoo = None
@@ -73,10 +73,10 @@ class ZooExport(AfterFit):
             on_first_rank(trainer, check)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that no members are replaced by accident; whether the run is a resumed one is known by now.
+        """Check that no members are replaced by accident; only now is it known whether the run was resumed.
 
         Raises:
-            ValueError: If the zoo has members of these numbers.
+            ValueError: If the zoo has members of these indices.
         """
         task: Any = pl_module
 
@@ -103,7 +103,7 @@ class ZooExport(AfterFit):
             if unseen := [number for number in lasting if number not in task.kept]:
                 warnings.warn(
                     f"Member{'s' * (len(unseen) > 1)} {ranges(unseen)} could not be written: training ended before the "
-                    'first validation, which decides what is kept; train longer, or set keep="last".',
+                    'first validation, which determines the kept weights; train longer, or set keep="last".',
                     stacklevel=2,
                 )
             for number in lasting:
@@ -115,11 +115,11 @@ class ZooExport(AfterFit):
         self._release()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let others write members of these numbers."""
+        """Release the reserved indices."""
         self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let others write members of these numbers."""
+        """Release the reserved indices."""
         self._release()
 
     def _release(self) -> None:
@@ -142,10 +142,10 @@ def _check_writable(path: Path) -> None:
 
 
 def _check_like(zoo: ModelZoo, architecture: dict[str, Any], numbers: list[int], mine: dict[str, Any]) -> None:
-    """Check that a zoo is one of the same architecture, trained on the same data but for what will be replaced."""
+    """Check that a zoo has the same architecture and, except for members to be replaced, the same data."""
     if zoo.architecture != architecture:
         raise ValueError(
-            f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} and this run trains {_describe(architecture)}; "
+            f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} but this run trains {_describe(architecture)}; "
             f"{_ELSEWHERE}."
         )
     for member in [member for member in zoo if member.number not in numbers]:
@@ -160,7 +160,7 @@ def _check_like(zoo: ModelZoo, architecture: dict[str, Any], numbers: list[int],
 def _write(
     path: Path, number: int, trainer: Trainer, task: ZooTask, data: dict[str, Any], results: Mapping[str, Any]
 ) -> None:
-    """Write a member; a warning says why one cannot be, and the others are written all the same."""
+    """Write a member; warn if one cannot be written, and write the others."""
     row = task.numbers.index(number)
     metrics = {
         split: {name: float(values[name][row]) for name in ("accuracy", "loss") if name in values}
@@ -182,7 +182,7 @@ def _write(
 
 
 def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:
-    """Return how a member was trained, for its file."""
+    """Return the training settings and metrics of a member, for its file."""
     return {
         "epochs": trainer.current_epoch,
         "epoch_kept": task.kept[number]["epochs"],

@@ -1,4 +1,4 @@
-"""Data: images, and tensors of any kind, in memory, in fixed splits, in batches for networks; Gaussian noise."""
+"""Datamodules: images, tensors of any kind and Gaussian noise, held in memory and batched by index."""
 
 from lightning_sym.datamodules.base import (
     ImageDataModule,

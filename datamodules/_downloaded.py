@@ -1,4 +1,4 @@
-"""What the datamodules share whose files torchvision downloads and reads: where they lie, what is said if it fails."""
+"""Base of the datamodules of torchvision's downloaded data sets: file locations and error messages."""
 
 import shutil
 import socket
@@ -12,20 +12,20 @@ from typing import Any, ClassVar, Literal, TypeVar
 from lightning_sym.datamodules.base import ImageDataModule, LabelledImages
 from lightning_sym.datamodules.transforms import ImageTransform
 
-# Without a limit, a network that swallows packets would hold the run up for ever.
+# Without a timeout, a network that drops packets would block the run for ever.
 _TIMEOUT_S = 30.0
-# What torchvision raises where a download fails, and where a file is not what it should be.
+# Exceptions that torchvision raises for a failed download, and for an invalid file.
 _FAILED = (OSError, RuntimeError, EOFError, HTTPException)  # URLError is an OSError
 _DAMAGED = (RuntimeError, AssertionError, ValueError, TypeError, KeyError)
 Content = TypeVar("Content")
 
 
 class DownloadedDataModule(ImageDataModule):
-    """Base of the datamodules whose files torchvision downloads and reads.
+    """Base of the datamodules with files that torchvision downloads and reads.
 
     Args:
-        root: Folder that holds, or will hold, the files, laid out as torchvision does.
-        download: Get missing files from the network. False: missing files are an error.
+        root: Folder of the files, in torchvision's layout; created if missing.
+        download: Download missing files. False: missing files are an error.
         batch_size: See :class:`~lightning_sym.datamodules.ImageDataModule`.
         eval_batch_size: See there.
         train_fraction: See there.
@@ -44,9 +44,9 @@ class DownloadedDataModule(ImageDataModule):
     """
 
     title: ClassVar[str]
-    """What messages call the data."""
+    """Name of the data in messages."""
     source: ClassVar[type[Any]]
-    """The torchvision class that knows names, sums and addresses of the files."""
+    """The torchvision class that defines names, checksums and addresses of the files."""
     location_arguments: ClassVar[tuple[str, ...]] = ("root", "download")
 
     def __init__(
@@ -101,19 +101,18 @@ class DownloadedDataModule(ImageDataModule):
         """Return the official training and test sets.
 
         Raises:
-            FileNotFoundError: If a file is missing; says which, where and what to do.
-            ValueError: If a file is damaged; likewise.
+            FileNotFoundError: If a file is missing; the message names the files and the remedy.
+            ValueError: If a file is damaged; the message names the file and the remedy.
         """
         if missing := self._missing():
             raise FileNotFoundError(self._absent(missing, "nothing was downloaded yet"))
         return self.read(train=True), self.read(train=False)
 
     def prepare_data(self) -> None:
-        """Download and unpack what is missing, each file whole or not at all; called on one process (of each node).
+        """Download and unpack missing files, each completely or not at all. Called on one process per node.
 
         Raises:
-            FileNotFoundError: If files are missing and cannot be downloaded; says which, where and what to
-                do.
+            FileNotFoundError: If files are missing and cannot be downloaded; the message names them and the remedy.
         """
         missing = self._missing()
         if not missing:
@@ -124,10 +123,10 @@ class DownloadedDataModule(ImageDataModule):
         socket.setdefaulttimeout(_TIMEOUT_S)
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            # On the same disk as the final place, so that files that are whole, as the published sums say, are moved.
+            # On the same disk as the destination, so that verified files can be moved there atomically.
             with tempfile.TemporaryDirectory(dir=self._root, prefix=".download-") as temporary:
                 complete = Path(temporary) / self.folder.relative_to(self._root)
-                if self.folder.is_dir():  # packed files that are there need not be downloaded
+                if self.folder.is_dir():  # packed files that are present need not be downloaded
                     shutil.copytree(self.folder, complete)
                 self.source(temporary, download=True)
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -140,17 +139,17 @@ class DownloadedDataModule(ImageDataModule):
             socket.setdefaulttimeout(timeout)
 
     def opened(self, path: Path, reader: Callable[[Path], Content]) -> Content:
-        """Return what torchvision reads from a file or folder.
+        """Read a file or folder with one of torchvision's functions.
 
         Raises:
-            ValueError: If it cannot be read; says which one it is and what to do.
+            ValueError: If it cannot be read; the message names it and the remedy.
         """
         try:
             return reader(path)
         except _DAMAGED as error:
             raise ValueError(
                 f"{self.title}: {path} is damaged ({str(error).rstrip('.') or 'it has a wrong header'}); delete it and "
-                "run again to download it anew."
+                "run again to download it."
             ) from error
 
     def _missing(self) -> list[str]:

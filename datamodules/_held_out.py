@@ -1,4 +1,4 @@
-"""A fixed test set for data that come without one."""
+"""A fixed test set for data that have none."""
 
 from collections.abc import Callable
 
@@ -12,17 +12,17 @@ from lightning_sym.datamodules.base import LabelledImages
 def hold_out(
     images: Tensor, labels: Tensor, key: str, count: Callable[[int], int]
 ) -> tuple[LabelledImages, LabelledImages]:
-    """Split a source into training and test images, class by class, always in the same way.
+    """Split images into training and test sets, stratified by class and always in the same way.
 
     Args:
         images: Shape ``[N, C, H, W]``, uint8.
         labels: Shape ``[N]``, int64.
-        key: Name of the source; the only thing that the draw depends on.
-        count: Number of test images of a class, from the number of its images.
+        key: Name of the source, which seeds the split.
+        count: Maps the number of images of a class to its number of test images.
 
     Returns:
-        Training images in the order of the source, and test images in a random order, so that the first few
-        are of all classes.
+        Training images in the order of the source, and test images in random order, so that the first few cover all
+        classes.
     """
     chosen = []
     for label in sorted(set(labels.tolist())):

@@ -1,4 +1,4 @@
-"""What all datamodules share: splits, statistics, loaders and the identity of the data; and those of images."""
+"""Base classes of the datamodules: splits, statistics, loaders and the identity of the data."""
 
 import hashlib
 import math
@@ -47,15 +47,15 @@ Split: TypeAlias = LabelledImages | LabelledInputs
 
 
 class InputDataModule(LoadsTrusted, LightningDataModule, ABC):
-    """Base of all datamodules here: what is asked of data where labels do not matter.
+    """Base of all datamodules: inputs in batches, with or without labels.
 
     Batches are tuples that begin with the inputs, of shape ``[B, *input_shape]``.
 
     Attributes:
         input_shape: Shape of one input.
         num_classes: Number of outputs of networks for these data.
-        tokens: Number of different tokens if inputs are tokens, integers below it; None for other inputs.
-        regression: Whether targets are values, and not class numbers.
+        tokens: Vocabulary size if inputs are integer tokens; None for other inputs.
+        regression: Whether targets are real values rather than class numbers.
     """
 
     input_shape: tuple[int, ...]
@@ -63,34 +63,34 @@ class InputDataModule(LoadsTrusted, LightningDataModule, ABC):
     tokens: int | None = None
     regression: bool = False
     location_arguments: ClassVar[tuple[str, ...]] = ()
-    """Constructor arguments that say where the data lie, not what they are; not part of :meth:`identity`."""
+    """Constructor arguments that locate the data; not part of :meth:`identity`."""
 
     @classmethod
     def trusted_modules(cls) -> Iterable[str]:
-        """Return the modules of transforms that have been imported, which a checkpoint may name."""
+        """Return the modules of all imported transforms, which a checkpoint may name."""
         return {path.rpartition(".")[0] for path in ImageTransform._known}
 
     @property
     def in_channels(self) -> int:
-        """The first side of an input: the channels of an image."""
+        """Size of an input's first axis: the channels of an image."""
         return self.input_shape[0]
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of an input in pixels; sides beyond the third count as width, absent ones as 1."""
+        """Height and width of an input in pixels; axes beyond the third count as width, absent ones as 1."""
         sides = (*self.input_shape[1:], 1, 1)
         return sides[0], math.prod(sides[1:])
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Say exactly which data these are, in plain values that can be written as JSON."""
+        """Identify the data by plain values that can be written as JSON."""
 
     @abstractmethod
     def curvature_dataloader(self) -> EpochLoader:
         """Return all training inputs in a fixed order without augmentation, each on exactly one process."""
 
     def _described(self, splits: Mapping[Any, int]) -> dict[str, Any]:
-        """Return what every identity begins with: class, arguments, sizes."""
+        """Return the entries common to every identity: class, arguments, sizes."""
         hidden = {"_instantiator", "_class_path", *self.location_arguments}
         return {
             "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
@@ -102,7 +102,7 @@ class InputDataModule(LoadsTrusted, LightningDataModule, ABC):
         }
 
     def _place(self) -> dict[str, Any]:
-        """Return where a loader's batches go, and which process of how many it serves: its arguments."""
+        """Return a loader's arguments ``device``, ``rank`` and ``world_size``."""
         if self.trainer is None:
             return {"device": torch.device("cpu"), "rank": 0, "world_size": 1}
         sharing = self.trainer.distributed_sampler_kwargs or {}
@@ -114,15 +114,15 @@ class InputDataModule(LoadsTrusted, LightningDataModule, ABC):
 
 
 class InMemoryDataModule(InputDataModule):
-    """Base of data that lie in memory in three splits, batched by index on the right device.
+    """Base of data held in memory in three splits and batched by index on the trainer's device.
 
-    A subclass implements :meth:`make_splits` and says what changes training inputs in :meth:`augmentation`; its
-    constructor hands on the arguments below.
+    A subclass implements :meth:`make_splits`, may override :meth:`augmentation`, and passes the arguments below to
+    this constructor.
 
-    The loaders are :class:`~lightning_sym.datamodules.TensorLoader`; they are sharded over the trainer's
-    processes and lie on its device (the CPU without a trainer). If the task has an attribute ``member_seeds``
-    (a sequence of ints), training batches have a leading axis with one row per member, each in the order of
-    its own seed; otherwise the order is that of ``data_seed``. Training drops the last incomplete batch.
+    The loaders are :class:`~lightning_sym.datamodules.TensorLoader`, sharded over the trainer's processes, on its
+    device (the CPU without a trainer). If the task has an attribute ``member_seeds`` (a sequence of ints), training
+    batches have a leading axis with one row per member, each shuffled by its seed. Otherwise ``data_seed`` sets the
+    order. Training drops the last incomplete batch.
 
     Args:
         batch_size: Training inputs per batch, process and member, >= 1.
@@ -141,7 +141,7 @@ class InMemoryDataModule(InputDataModule):
     def __init__(self, batch_size: int, eval_batch_size: int, data_seed: int) -> None:
         super().__init__()
         check_integers(batch_size=batch_size, eval_batch_size=eval_batch_size)
-        # With more processes than evaluation inputs, some of them evaluate nothing.
+        # With more processes than evaluation inputs, some processes evaluate no input.
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._batch_size, self._eval_batch_size, self._data_seed = batch_size, eval_batch_size, data_seed
         self._splits: Mapping[DataSplit, Split] = {}
@@ -151,7 +151,7 @@ class InMemoryDataModule(InputDataModule):
 
     @abstractmethod
     def make_splits(self) -> tuple[Mapping[DataSplit, Split], tuple[list[float], list[float]] | None]:
-        """Return the three splits, and mean and standard deviation of each channel; None to leave inputs as they are.
+        """Return the three splits, and mean and standard deviation of each channel (None: no normalisation).
 
         Called once on every process.
         """
@@ -162,31 +162,31 @@ class InMemoryDataModule(InputDataModule):
 
     @property
     def mean(self) -> list[float] | None:
-        """Mean of each channel that is subtracted: of images in units of pixel values scaled to [0, 1]; None: none."""
+        """Mean of each channel, subtracted from inputs; for images in units of pixel values in [0, 1]. None: none."""
         self.setup()
         return None if self._statistics is None else list(self._statistics[0])
 
     @property
     def std(self) -> list[float] | None:
-        """Standard deviation of each channel that is divided by, in the same units; None: none."""
+        """Standard deviation of each channel, which divides inputs; same units. None: none."""
         self.setup()
         return None if self._statistics is None else list(self._statistics[1])
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the data, on every process; does nothing the second time.
+        """Read and split the data, on every process; a second call has no effect.
 
         Args:
             stage: Ignored: every split is made for every stage, so that the identity is always the same.
 
         Raises:
-            ValueError: If the data are not what :meth:`make_splits` expects.
+            ValueError: If :meth:`make_splits` rejects the data.
         """
         if not self._splits:
             splits, self._statistics = self.make_splits()
             self._splits = splits
 
     def teardown(self, stage: str | None = None) -> None:
-        """Let go of the copies on other devices; called on every process.
+        """Release the copies on other devices; called on every process.
 
         Args:
             stage: Ignored.
@@ -196,8 +196,8 @@ class InMemoryDataModule(InputDataModule):
     def train_dataloader(self) -> TensorLoader:
         """Return the shuffled and augmented training batches, with a row per member of a population.
 
-        For a task that trains nothing and names a split in ``epoch_split`` they are the images of that split, as they
-        are, each once. It is an error (``ValueError``) if the training images do not fill one batch on every process.
+        If the task does not train and names a split in ``epoch_split``, return each image of that split once, without
+        augmentation. Raises a ``ValueError`` if the training images do not fill one batch on every process.
         """
         split = None if self.trainer is None else getattr(self.trainer.lightning_module, "epoch_split", None)
         if split is not None:
@@ -221,8 +221,7 @@ class InMemoryDataModule(InputDataModule):
         """Return the validation images in a fixed order.
 
         Returns:
-            The loader, or an empty list if ``val_fraction`` is 0: then Lightning skips validation (and says
-            once that there is none).
+            The loader, or an empty list if ``val_fraction`` is 0: Lightning then skips validation, with one message.
         """
         self.setup()
         if len(self._splits["val"][0]) == 0:
@@ -245,7 +244,7 @@ class InMemoryDataModule(InputDataModule):
 
         Returns:
             Inputs of shape ``[N, *input_shape]``, before normalisation, and targets: images as uint8 with labels
-            ``[N]``, int64. They are the datamodule's own: do not write into them.
+            ``[N]``, int64. The tensors are not copied: do not write to them.
 
         Raises:
             ValueError: If there is no such split.
@@ -256,10 +255,10 @@ class InMemoryDataModule(InputDataModule):
         return self._splits[split]
 
     def normalize(self, inputs: Tensor) -> Tensor:
-        """Return inputs as the networks get them.
+        """Normalise inputs for the networks.
 
         Args:
-            inputs: Shape ``[..., *input_shape]``, as :meth:`split_tensors` has them, on any device.
+            inputs: Shape ``[..., *input_shape]``, as from :meth:`split_tensors`, on any device.
 
         Returns:
             ``(images / 255 - mean) / std``, ``(inputs - mean) / std``, or a copy. Same shape and device; bitwise as in
@@ -270,13 +269,13 @@ class InMemoryDataModule(InputDataModule):
         return normalised(inputs, None if self._statistics is None else normalisation(*self._statistics, like))
 
     def identity(self) -> dict[str, Any]:
-        """Say exactly which data these are, in plain values that can be written as JSON; reads the data.
+        """Identify the data by plain values that can be written as JSON; reads the data.
 
         Returns:
-            ``class_path``; ``arguments`` (without those that only say where the files lie); ``num_classes``,
+            ``class_path``; ``arguments`` (without those that only locate the files); ``num_classes``,
             ``input_shape``; ``splits``, the number of inputs in each; ``mean`` and ``std`` in use, or None;
-            ``fingerprint``, the SHA-256 of shapes, types and bytes of all split tensors. The same in every
-            run and process.
+            ``fingerprint``, the SHA-256 of shapes, types and bytes of all split tensors. Identical in every run and
+            process.
         """
         self.setup()
         if self._fingerprint is None:
@@ -289,7 +288,7 @@ class InMemoryDataModule(InputDataModule):
         }
 
     def _loader(self, split: DataSplit, **options: Any) -> TensorLoader:
-        """Make any of the loaders, with the trainer's device and this process's share."""
+        """Make a loader with the trainer's device and this process's share."""
         self.setup()
         place = self._place()
         device = place["device"]
@@ -301,34 +300,33 @@ class InMemoryDataModule(InputDataModule):
 
 
 class ImageDataModule(InMemoryDataModule):
-    """Base of the image datamodules: small data, in memory as uint8, batched by index on the right device.
+    """Base of the image datamodules: small data sets, held in memory as uint8 and batched by index.
 
     A subclass implements :meth:`load` and states ``source_shape`` and ``source_classes`` (and, if it can,
     ``source_sizes``, ``source_names``). ``num_classes``, ``input_shape``, ``in_channels`` and ``image_size``
-    are known as soon as it is constructed; data are read in :meth:`setup`.
+    are known after construction; :meth:`setup` reads the data.
 
-    Order of work: ``transforms`` change the whole source, image by image. One permutation of the source
-    training set, drawn from ``data_seed``, is cut into validation (first) and training images.
-    ``train_fraction`` and ``max_samples`` keep the first of each split, so a smaller training set is part of
-    a larger one. The test set depends on neither. Images are normalised with the statistics of the training
-    images that are left.
+    ``transforms`` first change the whole source, image by image. One permutation of the source training set, drawn
+    from ``data_seed``, is cut into validation (first) and training images. ``train_fraction`` and ``max_samples``
+    keep the first images of each split, so that smaller training sets are subsets of larger ones. The test set depends
+    on neither. Images are normalised with the statistics of the remaining training images.
 
     Args:
         batch_size: Training images per batch, process and member, >= 1.
         eval_batch_size: Images per batch and process in every other loader, >= 1.
-        train_fraction: Fraction in (0, 1] of the training images (without those for validation) that is used.
-        val_fraction: Fraction in [0, 1) of the source's training set that is held out for validation, rounded
+        train_fraction: Fraction in (0, 1] of the training images (without those for validation) to use.
+        val_fraction: Fraction in [0, 1) of the source's training set held out for validation, rounded
             to the nearest image. 0: no validation, :meth:`val_dataloader` returns an empty list.
         max_samples: Largest number of images in each split, >= 1, for quick runs. None: no limit.
         data_seed: Seed of the split, and of the order of the batches unless the task announces member seeds.
-        shift: Training images are moved by up to this many pixels, anew in each epoch, see
+        shift: Largest random translation of training images in pixels, drawn again in each epoch; see
             :class:`~lightning_sym.datamodules.TensorLoader`. >= 0 and smaller than the image.
-        shift_fill: What a shift brings in: ``"mean"`` or a number in [0, 255].
+        shift_fill: Value of the pixels that a shift exposes: ``"mean"`` or a number in [0, 255].
         flip: Mirror training images left to right with probability 1/2.
         mean: Mean of each channel for normalisation, in units of pixel values scaled to [0, 1]. None: that of
             the training images.
         std: Standard deviation of each channel, > 0, same units. None: that of the training images.
-        transforms: Changes of the whole data set, applied in turn. None: none.
+        transforms: Transforms of the whole data set, applied in this order. None: none.
 
     Attributes:
         num_classes: Number of classes, after the transforms.
@@ -338,9 +336,8 @@ class ImageDataModule(InMemoryDataModule):
     Raises:
         ValueError: If an argument is out of its range, or the split would be empty or smaller than one batch.
 
-    Note:
-        Nothing is logged. Checkpoints hold the arguments (transforms as class path and arguments) and no
-        data; Lightning adds the position within the epoch, from which a resumed run continues exactly.
+        Logs no metrics. Checkpoints hold the arguments (transforms as class path and arguments) and no data; Lightning
+        adds the position within the epoch, from which a resumed run continues exactly.
     """
 
     source_shape: ClassVar[tuple[int, int, int]]
@@ -368,7 +365,7 @@ class ImageDataModule(InMemoryDataModule):
         transforms: list[ImageTransform] | None = None,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, data_seed)
-        # A checkpoint holds transforms as plain values; load_from_checkpoint brings them back as such.
+        # A checkpoint holds transforms as plain values, and load_from_checkpoint passes them on.
         self._transforms = [
             ImageTransform.from_config(transform) if isinstance(transform, Mapping) else transform
             for transform in transforms or []
@@ -403,25 +400,25 @@ class ImageDataModule(InMemoryDataModule):
 
         Returns:
             Training and test images of shape ``[N, *source_shape]``, uint8, with labels in
-            ``[0, source_classes)``, int64. The test images should be in no particular order, as
+            ``[0, source_classes)``, int64. Shuffle the test images if classes are sorted, as
             ``max_samples`` keeps the first ones.
         """
 
     @property
     def transforms(self) -> tuple[ImageTransform, ...]:
-        """The transforms in the order in which they are applied."""
+        """The transforms, in order of application."""
         return tuple(self._transforms)
 
     def augmentation(self) -> dict[str, Any]:
-        """Return shift and flip."""
+        """Return the arguments ``shift``, ``shift_fill`` and ``flip``."""
         return {"shift": self._shift, "shift_fill": self._shift_fill, "flip": self._flip}
 
     def make_splits(self) -> tuple[Mapping[DataSplit, LabelledImages], tuple[list[float], list[float]]]:
         """Load, transform and split the images.
 
         Raises:
-            ValueError: If the data do not have the shape and classes that they should have, if a split is
-                empty, or if a channel is constant and ``std`` is not given.
+            ValueError: If the data do not have the declared shape and classes, if a split is empty, or if a channel is
+                constant and ``std`` is not given.
         """
         train, test = self.load()
         for name, part in (("train", train), ("test", test)):
@@ -453,7 +450,7 @@ class ImageDataModule(InMemoryDataModule):
         return part
 
     def _split_sizes(self, train: int, test: int) -> dict[DataSplit, int]:
-        """Return how many images each split keeps of a source with so many training and test images."""
+        """Return the size of each split for given numbers of source training and test images."""
         limit = self._max_samples if self._max_samples is not None else max(train, test)
         held_out = round(self._val_fraction * train)
         left = round(self._train_fraction * (train - held_out))
@@ -502,17 +499,16 @@ class ImageDataModule(InMemoryDataModule):
 
 
 def channel_statistics(images: Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel, exactly.
+    """Return exact mean and standard deviation of each channel.
 
-    Computed from the counts of the 256 values, so that neither the order of the images nor the machine
-    matters.
+    Computed from the counts of the 256 values, so that the result depends neither on the order of the images nor on
+    the machine.
 
     Args:
         images: Shape ``[N, C, H, W]``, uint8, N >= 1.
 
     Returns:
-        Means and (population) standard deviations, one per channel, in units of pixel values scaled to [0,
-        1].
+        Means and (population) standard deviations, one per channel, in units of pixel values scaled to [0, 1].
     """
     values = range(256)
     means, stds = [], []

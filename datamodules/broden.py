@@ -1,4 +1,4 @@
-"""A reader for data sets of concepts in the folder format of Broden."""
+"""A reader for concept data sets in the folder format of Broden."""
 
 import csv
 from collections.abc import Sequence
@@ -19,31 +19,31 @@ from lightning_sym.datamodules.loader import check_statistics, normalisation, no
 
 
 class BrodenDataModule(InputDataModule):
-    """Images with masks of concepts, in the folder format of Broden, the data set of network dissection.
+    """Images with concept masks, in the folder format of Broden, the data set of network dissection.
 
-    The folder holds ``index.csv`` (one row for each image: its path below ``images/``, its split, the size ``sh``,
-    ``sw`` of its masks, and for each category what is annotated), ``category.csv`` (the names of the categories) and
-    for each category ``c_<category>.csv`` (numbers and names of its concepts). An annotation is a list, separated by
-    semicolons, of numbers (concepts of the whole image) and of paths below ``images/`` of PNG files, whose pixels have
-    the number ``red + 256 * green``, 0 for none. An image is annotated for all concepts of a category for which it has
-    an entry.
+    The folder holds ``index.csv`` (one row per image: its path below ``images/``, its split, the size ``sh``, ``sw`` of
+    its masks, and its annotations for each category), ``category.csv`` (the names of the categories) and for each
+    category ``c_<category>.csv`` (numbers and names of its concepts). An annotation is a list, separated by semicolons,
+    of numbers (concepts of the whole image) and paths of PNG files below ``images/``. Each pixel of a PNG file encodes
+    a number, ``red + 256 * green``; 0 is no concept. An image with an entry for a category is annotated for all
+    concepts of that category.
 
-    Nothing is trained on these data: they are for :class:`~lightning_sym.tasks.DissectionTask`.
+    The data have no training set; they serve :class:`~lightning_sym.tasks.DissectionTask`.
 
     Args:
         root: The folder.
-        image_size: Side, or (height, width), that images are brought to bilinearly, in pixels.
+        image_size: Side, or (height, width), to which images are resized bilinearly, in pixels.
         num_classes: Number of outputs of networks for these images, >= 1.
-        categories: The categories that count; None for all.
+        categories: Names of the categories to use; None for all.
         split: Name of the split in ``index.csv``; None for all images.
-        eval_batch_size: Images per batch and process, >= 1. Masks of a batch take as many bytes as images times
-            concepts times pixels of a mask.
-        max_samples: Largest number of images, the first ones, >= 1; None for all.
+        eval_batch_size: Images per batch and process, >= 1. The masks of a batch take images times concepts times
+            pixels per mask bytes.
+        max_samples: Largest number of images, >= 1; keeps the first ones. None for all.
         mean: Mean of each channel, in units of pixel values scaled to [0, 1]; default ImageNet's.
-        std: Standard deviation of each channel, same units; likewise.
+        std: Standard deviation of each channel, same units; default ImageNet's.
 
     Attributes:
-        concepts: The concepts, in the order of the masks; after ``setup``.
+        concepts: The concepts, in the order of the masks; available after ``setup``.
         concept_classes: 0: the images have no classes.
 
     Raises:
@@ -83,17 +83,17 @@ class BrodenDataModule(InputDataModule):
         self._batch_size = eval_batch_size
         self._statistics = tuple(mean), tuple(std)
         self._rows: list[dict[str, str]] = []
-        self._places: dict[str, dict[int, int]] = {}  # by category and number: the concept's place
+        self._places: dict[str, dict[int, int]] = {}  # by category and number: the concept's index
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the tables; images and masks are read when they are asked for.
+        """Read the tables; images and masks are read on demand.
 
         Args:
             stage: Ignored.
 
         Raises:
-            FileNotFoundError: If a table is missing; says which and what to do.
-            ValueError: If a table lacks a column or a category, or no image is left.
+            FileNotFoundError: If a table is missing; the message names it and the remedy.
+            ValueError: If a table lacks a column or a category, or no image remains.
         """
         if self._rows:
             return
@@ -145,7 +145,7 @@ class BrodenDataModule(InputDataModule):
         return int(text)
 
     def identity(self) -> dict[str, Any]:
-        """Say which data these are, in plain values that can be written as JSON; images are not read."""
+        """Identify the data by plain values that can be written as JSON; reads no image."""
         self.setup()
         found = self._described({"images": len(self._rows)})
         return {
@@ -171,7 +171,7 @@ class BrodenDataModule(InputDataModule):
         return ConceptLoader(len(self._rows), self._batch_size, make, **place)
 
     def curvature_dataloader(self) -> ConceptLoader:
-        """Return the same: there is no training set."""
+        """Return the loader of all images: there is no training set."""
         return self.concept_dataloader()
 
     train_dataloader = val_dataloader = test_dataloader = concept_dataloader
@@ -184,10 +184,10 @@ class BrodenDataModule(InputDataModule):
                 whole = image.convert("RGB")
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{path} is not there, and {self._root / 'index.csv'} names it; unpack the data set anew."
+                f"{path}, named in {self._root / 'index.csv'}, does not exist; unpack the data set again."
             ) from error
         except (UnidentifiedImageError, OSError) as error:
-            raise ValueError(f"{path} cannot be read as an image; unpack the data set anew.") from error
+            raise ValueError(f"{path} cannot be read as an image; unpack the data set again.") from error
         if size is not None and whole.size != size[::-1]:
             whole = whole.resize(size[::-1], Image.Resampling.BILINEAR)
         return np.array(whole)
@@ -196,7 +196,7 @@ class BrodenDataModule(InputDataModule):
         return torch.from_numpy(self._opened(name, self._size)).permute(2, 0, 1)
 
     def _annotation(self, row: dict[str, str]) -> tuple[Tensor, Tensor]:
-        """Return the masks of an image, ``[concepts, H, W]``, and which concepts it is annotated for."""
+        """Return an image's masks, bool ``[concepts, H, W]``, and the annotated concepts, bool ``[concepts]``."""
         height, width = (self._number(row[name], "index.csv") for name in ("sh", "sw"))
         masks = torch.zeros(len(self.concepts), height, width, dtype=torch.bool)
         annotated = torch.zeros(len(self.concepts), dtype=torch.bool)
@@ -213,8 +213,8 @@ class BrodenDataModule(InputDataModule):
                 numbers = pixels[..., 0] + 256 * pixels[..., 1]
                 if numbers.shape != (height, width):
                     raise ValueError(
-                        f"{self._root / 'images' / entry} is {numbers.shape[0]} x {numbers.shape[1]} pixels, and "
-                        f"index.csv says {height} x {width}; unpack the data set anew."
+                        f"{self._root / 'images' / entry} has {numbers.shape[0]} x {numbers.shape[1]} pixels, but "
+                        f"index.csv states {height} x {width}; unpack the data set again."
                     )
                 for number in np.unique(numbers).tolist():
                     if number in places:

@@ -51,7 +51,7 @@ class CIFAR10DataModule(DownloadedDataModule):
     def read(self, train: bool) -> LabelledImages:
         """Return the official training or test set.
 
-        A pickle can run any code: torchvision opens none of them before all have their published MD5 sums.
+        Pickles can run arbitrary code: torchvision verifies the published MD5 sums of all files before it opens one.
         """
         data = self.opened(self.folder, lambda _: self.source(self._root, train=train))
         return LabelledImages(torch.from_numpy(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets))
@@ -60,7 +60,7 @@ class CIFAR10DataModule(DownloadedDataModule):
 class CIFAR100DataModule(CIFAR10DataModule):
     """50,000 + 10,000 photographs of 100 kinds of things, 3x32x32; read from ``root/cifar-100-python``.
 
-    Otherwise as :class:`CIFAR10DataModule`. Classes are named by their numbers.
+    Otherwise identical to :class:`CIFAR10DataModule`. Class names are the class numbers.
     """
 
     title: ClassVar[str] = "CIFAR-100"

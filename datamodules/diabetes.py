@@ -1,4 +1,4 @@
-"""The regression data that come with scikit-learn: how a disease went on, from ten measurements."""
+"""The diabetes regression data of scikit-learn: disease progression from ten measurements."""
 
 import torch
 
@@ -6,12 +6,12 @@ from lightning_sym.datamodules.tensors import Pair, TensorDataModule
 
 
 class DiabetesDataModule(TensorDataModule):
-    """442 patients with diabetes, installed with scikit-learn: ten numbers each, and how the disease was a year later.
+    """442 patients with diabetes, installed with scikit-learn: ten measurements and the progression after a year.
 
-    Inputs are age, sex, body mass index, blood pressure and six blood serum measurements; the target is a measure of
-    progression, less its mean and over its standard deviation, so that a squared error of 1 is that of knowing nothing.
-    The arguments are those of :class:`~lightning_sym.datamodules.TensorDataModule` (not ``train``, ``val`` and
-    ``test``); with ``standardize`` inputs have mean 0 and standard deviation 1.
+    Inputs are age, sex, body mass index, blood pressure and six blood serum measurements. The target is a measure of
+    progression, standardised, so that predicting the mean has a squared error of 1. The arguments are those of
+    :class:`~lightning_sym.datamodules.TensorDataModule` (not ``train``, ``val`` and ``test``); with ``standardize``
+    inputs have mean 0 and standard deviation 1.
 
     References:
         Efron, Hastie, Johnstone, Tibshirani (2004), "Least angle regression", Annals of Statistics 32(2).

@@ -16,8 +16,8 @@ from lightning_sym.datamodules.base import ImageDataModule, LabelledImages
 class DigitsDataModule(ImageDataModule):
     """1,797 real handwritten digits of 8x8 pixels, installed with scikit-learn: nothing to download.
 
-    The source's values 0 to 16 become ``round(value * 255 / 16)``. The test set is fixed: 20 % of each class,
-    rounded, 359 images in all, whatever ``data_seed`` is; the other 1,438 are the source's training set. The
+    The source's values 0 to 16 become ``round(value * 255 / 16)``. The test set is fixed and independent of
+    ``data_seed``: 20 % of each class, rounded, 359 images in all. The other 1,438 are the source's training set. The
     arguments are those of :class:`~lightning_sym.datamodules.ImageDataModule`.
 
     References:
@@ -40,8 +40,7 @@ class DigitsDataModule(ImageDataModule):
 def _table() -> Tensor:
     """Return scikit-learn's rows, 64 pixels from 0 to 16 and the label, of shape ``[1797, 65]``, float64.
 
-    They are read from the file that ``load_digits`` reads, once for all runs of a process: importing scikit-learn takes
-    a second, reading 30 ms.
+    The file is that of ``load_digits``, read once per process: importing scikit-learn takes a second, reading 30 ms.
     """
     package = importlib.util.find_spec("sklearn")  # imports nothing
     folders = (package and package.submodule_search_locations) or ()

@@ -1,4 +1,4 @@
-"""Gaussian noise as inputs, for questions about a network's function that no data set answers."""
+"""Gaussian noise as inputs, for questions about the function of a network that are independent of a data set."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,18 +15,18 @@ from lightning_sym.datamodules.loader import EpochLoader, too_large_batch
 class GaussianLoader(EpochLoader):
     """Batches of independent standard normal inputs, each a tuple of one tensor ``[B, *shape]``, float32.
 
-    Input ``i`` of what ``keys`` name is always the same: drawn on the CPU, in blocks, from the keys alone, whatever the
-    batch size, the device and the number of processes.
+    ``keys`` alone determine input ``i``, for any batch size, device and number of processes: inputs are drawn in
+    blocks on the CPU.
 
     Args:
         shape: Shape of one input.
         samples: Inputs per epoch, >= 0, of all processes.
         batch_size: Inputs per batch and process, >= 1.
-        keys: What the inputs are drawn from; see ``lightning_sym._random.generator``.
-        fresh: Whether every epoch has inputs of its own.
+        keys: Seed of the inputs; see ``lightning_sym._random.generator``.
+        fresh: Draw new inputs in every epoch.
         drop_last: Leave out the last batch if it is smaller than the others.
-        interleaved: How several processes share an epoch: each takes its part of every global batch (training), or
-            each takes one contiguous part.
+        interleaved: Sharing of an epoch between processes: each takes its part of every global batch (training), or
+            one contiguous part.
         rank: Index of this process.
         world_size: Number of processes.
         device: Where the batches go.
@@ -58,7 +58,7 @@ class GaussianLoader(EpochLoader):
         self._held: Tensor | None = None  # inputs that stay the same, on the device
 
     def epoch_batches(self, epoch: int) -> Callable[[int], tuple[Tensor]]:
-        """Return what makes the batches of an epoch from their numbers."""
+        """Return a function from the index of a batch to the batch."""
         if not self._fresh and self._held is None:
             self._held = self._draw(self._first, self._end, ()).to(self._device)
 
@@ -83,9 +83,9 @@ class GaussianLoader(EpochLoader):
 class GaussianInputsDataModule(InputDataModule):
     """Independent standard normal inputs of any shape, without labels.
 
-    Batches are tuples of one tensor ``[B, *shape]``, float32. The training inputs are the same in every epoch, in the
-    same order, as in GENNI's reference code; or fresh in every step, so that a network cannot memorise them. The
-    validation and test inputs are other draws of the same law, always the same ones.
+    Batches are tuples of one tensor ``[B, *shape]``, float32. Training inputs are either identical in every epoch, in
+    fixed order, as in GENNI's reference code, or fresh in every step, so that a network cannot memorise them.
+    Validation and test inputs are fixed, independent draws from the same distribution.
 
     Args:
         shape: Shape of one input, each side >= 1: ``[1, 1, 1]`` for one number, ``[1, 28, 28]`` for images.
@@ -95,8 +95,8 @@ class GaussianInputsDataModule(InputDataModule):
         val_samples: Validation inputs, >= 0. 0: no validation.
         test_samples: Test inputs, >= 1.
         fresh: Draw new training inputs in every epoch, so in every step.
-        num_classes: Number of outputs that networks are to have; recipes link it. >= 1.
-        data_seed: What all inputs are drawn from.
+        num_classes: Number of outputs of networks, >= 1; recipes link it.
+        data_seed: Seed of all inputs.
 
     Attributes:
         input_shape: ``shape``.
@@ -105,7 +105,7 @@ class GaussianInputsDataModule(InputDataModule):
         ValueError: If an argument is out of its range.
 
     Note:
-        With ``fresh`` the inputs of :meth:`curvature_dataloader` are those that would be there without.
+        :meth:`curvature_dataloader` returns the same inputs with and without ``fresh``.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class GaussianInputsDataModule(InputDataModule):
         self._data_seed = data_seed
 
     def identity(self) -> dict[str, Any]:
-        """Say exactly which inputs these are, in plain values that can be written as JSON."""
+        """Identify the inputs by plain values that can be written as JSON."""
         found = self._described(self._sizes)
         found["arguments"]["shape"] = list(self.input_shape)  # which may have been given as a tuple
         return found
 
     def train_dataloader(self) -> GaussianLoader:
-        """Return the training batches; the last one is left out if it is smaller than the others."""
+        """Return the training batches without an incomplete last one."""
         loader = self._loader("train", self._batch_size, fresh=self.fresh, drop_last=True, interleaved=True)
         if len(loader) == 0:
             raise ValueError(too_large_batch(self._batch_size, self._place()["world_size"], self._sizes["train"]))

@@ -1,4 +1,4 @@
-"""Batches of inputs that already lie in memory, made by indexing."""
+"""Batches made by indexing inputs held in memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -12,45 +12,44 @@ from lightning_sym._checks import check_integers, is_integer
 from lightning_sym._random import generator
 from lightning_sym._text import name_of_callable
 
-# Of (inputs, generator), and returns inputs; the command line does not take functions without annotations for more.
+# A function of (inputs, generator) that returns inputs. The command line rejects functions with narrower types.
 Augmentation: TypeAlias = Callable[[Any, Any], Any]
 
 
 class EpochSampler(SequentialSampler):
-    """Receives the epoch from Lightning, which calls ``loader.sampler.set_epoch``, and holds nothing else.
+    """Store the epoch that Lightning passes to ``loader.sampler.set_epoch``.
 
     It is a ``SequentialSampler`` so that Lightning neither replaces it (``overfit_batches``) nor warns that
-    an evaluation loader is shuffled; whether and how batches are shuffled is the loader's business.
+    an evaluation loader is shuffled; the loader decides about shuffling.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next iteration draws its order from."""
+        """Set the epoch that determines the order of the next iteration."""
         self.epoch = epoch
 
 
 class EpochLoader(ABC):
-    """An iterable of batches with a length, which goes on within an epoch from where a checkpoint was taken.
+    """An iterable of batches with a length, which resumes within an epoch from a checkpoint.
 
-    A subclass says in :meth:`epoch_batches` how the batches of an epoch are made; each must depend on the epoch and
-    its number only.
+    A subclass implements :meth:`epoch_batches`; each batch must depend on the epoch and its index only.
 
     Args:
-        total: Inputs per epoch, of all processes, >= 0; a checkpoint must agree to be continued within an epoch.
-        batch_size: Inputs per batch and process, >= 1; likewise.
-        interleaved: How several processes share an epoch: each takes its part of every global batch (training), or
-            each takes one contiguous part.
+        total: Inputs per epoch of all processes together, >= 0; a checkpoint taken within an epoch must agree.
+        batch_size: Inputs per batch and process, >= 1; a checkpoint taken within an epoch must agree.
+        interleaved: Sharing of an epoch between processes: each takes its part of every global batch (training), or
+            one contiguous part.
         drop_last: Leave out the last (global) batch if it is smaller than the others.
-        even: If interleaved: all processes have as many batches; the last one may be empty.
+        even: If interleaved: give all processes equally many batches; the last one may be empty.
         rank: Index of this process, 0 <= rank < world_size.
         world_size: Number of processes.
 
     Attributes:
         batch_size: As given.
-        sampler: Takes the epoch, see :class:`EpochSampler`.
-        batch_sampler: None; Lightning expects it wherever there is a sampler.
+        sampler: Stores the epoch, see :class:`EpochSampler`.
+        batch_sampler: None; Lightning requires the attribute of a loader with a sampler.
     """
 
     def __init__(
@@ -75,16 +74,16 @@ class EpochLoader(ABC):
         count = total if interleaved and (drop_last or even) else max(0, self._end - self._first)
         self._length = count // self._stride if drop_last else -(-count // self._stride)
         self._layout = {"global_batch": batch_size * world_size, "images": total}
-        self._position = 0  # batches given out in epoch self._epoch
+        self._position = 0  # number of batches returned in epoch self._epoch
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
 
     @abstractmethod
     def epoch_batches(self, epoch: int) -> Callable[[int], Any]:
-        """Return what makes the batches of an epoch from their numbers."""
+        """Return a function from the index of a batch to the batch."""
 
     def positions(self, index: int) -> slice:
-        """Return which of the epoch's inputs make a batch of this process."""
+        """Return the epoch's positions that form a batch of this process."""
         first = min(self._first + index * self._stride, self._end)
         return slice(first, min(first + self.batch_size, self._end))
 
@@ -92,8 +91,8 @@ class EpochLoader(ABC):
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator looks at the epoch when its first batch is asked for, not before: Lightning makes the
-        # first iterator of a fit before it calls set_epoch.
+        # A generator reads the epoch when its first batch is requested: Lightning makes the first iterator of a fit
+        # before it calls set_epoch.
         return self._batches()
 
     def set_epoch(self, epoch: int) -> None:
@@ -101,23 +100,22 @@ class EpochLoader(ABC):
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far the current epoch is; Lightning stores it in checkpoints."""
+        """Return the position within the current epoch, which Lightning stores in checkpoints."""
         return {"epoch": self._epoch, "position": self._position, **self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where the state was taken: the next iteration of that epoch gives the remaining batches.
+        """Resume from a stored position: the next iteration of that epoch yields the remaining batches.
 
-        Iterations of another epoch start at its first batch, and so does one of that epoch if all its batches
-        had been given out.
+        Iterations of another epoch start at its first batch, as does one of that epoch if it was complete.
 
         Args:
-            state_dict: What :meth:`state_dict` returned, in this process or another.
+            state_dict: Result of :meth:`state_dict`, in this process or another.
         """
         self._epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
         self._resume = dict(state_dict)
 
     def _start(self, epoch: int) -> int:
-        """Return the first batch to give out and forget the state that said so."""
+        """Return the index of the first batch to yield, and clear the stored position."""
         resume, self._resume = self._resume, None
         if resume is None or resume["epoch"] != epoch or resume["position"] == 0:
             return 0
@@ -145,57 +143,55 @@ class TensorLoader(EpochLoader):
     """Batches of normalised images with random shifts and flips, or of other inputs, for one network or a population.
 
     An iterable with a length: no worker processes, no per-image Python. A batch is one gather from the uint8
-    images, followed by flip and normalisation, on the device on which the images lie. Inputs that are no uint8 images
-    are floats or tokens of any shape, with targets of any shape; they are neither shifted nor flipped, but functions
-    may be called on them.
+    images, followed by flip and normalisation, on the device of the images. Inputs other than uint8 images are floats
+    or tokens of any shape, with targets of any shape; shifts and flips do not apply, but augmentation functions do.
 
-    The order of seed ``s`` in epoch ``e`` is ``torch.randperm(N, generator=generator("order", s, e))`` and
-    the augmentation of all ``N`` positions of the epoch is drawn from ``generator("augment", s, e)``, always
-    on the CPU; functions get ``generator("augment", s, e, k)`` for global batch ``k``. So a batch depends on
-    ``(seed, epoch, position)`` only: not on the device, nor on how many processes share the work, nor on which other
-    members are trained beside this one.
+    The order of seed ``s`` in epoch ``e`` is ``torch.randperm(N, generator=generator("order", s, e))``. The
+    augmentation of all ``N`` positions of the epoch is drawn from ``generator("augment", s, e)``, always on the CPU;
+    functions receive ``generator("augment", s, e, k)`` for global batch ``k``. A batch therefore depends only on
+    ``(seed, epoch, position)``: not on the device, the number of processes or the other members.
 
-    Batches are pairs ``(inputs, targets)``; of images float32, with labels, int64:
+    Batches are pairs ``(inputs, targets)``; images are float32, their labels int64:
 
     - ``seeds`` None: the images in their order. Shapes ``[B, C, H, W]`` and ``[B]``.
-    - ``seeds`` an int: shuffled anew each epoch. Same shapes.
-    - ``seeds`` a sequence of ``M`` seeds: row ``m`` is what a loader with ``seeds[m]`` alone would give. Shapes
+    - ``seeds`` an int: reshuffled in each epoch. Same shapes.
+    - ``seeds`` a sequence of ``M`` seeds: row ``m`` equals the batch of a loader with ``seeds[m]`` alone. Shapes
       ``[M, B, C, H, W]`` and ``[M, B]``.
 
-    Several processes: without seeds, process ``r`` of ``W`` gets the ``r``-th of ``W`` contiguous parts,
-    nothing padded and nothing twice (a part may be empty, and the numbers of batches may differ). With seeds,
-    global batch ``k`` is the positions ``k*B*W`` to ``(k+1)*B*W`` of the order, of which process ``r`` takes
-    the ``r``-th ``B``, so that ``W`` processes with batches of ``B`` see together what one sees with ``B*W``.
+    Without seeds, process ``r`` of ``W`` gets the ``r``-th of ``W`` contiguous parts, without padding or repetition
+    (a part may be empty, and the numbers of batches may differ). With seeds, global batch ``k`` is the positions
+    ``k*B*W`` to ``(k+1)*B*W`` of the order, and process ``r`` takes its ``r``-th ``B``. ``W`` processes with batches
+    of ``B`` thus process the same inputs as one process with batches of ``B*W``.
 
     Args:
         inputs: Images of shape ``[N, C, H, W]``, uint8; or floats, or tokens (int64), of shape ``[N, ...]``.
         targets: Class numbers of images, shape ``[N]``, int64; of other inputs also floats, ``[N, ...]``.
         batch_size: Images per batch, member and process, >= 1.
         mean: Mean of each channel (the first axis of an input), subtracted. Length ``C``, in units of pixel values
-            scaled to [0, 1], of floats in their own units. None, for floats and tokens: they stay as they are.
-        std: Standard deviation of each channel, divided by. Length ``C``, > 0, same units. None as ``mean``.
+            scaled to [0, 1], or in the units of floats. None, for floats and tokens: no normalisation.
+        std: Standard deviation of each channel, which divides. Length ``C``, > 0, same units. None as ``mean``.
         seeds: None, one seed or one seed per member, see above.
-        shift: Largest random shift along each axis, in pixels, 0 <= shift < min(H, W). Integer shifts are
-            drawn uniformly from ``[-shift, shift]``, for each image its own. Needs seeds.
-        shift_fill: Value of the pixels that a shift brings in: ``"mean"`` (the channel's mean, rounded to the
+        shift: Largest random shift along each axis, in pixels, 0 <= shift < min(H, W). Each image's integer shifts are
+            drawn uniformly from ``[-shift, shift]``. Needs seeds.
+        shift_fill: Value of the pixels that a shift exposes: ``"mean"`` (the channel's mean, rounded to the
             nearest uint8) or a number in [0, 255], rounded.
         flip: Mirror each image left to right with probability 1/2. Needs seeds.
         augmentations: Functions called in turn on the inputs of a batch before they are normalised, see
-            :func:`augmented`: with several processes each calls them on the whole global batch and takes its part.
+            :func:`augmented`. Each process calls them on the whole global batch and takes its part.
             Not for uint8 images. Needs seeds.
         rank: Index of this process, 0 <= rank < world_size.
         world_size: Number of processes that share the images.
         drop_last: Leave out the last batch if it is smaller than the others (with seeds: the last global
             batch).
         reshuffle: False: every epoch has the order and the augmentation of epoch 0.
-        dealt: Without seeds: processes take whole batches in turn, in place of contiguous parts, so that the batches
-            are the same for any number of processes, and all have as many, of which the last may be empty.
-        device: Where the batches are made. None: where ``inputs`` lie.
+        dealt: Without seeds: processes take whole batches in turn instead of contiguous parts, so that the batches
+            are the same for any number of processes. All processes have equally many; the last may be empty.
+        device: Device of the batches. None: the device of ``inputs``.
 
     Attributes:
-        inputs: The raw inputs that this process draws from, on the device.
+        inputs: The raw inputs of this process, on the device.
         targets: Their targets, on the device.
-        sampler: Takes the epoch, see :class:`EpochSampler`.
+        sampler: Stores the epoch, see :class:`EpochSampler`.
         batch_sampler: None.
 
     Raises:
@@ -269,7 +265,7 @@ class TensorLoader(EpochLoader):
         self._windows = self.inputs if shift == 0 else _windows(self.inputs, shift, shift_fill, mean or [])
 
     def normalize(self, inputs: Tensor) -> Tensor:
-        """Return inputs as the batches have them.
+        """Normalise inputs as the batches are.
 
         Args:
             inputs: Shape ``[..., C, H, W]``, uint8, or floats or tokens of the shape of the loader's, on its device.
@@ -281,7 +277,7 @@ class TensorLoader(EpochLoader):
         return normalised(inputs, self._affine)
 
     def epoch_batches(self, epoch: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """Return what makes the batches of an epoch from their numbers."""
+        """Return a function from the index of a batch to the batch."""
         epoch = epoch if self._reshuffle else 0
         draws = self._draw(epoch)
         if draws is not None and self._augmentations:
@@ -289,7 +285,7 @@ class TensorLoader(EpochLoader):
         return lambda index: self._batch(self.positions(index), draws)
 
     def _draw(self, epoch: int) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        """Draw order ``[N]``, shifts ``[2, N]`` and flips ``[N]`` of an epoch; members go before ``N``."""
+        """Draw order ``[N]``, shifts ``[2, N]`` and flips ``[N]`` of an epoch; a members axis precedes ``N``."""
         if self._seeds is None:
             return None
         seeds = [self._seeds] if isinstance(self._seeds, int) else self._seeds
@@ -327,7 +323,7 @@ class TensorLoader(EpochLoader):
         return self.normalize(inputs), taken(self.targets, indices)
 
     def _augmented(self, index: int, epoch: int, order: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this process's part of a global batch, which is augmented as a whole: processes do not matter."""
+        """Return this process's part of a global batch, augmented as a whole so that results ignore the processes."""
         own, first = self.positions(index), index * self._stride
         part = slice(own.start - first, own.stop - first)
         seeds = [self._seeds] if isinstance(self._seeds, int) else self._seeds or ()
@@ -340,24 +336,24 @@ class TensorLoader(EpochLoader):
 
 
 def taken(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return ``rows[indices]``, in an eighth of the time. Shape ``[*indices.shape, *rows.shape[1:]]``."""
+    """Return ``rows[indices]``, eight times as fast. Shape ``[*indices.shape, *rows.shape[1:]]``."""
     return rows.index_select(0, indices.flatten()).view(*indices.shape, *rows.shape[1:])
 
 
 def augmented(inputs: Tensor, augmentations: Sequence[Augmentation], random: torch.Generator) -> Tensor:
-    """Call functions on the inputs of a batch, one after another.
+    """Apply augmentation functions to a batch, one after another.
 
     Args:
         inputs: Shape ``[B, ...]``, floats or tokens, before normalisation; may be changed in place.
-        augmentations: Each is called as ``augmentation(inputs, random)``, and returns as many inputs of the same shape
-            and type, in the same order.
-        random: Generator on the CPU, for all that they draw.
+        augmentations: Each is called as ``augmentation(inputs, random)``, and returns equally many inputs of the same
+            shape and type, in the same order.
+        random: Generator on the CPU of all their random numbers.
 
     Returns:
-        What the last one returned.
+        The result of the last function. Shape and type of ``inputs``.
 
     Raises:
-        ValueError: If one returns something else.
+            ValueError: If a function returns another shape or type.
     """
     for augmentation in augmentations:
         changed = augmentation(inputs, random)
@@ -384,12 +380,12 @@ def _windows(images: Tensor, shift: int, fill: float | Literal["mean"], mean: Se
 
 
 def normalisation(mean: Sequence[float], std: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is taken off the values of each channel, and what the rest is multiplied by.
+    """Return the offset to subtract from each channel, and the factor to multiply the difference by.
 
     Args:
-        mean: Mean of each channel, in units of pixel values scaled to [0, 1]; of floats in their own units.
+        mean: Mean of each channel, in units of pixel values scaled to [0, 1], or in the units of floats.
         std: Standard deviation of each channel, same units.
-        like: Inputs ``[N, C, ...]`` on the device that is meant: uint8 images or floats.
+        like: Inputs ``[N, C, ...]``, uint8 images or floats, on the device of the result.
 
     Returns:
         Shape ``[C, 1, ...]`` each, float32.
@@ -400,11 +396,11 @@ def normalisation(mean: Sequence[float], std: Sequence[float], like: Tensor) -> 
 
 
 def normalised(inputs: Tensor, affine: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return inputs as networks get them.
+    """Normalise inputs for the networks.
 
     Args:
         inputs: uint8 images, floats or tokens; not changed.
-        affine: What :func:`normalisation` returned, on the same device; None leaves the inputs as they are.
+        affine: Result of :func:`normalisation` on the same device; None copies the inputs.
 
     Returns:
         A new tensor of the same shape.
@@ -412,20 +408,20 @@ def normalised(inputs: Tensor, affine: tuple[Tensor, Tensor] | None) -> Tensor:
     if affine is None:
         return inputs.clone()
     mean, scale = affine
-    # One after the other: no fused multiply-add, so that a row's bits do not depend on the batch around it.
+    # Two operations, no fused multiply-add, so that a row's bits do not depend on the rest of the batch.
     return (inputs - mean).mul_(scale)
 
 
 def check_tensors(inputs: Tensor, targets: Tensor, where: str = "inputs") -> None:
-    """Check that inputs and targets of any shape fit each other.
+    """Check that inputs and targets of any shape match.
 
     Args:
         inputs: Must be floats or tokens (int64) of shape ``[N, D, ...]``, no size 0.
         targets: Must be int64 or floats of shape ``[N, ...]``.
-        where: What to call them in the message.
+        where: Name of the data in the message.
 
     Raises:
-        ValueError: If they do not.
+            ValueError: If they do not match.
     """
     for name, tensor, least in (("inputs", inputs, 2), ("targets", targets, 1)):
         if not (tensor.is_floating_point() or tensor.dtype == torch.int64) or tensor.ndim < least:
@@ -440,15 +436,15 @@ def check_tensors(inputs: Tensor, targets: Tensor, where: str = "inputs") -> Non
 
 
 def check_images(images: Tensor, labels: Tensor, where: str = "images") -> None:
-    """Check that images and labels have the shapes and types that every class here expects.
+    """Check shapes and types of images and labels.
 
     Args:
         images: Must have shape ``[N, C, H, W]``, uint8, no size 0.
         labels: Must have shape ``[N]``, int64.
-        where: What to call them in the message.
+        where: Name of the data in the message.
 
     Raises:
-        ValueError: If they do not.
+            ValueError: If a shape or type is wrong.
     """
     if images.dtype != torch.uint8 or images.ndim != 4:
         raise ValueError(
@@ -467,19 +463,18 @@ def check_statistics(mean: Sequence[float] | None, std: Sequence[float] | None, 
     """Check the mean and the standard deviation of the channels; None passes.
 
     Raises:
-        ValueError: If there is not one value per channel, a mean is outside [0, 1] or a deviation outside (0,
-            1].
+        ValueError: If there is not one value per channel, a mean is outside [0, 1] or a deviation outside (0, 1].
     """
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
             continue
         if len(values) != channels:
             raise ValueError(f"{name} must have one value per channel ({channels}), got {len(values)}: {list(values)}.")
-        # Written so that NaN fails too.
+        # This form also rejects NaN.
         if not all((0 <= value <= 1) and (name == "mean" or value > 0) for value in values):
             accepted = "[0, 1]" if name == "mean" else "(0, 1]"
             raise ValueError(
-                f"{name} must lie in {accepted}, in units of pixel values scaled to [0, 1], "
+                f"{name} must be in {accepted}, in units of pixel values scaled to [0, 1], "
                 f"got {list(values)}; divide values in 0-255 units by 255."
             )
 
@@ -500,7 +495,7 @@ def check_shift(shift: int, fill: float | Literal["mean"], size: tuple[int, int]
 
 
 def too_large_batch(batch_size: int, world_size: int, total: int) -> str:
-    """Return the sentence that says that not even one full batch can be made."""
+    """Return the message for a batch size larger than the training set."""
     product = f" x {world_size} processes = {batch_size * world_size}" if world_size > 1 else ""
     return (
         f"batch_size {batch_size}{product} is more than the {total} training inputs, and incomplete batches "

@@ -13,7 +13,7 @@ from lightning_sym.datamodules.base import LabelledImages
 class MNISTDataModule(DownloadedDataModule):
     """60,000 + 10,000 handwritten digits, 1x28x28; read from ``root/MNIST/raw`` as torchvision lays it out.
 
-    Packed files (``.gz``) that are there already are unpacked by ``prepare_data``. The arguments are ``root`` and
+    ``prepare_data`` unpacks packed files (``.gz``) that are present. The arguments are ``root`` and
     ``download`` (see ``DownloadedDataModule``) and those of :class:`~lightning_sym.datamodules.ImageDataModule`.
 
     References:
@@ -47,7 +47,7 @@ class MNISTDataModule(DownloadedDataModule):
 class FashionMNISTDataModule(MNISTDataModule):
     """60,000 + 10,000 pictures of clothes, 1x28x28; read from ``root/FashionMNIST/raw``.
 
-    Otherwise as :class:`MNISTDataModule`.
+    Otherwise identical to :class:`MNISTDataModule`.
 
     References:
         Xiao, Rasul and Vollgraf (2017), "Fashion-MNIST", arXiv:1708.07747.

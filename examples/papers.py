@@ -1,13 +1,13 @@
-"""Every published result in miniature: made, measured, and written to docs/results.md.
+"""Make and measure every published result in miniature, and write docs/results.md.
 
     python examples/papers.py --list
     python examples/papers.py --only rebasin-mlp
     python examples/papers.py --jobs 2
 
-Each result is a handful of runs of shipped recipes with options, on data that need no download, and what is measured
-of them, with intervals, beside what its source says. A result whose file is in benchmarks/results/papers/ is not made
-again unless ``--again`` is given; a run that is complete is not made again, and one that was interrupted goes on from
-its last epoch. With ``--full`` the sources' own recipes are run in the same way; the page has a column for them.
+Each result runs a few shipped recipes with options, on data without download. It compares measurements with intervals
+to the claims of its source. A result with a file in benchmarks/results/papers/ is skipped
+without ``--again``. Complete runs are kept, and interrupted ones resume from their last epoch. With ``--full`` the
+sources' own recipes are run in the same way; the page has a column for them.
 """
 
 import argparse
@@ -23,31 +23,31 @@ from published.page import write
 
 
 def chosen(names: list[str], full: bool) -> list[Result]:
-    """Return the results that are asked for.
+    """Return the selected results.
 
     Raises:
-        ValueError: If a name is that of no result, or of one that has nothing else to run in full.
+        ValueError: If no result has a name, or it has no full version.
     """
     known = {result.name: result for result in RESULTS}
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(close)}?" if close else "--list shows all."
-            raise ValueError(f"No result is called {name!r}; {hint}")
+            raise ValueError(f"No result is named {name!r}; {hint}")
         if full and not known[name].full:
             raise ValueError(f"{name} has no recipes of its source to be run in full; leave out --full.")
     return [known[name] for name in names or known if known[name].full or not full]
 
 
 def listing(results: list[Result]) -> str:
-    """Return a line for each result: whether it is there, its name and its title."""
+    """Return a line for each result: whether it exists, its name and its title."""
     width = max(len(result.name) for result in results)
     marks = ["made" if file_of(result).is_file() else "-" for result in results]
     return "\n".join(f"{m:5}{r.name:{width}}  {r.title}" for m, r in zip(marks, results, strict=True))
 
 
 def one(result: Result, folder: Path, full: bool, again: bool) -> bool:
-    """Make a result unless it is there; say so if it fails, and return whether it is there now."""
+    """Make a missing result; print an error if it fails, and return whether the result exists."""
     file = file_of(result, full=full)
     if file.is_file() and not again:
         return True
@@ -61,16 +61,16 @@ def one(result: Result, folder: Path, full: bool, again: bool) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make all results that are asked for, then the page; return 1 if one failed."""
+    """Make the selected results, then the page; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="say what there is, and make nothing")
+    parser.add_argument("--list", action="store_true", help="list the results, and make none")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these results; default: all")
     parser.add_argument(
-        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="results side by side, a thread each"
+        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="results in parallel, one thread each"
     )
     parser.add_argument("--full", action="store_true", help="the sources' own recipes, data and networks")
-    parser.add_argument("--again", action="store_true", help="measure again what is there; runs are kept")
-    parser.add_argument("--folder", type=Path, help="of all runs; default: runs/papers, or runs/papers-full")
+    parser.add_argument("--again", action="store_true", help="measure existing results again; runs are kept")
+    parser.add_argument("--folder", type=Path, help="folder of all runs; default: runs/papers, or runs/papers-full")
     given = parser.parse_args(arguments)
     try:
         results = chosen(given.only, given.full)
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = given.folder or Path("runs/papers-full" if given.full else "runs/papers")
     with ThreadPoolExecutor(given.jobs) as pool:
         there = list(pool.map(lambda result: one(result, folder, given.full, given.again), results))
-    print(f"{sum(there)} of {len(there)} results are there; the page: {write()}")
+    print(f"{sum(there)} of {len(there)} results exist; the page: {write()}")
     return 0 if all(there) else 1
 
 

@@ -1,7 +1,7 @@
-"""Three ReLU units of one input have no barrier: a path between two of their weights along which J stays 0.
+"""Three ReLU units of one input have no barrier: a path between equivalent weights along which J stays 0.
 
-Two units whose slopes have to change places must cross a barrier (``TwoUnitClass.optimal_path``). With one unit more
-there is a way around it, which is built here leg by leg:
+Two units that exchange their slopes must cross a barrier (``TwoUnitClass.optimal_path``). An additional unit allows a
+path around it, which is built here segment by segment:
 
     python examples/path_without_barrier.py
 """
@@ -11,26 +11,26 @@ from torch import Tensor
 
 from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, distance, slopes, straight_legs
 
-_EQUAL = 1e-9  # relative error of slopes up to which two weight vectors compute the same function
+_EQUAL = 1e-9  # largest relative error of slopes of equal functions
 
 
 def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
-    """Return a path between two members of one class along which the function does not change at all.
+    """Return a path between two members of one equivalence class along which the function does not change.
 
-    One unit per slope is made to carry it alone; a unit with output weight 0 can then change its input weight, sign
-    included, and take a slope over. This needs one unit more than there are slopes that are not 0: three in general,
-    two if the target is a ramp on one side. All legs are straight, so also between the points J is 0.
+    First a single unit carries each slope. A unit with output weight 0 can then change its input weight, including its
+    sign, and take over a slope. This needs one more unit than nonzero slopes: three in general, two for a
+    one-sided ramp. All segments are linear, so that J is 0 between the points as well.
 
     Args:
         start: Input weights, then output weights. Shape ``[2 H]``, floating.
         end: Another member of the same class. Shape ``[2 H]``.
-        points: Per leg, >= 1.
+        points: Number of points per segment, >= 1.
 
     Returns:
-        From ``start`` to ``end``. Shape ``[T, 2 H]``, float64.
+        Points from ``start`` to ``end``. Shape ``[T, 2 H]``, float64.
 
     Raises:
-        ValueError: If the two compute different functions, no unit can be spared, or ``points`` < 1.
+        ValueError: If the two compute different functions, no unit is idle, or ``points`` < 1.
     """
     start, end = start.detach().double().cpu(), end.detach().double().cpu()
     if start.ndim != 1 or start.shape != end.shape:
@@ -50,7 +50,7 @@ def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
         )
 
     def concentrate(weights: Tensor) -> tuple[Tensor, dict[int, int]]:
-        """Return the weights with one carrier per slope, and the carriers: a straight leg away at constant slopes."""
+        """Return weights with one carrier per slope, and the carriers: a linear segment with constant slopes."""
         result, carriers = weights.clone(), {}
         result[units:] = 0
         for side in carried:
@@ -63,8 +63,8 @@ def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
     last, goal = concentrate(end)
     corners = [start, now.clone()]
 
-    def hand_over(side: int, unit: int) -> None:
-        """Let an idle unit carry a slope, with the input weight of the carrier at the end."""
+    def transfer_slope(side: int, unit: int) -> None:
+        """Let an idle unit carry a slope, with the final input weight of the carrier."""
         now[unit] = last[goal[side]]
         corners.append(now.clone())
         now[units + carriers[side]] = 0
@@ -79,16 +79,16 @@ def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
         unit = goal[side]
         for other in carried:
             if other != side and carriers[other] == unit:
-                hand_over(other, idle())
+                transfer_slope(other, idle())
         if carriers[side] == unit and now[unit] != last[unit]:
-            hand_over(side, idle())
+            transfer_slope(side, idle())
         if carriers[side] != unit:
-            hand_over(side, unit)
+            transfer_slope(side, unit)
     return straight_legs([*corners, last, end], points)
 
 
 def main() -> None:
-    """Swap the slopes of two units with and without a third one, and print the largest J on the way."""
+    """Exchange the slopes of two units with and without a third one, and print the largest J on the path."""
     two = TwoUnitClass(torch.tensor([0.8, -0.6, 0.7, 0.5]))
     print(f"two units:   {float(distance(two.optimal_path(), two.target, two.moments).max()):.2e}, the barrier")
     start = torch.tensor([0.8, -0.6, 0.3, 0.7, 0.5, 0.0])  # the third unit has no effect

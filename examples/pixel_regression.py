@@ -1,11 +1,11 @@
-"""A zoo of regressors: networks that paint the right half of a digit from its left half.
+"""A zoo of regressors: networks that predict the right half of a digit from its left half.
 
-What makes a regression of a zoo is a loss and what the targets are; everything else is as for classifiers.
+A loss and the targets turn a zoo into regressors; the rest is as for classifiers.
 
     python examples/pixel_regression.py --epochs 30
 
-The members go into a zoo on disk, from which they can be stitched or matched as any others, and the picture
-``halves.png`` shows digits of the test split beside what every member makes of them.
+The members are written to a zoo, from which they can be stitched or matched like others. The picture
+``halves.png`` shows digits of the test split next to every member's prediction.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from lightning_sym.tasks import ZooTask
 
 
 class RightHalves(ZooTask):
-    """Tell the 32 pixels on the right of a digit from those on the left."""
+    """Predict the 32 pixels on the right of a digit from those on the left."""
 
     def evaluation_batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return digits without their right halves, and these: ``[..., 1, 8, 8]`` and ``[..., 32]``."""
+        """Return digits without their right halves, and the right halves: ``[..., 1, 8, 8]`` and ``[..., 32]``."""
         images, _ = batch
         left = images.clone()
         left[..., 4:] = 0
@@ -52,7 +52,7 @@ def train(folder: Path, members: int = 8, epochs: int = 30, **data: int) -> tupl
 
 
 def picture(task: RightHalves, digits: DigitsDataModule, count: int = 6) -> Figure:
-    """Draw digits of the test split, and what every member makes of their left halves."""
+    """Draw digits of the test split, and every member's prediction from their left halves."""
     images = digits.normalize(digits.split_tensors("test").images[:count])
     left, _ = task.evaluation_batch((images, torch.zeros(count)))
     with torch.no_grad():

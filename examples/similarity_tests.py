@@ -1,26 +1,26 @@
-"""Which measure of similarity tells what is known of networks? Six tests, on small networks that are trained for them.
+"""Six tests of similarity measures with known answers, on small networks trained for them.
 
 A small version of ReSi (Klabunde et al. 2024, arXiv:2408.00531), trained and measured in minutes on one core:
 
     python examples/similarity_tests.py
 
-The networks are fully connected, with five hidden layers of 64 units. They are trained on 600 of scikit-learn's digits;
-the other 1,197 test them, and measures compare last hidden layers on 500 of those. The tests:
+The networks are fully connected, with five hidden layers of 64 units. They are trained on 600 of scikit-learn's digits.
+The other 1,197 are test digits, and measures compare last hidden layers on 500 of those. The tests:
 
-accuracy    Of 20 networks, are those alike that are about as accurate? Spearman's correlation over pairs.
-output      Likewise for their predictions: the mean Jensen-Shannon divergence of the probabilities of the classes.
+accuracy    Do similar networks, among 20, have similar accuracies? Spearman's correlation over pairs.
+output      Do they have similar predictions (mean Jensen-Shannon divergence of class probabilities)? The same score.
 labels      Groups of networks were trained with 0, 25, 50, 75 and 100 % of the labels replaced by random ones. Are
-            networks of one group more alike than those of different groups? Area under the precision-recall curve.
-shortcut    Likewise for a pixel that tells the label of so many of the training images, and is random on all others.
-noise       Likewise for networks trained with so much Gaussian noise on the images.
-layers      In one network, are layers more alike the closer they are? Spearman's correlation again.
+            networks of one group more similar than those of different groups? Area under the precision-recall curve.
+shortcut    The same for a pixel that reveals the label of as many training images, and is random on all others.
+noise       The same for networks trained with as much Gaussian noise on the images.
+layers      Are close layers of a network more similar than distant ones? Spearman's correlation.
 
-1 is perfect in all tests; chance is what random numbers have in the mean. All is repeated with other networks and other
-digits. Behind ± stands half of the 95 % interval for the mean over these repetitions (Student's t), and a star where
-all of the interval is above chance: the measure passes.
+1 is perfect in all tests; chance is the mean score of random numbers. The tests are repeated with other networks and
+digits. ± precedes half of the 95 % interval for the mean over these repetitions (Student's t). A star marks intervals
+entirely above chance: the measure passes.
 
 The folder gets ``scores.csv`` (each repetition; also ReSi's other scores, and the last test for untrained networks),
-``networks.csv`` (accuracies: did the networks learn what they were to learn?) and ``scores.png``.
+``networks.csv`` (accuracies, which show whether the networks learned their task) and ``scores.png``.
 """
 
 import argparse
@@ -62,7 +62,7 @@ from lightning_sym.tasks import ZooTask
 Values = NDArray[np.float64]
 Row = dict[str, Any]
 
-# By test: which of its scores is in the table.
+# By test: its score in the table.
 TESTS = {
     "accuracy": "spearman",
     "output": "spearman",
@@ -72,7 +72,7 @@ TESTS = {
     "layers": "spearman",
 }
 _SHOWN = {"spearman": "correlation", "auprc": "area"}
-LEVELS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of labels, shortcut and noise; a group of networks for each
+LEVELS = (0.0, 0.25, 0.5, 0.75, 1.0)  # levels of labels, shortcut and noise, with a group of networks for each
 NOISE = 2.0  # standard deviation at level 1, in units of normalised pixels
 LAYERS = [f"activation{number}" for number in range(1, 6)]
 IMAGES = 500
@@ -83,12 +83,12 @@ TRAINING, ALL = 600, 1797
 
 
 class RandomNumbers(Metric):
-    """The control: a similarity that does not look at the networks."""
+    """The control: a similarity independent of the networks."""
 
     full_state_update = False
 
     def update(self, x: Tensor | Features, y: Tensor | Features) -> None:
-        """Take no notice."""
+        """Ignore the batch."""
 
     def compute(self) -> Tensor:
         """Return a random number in [0, 1)."""
@@ -96,7 +96,7 @@ class RandomNumbers(Metric):
 
 
 class Measure(NamedTuple):
-    """A measure of similarity, and the group of changes of the units that it does not see."""
+    """A measure of similarity, and the group of transformations of units under which it is invariant."""
 
     group: str
     title: str
@@ -128,10 +128,10 @@ class DigitsVariant(DigitsDataModule):
     """600 digits for training and 1,197 for testing, by ``data_seed``; one batch is 32.
 
     Args:
-        random_labels: Fraction of the training labels that are replaced by random ones.
-        shortcut: Fraction of the training images on which a bright pixel at the edge tells the label; on the others,
-            and on all test images, it is that of a random class. None: no such pixel.
-        data_seed: Seed of the split, of what is replaced and of what by. With more replaced, the same ones are, too.
+        random_labels: Fraction of the training labels to replace by random ones.
+        shortcut: Fraction of the training images on which a bright pixel at the edge reveals the label; on the others,
+            and on all test images, the pixel belongs to a random class. None: no such pixel.
+        data_seed: Seed of the split and of the replacements. A larger fraction includes the replacements of a smaller.
     """
 
     source_sizes = (TRAINING, ALL - TRAINING)
@@ -141,7 +141,7 @@ class DigitsVariant(DigitsDataModule):
         self.random_labels, self.shortcut = random_labels, shortcut
 
     def load(self) -> tuple[LabelledImages, LabelledImages]:
-        """Return the two parts."""
+        """Return the training and test parts."""
         draws = torch.Generator().manual_seed(self.hparams["data_seed"])
         images, labels = map(torch.cat, zip(*super().load(), strict=True))
         order = torch.randperm(ALL, generator=draws)
@@ -159,11 +159,11 @@ class DigitsVariant(DigitsDataModule):
 
 
 class NoisyZoo(ZooTask):
-    """A zoo trained on images with Gaussian noise, another one for each member and step.
+    """A zoo trained on images with Gaussian noise, drawn for each member and step.
 
     Args:
         noise: Standard deviation, in units of normalised pixels, >= 0.
-        settings: Those of a zoo.
+        settings: Settings of a ``ZooTask``.
     """
 
     def __init__(self, *, noise: float = 0.0, **settings: Any) -> None:
@@ -181,13 +181,13 @@ class NoisyZoo(ZooTask):
 
 
 class Population(NamedTuple):
-    """Trained networks, their accuracies, and what they make of test images.
+    """Trained networks, their accuracies, and their predictions for test images.
 
     Attributes:
-        networks: ``M`` of them.
-        accuracies: On the training set, with the labels that they were trained on, and on the test set. ``[2, M]``.
-        probabilities: Of the classes of all test images. Shape ``[M, N, 10]``, float64.
-        inputs: Normalised images on which measures compare.
+        networks: The ``M`` networks.
+        accuracies: On the training set, with its possibly random labels, and on the test set. ``[2, M]``.
+        probabilities: Class probabilities of all test images. Shape ``[M, N, 10]``, float64.
+        inputs: Normalised images for the measures.
     """
 
     networks: list[Network]
@@ -196,7 +196,7 @@ class Population(NamedTuple):
     inputs: Tensor
 
     def features(self, layers: Sequence[str]) -> list[dict[str, Features]]:
-        """Return what the layers of each network put out."""
+        """Return the outputs of the layers of each network."""
         return [
             {name: Features(values) for name, values in features_of(network, layers, self.inputs).items()}
             for network in self.networks
@@ -207,10 +207,10 @@ def train(data: DigitsVariant, members: int, first: int, epochs: int, noise: flo
     """Train networks in one fit.
 
     Args:
-        data: What on.
-        members: How many.
-        first: Number of the first one, on which initial weights and order of the data depend.
-        epochs: How often each sees the data.
+        data: Training and test data.
+        members: Number of networks.
+        first: Index of the first network, which determines initial weights and order of the data.
+        epochs: Number of epochs.
         noise: Standard deviation of the noise on the images.
     """
     task = NoisyZoo(
@@ -252,11 +252,11 @@ def correlation(similarities: Values, differences: Values) -> float:
     """Return Spearman's correlation of dissimilarity with differences: 1 if all are in order, 0 by chance.
 
     Args:
-        similarities: Of pairs. Shape ``[P]``.
-        differences: Of the same pairs. Shape ``[P]``.
+        similarities: Similarities of pairs. Shape ``[P]``.
+        differences: Differences of the same pairs. Shape ``[P]``.
 
     Returns:
-        The correlation; 0 if all values of one kind are the same, so that nothing is put in order.
+        The correlation; 0 if all similarities or all differences are equal.
     """
     if np.ptp(similarities) == 0 or np.ptp(differences) == 0:
         return 0.0
@@ -264,17 +264,17 @@ def correlation(similarities: Values, differences: Values) -> float:
 
 
 def separation(table: Values, groups: Sequence[int]) -> dict[str, float]:
-    """Return how well similarities tell pairs of one group from pairs of different groups.
+    """Score how well similarities separate pairs within a group from pairs across groups.
 
-    As in ReSi group by group, against the pairs that only one member of the group is in, and then the mean.
+    As in ReSi, each group is compared with the pairs that contain one of its members, and scores are averaged.
 
     Args:
         table: Similarities, symmetric. Shape ``[M, M]``.
-        groups: To which group each network belongs; two or more networks each.
+        groups: Group of each network; two or more networks each.
 
     Returns:
-        ``auprc``, the area under the precision-recall curve (average precision); and ``conformity``, the share of
-        comparisons in which the pair of the group is the more similar one, where ties count one half.
+        ``auprc``, the area under the precision-recall curve (average precision); and ``conformity``, the fraction of
+        comparisons in which the pair of the group is more similar, where ties count one half.
     """
     belongs = np.asarray(groups)
     areas, shares = [], []
@@ -289,14 +289,14 @@ def separation(table: Values, groups: Sequence[int]) -> dict[str, float]:
 
 
 def monotonicity(table: Values) -> dict[str, float]:
-    """Return how well the similarities of a network's layers follow their distance.
+    """Score how well the similarities of a network's layers follow their distance.
 
     Args:
         table: Similarities, symmetric. Shape ``[L, L]``, for 3 layers or more in their order.
 
     Returns:
         ``spearman``, the mean over layers of the correlation of dissimilarity with distance, upwards and downwards;
-        and ``conformity``, the share of triples in which the closer of two layers is the more similar to a third one
+        and ``conformity``, the fraction of triples in which the closer of two layers is more similar to a third one
         below or above both, where ties count one half.
     """
     layers = np.arange(len(table))
@@ -313,12 +313,13 @@ def monotonicity(table: Values) -> dict[str, float]:
 def chance_area(inside: int, across: int) -> float:
     """Return the mean average precision of random orders.
 
-    At place k stands a right pair with probability ``p = inside / all``; then ``1 + (k - 1)(inside - 1)/(all - 1)`` of
-    the first k are right ones in the mean. Average precision is the sum of these shares over k, divided by ``inside``.
+    Position k holds a pair of the group with probability ``p = inside / all``. Then
+    ``1 + (k - 1)(inside - 1)/(all - 1)`` of the first k are such pairs on average. Average precision is the sum of
+    these fractions over k, divided by ``inside``.
 
     Args:
         inside: Number of pairs of one group, >= 1.
-        across: Number of the others.
+        across: Number of the other pairs.
     """
     every = inside + across
     places = np.arange(1, every + 1)
@@ -344,7 +345,7 @@ def divergences(probabilities: Tensor) -> Values:
 
 
 def similarities(make: Callable[[], Metric], features: Sequence[Mapping[str, Features]]) -> Values:
-    """Return the similarities of all pairs of networks, by the only layer there is. ``[M, M]``; the diagonal is 1."""
+    """Return the similarities of all pairs of networks, for a single layer. ``[M, M]``; the diagonal is 1."""
     (layer,) = features[0]
     pairs = list(itertools.combinations(range(len(features)), 2))
     metric = PopulationSimilarity(make(), [layer], [layer], [Link(str(a), str(b)) for a, b in pairs])
@@ -379,7 +380,7 @@ def score_predictions(make: Callable[[], Metric], population: Population) -> dic
 
 
 def score_groups(test: str, make: Callable[[], Metric], groups: Sequence[Population]) -> dict[tuple[str, str], float]:
-    """Return the scores of a test in which groups of networks were trained in different ways."""
+    """Return the scores of a test with differently trained groups of networks."""
     features = [own for group in groups for own in group.features(LAYERS[-1:])]
     belongs = [number for number, group in enumerate(groups) for _ in group.networks]
     return {(test, name): value for name, value in separation(similarities(make, features), belongs).items()}
@@ -394,18 +395,18 @@ def score_layers(
 
 
 def repetition(seed: int, members: int, epochs: int) -> tuple[list[Row], list[Row]]:
-    """Train all networks of one repetition and put all measures to all tests.
+    """Train all networks of one repetition and run all tests of all measures.
 
     Args:
-        seed: Of the networks and the split of the digits.
-        members: Networks of a group; the first two tests have four times as many.
-        epochs: How long they are trained.
+        seed: Seed of the networks and the split of the digits.
+        members: Networks per group; the first two tests have four times as many.
+        epochs: Number of epochs.
 
     Returns:
         A row for each score, and one for each group of networks.
     """
-    torch.manual_seed(seed)  # the control's numbers
-    numbers = itertools.count(1000 * seed, 4 * members)  # no two networks have the same initial weights
+    torch.manual_seed(seed)  # for the control's numbers
+    numbers = itertools.count(1000 * seed, 4 * members)  # all networks have different initial weights
 
     def variant(test: str, level: float) -> Population:
         data = DigitsVariant(level if test == "labels" else 0.0, level if test == "shortcut" else None, seed)
@@ -445,13 +446,13 @@ def repetition(seed: int, members: int, epochs: int) -> tuple[list[Row], list[Ro
 
 
 def chance(score: str, members: int) -> float:
-    """Return what a score of random numbers is in the mean, for groups of so many members."""
+    """Return the mean score of random numbers, for groups of so many members."""
     if score == "auprc":
         return chance_area(members * (members - 1) // 2, members * members * (len(LEVELS) - 1))
     return 0.5 if score == "conformity" else 0.0
 
 
-# ---- what is shown
+# ---- the output
 
 
 class Cell(NamedTuple):
@@ -463,7 +464,7 @@ class Cell(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether all of the interval is above chance; never for one repetition."""
+        """Whether the whole interval is above chance; never for one repetition."""
         return self.mean - self.half > self.chance
 
     @property
@@ -500,7 +501,7 @@ def text_table(table: Mapping[tuple[str, str], Mapping[str, Cell]]) -> str:
 
 
 def picture(table: Mapping[tuple[str, str], Mapping[str, Cell]]) -> Figure:
-    """Draw the table: white is chance, dark blue is perfect, red is below chance; what passes is in bold."""
+    """Draw the table: white is chance, dark blue is perfect, red is below chance; passing scores are bold."""
     cells = [list(row.values()) for row in table.values()]
     shares = np.array([[(cell.mean - cell.chance) / (1 - cell.chance) for cell in row] for row in cells])
     figure = Figure(figsize=(8.5, 0.42 * len(cells) + 1.4), layout="constrained", dpi=120)
@@ -526,13 +527,13 @@ def picture(table: Mapping[tuple[str, str], Mapping[str, Cell]]) -> Figure:
 
 
 def run(folder: Path, seeds: int = 3, members: int = 5, epochs: int = 80) -> str:
-    """Run all tests, write what is found to the folder, and return the table as text.
+    """Run all tests, write the results to the folder, and return the table as text.
 
     Args:
-        folder: Made if it is not there.
+        folder: Folder for the results; created if it does not exist.
         seeds: Number of repetitions, >= 1.
-        members: Networks of a group, >= 2.
-        epochs: How long networks are trained, >= 1.
+        members: Networks per group, >= 2.
+        epochs: Number of epochs, >= 1.
     """
     rows: list[Row] = []
     networks: list[Row] = []
@@ -557,8 +558,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/similarity-tests"))
     parser.add_argument("--seeds", type=int, default=3, help="repetitions")
-    parser.add_argument("--members", type=int, default=5, help="networks of a group; accuracy has 4 times as many")
-    parser.add_argument("--epochs", type=int, default=80, help="how long networks are trained")
+    parser.add_argument("--members", type=int, default=5, help="networks per group; accuracy has 4 times as many")
+    parser.add_argument("--epochs", type=int, default=80, help="number of training epochs")
     options = parser.parse_args()
     for name, least in {"seeds": 1, "members": 2, "epochs": 1}.items():
         if getattr(options, name) < least:

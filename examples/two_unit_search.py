@@ -1,12 +1,11 @@
-"""How often, and how fast, gradient descent finds the weights of a network of two ReLU units: thousands of searches.
+"""Success rate and speed of gradient descent for a network of two ReLU units, over thousands of searches.
 
-J of such a network depends on the inputs through two moments only, so a search is simulated exactly, as on the network,
-from the moments of its batches: 4096 restarts take about 0.1 ms a step on one core.
+J of such a network depends on the inputs through two moments only. The moments of the batches thus simulate a search
+exactly: 4096 restarts take about 0.1 ms per step on one core.
 
     python examples/two_unit_search.py --restarts 2000 --steps 3000
 
-prints, for three targets, the share of restarts that was predicted to succeed, the share that did, and after how many
-steps.
+prints, for three targets, the predicted and the actual fraction of successful restarts, and the number of steps.
 """
 
 import argparse
@@ -23,7 +22,7 @@ TARGETS = {"two slopes": (0.56, 0.30), "one slope": (0.86, 0.0), "the paper's": 
 
 
 def draw_initial(restarts: int, generator: torch.Generator, units: int = 2) -> Tensor:
-    """Return weights ``[R, 2 H]``, float64, drawn as PyTorch initialises linear layers: in +-1 / sqrt(inputs)."""
+    """Draw weights ``[R, 2 H]``, float64, as PyTorch initialises linear layers: in +-1 / sqrt(inputs)."""
     uniform = 2 * torch.rand(restarts, 2 * units, generator=generator, dtype=torch.float64) - 1
     uniform[:, units:] /= math.sqrt(units)
     return uniform
@@ -36,20 +35,20 @@ def batch_moments(inputs: Tensor, batch_size: int) -> Tensor:
 
 
 def predicts_success(initial: Tensor, target: Sequence[float]) -> Tensor:
-    """Return from which weights gradient descent reaches the target's class.
+    """Predict whether gradient descent from given weights reaches the target's equivalence class.
 
-    Gradient flow conserves ``in^2 - out^2`` of every unit, so the input weight of a unit reaches 0 exactly if its
-    output weight has the wrong sign and is the larger one. There the unit dies. Every slope of the target that is not 0
-    needs a unit of its side that does not die.
+    Gradient flow conserves ``in^2 - out^2`` of every unit: the input weight of a unit reaches 0 exactly if its
+    output weight has the wrong sign and is larger. There the unit dies. Every nonzero slope of the target needs its
+    own surviving unit on that side.
 
     Args:
         initial: Input weights, then output weights. Shape ``[..., 2 H]``, floating.
         target: The slopes (p, q).
 
     Returns:
-        Shape ``[...]``, bool. For p* q* > 0 right for 99.8% of runs with steps of 0.015. Otherwise a lower bound: a
-        unit that is carried over 0 by a step lives on the other side if its output weight is right there. That is
-        so for p* q* < 0, where 44% of runs succeed instead of 34%, and now and then for same-sign targets.
+        Shape ``[...]``, bool. For p* q* > 0 correct for 99.8% of runs with steps of 0.015. Otherwise a lower bound: a
+        step can carry a unit over 0, where it survives if its output weight has the right sign for that side. This
+        occurs for p* q* < 0, where 44% of runs succeed instead of 34%, and occasionally for same-sign targets.
     """
     inputs, outputs = initial.chunk(2, -1)
     success = torch.ones(initial.shape[:-1], dtype=torch.bool)
@@ -62,13 +61,13 @@ def predicts_success(initial: Tensor, target: Sequence[float]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SearchOutcome:
-    """The end of a simulated search of R restarts.
+    """Results of a simulated search with R restarts.
 
     Attributes:
         weights: Shape ``[R, 4]``, float64.
         distances: J on the whole sample. Shape ``[R]``, float64.
         thresholds: Values of J.
-        steps: Number of optimiser steps after which J was below each threshold first, 0 if from the start, -1 if
+        steps: Number of optimiser steps until J was below each threshold, 0 if from the start, -1 if
             never or if the restart diverged. Shape ``[R, len(thresholds)]``, int64.
     """
 
@@ -78,12 +77,12 @@ class SearchOutcome:
     steps: Tensor
 
     def fraction(self, threshold: float, within: float = math.inf) -> float:
-        """Return the fraction of restarts that were below a threshold within so many steps."""
+        """Return the fraction of restarts that were below a threshold within a number of steps."""
         steps = self.steps[:, self.thresholds.index(threshold)]
         return float(((steps >= 0) & (steps <= within)).double().mean())
 
     def quantiles(self, threshold: float, shares: Sequence[float] = (0.1, 0.5, 0.9, 0.99)) -> list[float]:
-        """Return quantiles of the number of steps to a threshold, of the restarts that got there; NaN if none did."""
+        """Return quantiles of the number of steps to a threshold, over restarts that reached it; NaN without any."""
         steps = self.steps[:, self.thresholds.index(threshold)]
         steps = steps[steps >= 0].double()
         return steps.quantile(steps.new_tensor(list(shares))).tolist() if len(steps) else [math.nan] * len(shares)
@@ -107,12 +106,12 @@ def simulate_search(
     Args:
         initial: Shape ``[R, 4]``.
         target: The slopes (p, q).
-        moments: Moments of the batches, ``[B, 2]``, which are used in order, again and again: :func:`batch_moments`.
+        moments: Moments of the batches, ``[B, 2]``, used cyclically: :func:`batch_moments`.
         learning_rate: > 0.
         steps: >= 0.
         optimizer: ``"sgd"``, without momentum, or ``"adam"``, both as in :mod:`torch.optim`.
-        thresholds: Values of J on the whole sample, whose first crossings are recorded.
-        sample: Moments of the whole sample; the mean over batches by default, right if all are of one size.
+        thresholds: Values of J on the whole sample for ``steps``.
+        sample: Moments of the whole sample; default the mean over batches, correct for equal batch sizes.
         betas: Betas of Adam.
         eps: Epsilon of Adam.
 
@@ -125,7 +124,7 @@ def simulate_search(
     whole = sample or Moments(*moments.double().mean(0).tolist())
     batches = moments.double().tolist()
 
-    # One row per weight, units together: x are the inputs (a, b), y the outputs (c, d).
+    # One row per weight, units together: x are the input weights (a, b), y the output weights (c, d).
     state = initial.detach().double().T.contiguous()
     x, y = state[:2], state[2:]
     gradient, first, second = torch.empty_like(state), torch.zeros_like(state), torch.zeros_like(state)
@@ -138,9 +137,9 @@ def simulate_search(
     waits = torch.empty_like(waited)
 
     for step in range(steps + 1):
-        # The product of a unit is its slope if x > 0 and less its slope if x < 0, so with
+        # The product of a unit is its slope if x > 0 and minus its slope if x < 0, so with
         #   p <- p - p*,   q <- -(q - q*),   g <- M+ p where x > 0, M- q where x < 0, 0 where x = 0
-        # the gradient of J is 2 y g in x and 2 x g in y. Masks are numbers, as kernels on booleans are slower.
+        # the gradient of J is 2 y g in x and 2 x g in y. Masks are numbers, as boolean kernels are slower.
         torch.sign(x, out=left)
         torch.clamp_min(left, 0, out=right)
         torch.sub(right, left, out=left)
@@ -172,7 +171,7 @@ def simulate_search(
 
     weights = state.T.contiguous()
     distances = distance(weights, [p_target, q_target], whole)
-    # Where a threshold was never crossed the steps waited are one more than there are; NaN ends the waiting too.
+    # Without a crossing, the count of waiting steps exceeds the number of steps; NaN also ends the waiting.
     crossed = torch.where((waited <= steps) & distances.isfinite(), waited, -1).T.long()
     return SearchOutcome(weights, distances, tuple(thresholds), crossed)
 

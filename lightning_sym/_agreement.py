@@ -1,4 +1,4 @@
-"""Settings that have to be the same in all processes of a run."""
+"""Check that settings are the same in all processes of a run."""
 
 import functools
 import hashlib
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import gathered, ranks
 
-_MOST_FILES = 1000  # of a folder, and
-_MOST_BYTES = 1 << 16  # of each of them that are looked at
+_MOST_FILES = 1000  # files per folder in a digest
+_MOST_BYTES = 1 << 16  # bytes per file in a digest
 _ABSENT = "absent"
 
 
 def check_agreement(settings: Mapping[str, object]) -> None:
-    """Check that all processes have the same settings; to be called on every rank.
+    """Check that all processes have the same settings; call it on every rank.
 
-    Paths may differ where the same is found there: the same folder under another name, or a copy.
+    Paths may differ if their content agrees: the same folder under another name, or a copy.
 
     Args:
-        settings: By name, in the order in which differences are named; nested at will.
+        settings: Settings by name, possibly nested; the first difference in this order is reported.
 
     Raises:
-        ValueError: If a setting differs. The sentence, the same on every rank, names the first one, a rank, and both
+        ValueError: If a setting differs. The message, the same on every rank, names the setting, a rank, and both
             values.
     """
     if ranks() == 1:
@@ -53,8 +53,8 @@ def check_agreement(settings: Mapping[str, object]) -> None:
 
 
 def flat_settings(node: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield settings by dotted name, as JSON; what is no plain value is described by what would make it again."""
-    if hasattr(node, "as_dict"):  # of jsonargparse
+    """Yield settings by dotted name, as JSON; objects are described by their constructor or content."""
+    if hasattr(node, "as_dict"):  # a namespace of jsonargparse
         node = node.as_dict()
     if isinstance(node, Mapping):
         node = {str(key): value for key, value in node.items()}
@@ -81,7 +81,7 @@ def _nested(node: object) -> bool:
 
 
 def _described(value: object) -> object:
-    """Return plain values for an object of which processes may have one each."""
+    """Describe an object by plain values that are equal in all processes."""
     if isinstance(value, Mapping):
         return {str(key): one for key, one in value.items()}
     if isinstance(value, set | frozenset):
@@ -99,13 +99,13 @@ def _described(value: object) -> object:
 
 
 def _content_at(text: str) -> str | None:
-    """Return a digest of what is at a path; None if a setting is no path of something."""
+    """Return a digest of the file or folder at a path; None if the setting is not an existing path."""
     value = json.loads(text)
     return content_of(Path(value)) if isinstance(value, str) and value and len(value) < 4096 else None
 
 
 def content_of(path: Path) -> str | None:
-    """Return a digest of a file, or of the beginnings of the first files in a folder; None if there are none."""
+    """Return a digest of a file, or of the first bytes of the first files in a folder; None if there are none."""
     try:
         if path.is_file():
             with path.open("rb") as whole:
@@ -121,7 +121,7 @@ def content_of(path: Path) -> str | None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder, by name."""
+    """Yield the files in a folder, sorted by name."""
     for parent, folders, names in os.walk(folder):
         folders.sort()
         yield from (Path(parent, name) for name in sorted(names) if Path(parent, name).is_file())

@@ -1,4 +1,4 @@
-"""Checks of arguments, written once: every error is one sentence that names the argument and what was given."""
+"""Checks of arguments, with error messages that name the argument and its value."""
 
 import math
 import re
@@ -17,16 +17,16 @@ def _named(name: str, of: object) -> str:
 
 
 def is_integer(value: object, least: int = 1) -> bool:
-    """Return whether a value is an integer (and no bool) that is large enough."""
+    """Test whether a value is an integer (and no bool) of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_integers(least: int = 1, *, of: object = "", **values: object) -> None:
-    """Check that every value is an integer, and at least so large.
+    """Check that every value is an integer of at least ``least``.
 
     Args:
-        least: The smallest that is allowed.
-        of: Whose arguments they are, for the message: words, or a module, which is called by its class.
+        least: Smallest allowed value.
+        of: Owner of the arguments, for the message: words, or a module, which is named by its class.
         values: The arguments by name.
 
     Raises:
@@ -38,7 +38,7 @@ def check_integers(least: int = 1, *, of: object = "", **values: object) -> None
 
 
 def check_numbers(allowed: str, *, of: object = "", **values: object) -> None:
-    """Check that every value is a number in an interval; infinity and NaN are in none.
+    """Check that every value is a number in an interval; infinity and NaN are in no interval.
 
     Args:
         allowed: ``"> 0"``, ``">= 0"``, or an interval such as ``"in (0, 1]"``.
@@ -67,14 +67,14 @@ def _within(value: float, allowed: str) -> bool:
 
 
 def check_counts_alike(mean: Callable[[Tensor], Tensor], samples: int) -> None:
-    """Check, on up to 32 samples, that a loss is their mean, in which each counts alike.
+    """Check, on up to 32 samples, that a loss is the mean over samples with equal weights.
 
-    With class weights or ignored labels the mean over a batch is divided by something else, so that a sum over batches
-    depends on how samples are batched.
+    With class weights or ignored labels, the mean over a batch has another divisor, and a sum over batches
+    depends on the division of samples into batches.
 
     Args:
-        mean: From the numbers of some samples, of which one may come twice, to their loss, a scalar.
-        samples: How many there are. >= 1.
+        mean: Maps indices of samples, possibly repeated, to their loss, a scalar.
+        samples: Number of samples. >= 1.
 
     Raises:
         ValueError: If it is not.
@@ -85,7 +85,7 @@ def check_counts_alike(mean: Callable[[Tensor], Tensor], samples: int) -> None:
     apart = torch.stack([mean(row[None]) for row in rows]).mean()
     if bool(together.isfinite()) and not torch.allclose(together, apart, rtol=1e-3, atol=1e-6):
         raise ValueError(
-            f"loss must be the mean over samples, and of {len(rows)} samples it is {float(together):.4g} where the "
+            f"loss must be the mean over samples, but of {len(rows)} samples it is {float(together):.4g} where the "
             f"mean of their losses is {float(apart):.4g}; divide by the number of samples, without class weights and "
             "ignored labels."
         )
@@ -103,11 +103,11 @@ def check_kernel(module: nn.Module, kernel_size: object) -> None:
 
 
 def height_width(grid: object, name: str = "grid", *, of: object = "") -> tuple[int, int]:
-    """Return height and width of a grid or an image given as such, or by the side of a square.
+    """Return height and width of a grid or an image, from a pair or from the side of a square.
 
     Args:
         grid: In pixels: an integer >= 1, or a pair of them.
-        name: What the argument is called.
+        name: Name of the argument.
         of: As for :func:`check_integers`.
 
     Raises:
@@ -120,7 +120,7 @@ def height_width(grid: object, name: str = "grid", *, of: object = "") -> tuple[
 
 
 def check_features(module: nn.Module, x: Tensor, channels: int, grid: tuple[int, int] | None = None) -> None:
-    """Check that features are ``[N, channels, H, W]``, on the grid that a layer was made for.
+    """Check that features have shape ``[N, channels, H, W]``, on the grid of a layer.
 
     Raises:
         ValueError: If they are not.
@@ -129,11 +129,11 @@ def check_features(module: nn.Module, x: Tensor, channels: int, grid: tuple[int,
         sides = ("H", "W") if grid is None else grid
         raise ValueError(
             f"{type(module).__name__} expects features of shape [N, {channels}, {sides[0]}, {sides[1]}], got "
-            f"{list(x.shape)}; build the layer for the channels and grid of what comes in."
+            f"{list(x.shape)}; build the layer for the channels and grid of its input."
         )
 
 
 def not_finite(state: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors that hold NaN or infinity; torch compares no floats of 8 bits."""
+    """Return the names of tensors with NaN or infinity; 8-bit floats are converted, as torch cannot compare them."""
     eight = [value.float() if value.is_floating_point() and value.itemsize == 1 else value for value in state.values()]
     return [name for name, value in zip(state, eight, strict=True) if not value.isfinite().all()]

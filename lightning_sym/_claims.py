@@ -1,4 +1,4 @@
-"""Folders that are written to by one run at a time, and members of a zoo that are written by one."""
+"""Claims: exclusive write access of one run to a folder, or to members of a zoo."""
 
 import json
 import os
@@ -16,31 +16,32 @@ from weakref import WeakSet
 from lightning_sym._files import hold, writing
 from lightning_sym._text import ranges
 
-_PATIENCE = 3.0  # seconds in which two that begin at once settle who does
-_RANDOM = SystemRandom()  # not that of the run
+_PATIENCE = 3.0  # seconds to settle between two processes that claim at once
+_RANDOM = SystemRandom()  # separate from the run's generators
 _MADE: "WeakSet[Claim]" = WeakSet()
 
 
 class InUseError(OSError):
-    """Somebody else writes there."""
+    """Another process has claimed the folder."""
 
 
 class Claim:
-    """What this process alone writes to in a folder, until it releases it or ends.
+    """Exclusive write access of this process to a folder, until it releases the claim or ends.
 
-    A file ``.claim-*`` in the folder says which process it is, and is locked: the kernel lets go of the lock when the
-    process ends, however that happens, so a claim of a killed process is none. Locks hold between hosts where the file
-    system has them (NFS from version 4 on, or with its lock daemon); where it has none, a warning says so.
+    A locked file ``.claim-*`` in the folder names the process. The kernel releases the lock when the process ends,
+    however that happens, so that a killed process leaves no claim. Locks work between hosts if the file
+    system supports them (NFS from version 4 on, or with its lock daemon); otherwise a warning is issued.
 
     Args:
-        folder: The folder; made if it is not there.
+        folder: The folder; created if it does not exist.
         kind: ``"run"`` or ``"zoo"``; a folder may be both.
-        numbers: Numbers of the members that are written; None for all that is in the folder.
-        what: What the folder is, to begin the sentence with: "The zoo at runs/zoo".
-        todo: What to do if somebody else has it.
+        numbers: Indices of the claimed members; None for the whole folder.
+        what: Subject of the message, for example "The zoo at runs/zoo".
+        todo: Remedy for the message.
 
     Raises:
-        InUseError: If another process has claimed it, or some of the numbers. The sentence names process and host.
+        InUseError: If another process has claimed the folder or some of the members. The message names process and
+            host.
         OSError: If the folder cannot be written to.
     """
 
@@ -67,28 +68,28 @@ class Claim:
             time.sleep(_RANDOM.uniform(0.01, 0.2))
 
     def _enter(self, folder: Path) -> None:
-        """Make the claim's file, locked, as long as nobody takes it for an abandoned one."""
+        """Make and lock the claim's file, again if another process removed it as abandoned."""
         while True:
             self._path = folder / f"{self._name}{_RANDOM.getrandbits(64):016x}"
             self._file = FileIO(self._path, "x+")
             held = hold(self._file.fileno())
             if held is None:
                 warn(
-                    f"The file system of {folder} has no locks: see to it that no other run writes there.", stacklevel=3
+                    f"The file system of {folder} has no locks: make sure that no other run writes there.", stacklevel=3
                 )
             if held is not False and os.fstat(self._file.fileno()).st_nlink:
                 break
             self._file.close()
-        self._say(settled=False)
+        self._write_record(settled=False)
 
     def _other(self, folder: Path) -> dict[str, Any] | None:
-        """Return what is known of a process that has what this one wants; claims of those that ended are removed."""
+        """Return the record of a process with a conflicting claim; remove claims of processes that have ended."""
         for path in folder.glob(f"{self._name}*"):
             if path == self._path:
                 continue
             try:
                 file = FileIO(path, "r+" if os.access(path, os.W_OK) else "r")
-            except OSError:  # it has just been released
+            except OSError:  # just released
                 continue
             with file:
                 held = hold(file.fileno())
@@ -98,16 +99,16 @@ class Claim:
                     continue
                 try:
                     other = json.loads(file.read())
-                except ValueError:  # it is being written
+                except ValueError:  # incomplete: being written
                     other = {"numbers": None}
             if self._numbers is None or other["numbers"] is None:
                 return dict(other)
             if both := sorted(set(self._numbers) & set(other["numbers"])):
                 return {**other, "both": both}
-        self._say(settled=True)
+        self._write_record(settled=True)
         return None
 
-    def _say(self, *, settled: bool) -> None:
+    def _write_record(self, *, settled: bool) -> None:
         about = {
             "process": os.getpid(),
             "host": socket.gethostname(),
@@ -119,7 +120,7 @@ class Claim:
         self._file.write(json.dumps(about).encode() + b"\n" + b" " * settled)
 
     def release(self) -> None:
-        """Give up what was claimed; nothing if that was done."""
+        """Release the claim; a second call has no effect."""
         if not self._file.closed:
             self._path.unlink(missing_ok=True)
             self._file.close()
@@ -132,11 +133,11 @@ def _sentence(other: dict[str, Any], what: str, todo: str) -> str:
     return f"{what} is in use: {who} writes {part}{since}; {todo}."
 
 
-def _let_go() -> None:
-    """Close the files in a forked process: the claims are those of the process that made them, and end with it."""
+def _close_after_fork() -> None:
+    """Close the files in a forked process: claims belong to the process that made them."""
     for claim in _MADE:
         claim._file.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_after_fork)

@@ -1,4 +1,4 @@
-"""Devices and processes: where tensors are, and what all ranks do together."""
+"""Devices and processes: placement of tensors, and operations of all ranks together."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -20,24 +20,24 @@ def device_of(network: nn.Module) -> torch.device:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; nothing waits for copies but for those to the CPU, which could be read too early."""
+    """Move a tensor to a device; only copies to the CPU block, which could otherwise be read too early."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def on_device_of(network: nn.Module, inputs: T) -> T:
-    """Return inputs, however nested in tuples, lists and dicts, with every tensor on the device of the network."""
+    """Move all tensors in nested tuples, lists and dicts to the device of the network."""
     device = device_of(network)
     found: T = tree_map_only(Tensor, lambda tensor: moved(tensor, device), inputs)
     return found
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums on a device: float64, or float32 where there is none (MPS)."""
+    """Return the dtype for sums on a device: float64, or float32 if it has no float64 (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def wide_device(device: torch.device) -> torch.device:
-    """Return the device for what has to be float64: itself, or the CPU where there is none (MPS)."""
+    """Return the device for float64 tensors: the device itself, or the CPU if it has no float64 (MPS)."""
     return device if wide(device) == torch.float64 else torch.device("cpu")
 
 
@@ -49,12 +49,12 @@ def ranks() -> int:
 
 
 def rank() -> int:
-    """Return the number of this process of ``torch.distributed``; 0 if it is not initialised."""
+    """Return the rank of this process in ``torch.distributed``; 0 if it is not initialised."""
     return torch.distributed.get_rank() if ranks() > 1 else 0
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor over ranks; to be called on every rank, with the same shape and dtype."""
+    """Return the sum of a tensor over ranks; call it on every rank, with the same shape and dtype."""
     if ranks() > 1:
         tensor = tensor.clone()
         torch.distributed.all_reduce(tensor)
@@ -62,7 +62,7 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return every rank's value, in order of rank; to be called on every rank."""
+    """Return every rank's value, in order of rank; call it on every rank."""
     values = [value]
     if ranks() > 1:
         values = [None] * ranks()
@@ -71,7 +71,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], object]) -> None:
-    """Do something on every rank; the first rank's error is raised on all, so that all do the same then."""
+    """Run a function on every rank; raise the first rank's error on all, so that all continue consistently."""
     error: Exception | None = None
     try:
         work()

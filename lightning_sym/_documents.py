@@ -1,4 +1,4 @@
-"""YAML and JSON of which nobody knows who wrote them: read within limits, and refused in one sentence beyond."""
+"""YAML and JSON from untrusted sources, read within limits."""
 
 import json
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import yaml
 
 _LONGEST = 10_000_000  # characters
-_LONGEST_JSON = 100_000_000  # bytes; what a file of safetensors may have in its header
+_LONGEST_JSON = 100_000_000  # bytes; limit of the header of safetensors files
 _DEEPEST = 50  # levels
-_MOST = 50_000  # values, each as often as an alias names it
+_MOST = 50_000  # values, counted once per alias
 
 
 class TooLargeError(ValueError):
-    """A document is beyond what any recipe, manifest or table needs."""
+    """A document exceeds the limits of recipes, manifests and tables."""
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """Reads YAML of plain values, and counts them before they are made."""
+    """Reads YAML of plain values, and counts the values before making them."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -39,15 +39,15 @@ class LimitedLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str, source: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
-    """Return what YAML says.
+    """Parse YAML within limits.
 
     Args:
-        text: The text.
-        source: Where it is from, for messages.
-        loader: What reads it.
+        text: The YAML.
+        source: Origin of the text, for messages.
+        loader: Class of the loader.
 
     Raises:
-        YAMLError: If it is no YAML.
+        YAMLError: If it is not valid YAML.
         TooLargeError: If it is too long, nested too deeply, holds itself or too many values.
     """
     try:
@@ -62,31 +62,31 @@ def load_yaml(text: str, source: str, loader: type[LimitedLoader] = LimitedLoade
             opened.dispose()
     except TooLargeError as error:
         raise TooLargeError(f"{source} is not read: {error}.") from None
-    except ValueError as error:  # of a number or a date
+    except ValueError as error:  # an invalid number or date
         raise yaml.YAMLError(str(error)) from None
 
 
 def _expanded(node: yaml.Node | None, sizes: dict[int, int]) -> int:
-    """Return how many values a node has with aliases written out; the nodes above have the size 0 so far."""
+    """Return the number of values of a node with expanded aliases; enclosing nodes still have size 0."""
     if id(node) in sizes:
         if sizes[id(node)] == 0:
-            raise TooLargeError("it holds itself, by an alias within what the alias names")
+            raise TooLargeError("it contains itself, by an alias within its own anchor")
         return sizes[id(node)]
     sizes[id(node)] = 0
     inner = node.value if isinstance(node, yaml.CollectionNode) else []
     entries = [entry for pair in inner for entry in pair] if isinstance(node, yaml.MappingNode) else inner
     size = 1 + sum(_expanded(entry, sizes) for entry in entries)
     if size > _MOST:
-        raise TooLargeError(f"it holds more than {_MOST} values where its aliases are written out")
+        raise TooLargeError(f"it holds more than {_MOST} values with expanded aliases")
     sizes[id(node)] = size
     return size
 
 
 def load_json(text: str | bytes) -> Any:
-    """Return what JSON says.
+    """Parse JSON within limits.
 
     Raises:
-        ValueError: If it is no JSON, too long or nested too deeply.
+        ValueError: If it is not valid JSON, too long or nested too deeply.
     """
     if len(text) > _LONGEST_JSON:
         raise TooLargeError(f"it is longer than {_LONGEST_JSON} bytes")

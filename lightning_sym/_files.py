@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, then renamed."""
+"""Files that are complete or absent: written under a temporary name, then renamed."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where nobody can remove a file that is open
+except ImportError:  # on Windows, where open files cannot be removed
     fcntl = None  # type: ignore[assignment]
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
@@ -20,33 +20,33 @@ _WAYS_OUT = {
     errno.ENOSPC: "free space, or choose another folder",
     errno.EDQUOT: "the quota is used up: remove files, or choose another folder",
     errno.EFBIG: "raise the limit on the size of files, or choose another folder",
-    errno.ENOENT: "its folder was removed or renamed in the meantime: leave it there, or choose another one",
-    errno.ENOTDIR: "a file is in the place of its folder: remove that, or choose another folder",
+    errno.ENOENT: "its folder was removed or renamed: keep the folder, or choose another one",
+    errno.ENOTDIR: "a file has the name of its folder: remove that file, or choose another folder",
     errno.EROFS: "the file system is read-only: choose another folder",
-    errno.EACCES: "get the right to write there, or choose another folder",
-    errno.EPERM: "get the right to write there, or choose another folder",
+    errno.EACCES: "get permission to write there, or choose another folder",
+    errno.EPERM: "get permission to write there, or choose another folder",
 }
 
 
 def write_atomically(path: str | Path, content: bytes | str | Callable[[BinaryIO], object]) -> None:
     """Write a file so that a reader sees the old content or the new, never a part.
 
-    The temporary file lies in the same folder. It is removed if anything goes wrong; that of a process that was killed
-    is removed by :func:`remove_abandoned`.
+    The temporary file is in the same folder. It is removed after an error; :func:`remove_abandoned` removes that of a
+    killed process.
 
     Args:
         path: File to write; its folder is created if absent.
-        content: Text is encoded as UTF-8; a function is called with the open file, and writes to it.
+        content: Text is encoded as UTF-8; a function is called with the open file and writes to it.
 
     Raises:
-        OSError: If the file cannot be written; nothing is left behind. The message is :func:`not_written`.
+        OSError: If the file cannot be written; no temporary file remains. :func:`not_written` makes the message.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         raw = _Raw(temporary)
-        while hold(raw.fileno()) is False or not os.fstat(raw.fileno()).st_nlink:  # taken for an abandoned one
+        while hold(raw.fileno()) is False or not os.fstat(raw.fileno()).st_nlink:  # removed as abandoned
             raw.close()
             raw = _Raw(temporary)
         try:
@@ -58,20 +58,20 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[BinaryIO
                         file.write(content.encode() if isinstance(content, str) else content)
                     file.flush()
                 except Exception:
-                    if raw.error is not None:  # writers in C++, such as torch.save, raise an error of their own
+                    if raw.error is not None:  # writers in C++, such as torch.save, hide the original error
                         raise raw.error from None
                     raise
                 os.fsync(file.fileno())
                 temporary.replace(path)
-        except BaseException:  # KeyboardInterrupt too
-            with suppress(OSError):  # its folder may be gone
+        except BaseException:  # including KeyboardInterrupt
+            with suppress(OSError):  # the folder may no longer exist
                 temporary.unlink(missing_ok=True)
             raise
 
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Raise the errors of writing a file as :func:`not_written`."""
+    """Convert errors of writing a file by :func:`not_written`."""
     try:
         yield
     except OSError as error:
@@ -79,29 +79,29 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def not_written(path: str | Path, error: OSError) -> OSError:
-    """Return the error that says which file could not be written, why, what is still good, and what to do.
+    """Return an error that names the file, the reason, the state of its old content, and the remedy.
 
     Args:
         path: The file.
-        error: What went wrong.
+        error: The original error.
     """
     reason = error.strerror or str(error)
-    if reason.startswith("Cannot write "):  # it has been said
+    if reason.startswith("Cannot write "):  # already converted
         return error
-    good = "what it held before is still good" if os.path.exists(path) else "nothing was left behind"
-    todo = _WAYS_OUT.get(error.errno or 0, "look after the file system, or choose another folder")
+    good = "its previous content is intact" if os.path.exists(path) else "no file remains"
+    todo = _WAYS_OUT.get(error.errno or 0, "check the file system, or choose another folder")
     return OSError(error.errno, f"Cannot write {path}: {reason}; {good}. To go on: {todo}")
 
 
 class _Raw(io.FileIO):
-    """A new file that remembers the error of a write."""
+    """A new file that records the error of a write."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "x")
         self.error: OSError | None = None
 
     def write(self, data: Any) -> Any:
-        """Write."""
+        """Write, and record an error."""
         try:
             return os.write(self.fileno(), data)
         except OSError as error:
@@ -110,13 +110,13 @@ class _Raw(io.FileIO):
 
 
 def hold(descriptor: int) -> bool | None:
-    """Lock an open file for as long as it is open, if nobody else holds it; the kernel lets go of it with the process.
+    """Lock an open file until it is closed, unless another process holds it; the kernel releases it with the process.
 
     Args:
-        descriptor: The file's.
+        descriptor: Descriptor of the file.
 
     Returns:
-        Whether it is held by this process now; None where the system has no locks.
+        Whether this process holds the lock; None if the system has no locks.
     """
     if fcntl is None:
         return None
@@ -130,10 +130,10 @@ def hold(descriptor: int) -> bool | None:
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
-    """Remove temporary files of processes that were killed while they wrote; those of others stay.
+    """Remove temporary files of processes that were killed while writing; files of running processes stay.
 
     Args:
-        folder: Where to look; folders within it are left alone.
+        folder: Folder to search, without its subfolders.
 
     Returns:
         The files that were removed.

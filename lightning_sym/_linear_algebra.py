@@ -1,21 +1,21 @@
-"""Small matrix problems of several rooms: uniform orthogonal matrices, polar factors, the best of all scales."""
+"""Small matrix problems: uniform orthogonal matrices, polar factors, optimal scales."""
 
 import math
 
 import torch
 from torch import Tensor
 
-_TINY, _HUGE = 1e-300, 1e150  # the squares of scales must be numbers, too
+_TINY, _HUGE = 1e-300, 1e150  # range of scales with finite, nonzero squares
 
 
 def random_orthogonal(
     size: int, generator: torch.Generator | None = None, *, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """Draw an orthogonal matrix, all being equally likely (Haar measure), of either determinant.
+    """Draw an orthogonal matrix uniformly (Haar measure), of either determinant.
 
     Args:
         size: Rows and columns ``C``, >= 1.
-        generator: Where randomness comes from; the matrix lies on its device, without one on the CPU.
+        generator: Random generator, which determines the device of the matrix; None for the CPU's global one.
         dtype: Dtype of the matrix, floating.
 
     Returns:
@@ -29,7 +29,7 @@ def random_orthogonal(
 
     References:
         Mezzadri (2007), "How to generate random matrices from the classical compact groups", arXiv:math-ph/0609050:
-        the QR decomposition of a Gaussian matrix, with the signs for which the diagonal of R is positive.
+        QR decomposition of a Gaussian matrix, with the signs for which the diagonal of R is positive.
 
     Example:
         >>> matrix = random_orthogonal(3, torch.Generator().manual_seed(0))
@@ -40,7 +40,7 @@ def random_orthogonal(
         raise ValueError(f"size of an orthogonal matrix must be at least 1, got {size}.")
     device = None if generator is None else generator.device
     q, r = torch.linalg.qr(torch.randn(size, size, dtype=dtype, generator=generator, device=device))
-    rotated: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(dtype)  # not torch.sign, which is 0 at 0
+    rotated: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(dtype)  # torch.sign would be 0 at 0
     return rotated
 
 
@@ -52,30 +52,30 @@ def polar_factor(matrix: Tensor) -> Tensor:
 
 
 def best_scales(p: Tensor, q: Tensor, r: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return the infimum of :math:`-2 p a + q a^2 - 2 r / a + s / a^2` over a > 0, and where it is.
+    r"""Minimise :math:`-2 p a + q a^2 - 2 r / a + s / a^2` over scales a > 0.
 
-    Stationary points solve :math:`q a^4 - p a^3 + r a - s = 0`. With q = 0 or s = 0 the infimum may be at a = infinity
-    or 0, and is 0 there.
+    Stationary points solve :math:`q a^4 - p a^3 + r a - s = 0`. With q = 0 or s = 0 the infimum may be 0, approached as
+    a tends to infinity or 0.
 
     Args:
-        p: Any shape, float64; 0 where q is.
+        p: Any shape, float64; 0 where q is 0.
         q: Same shape, >= 0.
-        r: Same shape; 0 where s is.
+        r: Same shape; 0 where s is 0.
         s: Same shape, >= 0.
 
     Returns:
-        The infima and the scales, 0 and infinity included. Shape of ``p`` each.
+        The infima and the scales, possibly 0 or infinite. Shape of ``p`` each.
     """
     regular = (q > _TINY) & (s > _TINY)
     q_safe, s_safe = torch.where(regular, q, 1.0), torch.where(regular, s, 1.0)
-    # With a = unit * b the first and last coefficient are equal, and b^4 - u b^3 + v b - 1 = 0.
+    # With a = unit * b the first and last coefficients are equal, and b^4 - u b^3 + v b - 1 = 0.
     unit = (s_safe / q_safe) ** 0.25
     companion = torch.zeros(*p.shape, 4, 4, dtype=p.dtype)
     companion[..., 1, 0] = companion[..., 2, 1] = companion[..., 3, 2] = 1.0
     companion[..., 0, 3] = 1.0
     companion[..., 1, 3] = -r * unit / s_safe
     companion[..., 3, 3] = p * unit**3 / s_safe
-    # Real parts of complex roots are no stationary points, but as good as any other scale: the least one wins.
+    # Real parts of complex roots are not stationary, but valid scales: the minimum over all of them is correct.
     scales = torch.linalg.eigvals(companion).real * unit[..., None]
     linear = torch.where(q > _TINY, p / torch.where(q > _TINY, q, 1.0), s / torch.where(r > 0, r, 1.0))
     linear = torch.where((q > _TINY) | (r > 0), linear, -1.0)

@@ -1,4 +1,4 @@
-"""Tasks and datamodules from checkpoints, which may be a stranger's."""
+"""Load tasks and datamodules from checkpoints, which may be untrusted."""
 
 import argparse
 import inspect
@@ -13,17 +13,17 @@ from torch import nn
 from lightning_sym._checks import not_finite
 from lightning_sym._trust import SETTINGS, check_settings, resolve
 
-# How Lightning calls what builds an object from the settings of a file, by way of a parser that imports.
+# Lightning's name of the function that builds an object from a file's settings, with a parser that imports.
 _INSTANTIATOR = "pytorch_lightning.cli.instantiate_module"
 
 
 class LoadsTrusted:
-    """Loads checkpoints whose settings name trusted classes and functions only.
+    """Loads only checkpoints with settings that name trusted classes and functions.
 
-    Stands in front of ``LightningModule`` or ``LightningDataModule`` among the bases of a class.
+    List it before ``LightningModule`` or ``LightningDataModule`` among the bases of a class.
     """
 
-    CHECKPOINT_HYPER_PARAMS_KEY: str  # Lightning's
+    CHECKPOINT_HYPER_PARAMS_KEY: str  # of Lightning
 
     @_restricted_classmethod
     def load_from_checkpoint(
@@ -34,21 +34,22 @@ class LoadsTrusted:
         finite: bool = True,
         **options: Any,
     ) -> Any:
-        """Load from a checkpoint; see Lightning's method of this name.
+        """Load from a checkpoint; see Lightning's method of the same name.
 
-        Classes and functions that the checkpoint names are compared with an allow-list before anything is imported:
+        Names of classes and functions in the checkpoint are compared with an allow-list before any import:
         ``lightning_sym``, ``torchvision.models``, ``torch.nn``, ``torch.optim``, the module of this class, ``allow``.
-        A checkpoint does not say by itself whom to trust: its own ``allow`` is left out.
+        A checkpoint cannot extend the list: its own ``allow`` is ignored.
 
         Args:
             checkpoint_path: The file.
-            args: Passed on.
-            allow: Further packages that are trusted, for example ``["my_package"]``; also the task's argument.
-            finite: Whether to refuse weights that are not finite; those of members that were stopped may be.
-            options: Passed on. With ``weights_only=False`` the file may run code, and no names are checked.
+            args: Passed to Lightning's method.
+            allow: Further trusted packages, for example ``["my_package"]``; also the task's argument.
+            finite: Whether to reject weights that are not finite, such as those of stopped members.
+            options: Passed to Lightning's method. With ``weights_only=False`` the file may run code, and names are
+                not checked.
 
         Raises:
-            ValueError: If it names something else, or weights are not finite.
+            ValueError: If the checkpoint names an untrusted class or function, or weights are not finite.
         """
         parent = super().load_from_checkpoint  # type: ignore[misc]
         if "allow" in inspect.signature(cls).parameters:
@@ -56,13 +57,13 @@ class LoadsTrusted:
         given = inspect.signature(parent).bind(cls, checkpoint_path, *args, **options).arguments
         if given.get("weights_only") is not False:
             content = _read(checkpoint_path, given.get("hparams_file"), cls.CHECKPOINT_HYPER_PARAMS_KEY)
-            content = {name: value for name, value in content.items() if name not in options}  # which win
+            content = {name: value for name, value in content.items() if name not in options}  # options take precedence
             options |= _check(
                 content, cls, (cls.__module__, *cls.trusted_modules(), *(allow or ())), str(checkpoint_path)
             )
         try:
             found = parent(checkpoint_path, *args, **options)
-        except argparse.ArgumentError as error:  # of the parser, which names the argument
+        except argparse.ArgumentError as error:  # of the parser, with the argument's name
             said = " ".join(str(error).split())
             raise ValueError(f"{checkpoint_path} holds settings that do not fit {cls.__name__}: {said}") from error
         if finite and (broken := found.broken_weights()):
@@ -78,20 +79,20 @@ class LoadsTrusted:
 
     @classmethod
     def trusted_modules(cls) -> Iterable[str]:
-        """Return modules, beside that of the class, whose classes a checkpoint may name; by default none."""
+        """Return further modules with classes that a checkpoint may name; default none."""
         return ()
 
 
 def _read(checkpoint: Any, other: Any, key: str) -> dict[str, Any]:
-    """Return what a checkpoint says of the arguments of a class, also as older versions of Lightning wrote it.
+    """Return a checkpoint's arguments of a class, also from older versions of Lightning.
 
     Args:
         checkpoint: The file, open or not.
-        other: A file of settings that are used in place of those of the checkpoint; None for none.
-        key: What they are called there.
+        other: A file of settings that replace those of the checkpoint, or None.
+        key: Entry of the settings in the checkpoint.
     """
     if not hasattr(checkpoint, "read") and str(checkpoint).startswith("http"):
-        raise ValueError(f"{checkpoint} is not on this machine; download it, and give the file.")
+        raise ValueError(f"{checkpoint} is not on this machine; download it, and pass the file.")
     content = torch.load(checkpoint, map_location="cpu", weights_only=True)
     if hasattr(checkpoint, "seek"):
         checkpoint.seek(0)
@@ -100,7 +101,7 @@ def _read(checkpoint: Any, other: Any, key: str) -> dict[str, Any]:
         part = content.get(name, {}) if isinstance(content, Mapping) else None
         if not isinstance(part, Mapping):
             raise ValueError(
-                f"{checkpoint} holds no settings by name under {name!r}; give a checkpoint that lightning-sym wrote."
+                f"{checkpoint} holds no settings by name under {name!r}; pass a checkpoint that lightning-sym wrote."
             )
         found |= part
     if other is not None:
@@ -109,10 +110,10 @@ def _read(checkpoint: Any, other: Any, key: str) -> dict[str, Any]:
 
 
 def _check(settings: Mapping[str, Any], kind: type, allow: Sequence[str], source: str) -> dict[str, Any]:
-    """Check what a checkpoint says; return the settings that are used in place of its own."""
+    """Check a checkpoint's settings, and return those that replace them."""
     plain = {name: value for name, value in settings.items() if name not in ("_instantiator", "_class_path")}
     if settings.get("_instantiator", _INSTANTIATOR) not in (_INSTANTIATOR, None):
-        raise ValueError(f"{source} names {settings['_instantiator']!r} to build it with; expected {_INSTANTIATOR}.")
+        raise ValueError(f"{source} names {settings['_instantiator']!r} as its builder; expected {_INSTANTIATOR}.")
     path = settings.get("_class_path")
     found = kind if path is None else resolve(str(path), (*SETTINGS, *allow), source)
     checked = check_settings(plain, found, allow, source)

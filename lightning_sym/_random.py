@@ -1,7 +1,7 @@
-"""Random numbers that depend on named keys only, never on what was drawn before.
+"""Random numbers that depend on named keys only, never on earlier draws.
 
-Every draw that has to survive a resume, a change of world size or a change of population is made from a
-generator derived from what it is for, for example ``generator("order", member_seed, epoch)``.
+Draws that must not change with a resume, the world size or the population come from a
+generator with keys for their purpose, for example ``generator("order", member_seed, epoch)``.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ def derive_seed(*keys: str | int) -> int:
     """Return a seed that depends on the keys and their order only.
 
     Args:
-        keys: Strings or integers that say what the random numbers are for.
+        keys: Strings or integers that identify the purpose of the random numbers.
 
     Returns:
         An integer in ``[0, 2**63)``, the same on every platform.
@@ -31,15 +31,15 @@ def generator(*keys: str | int) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generators for the block and put them back as they were afterwards.
+    """Seed torch's global generators within the block, and restore their state afterwards.
 
     Args:
-        seed: What ``torch.manual_seed`` is called with.
+        seed: Argument of ``torch.manual_seed``.
     """
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if cuda else []):
         if cuda:
             torch.manual_seed(seed)
-        else:  # torch.manual_seed would leave the seed waiting for CUDA
+        else:  # torch.manual_seed would store the seed until CUDA is initialised
             torch.default_generator.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""What runs left behind, read from their folders; without importing torch."""
+"""Results and settings of runs, read from their folders without importing torch."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ from lightning_sym._documents import TooLargeError, load_json, load_yaml
 from lightning_sym._text import unknown
 
 CONFIG = "config.yaml"
-# Settings that change no result: locations of files, and displays during a run.
+# Settings without effect on results: locations of files, and displays during a run.
 _NO_SETTINGS = ("run_dir", "zoo_dir", "overwrite", "log_details", "requires", "ckpt_path", "weights_only", "checkpoint")
 _NO_OPTIONS = (
     *("logger", "log_every_n_steps", "profiler", "plugins", "default_root_dir", "dirpath"),
@@ -26,16 +26,16 @@ _NO_OPTIONS = (
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What is known of a run that has ended.
+    """A finished run.
 
     Attributes:
-        name: What it is called among others.
-        folder: Where it is.
-        settings: Its settings by dotted option, as on the command line; a class is the last part of its name. Seeds are
-            among them, places of files are not.
-        numbers: What it ended with, by name, the main figure first: the final numbers of its reports.
-        logged: The last value of everything that was logged in ``metrics.csv``, by name.
-        units: Of numbers, by name, as far as they are known.
+        name: Name that distinguishes it from the other runs.
+        folder: Its folder.
+        settings: Its settings by dotted option, as on the command line, with classes by the last part of their name.
+            Includes seeds, but not paths of files.
+        numbers: Final numbers of its reports, by name, with the main one first.
+        logged: The last value of each quantity in ``metrics.csv``, by name.
+        units: Known units of numbers, by name.
         members: Seeds of the members of its zoo; empty if it has none.
     """
 
@@ -48,7 +48,7 @@ class FinishedRun:
     members: frozenset[int] = frozenset()
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return a table of its results: ``rows``, ``units``, and what else is known.
+        """Return a table of its results: ``rows``, ``units``, and other entries.
 
         Raises:
             ValueError: If there is no such table.
@@ -60,15 +60,15 @@ class FinishedRun:
 
 
 def find_runs(places: Sequence[str | Path]) -> tuple[list[FinishedRun], list[str]]:
-    """Return the runs at some places, each once, in their order, and a sentence for each one that was left out.
+    """Find the runs in some folders, each once and in order, and a sentence for each one that was left out.
 
     Args:
-        places: Folders of runs, and folders that hold some.
+        places: Folders of runs, or of several such folders.
 
     Raises:
-        ValueError: If a place is neither, or a run that was named has not ended.
+            ValueError: If a folder is neither, or a run that was named has not ended.
     """
-    folders: dict[Path, bool] = {}  # whether it was named
+    folders: dict[Path, bool] = {}  # whether the folder was named explicitly
     for place in map(Path, places):
         inside = [file.parent for file in sorted(place.glob(f"*/{CONFIG}"))]
         if (place / CONFIG).is_file():
@@ -92,11 +92,11 @@ def find_runs(places: Sequence[str | Path]) -> tuple[list[FinishedRun], list[str
 
 
 def read_run(folder: Path, name: str = "") -> FinishedRun:
-    """Read what a run left behind.
+    """Read the settings and results of a run.
 
     Args:
         folder: Its folder.
-        name: What it is called; default the folder's name.
+        name: Its name; default the folder's name.
 
     Raises:
         ValueError: If there is no run, it has not ended, or a file is damaged.
@@ -106,7 +106,7 @@ def read_run(folder: Path, name: str = "") -> FinishedRun:
     except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{folder} holds settings or results of another form than fit writes ({type(error).__name__}: {error}); "
-            "run it anew, or leave it out."
+            "run it again, or leave it out."
         ) from None
 
 
@@ -118,7 +118,7 @@ def _read_run(folder: Path, name: str) -> FinishedRun:
     most = (config.get("trainer") or {}).get("max_epochs")
     if not final and not (most is not None and epochs >= most):
         last = (folder / "checkpoints" / "last.ckpt").is_file()
-        todo, options = ("go on with it", "--ckpt_path last") if last else ("start it anew", "--overwrite true")
+        todo, options = ("resume it", "--ckpt_path last") if last else ("start it again", "--overwrite true")
         raise ValueError(
             f"{folder} has not ended: it has no results, and {epochs} of {most or 'all'} epochs; {todo} (lightning-sym "
             f"fit --config {shlex.quote(str(folder / CONFIG))} {options}), or leave it out."
@@ -142,13 +142,13 @@ def _read_run(folder: Path, name: str) -> FinishedRun:
 
 
 def is_seed(option: str) -> bool:
-    """Return whether an option is a seed."""
+    """Test whether an option is a seed."""
     last = option.rpartition(".")[2]
     return last in ("seed", "seed_everything") or last.endswith("_seed")
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that tell folders apart."""
+    """Return the shortest final parts of paths that distinguish folders."""
     whole = [Path(os.path.abspath(folder)) for folder in folders]
     for depth in range(1, max((len(path.parts) for path in whole), default=1) + 1):
         names = ["/".join(path.parts[-depth:]) for path in whole]
@@ -180,13 +180,13 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def whole_lines(file: Path) -> Iterator[str]:
-    """Yield the lines of a file that end; the last one of a machine that lost its power may not."""
+    """Yield the complete lines of a file; a power failure may cut the last one."""
     with file.open(newline="", encoding="utf-8") as lines:
         yield from (line for line in lines if line.endswith("\n"))
 
 
 def _last_values(file: Path) -> tuple[dict[str, float], int]:
-    """Return the last value of each column of ``metrics.csv`` and the number of epochs that it tells of."""
+    """Return the last value of each column of ``metrics.csv`` and the number of epochs in it."""
     values: dict[str, float] = {}
     if file.is_file():
         try:
@@ -200,7 +200,7 @@ def _last_values(file: Path) -> tuple[dict[str, float], int]:
 
 
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield settings by dotted option, without those that no result depends on."""
+    """Yield settings by dotted option, without those that have no effect on results."""
     if isinstance(node, Mapping):
         kind = node.get("class_path")
         if kind is not None:

@@ -1,4 +1,4 @@
-"""Means over models and over pairs of models, with intervals that know that pairs share models."""
+"""Means over models and over pairs of models, with intervals that account for pairs that share models."""
 
 import math
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from scipy.stats import t as student
 
 from lightning_sym._checks import check_integers, check_numbers
 
-_LARGEST_BLOCK = 2**22  # weights held at once: 32 MiB
+_LARGEST_BLOCK = 2**22  # weights in memory at once: 32 MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Interval:
-    """A mean over pairs of models and how sure it is.
+    """A mean over pairs of models, with its uncertainty.
 
     Attributes:
         mean: Mean over pairs. Shape ``[]`` or ``[K]``, float64, in units of the values, like the next three.
         std: Standard deviation over pairs, sample form (divided by the number of pairs less one); NaN for one pair.
-            It says how much pairs differ, not how well the mean is known.
+            It measures the variation between pairs, not the uncertainty of the mean.
         low: Lower end of the interval for the mean; NaN if there is none.
         high: Upper end; NaN if there is none.
         pairs: Number of pairs used.
         models: Number of models in them.
-        redrawn: How many resamples had no pair and were drawn again.
-        note: Why there is no interval; empty if there is one.
+        redrawn: Number of resamples that had no pair and were drawn again.
+        note: Reason for a missing interval; empty if there is one.
     """
 
     mean: NDArray[np.float64]
@@ -49,31 +49,30 @@ def bootstrap_over_models(
 ) -> Interval:
     r"""Estimate the mean over pairs of models, with a percentile interval from resampled models.
 
-    Pairs that share a model are not independent, so models are drawn, not pairs: of ``M`` models, ``M`` with
+    Pairs that share a model are not independent. The bootstrap therefore draws models: of ``M`` models, ``M`` with
     replacement. With the multiplicities :math:`m`, the mean of a resample is
     :math:`\sum_p m_{i_p} m_{j_p} v_p / \sum_p m_{i_p} m_{j_p}`. The interval is between the quantiles
     ``(1 - level) / 2`` and ``(1 + level) / 2`` of these means.
 
-    A model that is drawn twice would also be paired with itself; such pairs have no value, and are left out. So are
-    pairs ``(i, i)`` that are given. Resamples in which no pair is left are drawn again (a third of them if all pairs
-    share one model, almost none if every pair is there): the interval is conditional on there being one.
+    Pairs of a model drawn twice with itself have no value and are left out, as are given pairs ``(i, i)``. Resamples
+    without a pair are drawn again (a third of them if all pairs share one model, almost none if all pairs are given),
+    so that the interval is conditional on there being a pair.
 
     Args:
-        pairs: Numbers of the two models of each pair. ``P`` pairs, in any order, the same one more than once if it
-            was drawn more than once.
+        pairs: Indices of the two models of each pair. ``P`` pairs, in any order, possibly repeated.
         values: One or ``K`` values of each pair, finite where the pair is used. Shape ``[P]`` or ``[P, K]``, converted
             to float64. All ``K`` use the same resamples.
         level: Coverage, in (0, 1).
-        samples: Number of resamples, >= 1. Unitless.
-        seed: Seed of the resampling, >= 0; the caller's generators are not touched.
+        samples: Number of resamples, >= 1.
+        seed: Seed of the resampling, >= 0; the caller's generators are not used.
 
     Returns:
-        Mean, standard deviation and interval. With two models only every resample that has a pair is the sample
-        itself, which says nothing about other models: the bounds are then NaN and ``note`` says so. With three or
-        four models there are few different resamples, and the interval is too narrow.
+        Mean, standard deviation and interval. With only two models, every resample with a pair is the sample
+        itself, and there is no information about other models: bounds are then NaN, with the reason in ``note``. With
+        three or four models there are few different resamples, and the interval is too narrow.
 
     Raises:
-        ValueError: If the shapes do not fit, no pair of different models is left, a value is not finite, or an
+        ValueError: If the shapes do not match, no pair of different models is given, a value is not finite, or an
             argument is out of its range.
 
     Note:
@@ -82,7 +81,7 @@ def bootstrap_over_models(
     References:
         Efron (1979), "Bootstrap Methods: Another Look at the Jackknife"; for the resampling of vertices rather than
         edges: Snijders and Borgatti (1999), "Non-Parametric Standard Errors and Tests for Network Statistics". They
-        fill self-pairs with random other ones, we leave them out.
+        replace self-pairs by random others; here they are left out.
 
     Example:
         >>> pairs = [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
@@ -105,7 +104,7 @@ def bootstrap_over_models(
 
 
 def student_interval(values: ArrayLike, *, level: float = 0.95) -> tuple[float, float]:
-    r"""Return Student's interval for the mean of independent values, such as one of each seed.
+    r"""Return Student's interval for the mean of independent values, such as one per seed.
 
     Args:
         values: At least two finite values, at any scale. Shape ``[N]``, converted to float64.
@@ -118,8 +117,8 @@ def student_interval(values: ArrayLike, *, level: float = 0.95) -> tuple[float, 
         ValueError: If there are fewer than two values, one is not finite, or ``level`` is out of its range.
 
     Note:
-        Exact if the values are normal. With few values it is wider than an interval from resampled ones, which is too
-        narrow then. Pairs that share a model are not independent: :func:`bootstrap_over_models` is for these.
+        Exact for normal values. With few values it is wider than an interval from resampled ones, which is then too
+        narrow. For pairs that share a model, which are not independent, use :func:`bootstrap_over_models`.
 
     Example:
         >>> low, high = student_interval([1.0, 2.0, 3.0])
@@ -136,11 +135,11 @@ def student_interval(values: ArrayLike, *, level: float = 0.95) -> tuple[float, 
 
 
 def student_quantile(level: float, degrees_of_freedom: float) -> float:
-    """Return how many standard errors Student's interval reaches to either side.
+    """Return the half-width of Student's interval in standard errors.
 
     Args:
         level: Coverage, in (0, 1).
-        degrees_of_freedom: Of the standard error, > 0, infinity included.
+        degrees_of_freedom: Degrees of freedom of the standard error, > 0, possibly infinite.
     """
     return float(student.ppf((1 + level) / 2, degrees_of_freedom))
 
@@ -148,7 +147,7 @@ def student_quantile(level: float, degrees_of_freedom: float) -> float:
 def _check(
     pairs: Sequence[tuple[int, int]] | NDArray[np.integer], values: ArrayLike
 ) -> tuple[int, NDArray[np.intp], NDArray[np.float64]]:
-    """Return the number of models, the pairs ``[P, 2]`` as positions among them, and the values."""
+    """Return the number of models, the pairs ``[P, 2]`` as indices of models, and the values."""
     numbers = np.asarray(pairs)
     table = np.asarray(values, dtype=np.float64)
     if numbers.size == 0:
@@ -174,11 +173,11 @@ def _check(
 def _resampled_means(
     models: int, ends: NDArray[np.intp], table: NDArray[np.float64], samples: int, source: np.random.Generator
 ) -> tuple[NDArray[np.float64], int]:
-    """Return the means of resamples that have a pair, by resample, and the number of those that had none."""
+    """Return the means of resamples with a pair, by resample, and the number of resamples without."""
     block = max(1, min(samples, _LARGEST_BLOCK // max(models, len(ends))))
     means: list[NDArray[np.float64]] = []
     found = redrawn = 0
-    # Any given pair is in a resample with a probability of about 0.4 or more, so this ends soon.
+    # A given pair is in a resample with a probability of about 0.4 or more, so that this ends soon.
     while found < samples:
         counts = source.multinomial(models, np.full(models, 1 / models), size=min(block, samples - found))
         weights = (counts[:, ends[:, 0]] * counts[:, ends[:, 1]]).astype(np.float64)

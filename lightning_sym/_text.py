@@ -1,4 +1,4 @@
-"""Sentences for the user, made in one place so that they read alike."""
+"""Text of messages: suggestions for names, lists of options, ranges of numbers."""
 
 import functools
 import inspect
@@ -12,37 +12,37 @@ USAGE = "usage: lightning-sym COMMAND [--config RECIPE_OR_FILE] [--SECTION.NAME 
 
 
 def nearest(given: str, names: Iterable[str], before: str = "", after: str = "") -> str:
-    """Return a question with the names that are nearest to one that was given; empty if none is near.
+    """Return a question with the names closest to a given one; empty if none is close.
 
-    A name of several words is near to its initials: ``learning_rate`` to ``lr``.
+    A name of several words is close to its initials: ``learning_rate`` to ``lr``.
 
     Args:
-        given: What was given.
+        given: The given name.
         names: The valid names.
         before: Written before each name.
-        after: Written behind each name.
+        after: Written after each name.
     """
     names = sorted(set(names))
     found = get_close_matches(given, names, n=2, cutoff=0.6)
     found = found or [name for name in names if initials(given) == name or initials(name) == given]
-    # Two if both are as near.
+    # Two names if both are equally close.
     likeness = [SequenceMatcher(None, name, given).ratio() for name in found]
     found = [name for name, ratio in zip(found, likeness, strict=True) if ratio > likeness[0] - 0.1]
     return f" Did you mean {' or '.join(repr(before + name + after) for name in found)}?" if found else ""
 
 
 def initials(name: str) -> str:
-    """Return ``lr`` for ``learning_rate``; of a single word nothing."""
+    """Return ``lr`` for ``learning_rate``; empty for a single word."""
     words = [word for word in name.split("_") if word]
     return "".join(word[0] for word in words) if len(words) > 1 else ""
 
 
 def unknown(kind: str, name: object, options: Iterable[str]) -> str:
-    """Return the sentence that says a name is not one of the options, with the nearest one.
+    """Return the message for an unknown name, with the closest options.
 
     Args:
-        kind: What the name is meant to be, for example ``"activation"``.
-        name: What was given.
+        kind: Kind of the name, for example ``"activation"``.
+        name: The given name.
         options: The valid names; listed in the order given.
 
     Returns:
@@ -58,7 +58,7 @@ def ranges(numbers: Sequence[int]) -> str:
     """Return ``0-3, 7`` for ``[0, 1, 2, 3, 7]``.
 
     Args:
-        numbers: Ascending.
+        numbers: Numbers in ascending order.
     """
     parts: list[list[int]] = []
     for number in numbers:
@@ -70,15 +70,15 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def other_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """Return which settings of two data differ, by their options: ``": --data.data_seed is 1, and was 0"``.
+    """Describe differing settings of two data sets by their options: ``": --data.data_seed is 1, and was 0"``.
 
     Args:
         theirs: Identity of the data that a member was trained on.
-        mine: That of those that are used.
+        mine: Identity of the current data.
     """
     if theirs.get("class_path") != mine.get("class_path"):
         return f": --data is {mine.get('class_path')}, and was {theirs.get('class_path')}"
-    # As a zoo's files hold them: tuples are lists there.
+    # In the form of a zoo's files, in which tuples are lists.
     was, now = (json.loads(json.dumps(one.get("arguments") or {}, default=str)) for one in (theirs, mine))
     differ = [name for name in now if name in was and was[name] != now[name] and not name.endswith("batch_size")]
     said = [f"--data.{name} is {json.dumps(now[name])[:40]}, and was {json.dumps(was[name])[:40]}" for name in differ]
@@ -86,11 +86,11 @@ def other_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
 
 
 def name_of_callable(function: Callable[..., Any]) -> str:
-    """Return what is called in words: its name and its settings, as far as these are numbers, words and the like.
+    """Describe a callable in words: its name, and its settings if these are numbers or words.
 
     Args:
-        function: A function, also with some arguments given (``functools.partial``), a module, or any object that is
-            called.
+        function: A function, possibly with bound arguments (``functools.partial``), a module, or another callable
+            object.
 
     Example:
         >>> name_of_callable(sorted), name_of_callable(functools.partial(sorted, reverse=True))

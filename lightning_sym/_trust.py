@@ -1,4 +1,4 @@
-"""Classes and functions that a file names: looked for in trusted packages only, and before anything is imported."""
+"""Resolve classes and functions named in files: only in trusted packages, checked before any import."""
 
 import enum
 import importlib
@@ -11,37 +11,37 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-#: Where networks are, of which a zoo or a checkpoint may name any.
+#: Packages with networks, all of which a zoo or a checkpoint may name.
 NETWORKS = ("lightning_sym", "torchvision.models")
-#: Where the other classes and functions are that the settings of a task may name.
+#: Packages with other classes and functions that the settings of a task may name.
 SETTINGS = (
     *("lightning_sym.tasks", "lightning_sym.networks", "lightning_sym.layers", "lightning_sym.stitching"),
     *("lightning_sym.datamodules", "torchvision.models", "torch.nn", "torch.optim"),
 )
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)+"
-# What a parser takes to be a name and nothing else: no YAML, and no dot that could lead to a module.
+# A text that a parser reads as a plain name: no YAML, and no dot that could lead to a module.
 _WORD = r"\s*\w*\s*(\([^():#]*\))?\s*"
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, os.PathLike)
 
 
 def within(path: str, roots: Sequence[str]) -> bool:
-    """Return whether a dotted name is one of the packages or inside one."""
+    """Test whether a dotted name is one of the packages or inside one."""
     return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
 def resolve(path: str, roots: Sequence[str], source: str) -> Callable[..., Any]:
     """Return the class or function at a dotted path of an allowed package.
 
-    The path is compared with the allow-list before anything is imported, is resolved through modules and classes of
-    the allowed packages only, and what it leads to must be defined there too.
+    The path is compared with the allow-list before any import, is resolved through modules and classes of
+    the allowed packages only, and its target must be defined there.
 
     Args:
         path: The path.
         roots: The allow-list: names of packages and modules.
-        source: What names it, for messages: ``"The architecture"``, or a file.
+        source: Source of the name, for messages: ``"The architecture"``, or a file.
 
     Raises:
-        ValueError: If it is outside the allow-list or leads nowhere.
+        ValueError: If it is outside the allow-list or does not exist.
     """
     refusal = (
         f"{source} names {path}, which is not in the allow-list ({', '.join(roots)}); "
@@ -59,7 +59,7 @@ def resolve(path: str, roots: Sequence[str], source: str) -> Callable[..., Any]:
         found = getattr(here, part, None)
         if found is None and isinstance(here, ModuleType):
             found = _import(name, path, source)
-        # A module that a file merely imported, such as torch in networks/base.py, is no part of the package.
+        # A module that a file merely imports, such as torch in networks/base.py, does not belong to the package.
         if isinstance(found, ModuleType) and found.__name__ != name:
             raise ValueError(refusal)
         if found is None:
@@ -89,23 +89,23 @@ def _import(name: str, path: str, source: str) -> ModuleType | None:
 def check_settings(
     settings: object, kind: Callable[..., Any], allow: Iterable[str], source: str, *, nested: bool = False
 ) -> dict[str, Any]:
-    """Return the settings that a file holds of a class, after a check of every class and function that they name.
+    """Return a class's settings from a file, after checking every class and function that they name.
 
-    Networks of libraries are those without trained weights: what a file says fetches nothing.
+    Networks of libraries are built without trained weights, so that a file cannot cause downloads.
 
     Args:
-        settings: By the names of the constructor's arguments; others are there to be read only.
-        kind: The class, or a function that builds something, which is trusted.
-        allow: Further packages and modules that are trusted.
-        source: What names them, for messages.
-        nested: Whether arguments of which nothing is known may name code: a parser follows them to other functions.
+        settings: Settings by the names of the constructor's arguments; others are for reading only.
+        kind: The trusted class, or a trusted function that builds an object.
+        allow: Further trusted packages and modules.
+        source: Source of the settings, for messages.
+        nested: Whether arguments of unknown type may name code: a parser resolves them to other functions.
 
     Raises:
-        ValueError: If they name something outside the allow-list, or are no settings.
+        ValueError: If they name an untrusted class or function, or are malformed.
     """
     if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
         raise ValueError(
-            f"{source} holds a {type(settings).__name__} in place of settings by name; give a file that lightning-sym "
+            f"{source} holds a {type(settings).__name__} instead of settings by name; pass a file that lightning-sym "
             "wrote."
         )
     roots, annotations = (*SETTINGS, *allow), _annotations(kind)
@@ -113,18 +113,18 @@ def check_settings(
         for name, value in settings.items():
             _check(value, roots, source, code=_is_code(annotations.get(name, Any), nested))
     except RecursionError:
-        raise ValueError(f"{source} holds settings that are nested without end; give another file.") from None
+        raise ValueError(f"{source} holds settings that are nested without end; pass another file.") from None
     return {name: _all_untrained(value, roots, source) for name, value in settings.items()}
 
 
 def _check(value: object, roots: Sequence[str], source: str, *, code: bool) -> None:
-    """Check what is nested in a setting.
+    """Check the nested values of a setting.
 
     Args:
         value: The setting.
         roots: The allow-list.
         source: As for :func:`check_settings`.
-        code: Whether a text that stands there is the name of a class or a function.
+        code: Whether a text at this position is the name of a class or a function.
     """
     if isinstance(value, str):
         named = re.fullmatch(_DOTTED, value.strip())
@@ -142,7 +142,7 @@ def _check(value: object, roots: Sequence[str], source: str, *, code: bool) -> N
         for key, entry in value.items():
             if key == "class_path":
                 continue
-            if "class_path" in str(key):  # a parser would take the key apart at its dots
+            if "class_path" in str(key):  # a parser would split the key at its dots
                 raise ValueError(f"{source} holds the key {str(key)[:80]!r}; expected class_path by itself.")
             if kind is not None and key in ("init_args", "dict_kwargs"):
                 check_settings({} if entry is None else entry, kind, roots, source, nested=True)
@@ -154,7 +154,7 @@ def _check(value: object, roots: Sequence[str], source: str, *, code: bool) -> N
 
 
 def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function's arguments by name; of a constructor also of those that it hands on upwards."""
+    """Return a function's argument types by name; for a constructor also those that it passes to its bases."""
     owners = [kind]
     if isinstance(kind, type):
         owners = [vars(owner)["__init__"] for owner in reversed(inspect.getmro(kind)) if "__init__" in vars(owner)]
@@ -162,17 +162,17 @@ def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
     for owner in owners:
         try:
             found |= typing.get_type_hints(owner)
-        except (NameError, TypeError, AttributeError):  # a name that only type checkers know
+        except (NameError, TypeError, AttributeError):  # a name imported for type checkers only
             found |= getattr(owner, "__annotations__", {})
     return found
 
 
 def _is_code(annotation: Any, unknown: bool) -> bool:
-    """Return whether an argument of this type may be a class, a function, or an object of a class that is named.
+    """Test whether an argument of this type may be a class, a function, or an object of a named class.
 
     Args:
         annotation: The type.
-        unknown: What is said of any object.
+        unknown: Result for arbitrary objects.
     """
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
@@ -187,13 +187,13 @@ def _is_code(annotation: Any, unknown: bool) -> bool:
     return isinstance(annotation, type) and not issubclass(annotation, _PLAIN) and not built_in
 
 
-# Libraries that fetch trained weights, and the arguments that ask them to.
+# Libraries that download trained weights, and the arguments that request them.
 _LIBRARIES = ("torchvision", "timm", "transformers")
 _TRAINED = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "checkpoint_path")
 
 
 def untrained(target: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function of a library of models without those that ask for trained weights."""
+    """Return the arguments of a model library's function without those that request trained weights."""
     if not within(str(target.__module__), _LIBRARIES):
         return arguments
 
@@ -203,17 +203,17 @@ def untrained(target: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
         return [random(entry) for entry in value] if isinstance(value, list) else value
 
     takes = dict(inspect.signature(target).parameters)
-    if target.__module__ == "torchvision.models._api" and "name" in arguments:  # get_model, which hands on
+    if target.__module__ == "torchvision.models._api" and "name" in arguments:  # get_model, which passes arguments on
         from torchvision.models import get_model_builder
 
         takes |= inspect.signature(get_model_builder(arguments["name"])).parameters
-    # Some take trained weights by default, of a backbone.
+    # Some request trained weights of a backbone by default.
     wanted = [name for name in _TRAINED if name in takes and takes[name].default not in (None, False, "")]
     return {**random(arguments), **dict.fromkeys(wanted)}
 
 
 def _all_untrained(value: Any, roots: Sequence[str], source: str) -> Any:
-    """Return a checked setting without arguments that ask for trained weights; itself if there are none."""
+    """Return a checked setting without arguments that request trained weights; the same object if there are none."""
     if isinstance(value, list):
         entries = [_all_untrained(entry, roots, source) for entry in value]
         return value if all(a is b for a, b in zip(value, entries, strict=True)) else entries

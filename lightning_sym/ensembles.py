@@ -1,4 +1,4 @@
-"""Ensembles of networks: the cyclical learning rate that makes one, and what the mean of predictions is worth."""
+"""Ensembles of networks: the cyclical learning rate of fast geometric ensembling, and scores of predictions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from lightning_sym.networks import recalibrate_batch_norm
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.networks.modes import evaluating
 
-_CHUNK = 4096  # samples that are worked on at once
+_CHUNK = 4096  # samples processed at once
 
 
 def cyclical_learning_rate(steps: float, cycle: int, highest: float, lowest: float) -> float:
-    r"""Return the learning rate of fast geometric ensembling after so many steps.
+    r"""Return the learning rate of fast geometric ensembling after a number of steps.
 
-    It falls in a straight line from ``highest`` to ``lowest`` in the first half of a cycle, and rises again in the
+    It falls linearly from ``highest`` to ``lowest`` in the first half of a cycle, and rises linearly in the
     second (docs/theory/ensembles.md, 1).
 
     Args:
-        steps: Optimizer steps since the first cycle began. >= 0; need not be whole.
+        steps: Optimizer steps since the start of the first cycle. >= 0; possibly fractional.
         cycle: Length of a cycle in optimizer steps. >= 1.
-        highest: At both ends of a cycle. >= ``lowest``.
-        lowest: In the middle of a cycle. >= 0.
+        highest: Learning rate at both ends of a cycle. >= ``lowest``.
+        lowest: Learning rate in the middle of a cycle. >= 0.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -51,19 +51,19 @@ def cyclical_learning_rate(steps: float, cycle: int, highest: float, lowest: flo
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How good probabilities of classes are, for each of several predictors. All of shape ``[M]``, float64, on the CPU.
+    """Scores of class probabilities for each of several predictors. All of shape ``[M]``, float64, on the CPU.
 
-    Standard errors are over samples: how sure a number is given these networks, and not how much it would differ for
-    networks that are trained again.
+    Standard errors are over samples: the uncertainty for the given networks, without the variation between training
+    runs.
 
     Attributes:
-        accuracy: Fraction of samples whose most probable class is the right one, in [0, 1].
+        accuracy: Fraction of samples with the right class as the most probable one, in [0, 1].
         accuracy_error: Its standard error.
         loss: Mean negative log probability of the right class, nats.
         loss_error: Its standard error.
         brier: Mean squared distance of the probabilities from the one-hot label, in [0, 2].
-        calibration_error: Expected calibration error, in [0, 1]: mean over samples of how far, in a bin of samples with
-            like confidence, accuracy and mean confidence are apart. It is biased upwards for few samples.
+        calibration_error: Expected calibration error, in [0, 1]: mean over samples of the difference between accuracy
+            and mean confidence, in bins of similar confidence. It is biased upwards for few samples.
     """
 
     accuracy: Tensor
@@ -76,18 +76,18 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class EnsembleScores:
-    r"""What the members of an ensemble are worth alone and together, as one after the other is added.
+    r"""Scores of the members of an ensemble, alone and together, by number of members.
 
-    All tensors are float64, on the CPU. Entry ``j - 1`` of those of shape ``[M]`` is of the first ``j`` members; the
+    All tensors are float64, on the CPU. Entry ``j - 1`` of those of shape ``[M]`` is for the first ``j`` members; the
     prediction of an ensemble is the mean of its members' probabilities. See docs/theory/ensembles.md, 2 and 3.
 
     Attributes:
         alone: Each member by itself.
         together: The ensemble of the first members.
-        ambiguity: Mean loss of the members less that of the ensemble, nats: what the mean of predictions gains over a
-            member picked at random; never negative. Shape ``[M]``.
+        ambiguity: Mean loss of the members less that of the ensemble, nats: the gain of averaging over a
+            randomly chosen member; never negative. Shape ``[M]``.
         ambiguity_error: Its standard error over samples, which are paired. Shape ``[M]``.
-        variance: Mean Brier score of the members less that of the ensemble, which is the mean squared distance of the
+        variance: Mean Brier score of the members less that of the ensemble, equal to the mean squared distance of the
             members' probabilities from their mean. Shape ``[M]``.
         disagreements: Fraction of samples that two members assign to different classes. Shape ``[M, M]``.
         divergences: Mean over samples of :math:`\mathrm{KL}(p_a \Vert p_b)`, nats. Shape ``[M, M]``.
@@ -119,22 +119,22 @@ class EnsembleScores:
 def log_probabilities(
     networks: Iterable[nn.Module], batches: LabelledBatches, *, recalibration_data: Batches | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what networks predict for the same samples, one network after the other.
+    """Return the predictions of networks for the same samples.
 
     Args:
-        networks: Classifiers, run in evaluation mode on their own devices; at least one. A generator may yield one and
-            the same network with other weights each time.
-        batches: Pairs of inputs and labels; the same ones whenever they are read: a list or a loader, neither shuffled
-            nor augmented. With several processes each passes its share.
-        recalibration_data: Inputs on which the statistics of batch norms are measured anew before each network is run,
-            in place, as for :func:`lightning_sym.networks.recalibrate_batch_norm`; None leaves them as they are.
+        networks: Classifiers, run in evaluation mode on their own devices; at least one. A generator may yield the
+            same network with new weights each time.
+        batches: Pairs of inputs and labels, in the same order whenever they are read: a list or a loader, neither
+            shuffled nor augmented. With several processes each passes its share.
+        recalibration_data: Inputs on which batch norm statistics are recomputed in place before each network is run,
+            as for :func:`lightning_sym.networks.recalibrate_batch_norm`; None keeps the statistics.
 
     Returns:
         Logarithms of the probabilities ``[M, N, C]``, float64, and the labels ``[N]``, int64; on the CPU.
 
     Raises:
-        ValueError: If there are no networks, outputs are no logits ``[B, C]``, labels are no integers ``[B]``, or the
-            data change from one pass to the next.
+        ValueError: If there are no networks, outputs are not logits ``[B, C]``, labels are not integers ``[B]``, or the
+            data change between passes.
 
     Note:
         Takes ``8 M N C`` bytes.
@@ -149,8 +149,7 @@ def log_probabilities(
         found.append(torch.cat([row for row, _ in rows]) if rows else torch.zeros(0, 1, dtype=torch.float64))
         if labels is not None and not torch.equal(labels, own):
             raise ValueError(
-                "The data are not the same when they are read again; pass a list, or a loader that neither shuffles "
-                "nor drops anything."
+                "The data change between passes; pass a list, or a loader that neither shuffles nor drops samples."
             )
         labels = own
     if labels is None:
@@ -165,25 +164,25 @@ def _predicted(network: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     if not logits or labels.shape != outputs.shape[:1] or labels.is_floating_point():
         got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
-            f"An ensemble is of classifiers: logits [B, C] and integer labels [B] are needed, got outputs {got} and "
+            f"An ensemble needs classifiers with logits [B, C] and integer labels [B], got outputs {got} and "
             f"labels {list(labels.shape)} of {labels.dtype}."
         )
     return outputs.cpu().double().log_softmax(1), labels.cpu().long()
 
 
 def ensemble_scores(log_probabilities: Tensor, labels: Tensor, *, bins: int = 15) -> EnsembleScores:
-    """Return how good the members of an ensemble are, alone and together, and how different.
+    """Score the members of an ensemble, alone and together, and their diversity.
 
     With several processes (``torch.distributed`` initialised) each passes its own samples, and all get the same result;
-    to be called on every rank.
+    call it on every rank.
 
     Args:
-        log_probabilities: Of the classes, by member and sample, as from :func:`log_probabilities`. Shape ``[M, N, C]``.
+        log_probabilities: Log probabilities from :func:`log_probabilities`. Shape ``[M, N, C]``.
         labels: Right classes. Shape ``[N]``, integers in ``[0, C)``.
-        bins: Number of bins of equal width that confidences are sorted into for the calibration error. >= 1.
+        bins: Number of confidence bins of equal width for the calibration error. >= 1.
 
     Raises:
-        ValueError: If shapes do not fit, probabilities do not sum to 1, or there are no samples.
+        ValueError: If shapes do not match, probabilities do not sum to 1, or there are no samples.
 
     References:
         Krogh, Vedelsby (1995), "Neural Network Ensembles, Cross Validation, and Active Learning", for the ambiguity;
@@ -202,7 +201,7 @@ def ensemble_scores(log_probabilities: Tensor, labels: Tensor, *, bins: int = 15
             f"{list(log_probabilities.shape)} and {list(labels.shape)}."
         )
     members = len(log_probabilities)
-    sums = torch.zeros(3 * members, 4, dtype=torch.float64)  # each alone, each ensemble, the ambiguities
+    sums = torch.zeros(3 * members, 4, dtype=torch.float64)  # single members, ensembles, ambiguities
     binned = torch.zeros(2 * members, bins, 3, dtype=torch.float64)
     pairs = torch.zeros(2, members, members, dtype=torch.float64)
     for start in range(0, len(labels), _CHUNK):
@@ -233,7 +232,7 @@ def ensemble_scores(log_probabilities: Tensor, labels: Tensor, *, bins: int = 15
 def _add(logs: Tensor, labels: Tensor, sums: Tensor, binned: Tensor, pairs: Tensor) -> None:
     """Add samples: columns of the sums are correct, loss, its square, and Brier score."""
     members, samples, _ = logs.shape
-    if samples and not float(logs.logsumexp(2).abs().max()) < 1e-3:  # NaN, too
+    if samples and not float(logs.logsumexp(2).abs().max()) < 1e-3:  # also rejects NaN
         raise ValueError(
             "log_probabilities must be logarithms of probabilities that sum to 1; apply log_softmax to logits."
         )
@@ -258,7 +257,7 @@ def _add(logs: Tensor, labels: Tensor, sums: Tensor, binned: Tensor, pairs: Tens
     pairs[0] += torch.stack([(predicted[:members] != own).sum(1) for own in predicted[:members]])
     flat = probabilities[:members].flatten(1)
     entropies = (flat * logs.flatten(1)).sum(1, keepdim=True)
-    pairs[1] += (entropies - flat @ logs.flatten(1).T).fill_diagonal_(0)  # exactly
+    pairs[1] += (entropies - flat @ logs.flatten(1).T).fill_diagonal_(0)  # exact zeros
 
 
 def _scores(means: Tensor, binned: Tensor, samples: int) -> Scores:
@@ -274,7 +273,7 @@ def _scores(means: Tensor, binned: Tensor, samples: int) -> Scores:
 
 
 def _error(mean: Tensor, square: Tensor, samples: int) -> Tensor:
-    """Return the standard error of a mean, given the mean of squares; NaN for one sample."""
+    """Return the standard error of a mean from the mean of squares; NaN for one sample."""
     return ((square - mean.square()).clamp(min=0) / (samples - 1)).sqrt() if samples > 1 else mean * torch.nan
 
 

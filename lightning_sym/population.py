@@ -1,9 +1,9 @@
-"""Several networks of one architecture, run side by side without touching each other.
+"""Several networks of one architecture, trained independently in one process.
 
-A population knows two ways to run its members, which give the same numbers up to rounding:
+There are two ways to run the members, which give the same numbers up to rounding:
 
 - :class:`LoopPopulation` runs one member after another, each with its own parameters;
-- :class:`VmapPopulation` keeps one tensor per parameter name with a leading member axis and runs all members
+- :class:`VmapPopulation` stacks each parameter along a leading member axis and runs all members
   in one vectorised call (``torch.func.vmap``).
 """
 
@@ -24,21 +24,21 @@ from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
 
 Loss = Callable[[Any, Any], Tensor]
-"""A member's loss: its outputs and its targets, for a batch, in; a scalar out. See :meth:`Population.step`."""
+"""A member's loss: maps outputs and targets of a batch to a scalar. See :meth:`Population.step`."""
 
-# Integers of so many bytes, which hold the bits of a floating number.
+# Integer types by bytes, for the bits of a floating number.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class PopulationStep:
-    """What one training step of a population found.
+    """Results of one training step of a population.
 
     Attributes:
-        losses: Each member's loss. Shape ``[M]``, detached; 0 for members that were skipped.
+        losses: Each member's loss. Shape ``[M]``, detached; 0 for skipped members.
         gradients: One gradient per entry of :meth:`Population.trainable`, in that order.
-        outputs: What the members gave, detached, with a leading member axis (``[M, B, K]`` for logits; if networks give
-            tuples or dictionaries, one of stacked tensors). Rows of members that were skipped are 0; None if all were.
+        outputs: The members' outputs, detached, with a leading member axis (``[M, B, K]`` for logits; if outputs are
+            tuples or dictionaries, one of stacked tensors). Rows of skipped members are 0; None if all were.
     """
 
     losses: Tensor
@@ -50,9 +50,9 @@ class Population(nn.Module, ABC):
     """Members that share an architecture and differ by seed; see the module's docstring.
 
     Args:
-        network: The architecture, whose own weights are not used: member ``n`` is ``network.fresh(n)``. Or a function
+        network: The architecture; its weights are not used: member ``n`` is ``network.fresh(n)``. Or a function
             that makes member ``n``; under vmap all must have parameters of the same names and shapes.
-        numbers: The members' numbers, which are their seeds. Distinct, at least one.
+        numbers: The members' indices, which are their seeds. Distinct, at least one.
 
     Raises:
         ValueError: If ``numbers`` is empty or has duplicates.
@@ -64,19 +64,19 @@ class Population(nn.Module, ABC):
         if not numbers or len(set(numbers)) != len(numbers):
             raise ValueError(f"numbers must be distinct and at least one, got {list(numbers)}.")
         self.numbers = tuple(int(number) for number in numbers)
-        # Whether training draws random numbers, by members; known after their first step.
+        # Whether training draws random numbers, by members; known after the first step.
         self._stochastic: dict[tuple[int | str, ...], bool] = {}
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def trainable(self) -> list[nn.Parameter]:
-        """Return the parameters that are trained, in the order of :attr:`PopulationStep.gradients`."""
+        """Return the trained parameters, in the order of :attr:`PopulationStep.gradients`."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     @abstractmethod
     def owners(self) -> list[int | None]:
-        """Return which member each of :meth:`trainable` is of; None for tensors that all members share by rows."""
+        """Return the member of each entry of :meth:`trainable`; None for tensors with one row per member."""
 
     @abstractmethod
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -97,14 +97,13 @@ class Population(nn.Module, ABC):
 
         Args:
             inputs: One batch per member, shape ``[M, B, ...]``; or one for all, shape ``[B, ...]``.
-            targets: What the loss compares outputs with: a tensor ``[M, B, ...]``, or ``[B, ...]`` if shared; or a
+            targets: Targets for the loss: a tensor ``[M, B, ...]``, or ``[B, ...]`` if shared; or a
                 tuple, list or dictionary of such tensors.
-            loss: Called as ``loss(outputs, targets)`` with what one member's network gives for its batch and with its
-                targets; returns a scalar. A loss that has a method ``stacked``, which takes outputs and targets of all
-                members, ``[M, B, ...]``, and returns ``[M]``, is faster with :class:`VmapPopulation`: the method is
-                called there in place of ``vmap(loss)``.
+            loss: Called as ``loss(outputs, targets)`` with one member's outputs and targets; returns a scalar. A loss
+                with a method ``stacked``, which maps outputs and targets of all members, ``[M, B, ...]``, to ``[M]``,
+                is faster with :class:`VmapPopulation`, which calls the method instead of ``vmap(loss)``.
             shared: Whether all members see the same batch.
-            skip: Numbers of members not to run; their losses and gradients are 0.
+            skip: Indices of members not to run; their losses and gradients are 0.
             draw: Identifies this step for networks with dropout or other random layers.
 
         Returns:
@@ -117,10 +116,10 @@ class Population(nn.Module, ABC):
 
         Args:
             inputs: Shape ``[B, ...]``.
-            skip: Numbers of members that are left out.
+            skip: Indices of members to leave out.
 
         Returns:
-            Outputs of the others, with a leading member axis; None if there are no others.
+            Outputs of the other members, with a leading member axis; None if there are none.
         """
 
     @abstractmethod
@@ -129,11 +128,11 @@ class Population(nn.Module, ABC):
 
     @abstractmethod
     def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:
-        """Give one member other parameters and buffers, under the network's own names; they are copied."""
+        """Set one member's parameters and buffers, under the network's own names; they are copied."""
 
     @abstractmethod
     def set_buffer(self, name: str, values: Tensor) -> None:
-        """Give all members other values of a buffer, which are copied; nothing waits for the device.
+        """Set a buffer of all members by copying, without synchronising with the device.
 
         Args:
             name: The buffer's name within the network.
@@ -142,11 +141,11 @@ class Population(nn.Module, ABC):
 
     @abstractmethod
     def without(self, gradients: Sequence[Tensor], alive: Tensor) -> list[Tensor]:
-        """Return gradients that are 0 for members that do not go on, whatever they were; nothing waits for the device.
+        """Return gradients with zeros for stopped members, also where they are not finite, without synchronising.
 
         Args:
             gradients: One per entry of :meth:`trainable`.
-            alive: Which members go on. Shape ``[M]``, bool, on the gradients' device.
+            alive: Whether members continue. Shape ``[M]``, bool, on the gradients' device.
         """
 
     @abstractmethod
@@ -160,17 +159,17 @@ class Population(nn.Module, ABC):
 
     @abstractmethod
     def drop_gradients(self, number: int) -> None:
-        """Forget one member's gradient, so that the optimizer leaves the member alone where it can."""
+        """Remove one member's gradient, so that the optimizer skips the member if possible."""
 
     @contextmanager
     def _drawing(self, device: torch.device, *keys: int | str) -> Iterator[None]:
-        """Seed what dropout and other random layers draw, so that neighbours and a resume leave it as it is.
+        """Seed dropout and other random layers, so that other members and a resume have no effect on them.
 
         Args:
-            device: Where it is drawn.
-            keys: What is drawn for: members, then the step.
+            device: Device of the random numbers.
+            keys: Keys of the seed: members, then the step.
         """
-        # Seeding takes longer than a small member's step; the first step shows whether it is needed.
+        # Seeding takes longer than a small member's step; the first step determines whether it is needed.
         members = keys[:-1]
         if self._stochastic.get(members) is False:
             yield
@@ -192,14 +191,14 @@ class Population(nn.Module, ABC):
 
 
 class LoopPopulation(Population):
-    """One member after another; a member's numbers are bitwise those of training it alone.
+    """Runs one member after another; a member's numbers are bitwise those of training it alone.
 
-    The gradient of each member is taken before the next one runs, so the memory for activations is that of
+    The gradient of each member is computed before the next one runs, so that memory for activations is that of
     one member.
 
     Args:
         network: The architecture; see :class:`Population`.
-        numbers: The members' numbers; see :class:`Population`.
+        numbers: The members' indices; see :class:`Population`.
         channels_last: Keep four-dimensional tensors in ``torch.channels_last`` layout.
     """
 
@@ -263,24 +262,24 @@ class LoopPopulation(Population):
         return PopulationStep(torch.stack(losses), gradients, _stacked(outputs))
 
     def prepared(self, inputs: Tensor) -> Any:
-        """Return what :meth:`run_member` takes: what is the same for all members that see these inputs, done once."""
+        """Return the input of :meth:`run_member`: computations shared by all members with these inputs."""
         four = self.channels_last and inputs.dim() == 4
         return inputs.contiguous(memory_format=torch.channels_last) if four else inputs
 
     def random_key(self, number: int) -> int | str:
-        """Return what dropout and other random layers of a member depend on, beside the step: its number."""
+        """Return the key of a member's dropout and other random layers, in addition to the step: its index."""
         return number
 
     def penalty(self, number: int) -> Tensor | None:
-        """Return what is added to a member's loss whatever its outputs are: a scalar, or None for nothing."""
+        """Return a member's regularisation, which is independent of its outputs: a scalar, or None."""
         return None
 
     def run_member(self, number: int, prepared: Any) -> Any:
         """Return one member's outputs.
 
         Args:
-            number: The member's.
-            prepared: What :meth:`prepared` returned for its inputs.
+            number: Index of the member.
+            prepared: Result of :meth:`prepared` for its inputs.
         """
         return self._member(number)(prepared)
 
@@ -309,7 +308,7 @@ class LoopPopulation(Population):
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
         clip = nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
         for number in self.numbers:
-            # Those of members that are not run have no gradient, and torch cannot clip none at all by value.
+            # Members that were not run have no gradients, and torch cannot clip an empty list by value.
             if parameters := [p for p in self.member_parameters(number) if p.grad is not None]:
                 clip(parameters, value)
 
@@ -319,24 +318,24 @@ class LoopPopulation(Population):
 
 
 class VmapPopulation(Population):
-    """All members in one vectorised call; many small members run much faster than one after another.
+    """Runs all members in one vectorised call; many small members run much faster than one after another.
 
-    Parameters and buffers carry a leading member axis, so the optimizer must act on every entry of a tensor
-    by itself, as SGD and the Adam family do; the task checks this.
+    Parameters and buffers have a leading member axis, so that the optimizer must act elementwise,
+    as SGD and the Adam family do; the task checks this.
 
     Args:
-        network: The architecture; see :class:`Population`. It must be built from operations that
-            ``torch.func.vmap`` knows.
-        numbers: The members' numbers; see :class:`Population`.
+        network: The architecture; see :class:`Population`. All its operations must support
+            ``torch.func.vmap``.
+        numbers: The members' indices; see :class:`Population`.
     """
 
     def __init__(self, network: Network | Callable[[int], nn.Module], numbers: Sequence[int]) -> None:
         super().__init__(network, numbers)
         members = [self._make(number) for number in self.numbers]
         first = members[0]
-        # In a tuple, so that it is no submodule: only the stacked tensors are parameters of the population.
+        # In a tuple, so that it is not a submodule: only the stacked tensors are parameters of the population.
         self._skeleton = (copy.deepcopy(first).to("meta"),)
-        # The network's own state: without buffers that are not persistent, with all names of what is tied.
+        # The network's state dict: without non-persistent buffers, with all names of tied tensors.
         self._state_names = list(first.state_dict())
         for name, parameter in first.named_parameters():
             stacked = torch.stack([member.get_parameter(name).detach() for member in members])
@@ -421,8 +420,8 @@ class VmapPopulation(Population):
         index, tensors = self._index(number), self._tensors()
         return {name: tensors[name][index].detach() for name in self._state_names}
 
-    # Checkpoints have the names of LoopPopulation, one entry per member and tensor, so that members of several
-    # processes can be put together in one and taken apart again.
+    # Checkpoints have the names of LoopPopulation, one entry per member and tensor, so that the members of several
+    # processes can be merged and split.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for number in self.numbers:
@@ -469,14 +468,14 @@ class VmapPopulation(Population):
             gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)))
 
     def drop_gradients(self, number: int) -> None:  # noqa: D102
-        # A row cannot be left out of a stacked tensor; a zero keeps what is not finite out of its neighbours.
+        # A row of a stacked tensor cannot be skipped; zeros keep values that are not finite from its neighbours.
         for parameter in self.trainable():
             if parameter.grad is not None:
                 parameter.grad[self._index(number)] = 0.0
 
 
 def _stacked_loss(loss: Loss) -> Loss:
-    """Return the loss of all members at once: not one that was inherited by a class which overrides the call."""
+    """Return the loss of all members at once; ignores a method inherited by a class that overrides the call."""
     stacked: Loss | None = getattr(loss, "stacked", None)
     names = {"stacked", "__call__", "forward"}
     nearest = next(found for kind in type(loss).__mro__ if (found := names & vars(kind).keys()))
@@ -485,10 +484,10 @@ def _stacked_loss(loss: Loss) -> Loss:
 
 
 class _GradientCarrier(torch.autograd.Function):
-    """A scalar whose backward hands over gradients that are known already.
+    """A scalar with a backward that returns precomputed gradients.
 
-    Members' gradients are taken one at a time; this brings them to ``.grad`` by way of an ordinary
-    ``backward()``, so that Lightning's accumulation and DDP's reduction work as they always do.
+    Members' gradients are computed one at a time; this passes them to ``.grad`` by an ordinary
+    ``backward()``, so that Lightning's accumulation and DDP's reduction work as usual.
     """
 
     @staticmethod
@@ -504,10 +503,10 @@ class _GradientCarrier(torch.autograd.Function):
 
 
 def carry_gradients(value: Tensor, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return ``value`` as a scalar whose backward adds the given gradients to the parameters.
+    """Return ``value`` as a scalar with a backward that adds the given gradients to the parameters.
 
     Args:
-        value: The number to report as the loss. Scalar, detached.
+        value: The loss to report. Scalar, detached.
         gradients: One per parameter, of its shape.
         parameters: Leaves that require gradients.
 
@@ -519,15 +518,15 @@ def carry_gradients(value: Tensor, gradients: Sequence[Tensor], parameters: Sequ
 
 
 def zero_unless(flag: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors as they are, or zeros, whatever they held; nothing waits for the device.
+    """Return tensors unchanged, or zeros even for values that are not finite, without synchronising.
 
     Args:
-        flag: Whether they stay. Scalar, bool, on the tensors' device.
+        flag: Whether to keep the values. Scalar, bool, on the tensors' device.
         tensors: Real floating tensors; not changed.
     """
     if not tensors:
         return []
-    # As integers, since NaN times 0 is NaN: one kernel for all tensors, where torch.where needs one for each.
+    # Multiply bits as integers, since NaN times 0 is NaN: a single kernel for all, where torch.where needs one each.
     bits = [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in tensors]
     kept = torch._foreach_mul(bits, flag.to(bits[0].dtype))
     return [part.view(tensor.dtype) for part, tensor in zip(kept, tensors, strict=True)]
@@ -539,7 +538,7 @@ def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _stacked(outputs: Sequence[Any]) -> Any:
-    """Return members' outputs with a leading member axis, 0 where there are none; None if there are no outputs."""
+    """Stack members' outputs along a leading member axis, 0 for skipped members; None if there are no outputs."""
     like = next((value for value in outputs if value is not None), None)
     if like is None:
         return None
@@ -548,7 +547,7 @@ def _stacked(outputs: Sequence[Any]) -> Any:
 
 
 def _check_loss(value: Tensor, members: int) -> None:
-    """Raise unless a loss is one number for each member; ``members`` is the number of member axes."""
+    """Raise an error unless a loss is one number per member; ``members`` is the number of member axes."""
     if value.dim() != members:
         raise ValueError(
             f"loss must return one number for a member's batch, got shape {list(value.shape[members:])}; average over "
@@ -557,7 +556,7 @@ def _check_loss(value: Tensor, members: int) -> None:
 
 
 def _generator_state(device: torch.device) -> Tensor:
-    """Return the state of the generator that modules on this device draw from by default."""
+    """Return the state of the default generator of a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

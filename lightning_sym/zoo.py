@@ -3,13 +3,13 @@
 ::
 
     zoo/
-      member-0000.safetensors     parameters and buffers, and what is known about the member
+      member-0000.safetensors     parameters and buffers, and a record of the member
       member-0007.safetensors
-      manifest.json               an index, made anew from the members after each change
+      manifest.json               an index, rebuilt from the members after each change
 
-A member's file says everything about it (architecture, seed, metrics, data, versions) and carries a checksum of
-its content, so the manifest can be rebuilt from the members at any time. Files appear under their final name
-only when they are whole: several processes may add members to one zoo at once. Nothing in a zoo can run
+A member's file holds its full record (architecture, seed, metrics, data, versions) and a checksum of
+its content, so that the manifest can be rebuilt at any time. Files appear under their final name
+only when complete: several processes may add members to one zoo at once. Nothing in a zoo can run
 code: tensors are safetensors, metadata is JSON, and class paths are checked against an allow-list.
 
 Example:
@@ -58,16 +58,16 @@ _LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library its
 
 @dataclass(frozen=True)
 class ZooMember:
-    """What is known about one member, without its weights.
+    """The record of one member, without its weights.
 
     Attributes:
-        number: The member's number in the zoo, which is the seed of its initialisation and data order.
+        number: The member's index in the zoo, which is the seed of its initialisation and data order.
         file: Name of its file in the zoo's folder.
         architecture: ``{"class_path": ..., "init_args": {...}}``.
         metrics: By split and name, for example ``{"val": {"accuracy": 0.98, "loss": 0.07}}``. Fractions in
-            ``[0, 1]``; losses are means of that which ``training`` names, a cross-entropy in nats.
+            ``[0, 1]``; losses are means of the loss in ``training``, a cross-entropy in nats.
         data: The datamodule's identity: arguments, counts per split, preprocessing statistics, fingerprint.
-        training: How it was trained: epochs, the epoch kept, optimizer, loss (None or absent if it was not recorded),
+        training: Training settings: epochs, the kept epoch, optimizer, loss (None or absent if not recorded),
             execution.
         versions: Versions of Python packages, by name.
         created: Time in UTC, ISO 8601.
@@ -102,13 +102,13 @@ class ZooMember:
 class ModelZoo:
     """A zoo opened for reading; make one with :meth:`open`.
 
-    Iterating gives the :class:`ZooMember` records in order of number; ``len(zoo)`` counts them.
+    Iterating yields the :class:`ZooMember` records in order of index; ``len(zoo)`` counts them.
 
     Attributes:
         path: The zoo's folder.
         architecture: The architecture shared by all members.
-        members: Records by number.
-        damaged: What is wrong with files that were left out, by file name.
+        members: Records by index.
+        damaged: Defects of ignored files, by file name.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class ModelZoo:
 
     @classmethod
     def open(cls, path: str | Path, *, network: Network | None = None, allow: Sequence[str] = ()) -> "ModelZoo":
-        """Open a zoo: read what is known about every member, not yet the weights.
+        """Open a zoo: read the record of every member, but not the weights.
 
-        Members are found by their files, so one that was added a moment ago, or whose writer died before the
-        manifest was renewed, is there too. A damaged file is left out, with a warning that names it.
+        Members are found by their files: those that were just added, or have a writer that ended before it updated the
+        manifest, are included. A damaged file is ignored, with a warning that names it.
 
         Args:
             path: The zoo's folder.
-            network: The architecture to load members into, in place of the one named in the files.
-            allow: Further packages whose classes may be instantiated, for example ``["my_package"]``.
+            network: The architecture to load members into, instead of the one named in the files.
+            allow: Further packages with classes that may be instantiated, for example ``["my_package"]``.
                 ``lightning_sym`` and ``torchvision.models`` are always allowed.
 
         Raises:
@@ -175,25 +175,25 @@ class ModelZoo:
         """Add networks that were trained elsewhere, and open the zoo. All are checked before one is written.
 
         Args:
-            path: The zoo's folder; made if it is not there. New members get the numbers after the largest one.
+            path: The zoo's folder; created if it does not exist. New members get the indices after the largest one.
             weights: Per member a file (a state dict of ``torch.save``, a Lightning checkpoint, safetensors), a state
                 dict, or the trained module. See :func:`lightning_sym.weights.fit_weights`.
-            network: What builds the architecture: a ``Network``, or the class of a plain module, or a
-                ``functools.partial`` of it with its arguments, which have to be plain values. It must be importable:
+            network: Builder of the architecture: a ``Network``, or the class of a plain module, or a
+                ``functools.partial`` of it with its arguments, which must be plain values. It must be importable:
                 the zoo's files hold its path.
-            prefix: Before the names in the files; None: the only one that fits.
-            data: The identity of the data that they were trained on, ``datamodule.identity()``; None if unknown.
+            prefix: Prefix of the names in the files; None: the only one that fits.
+            data: The identity of the training data, ``datamodule.identity()``; None if unknown.
             metrics: Per member by split and name, if known.
 
         Returns:
-            The zoo, which may build this architecture; ``ModelZoo.open`` elsewhere needs ``allow``.
+            The zoo, which may build this architecture; elsewhere ``ModelZoo.open`` needs ``allow``.
 
         Raises:
-            FileNotFoundError: If a file is not there.
-            TypeError: If ``network`` is a module that nothing says how to build.
-            ValueError: If weights do not fit the architecture or are not finite, are those of another member, or the
+            FileNotFoundError: If a file does not exist.
+            TypeError: If ``network`` is a module without a known constructor.
+            ValueError: If weights do not fit the architecture, are not finite, or equal those of another member, or the
                 zoo holds another architecture.
-            OSError: If the zoo cannot be written to, or a run is about to write members of the same numbers.
+            OSError: If the zoo cannot be written to, or a run has claimed members of the same indices.
         """
         path, network = Path(path), as_network(network)
         architecture = network.architecture
@@ -206,7 +206,7 @@ class ModelZoo:
             tensors = flat_weights(tensors, source) if isinstance(tensors, Mapping) else read_weights(tensors)
             states.append(fit_weights(tensors, network, prefix=prefix, source=source))
             _check_finite(states[-1], source)
-        known: dict[str, str] = {}  # the weights of whom, by their checksum
+        known: dict[str, str] = {}  # owners of weights, by checksum
         start = 0
         if any(path.glob("member-*.safetensors")):
             zoo = cls.open(path, network=network)
@@ -225,7 +225,9 @@ class ModelZoo:
         claim = Claim(path, "zoo", numbers, f"The zoo at {path}", "wait for it, or choose another folder")
         try:
             if taken := [number for number in numbers if (path / member_file(number)).exists()]:
-                raise ValueError(f"The zoo at {path} has got member(s) {ranges(taken)} in the meantime; add anew.")
+                raise ValueError(
+                    f"Another process has added member(s) {ranges(taken)} to the zoo at {path}; add again."
+                )
             for index, state in enumerate(states):
                 found = weights[index]
                 write_member(
@@ -250,7 +252,7 @@ class ModelZoo:
 
     @property
     def numbers(self) -> list[int]:
-        """The members' numbers, ascending."""
+        """The members' indices, ascending."""
         return list(self.members)
 
     def __len__(self) -> int:
@@ -266,7 +268,7 @@ class ModelZoo:
         """Return the record of one member.
 
         Raises:
-            ValueError: If there is none of this number; says so if its file is damaged.
+            ValueError: If there is none of this index; the message reports a damaged file.
         """
         if number in self.members:
             return self.members[number]
@@ -279,8 +281,8 @@ class ModelZoo:
         """Return one member's parameters and buffers, on the CPU, after checking its checksum.
 
         Args:
-            number: The member's number.
-            finite: Whether to refuse weights that are not finite, of a member that diverged: False gives them, too.
+            number: The member's index.
+            finite: Whether to reject weights that are not finite, of a diverged member.
 
         Raises:
             ValueError: If there is no such member, its file is damaged, or its weights are not finite.
@@ -297,7 +299,7 @@ class ModelZoo:
         """Return one member as a network in evaluation mode, on the CPU.
 
         Args:
-            number: The member's number.
+            number: The member's index.
             finite: As for :meth:`state`.
 
         Raises:
@@ -325,14 +327,14 @@ class ModelZoo:
         return network.eval()
 
     def filter(self, keep: Callable[[ZooMember], bool]) -> "ModelZoo":
-        """Return a view of the members for which ``keep`` is true.
+        """Return a view of the members that satisfy ``keep``.
 
         Raises:
-            ValueError: If no member is left.
+            ValueError: If no member remains.
         """
         members = {number: member for number, member in self.members.items() if keep(member)}
         if not members:
-            raise ValueError(f"No member of {self.path} is left after the filter; it holds {len(self)} members.")
+            raise ValueError(f"No member of {self.path} remains after the filter; it holds {len(self)} members.")
         return ModelZoo(self.path, members, self.damaged, self._network, self._allow)
 
     def pairs(self, count: int, seed: int) -> list[tuple[int, int]]:
@@ -342,7 +344,7 @@ class ModelZoo:
 
         Args:
             count: Number of pairs. >= 1.
-            seed: The same seed and the same members give the same pairs; pass another for other pairs.
+            seed: The same seed and the same members give the same pairs.
 
         Raises:
             ValueError: If ``count`` < 1 or the zoo has fewer than two members.
@@ -358,7 +360,7 @@ class ModelZoo:
         return [(numbers[a], numbers[b]) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
 
     def summary(self) -> dict[str, Any]:
-        """Return what the zoo holds, as plain data.
+        """Summarise the zoo by plain data.
 
         Returns:
             ``path``, ``architecture``, ``members`` (count), ``damaged`` (count) and ``metrics``: mean, min,
@@ -384,7 +386,7 @@ class ModelZoo:
         """Check every member's checksum.
 
         Returns:
-            What is wrong, by file name; empty if all is well. Includes what :meth:`open` left out.
+            Defects by file name, empty if there are none. Includes the files that :meth:`open` ignored.
         """
         wrong = dict(self.damaged)
         for member in self:
@@ -417,22 +419,22 @@ def write_member(
     data: Mapping[str, Any] | None = None,
     training: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write one member into a zoo, replacing one of the same number; call :func:`rebuild_manifest` afterwards.
+    """Write one member into a zoo, replacing one of the same index; call :func:`rebuild_manifest` afterwards.
 
     Args:
         path: The zoo's folder; created if absent.
-        number: The member's number. >= 0.
+        number: The member's index. >= 0.
         state: Parameters and buffers, by name.
-        architecture: As :attr:`lightning_sym.networks.Network.architecture` gives it.
+        architecture: Value of :attr:`lightning_sym.networks.Network.architecture`.
         metrics: By split and name; must be finite.
         data: The datamodule's identity.
-        training: How it was trained.
+        training: Training settings.
 
     Returns:
         The member's file.
 
     Raises:
-        OSError: If the folder cannot be written to or the disk is full. Nothing half-written is left.
+        OSError: If the folder cannot be written to or the disk is full. No partial file remains.
         ValueError: If a weight or a metric is not finite, or a value cannot be stored as JSON.
     """
     path = Path(path)
@@ -452,9 +454,9 @@ def write_member(
         text = json.dumps(record, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"What is known about member {number} cannot be stored as JSON ({error}); it was not written."
+            f"The record of member {number} cannot be stored as JSON ({error}); it was not written."
         ) from None
-    # Clones, as safetensors refuses tensors that share memory (tied weights).
+    # Clones, as safetensors rejects tensors that share memory (tied weights).
     tensors = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     metadata = {"member": text, "member_sha256": _checksum(text, {}), "sha256": _checksum(text, tensors)}
     content = save_safetensors(tensors, metadata=metadata)
@@ -464,17 +466,17 @@ def write_member(
 
 
 def read_member(file: str | Path) -> tuple[ZooMember, dict[str, Tensor]]:
-    """Read one member whole: its record and its weights.
+    """Read one member completely: its record and its weights.
 
     Returns:
         The record, and the tensors on the CPU.
 
     Raises:
-        ValueError: If the file is not a member, is cut short, or does not agree with its checksum.
+        ValueError: If the file is not a member, is truncated, or does not agree with its checksum.
     """
     file = Path(file)
     try:
-        content = file.read_bytes()  # once, as another process may replace the file at any time
+        content = file.read_bytes()  # read once, as another process may replace the file at any time
         member, text = _read_record(file.name, io.BytesIO(content), len(content))
         tensors = load_safetensors(content)
         if _checksum(text, tensors) != member.sha256:
@@ -487,9 +489,9 @@ def read_member(file: str | Path) -> tuple[ZooMember, dict[str, Tensor]]:
 
 
 def rebuild_manifest(path: str | Path) -> Path:
-    """Write ``manifest.json`` anew from the members' files.
+    """Rebuild ``manifest.json`` from the members' files.
 
-    Safe when several processes add members at once: each takes a lock, looks at all files and writes.
+    Safe when several processes add members at once: each takes a lock, reads all files and writes.
 
     Args:
         path: The zoo's folder.
@@ -513,7 +515,7 @@ def rebuild_manifest(path: str | Path) -> Path:
                 "updated": datetime.now(UTC).isoformat(timespec="seconds"),
                 "versions": versions(),
                 "members": [
-                    # The architecture is the same for all and stands above.
+                    # The architecture is the same for all and written once at the top.
                     {name: value for name, value in asdict(member).items() if name != "architecture"}
                     | {"seed": member.number}
                     for _, member in sorted(members.items())
@@ -529,7 +531,7 @@ def rebuild_manifest(path: str | Path) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a result depends on."""
+    """Return the versions of the packages that affect results."""
     found = {}
     for name in ("lightning_sym", "torch", "torchvision", "pytorch-lightning", "numpy"):
         try:
@@ -549,7 +551,7 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _read_record(name: str, content: BinaryIO, length: int) -> tuple[ZooMember, str]:
-    """Return a member's record and its text, after checking the text's checksum; weights stay unread.
+    """Return a member's record and its text, after checking the text's checksum, without reading weights.
 
     Args:
         name: Name of the member's file.
@@ -557,16 +559,16 @@ def _read_record(name: str, content: BinaryIO, length: int) -> tuple[ZooMember, 
         length: Length of the content, in bytes.
 
     Raises:
-        ValueError: If it is no member; the message is what is wrong with it.
+        ValueError: If it is not a member; the message describes the defect.
     """
     try:
         (size,) = struct.unpack("<Q", content.read(8))
         if size > min(length, _LARGEST_HEADER):
-            raise ValueError("it is cut short, or not a safetensors file")
+            raise ValueError("it is truncated, or not a safetensors file")
         header = load_json(content.read(size))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
         if length != 8 + size + max(ends, default=0):
-            raise ValueError("it is cut short or too long")
+            raise ValueError("it is truncated or too long")
         metadata = header["__metadata__"]
         if _checksum(metadata["member"], {}) != metadata["member_sha256"]:
             raise ValueError(_WRONG_SUM)
@@ -594,7 +596,7 @@ def _read_record(name: str, content: BinaryIO, length: int) -> tuple[ZooMember, 
 
 
 def _wrong_entry(record: Mapping[str, Any]) -> str:
-    """Return what is wrong with the types of a record; empty if nothing is."""
+    """Describe a wrong type in a record; empty if there is none."""
     metrics, architecture = record["metrics"], record["architecture"]
     kinds = {"number": int, "created": str, "sha256": str}
     kinds |= dict.fromkeys(("architecture", "metrics", "data", "training", "versions"), dict)
@@ -615,20 +617,20 @@ def _wrong_entry(record: Mapping[str, Any]) -> str:
 
 
 def _scan(path: Path) -> tuple[dict[int, ZooMember], dict[str, str]]:
-    """Return the records of all readable member files, and what is wrong with the others."""
+    """Return the records of all readable member files, and the defects of the others."""
     members: dict[int, ZooMember] = {}
     damaged: dict[str, str] = {}
     for file in sorted(path.glob("member-*.safetensors")):
         if not _MEMBER.fullmatch(file.name):
             continue
-        if not file.is_file():  # a pipe would never answer
+        if not file.is_file():  # reading a pipe would block
             damaged[file.name] = "it is no file"
             continue
         try:
             with file.open("rb") as content:
                 member, _ = _read_record(file.name, content, os.fstat(content.fileno()).st_size)
             if file.name != member_file(member.number):
-                raise ValueError(f"it says that it is member {member.number}: a copy under another name")
+                raise ValueError(f"it claims to be member {member.number}: a copy under another name")
             members[member.number] = member
         except ValueError as error:
             damaged[file.name] = f"the file is damaged or no zoo member ({error})"
@@ -638,7 +640,7 @@ def _scan(path: Path) -> tuple[dict[int, ZooMember], dict[str, str]]:
 
 
 def _read_manifest(path: Path) -> list[str]:
-    """Return the files that the manifest lists; none if there is no manifest yet."""
+    """Return the files listed in the manifest; none if there is no manifest."""
     file = path / MANIFEST
     if not file.exists():
         return []
@@ -649,7 +651,7 @@ def _read_manifest(path: Path) -> list[str]:
         return [str(entry["file"]) for entry in manifest["members"]]
     except (ValueError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
-            f"{file} is not the manifest of a zoo ({error}); delete it, and it is made anew from the members by "
+            f"{file} is not the manifest of a zoo ({error}); delete it, and rebuild it from the members with "
             "lightning_sym.zoo.rebuild_manifest."
         ) from None
 
@@ -667,5 +669,5 @@ def _check_one_architecture(path: Path, members: "Iterator[ZooMember] | Any") ->
         (first, a), (second, b), *_ = kinds.items()
         raise ValueError(
             f"The zoo at {path} mixes architectures: member {a} is {first} and member {b} is {second}; "
-            "keep each architecture in a folder of its own."
+            "keep each architecture in a separate folder."
         )

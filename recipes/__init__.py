@@ -1,6 +1,6 @@
 """Experiments as files: run by name with ``lightning-sym fit --config NAME``.
 
-A recipe's first line says what it does; the rest of its header gives question, source, expected result, time
+A recipe's first line is its summary; the rest of its header gives question, source, expected result, time
 and hardware.
 """
 
@@ -34,9 +34,9 @@ def recipe_path(name: str) -> Path:
 
 
 def recipe_of(folder: str | Path) -> str | None:
-    """Return the recipe whose zoo is in a folder such as ``runs/zoo-mnist5k/zoo``, or None.
+    """Return the recipe of the zoo in a folder such as ``runs/zoo-mnist5k/zoo``, or None.
 
-    Only the folder's name is looked at, not what it holds.
+    Depends on the folder's name only, not on its content.
     """
     own = {f"runs/{name.replace('/', '-').replace('_', '-')}/zoo": name for name in recipe_names()}
     name = own.get(Path(*Path(folder).parts[-3:]).as_posix(), "")
@@ -49,9 +49,9 @@ def recipe_summary(name: str) -> str:
 
 
 def recipe_header(name: str) -> dict[str, str]:
-    """Return what a recipe's header says: ``summary``, ``question``, ``source``, ``expected``, ``time``, ``hardware``.
+    """Parse a recipe's header: ``summary``, ``question``, ``source``, ``expected``, ``time``, ``hardware``.
 
-    The time of a recipe that nobody has run to its end is no time, but options for a first look at it.
+    For a recipe that was never run completely, ``time`` holds options for a first look instead.
     """
     lines = recipe_path(name).read_text(encoding="utf-8").splitlines()
     found = {"summary": recipe_summary(name)}
@@ -66,5 +66,5 @@ def recipe_header(name: str) -> dict[str, str]:
 
 
 def never_run(name: str) -> bool:
-    """Return whether nobody has run a recipe to its end, by its header."""
+    """Test whether a recipe was never run completely, according to its header."""
     return recipe_header(name)["time"].startswith("a first look: ")

@@ -1,6 +1,6 @@
-"""Docstrings for the site: roles of reStructuredText become Markdown, formulas become MathML.
+"""Convert docstrings for the site: reStructuredText roles to Markdown, formulas to MathML.
 
-An extension of griffe, which mkdocstrings reads the package with.
+An extension of griffe, with which mkdocstrings reads the package.
 """
 
 import re
@@ -28,7 +28,7 @@ class Docstrings(griffe.Extension):
 
 
 def markdown(text: str, obj: griffe.Object) -> str:
-    """Return a docstring in Markdown."""
+    """Convert a docstring to Markdown."""
     text = _BLOCK.sub(lambda match: f"\n{match[1]}{mathml(_joined(match[2]), block=True)}\n", text)
     text = _INLINE.sub(lambda match: mathml(_joined(match[1])), text)
     return _ROLE.sub(lambda match: _reference(match[1], obj), text)
@@ -39,7 +39,7 @@ def _joined(text: str) -> str:
 
 
 def _reference(name: str, obj: griffe.Object) -> str:
-    """Return a link to an object, by its name where it is not on the site (torch's, private ones)."""
+    """Return a link to an object, or its name if the site lacks it (torch's, private ones)."""
     named = re.fullmatch(r"(.*) <(.+)>", _joined(name))
     name = named[2] if named else _joined(name)
     where = name if name.startswith("lightning_sym.") else _resolved(name, obj)
@@ -48,7 +48,7 @@ def _reference(name: str, obj: griffe.Object) -> str:
 
 
 def _resolved(name: str, obj: griffe.Object) -> str:
-    """Return the full path of a name that a docstring uses as its file does."""
+    """Return the full path of a name, resolved in the scope of its docstring."""
     scope = obj if obj.is_class or obj.is_module else obj.parent
     while scope is not None:
         if name.partition(".")[0] in scope.members:

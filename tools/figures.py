@@ -1,13 +1,12 @@
-"""Makes the pictures of docs/images anew, by the commands that made them, and says which have changed.
+"""Remake the pictures of docs/images by their commands, and report the changed ones.
 
     make figures                        # those that take minutes
     make figures ONLY=zoo_digits_mlp    # one of them, or several: ONLY='equivalence_*'
     make figures ALL=1                  # all: hours
 
-``tools/figures.yaml`` is the table of pictures, commands and files. Zoos that several need are made once, in
-``build/figures``; what an earlier call left there is made anew, but for the zoos that a recipe requires. A picture that
-is the same pixel by pixel, but for a rounding, stays as it is; one that has changed takes the place of the old one.
-Look at it, and at the numbers of the guide that it stands in: guide and picture are of one run.
+``tools/figures.yaml`` lists pictures, commands and files. Shared zoos are made once, in ``build/figures``. Results of
+an earlier call there are remade, except zoos that a recipe requires. A picture without visible change is kept; a
+changed one is replaced. Check it and the numbers in its guide: guide and picture must come from the same run.
 """
 
 import argparse
@@ -29,19 +28,19 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 TABLE = ROOT / "tools" / "figures.yaml"
 WORK = ROOT / "build" / "figures"
-LONGEST = 3.0  # minutes that a run may take which nobody has asked for by name
-# Letters are drawn a little differently by other versions of matplotlib's libraries.
-_STEP = 32  # of 255, by which a pixel may differ
-_SHARE = 0.001  # of all pixels, which may differ more
+LONGEST = 3.0  # minutes of a run that is not selected by name
+# Versions of matplotlib's libraries draw letters slightly differently.
+_STEP = 32  # of 255: largest difference of an unchanged pixel
+_SHARE = 0.001  # largest share of changed pixels in an unchanged picture
 
 
 @dataclass(frozen=True)
 class Run:
-    """Commands and the pictures that they leave.
+    """Commands and the pictures that they make.
 
     Attributes:
         pictures: File below the folder of the run, by the picture's name.
-        commands: Each ``lightning-sym ...`` or ``python examples/...``.
+        commands: Commands such as ``lightning-sym ...`` or ``python examples/...``.
         minutes: Processor time on one thread.
     """
 
@@ -57,12 +56,12 @@ def table() -> list[Run]:
 
 
 def chosen(runs: Sequence[Run], only: str | None, everything: bool) -> list[Run]:
-    """Return the runs that are to be made.
+    """Select the runs to make.
 
     Args:
         runs: All of them.
         only: A picture's name, or a pattern for several; None for all that take minutes.
-        everything: Whether those that take longer are made too.
+        everything: Whether to include longer ones.
 
     Raises:
         ValueError: If no picture has such a name.
@@ -72,12 +71,12 @@ def chosen(runs: Sequence[Run], only: str | None, everything: bool) -> list[Run]
     found = [run for run in runs if any(fnmatchcase(name, only.removesuffix(".png")) for name in run.pictures)]
     if not found:
         names = ", ".join(sorted(name for run in runs for name in run.pictures))
-        raise ValueError(f"No picture is called {only}; there are {names}.")
+        raise ValueError(f"No picture is named {only}; there are {names}.")
     return found
 
 
 def arguments(command: str) -> list[str]:
-    """Return what is started for a command of the table, by this Python."""
+    """Return the arguments of a process for a command of the table, with this Python."""
     program, *words = shlex.split(command)
     if program == "python":
         return [sys.executable, str(ROOT / words[0]), *words[1:]]
@@ -85,7 +84,7 @@ def arguments(command: str) -> list[str]:
 
 
 def change(old: Path, new: Path) -> str | None:
-    """Say how a picture differs from an older one; None if by nothing that one could see."""
+    """Describe the change of a picture; None if there is no visible change."""
     if not old.is_file():
         return "new"
     a, b = (np.asarray(Image.open(path).convert("RGB"), dtype=np.int16) for path in (old, new))
@@ -96,11 +95,11 @@ def change(old: Path, new: Path) -> str | None:
 
 
 def put(new: Path, old: Path) -> None:
-    """Put a picture in the place of another one, with 256 colors if nobody sees that: a third of the size."""
+    """Replace a picture by another one, with 256 colors if the difference is invisible: a third of the size."""
     image = Image.open(new).convert("RGB")
     small = image.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     palette, corner = small.getpalette(), 3 * small.getpixel((0, 0))
-    palette[corner : corner + 3] = image.getpixel((0, 0))  # the background stays what it was: white
+    palette[corner : corner + 3] = image.getpixel((0, 0))  # keep the background white
     small.putpalette(palette)
     small.save(old, optimize=True)
     if change(old, new) is not None:
@@ -108,18 +107,18 @@ def put(new: Path, old: Path) -> None:
 
 
 def make(run: Run, images: Path = IMAGES, work: Path = WORK) -> Iterator[tuple[str, str]]:
-    """Run the commands, and put the pictures that have changed in the place of the old ones.
+    """Run the commands, and replace the pictures that have changed.
 
     Args:
         run: Commands and pictures.
         images: Folder of the pictures.
-        work: Folder in which the commands run.
+        work: Working folder of the commands.
 
     Yields:
-        Each picture's name, and what has become of it.
+        Each picture's name, and whether it has changed.
 
     Raises:
-        RuntimeError: If a command fails, or does not leave a picture.
+        RuntimeError: If a command fails, or does not make a picture.
     """
     work.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
@@ -130,7 +129,7 @@ def make(run: Run, images: Path = IMAGES, work: Path = WORK) -> Iterator[tuple[s
             raise RuntimeError(f"{command} ended with status {status}; {work / 'log.txt'} says why.")
     for name, file in run.pictures.items():
         if not (work / file).is_file():
-            raise RuntimeError(f"{' and '.join(run.commands)} left no {work / file}; put tools/figures.yaml right.")
+            raise RuntimeError(f"{' and '.join(run.commands)} made no {work / file}; correct tools/figures.yaml.")
         said = change(images / f"{name}.png", work / file)
         if said is not None:
             put(work / file, images / f"{name}.png")
@@ -138,8 +137,8 @@ def make(run: Run, images: Path = IMAGES, work: Path = WORK) -> Iterator[tuple[s
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Make the pictures that are asked for; return the exit status."""
-    parser = argparse.ArgumentParser(description="Make the pictures of docs/images anew.")
+    """Make the selected pictures; return the exit status."""
+    parser = argparse.ArgumentParser(description="Remake the pictures of docs/images.")
     parser.add_argument("--only", help="a picture's name, or a pattern for several")
     parser.add_argument("--all", action="store_true", help=f"also those that take more than {LONGEST:g} minutes")
     asked = parser.parse_args(args)

@@ -1,6 +1,6 @@
-"""Freezes the groups that the tracer finds in many networks, and compares two such files.
+"""Record the groups that the tracer finds in many networks, and compare two such records.
 
-The networks and tests are those of the checkout that holds this file; the tracer is that of the Python that runs it::
+The networks and tests are those of the checkout with this file; the tracer is that of the Python that runs it::
 
     .venv/bin/python tools/frozen_groups.py write new.jsonl                  # the corpus, some minutes on one core
     /work/old/.venv/bin/python tools/frozen_groups.py write old.jsonl        # the tracer of another checkout
@@ -35,14 +35,14 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 Record = dict[str, Any]
-# A network and what it is traced on: positional arguments as a tuple, or keyword arguments as a dictionary.
+# A network and its example for tracing: positional arguments as a tuple, or keyword arguments as a dictionary.
 Made = tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]
-# Seconds after which a network is given up.
+# Timeout for a network, in seconds.
 LIMIT = 300
-# Ratio of process times, and seconds, from which on a trace is called slower.
+# Smallest ratio of process times, and smallest difference in seconds, of a slower trace.
 SLOWER, NOTABLE = 1.5, 0.3
-# Numbers that are smaller than those of the tracer before the one search for shifts, which were wrong: patterns of the
-# network's name and of the number's, and why. What says nothing of names holds for all networks, see `reason`.
+# Numbers that are smaller than before the unified search for translations because the old ones were wrong: patterns of
+# the network's and the number's name, and the reason. `reason` has the rules that apply to all networks.
 WRONG = (
     (
         "transformers/deberta",
@@ -57,7 +57,7 @@ WRONG = (
         "a scale changed nothing: 1220 tangents were independent",
     ),
 )
-# Folders with the tests whose traces are recorded, and what the files name that trace something.
+# Folders of the tests with recorded traces, and names that occur in files that trace networks.
 TESTS = ("identities", "unit/symmetry", "properties")
 TRACING = re.compile(r"trace_symmetry|orbit_cases|symmetry_family_cases")
 
@@ -66,7 +66,7 @@ TRACING = re.compile(r"trace_symmetry|orbit_cases|symmetry_family_cases")
 
 
 def numbers(symmetry: Any) -> Record:
-    """Return what a group is made of, as numbers and words."""
+    """Describe a group by numbers and words."""
     structure = symmetry.structure
     rotations = sorted((rotation.dimension for rotation in structure.rotations), reverse=True)
     mixed = [len(cell) for cell in structure.dense] + [rotation.size for rotation in structure.rotations]
@@ -89,12 +89,12 @@ def numbers(symmetry: Any) -> Record:
 
 
 def permutations(record: Record) -> float:
-    """Return the logarithm of how many permutations there are, those among matrices and rotations included."""
+    """Return the logarithm of the number of permutations, including those among matrices and rotations."""
     return float(record["log10_permutations"]) + float(record.get("log10_permutations_of_mixed_units", 0))
 
 
 def comparable(record: Record) -> dict[str, float]:
-    """Return the numbers of which none may get smaller, by name."""
+    """Return the numbers that must not decrease, by name."""
     plain = ("dimension", "shifts", "scales", "signs", "matrices", "tilts", "phases", "log10_permutations")
     kinds = {f"shifts, {kind}": count for kind, count in record["shift_kinds"].items()}
     return {name: record[name] for name in plain} | {"rotations": sum(record["rotations"])} | kinds
@@ -109,7 +109,7 @@ def sentence(error: BaseException) -> str:
 
 
 def _of_case(module: str, table: str, name: str) -> Made:
-    """Make a network of one of the tables of networks that the tests have."""
+    """Make a network from one of the tests' tables of networks."""
     case = getattr(importlib.import_module(module), table)[name]
     if module in ("model_zoo_cases", "further_model_cases"):
         return case.make(), case.inputs(False)
@@ -120,7 +120,7 @@ def _of_case(module: str, table: str, name: str) -> Made:
 
 
 def _spelled(function: Any, spelling: str) -> Made:
-    """Make a network in one of the spellings of a function."""
+    """Make a network in one spelling of a function."""
     return function.network(spelling), function.inputs(2)
 
 
@@ -151,7 +151,7 @@ def _layer(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Made:
 
 
 def _tables() -> Iterator[tuple[str, Callable[[], Made]]]:
-    """Yield the networks of the tests' tables."""
+    """Yield the networks of the tests' tables with their names."""
     tables = {
         "torch": ("model_zoo_cases", "TORCH"),
         "transformers": ("model_zoo_cases", "TRANSFORMERS"),
@@ -171,7 +171,7 @@ def _tables() -> Iterator[tuple[str, Callable[[], Made]]]:
 
 
 def corpus() -> dict[str, Callable[[], Made]]:
-    """Return how each network of the corpus is made, by name."""
+    """Return the constructor of each network of the corpus, by name."""
     sizes: dict[str, tuple[int, dict[str, Any]]] = {
         "resnet18": (64, {}),
         "alexnet": (64, {}),
@@ -225,10 +225,10 @@ def measured(name: str, check: bool) -> Record:
 
     Args:
         name: The network's name.
-        check: Whether the self-test runs.
+        check: Whether to run the self-test.
 
     Returns:
-        The name, seconds of the process, and the group's numbers or the exception's sentence.
+        The name, seconds of the process, and the group's numbers or the exception's message.
     """
     from lightning_sym.symmetry import trace_symmetry
 
@@ -251,7 +251,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def _within_the_limit(name: str, check: bool) -> Record:
-    """Trace one network in a process that does nothing else."""
+    """Trace one network in a separate process."""
     signal.signal(signal.SIGALRM, _interrupt)
     signal.alarm(LIMIT)
     try:
@@ -261,7 +261,7 @@ def _within_the_limit(name: str, check: bool) -> Record:
 
 
 def about() -> Record:
-    """Return which tracer runs, with which torch: its folder, and the last commit that changed it."""
+    """Describe the tracer and torch: the tracer's folder, and the last commit that changed it."""
     import lightning_sym
 
     folder = Path(lightning_sym.__file__).parent
@@ -275,13 +275,13 @@ def about() -> Record:
 
 
 def write(file: Path, only: str, jobs: int, check: bool) -> None:
-    """Trace the corpus, or what matches a pattern of it, and write one line of JSON for each network."""
+    """Trace the corpus, or the networks that match a pattern, and write one line of JSON per network."""
     names = [name for name in corpus() if fnmatch.fnmatch(name, only)]
     if not names:
         raise SystemExit(f"no network matches {only!r}; the names are: {', '.join(corpus())}")
     start = time.perf_counter()
     trace = functools.partial(_within_the_limit, check=check)
-    # Autograd may wait for ever in a forked process.
+    # Autograd may wait forever in a forked process.
     workers = multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,))
     with file.open("w", encoding="utf-8") as out, workers as pool:
         out.write(json.dumps(about()) + "\n")
@@ -295,10 +295,10 @@ def write(file: Path, only: str, jobs: int, check: bool) -> None:
 class Recorder:
     """Records every trace of the tests: a plugin of pytest.
 
-    A trace is named by its test and its number there.
+    A trace is named by its test and its index there.
 
     Args:
-        file: Where lines of JSON are written.
+        file: File for lines of JSON.
     """
 
     def __init__(self, file: Path) -> None:
@@ -325,7 +325,7 @@ class Recorder:
             self.add(record | numbers(symmetry))
             return symmetry
 
-        # Before any test has taken the function by its name.
+        # Before a test imports the function by name.
         for module in (lightning_sym.symmetry, lightning_sym.symmetry.trace):
             module.trace_symmetry = recorded  # type: ignore[attr-defined]
 
@@ -334,16 +334,16 @@ class Recorder:
         self.out.write(json.dumps(record) + "\n")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note which test begins."""
+        """Record the test that begins."""
         self.test = nodeid
 
     def pytest_collectstart(self, collector: Any) -> None:
-        """Note which file is read."""
+        """Record the file that is collected."""
         self.test = collector.nodeid
 
 
 def write_tests(file: Path, more: list[str]) -> int:
-    """Run the fast tests of symmetry, or those that are named, and write a line for each of their traces."""
+    """Run the fast tests of symmetry, or the given ones, and write a line for each of their traces."""
     import pytest
 
     recorder = Recorder(file.resolve())
@@ -367,7 +367,7 @@ def read(file: Path) -> dict[str, Record]:
 
 
 def differences(old: Record, new: Record) -> tuple[list[str], list[str]]:
-    """Return what is smaller and what is larger in a new record of a network than in the old one."""
+    """Describe the numbers that decreased and those that increased between two records of a network."""
     if "error" in old:
         return [], [] if "error" in new else [f"traced now, dimension {new['dimension']}; was {old['error']}"]
     if "error" in new:
@@ -383,9 +383,9 @@ def differences(old: Record, new: Record) -> tuple[list[str], list[str]]:
 
 
 def reason(name: str, number: str, old: Record, new: Record) -> str:
-    """Return why a number of a network may be smaller; nothing if it may not.
+    """Return the reason that allows a smaller number; empty if there is none.
 
-    That all old tangents are sums of new ones, `frozen_tangents.py` says.
+    `frozen_tangents.py` checks that all old tangents are in the span of new ones.
     """
     for pattern, numbers, why in WRONG:
         if fnmatch.fnmatch(name, pattern) and re.match(numbers, number):
@@ -402,15 +402,15 @@ def reason(name: str, number: str, old: Record, new: Record) -> str:
 
 
 def compare(old_file: Path, new_file: Path, ignore: str) -> int:
-    """Print how two files differ.
+    """Print the differences of two records.
 
     Args:
-        old_file: What was.
-        new_file: What is.
+        old_file: Earlier record.
+        new_file: Later record.
         ignore: Regular expression for the names of numbers that may be smaller.
 
     Returns:
-        1 if a number is smaller, a trace fails that did not, or a network is missing; else 0.
+        1 if a number decreased, a trace fails that succeeded, or a network is missing; else 0.
     """
     old, new = read(old_file), read(new_file)
     lines: dict[str, list[str]] = {
@@ -442,14 +442,14 @@ def compare(old_file: Path, new_file: Path, ignore: str) -> int:
 
 
 def main() -> int:
-    """Run what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     writing = commands.add_parser("write", help="trace the corpus")
     writing.add_argument("file", type=Path)
     writing.add_argument("--only", default="*", help="pattern of names, such as 'timm/*'")
     writing.add_argument("--jobs", type=int, default=1, help="processes")
-    writing.add_argument("--check", action="store_true", help="run the self-test, too")
+    writing.add_argument("--check", action="store_true", help="also run the self-test")
     testing = commands.add_parser("tests", help="record the traces of tests")
     testing.add_argument("file", type=Path)
     testing.add_argument("pytest", nargs="*", help="arguments of pytest; by default the fast tests of symmetry")

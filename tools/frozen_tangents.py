@@ -1,9 +1,9 @@
-"""Checks that the tangents of one tracer's groups are among those of another one's, in networks of frozen_groups.
+"""Check that the tangents of one tracer's groups are in the span of another one's, for networks of frozen_groups.
 
-The tracer is that of the Python that runs it; the weights are generic, and the same::
+The tracer is that of the Python that runs it; the weights are generic and the same::
 
     PYTHONPATH=/work/old .venv/bin/python tools/frozen_tangents.py write old/ --only 'timm/vit*'
-    .venv/bin/python tools/frozen_tangents.py compare old/    # exits with 1 if a tangent is in no sum of the new ones
+    .venv/bin/python tools/frozen_tangents.py compare old/    # exits with 1 if a tangent is not in the span
 """
 
 import argparse
@@ -25,13 +25,13 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
-# Squared lengths of what is left of tangents of length 1, and eigenvalues relative to the largest.
+# Largest squared residual of a unit tangent in the span, and largest relative eigenvalue that counts as zero.
 LEFT, NOTHING = 1e-7, 1e-10
-MOST = 3000  # of a group's dimension, by default
+MOST = 3000  # default of the largest dimension of a group
 
 
 class Tangents(NamedTuple):
-    """Tangents of length 1 that move parameters alone, in columns, and the kind of each."""
+    """Unit tangents of parameters alone, as columns, and the kind of each."""
 
     vectors: sparse.csc_matrix
     kinds: list[str]
@@ -39,7 +39,7 @@ class Tangents(NamedTuple):
 
 
 def generic(network: nn.Module) -> nn.Module:
-    """Return a network with weights of which none is zero, and none is another one, in double precision."""
+    """Return a network with distinct nonzero weights, in double precision."""
     network, generator = network.double(), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -66,21 +66,21 @@ def found_in(name: str) -> Tangents:
 
 
 def independent(vectors: sparse.csc_matrix) -> Any:
-    """Return what makes an orthonormal basis of the space of some vectors."""
+    """Return the coefficients of an orthonormal basis of the span of some vectors."""
     values, rotation = np.linalg.eigh((vectors.T @ vectors).toarray())
     used = values > NOTHING * values.max(initial=0.0)
     return rotation[:, used] / np.sqrt(values[used])
 
 
-def left_of(old: Tangents, new: Tangents) -> Counter[str]:
-    """Return how many old tangents of each kind are no sums of new ones."""
+def outside_of(old: Tangents, new: Tangents) -> Counter[str]:
+    """Count the old tangents of each kind outside of the span of the new ones."""
     parts = independent(new.vectors).T @ (new.vectors.T @ old.vectors).toarray()
     lengths = np.asarray(old.vectors.multiply(old.vectors).sum(0)).ravel()
     return Counter(old.kinds[at] for at in np.flatnonzero(lengths - (parts**2).sum(0) > LEFT))
 
 
 def chosen(only: str, most: int) -> Iterator[str]:
-    """Yield the names of the networks that match a pattern and have no larger group."""
+    """Yield the names of the networks that match a pattern and have at most this dimension of the group."""
     for name in frozen_groups.corpus():
         if fnmatch.fnmatch(name, only):
             record = frozen_groups.measured(name, check=False)
@@ -113,14 +113,14 @@ def write(folder: Path, only: str, most: int) -> None:
 
 
 def compare(folder: Path, only: str) -> int:
-    """Print which tangents in a folder are no sums of those that are found now; return 1 if any are, else 0."""
+    """Print the recorded tangents outside of the current span; return 1 if there are any, else 0."""
     counts = Counter[bool]()
     for file in sorted(folder.glob("*.npz")):
         own = np.load(file)
         if fnmatch.fnmatch(name := str(own["name"]), only):
             vectors = sparse.csc_matrix((own["data"], own["indices"], own["indptr"]), own["shape"])
             old, new = Tangents(vectors, own["kinds"].tolist(), int(own["dimension"])), found_in(name)
-            left = left_of(old, new)
+            left = outside_of(old, new)
             counts[not left] += 1
             what = ", ".join(f"{count} {kind}" for kind, count in left.items()) or "nothing"
             print(f"{name}: dimension {old.dimension} -> {new.dimension}; lost: {what}", flush=True)
@@ -129,7 +129,7 @@ def compare(folder: Path, only: str) -> int:
 
 
 def main() -> int:
-    """Run what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("write", "compare"))
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,4 @@
-"""The oldest versions that pyproject.toml allows, as requirements: ``torch==2.11``, one on a line.
+"""Print the oldest versions that pyproject.toml allows, as requirements: ``torch==2.11``, one per line.
 
 python tools/lowest.py > lowest.txt && pip install -r lowest.txt
 """
@@ -14,7 +14,7 @@ def lowest(requirements: list[str]) -> list[str]:
     """Return each requirement at its lower bound.
 
     Raises:
-        ValueError: If one has none.
+        ValueError: If a requirement has none.
     """
     found = []
     for requirement in requirements:

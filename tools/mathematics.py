@@ -1,4 +1,4 @@
-"""Formulas for the site: LaTeX becomes MathML when the site is built, so that readers fetch nothing."""
+"""Convert formulas from LaTeX to MathML when the site is built, so that readers download no scripts."""
 
 import re
 
@@ -6,14 +6,14 @@ from latex2mathml.converter import convert
 
 
 def mathml(latex: str, *, block: bool = False) -> str:
-    r"""Return a formula as MathML.
+    r"""Convert a formula to MathML.
 
     Args:
         latex: The formula, without dollars.
-        block: Whether it stands in lines of its own; several lines (``\\``) and columns (``&``) are aligned.
+        block: Whether it is a displayed formula; several lines (``\\``) and columns (``&``) are aligned.
 
     Raises:
-        ValueError: If a command is not known: MathML would show its name.
+        ValueError: If a command is unknown: MathML would show its name.
     """
     latex = latex.strip()
     if block and "\\\\" in latex and r"\begin{" not in latex:
@@ -26,12 +26,12 @@ def mathml(latex: str, *, block: bool = False) -> str:
     return f'<div class="formula">{made}</div>' if block else made
 
 
-# latex2mathml knows the environment by the second name, and takes a bracket behind \begin{cases} for an option.
+# latex2mathml has another name for the environment, and reads a bracket after \begin{cases} as an option.
 _REPLACED = {"{aligned}": "{align*}", "\\begin{cases}": "\\begin{cases}{}", r"\big\|": r"\|", r"\Big\|": r"\|"}
 
 
 def blocks_to_mathml(markdown: str) -> str:
-    """Return a page in which each block of code in the language ``math`` is a formula."""
+    """Convert the blocks of code in the language ``math`` on a page to formulas."""
     return re.sub(
         r"^```math\n(.*?)^```$",
         lambda match: mathml(match[1], block=True),

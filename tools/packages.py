@@ -1,4 +1,4 @@
-"""Which packages the API reference shows, and the folder of links through which tools see them in one tree."""
+"""List the packages of the API reference, and link all packages into one tree for tools."""
 
 import ast
 import shutil
@@ -11,7 +11,7 @@ _SCRIPTS = ("benchmarks", "examples", "tools")
 
 
 def link_packages(folder: Path) -> None:
-    """Make a folder in which all packages are below ``lightning_sym``, as they are imported."""
+    """Make a folder of links with all packages below ``lightning_sym``, as they are imported."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "lightning_sym").mkdir(parents=True)
     for part in [*sorted((ROOT / "lightning_sym").iterdir()), *(ROOT / name for name in _TOP)]:
@@ -19,16 +19,16 @@ def link_packages(folder: Path) -> None:
 
 
 def link_scripts(folder: Path) -> None:
-    """Add the scripts, which import each other by their bare names, for what checks them."""
+    """Add links to the scripts, which import each other by their bare names, for checkers."""
     for part in (each for name in _SCRIPTS for each in (ROOT / name).iterdir()):
         if part.suffix == ".py" or (part / "__init__.py").exists():
             (folder / part.name).symlink_to(part)
 
 
 def api_pages() -> dict[str, tuple[str, str]]:
-    """Return, by import name, what each public package holds in one line, and its page.
+    """Return the summary line and the page of each public package, by import name.
 
-    Public are packages that say what they hold in ``__all__``, and the modules of ``lightning_sym`` itself.
+    Public are packages with ``__all__``, and the modules of ``lightning_sym`` itself.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     files = {name: _folder(name) / "__init__.py" for name in settings["tool"]["setuptools"]["packages"]}

@@ -1,7 +1,7 @@
-"""What the site needs and Markdown on its own does not do; MkDocs calls these functions when it builds.
+"""Hooks of MkDocs for features that plain Markdown lacks.
 
-Pages stay as they are read in the repository. Formulas become MathML. A link to a file outside ``docs/`` leads to a
-page that shows that file. A page of the API reference is written for each package.
+Pages are unchanged in the repository. Formulas become MathML. A link to a file outside ``docs/`` leads to a
+page with that file. Each package gets a page in the API reference.
 """
 
 import os
@@ -21,11 +21,11 @@ from packages import api_pages, link_packages  # noqa: E402
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash", ".cff": "yaml"}
-_LARGEST = 100_000  # characters of a file that is shown; longer ones are data
+_LARGEST = 100_000  # characters of a shown file; longer ones are truncated
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Make the folder of links through which the packages are read, and put the API's pages into the navigation."""
+    """Make the folder of links to the packages, and add the API's pages to the navigation."""
     link_packages(ROOT / ".links")
     for entry in config.nav or []:
         if isinstance(entry, dict) and "API" in entry:
@@ -34,10 +34,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the API's pages, and pages for files outside ``docs/`` that others link to; the search leaves these out."""
+    """Add the API's pages, and pages for linked files outside ``docs/``, which the search excludes."""
     pages = api_pages()
     rows = [f"| [`{name}`]({name}.md) | {says} |" for name, (says, _) in pages.items()]
-    index = "# API\n\nWhat can be imported, made from the docstrings.\n\n| package | what it holds |\n|---|---|\n"
+    index = "# API\n\nThe public packages, from their docstrings.\n\n| package | content |\n|---|---|\n"
     files.append(File.generated(config, "api/index.md", content=index + "\n".join(rows) + "\n"))
     for name, (_, text) in pages.items():
         files.append(File.generated(config, f"api/{name}.md", content=text))
@@ -59,7 +59,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Turn formulas into MathML, and links that leave ``docs/`` into links to the pages that show those files."""
+    """Convert formulas to MathML, and links to files outside ``docs/`` to links to the pages of those files."""
     here = page.file.src_uri
     shows_file = here.startswith("source/")
     origin = ROOT / here.removeprefix("source/").removesuffix(".md") if shows_file else ROOT / "docs" / here
@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         if "://" in target:
             return match[0]
         path = _outside(origin, target)
-        if path is None and shows_file:  # from a file outside docs/ to a page
+        if path is None and shows_file:  # a link from a file outside docs/ to a page
             path = (origin.parent / target).resolve()
             there = path.relative_to(ROOT / "docs").as_posix()
         elif path is None:
@@ -82,7 +82,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep the dashes of an option with its name where code is broken into lines."""
+    """Keep the dashes of an option with its name in line breaks of code."""
     option = r'<span class="nobreak">\g<0></span>'
     return re.sub(r"<code>[^<]*</code>", lambda code: re.sub(r"--\w", option, code[0]), html)
 
@@ -92,7 +92,7 @@ def _is_code(path: Path) -> bool:
 
 
 def _outside(origin: Path, target: str) -> Path | None:
-    """Return the file that a link leads to, if it is in the repository and no page of ``docs/``."""
+    """Return the file that a link leads to, if it is in the repository and not a page of ``docs/``."""
     if "://" in target or target.startswith(("#", "mailto:")):
         return None
     path = Path(os.path.normpath(origin.parent / target))
@@ -102,12 +102,12 @@ def _outside(origin: Path, target: str) -> Path | None:
 
 
 def _page_of(path: Path) -> str:
-    """Return the name of the page that shows a file."""
+    """Return the name of the page of a file."""
     return f"source/{path.relative_to(ROOT).as_posix()}.md"
 
 
 def _shown(path: Path) -> str:
-    """Return a page that shows a file: Markdown as it is, code as code, of a folder the list of its files."""
+    """Return the page of a file: Markdown unchanged, code as code, a folder as the list of its files."""
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
         names = sorted(one.name + "/" * one.is_dir() for one in path.iterdir() if not one.name.startswith(("_", ".")))
@@ -116,5 +116,5 @@ def _shown(path: Path) -> str:
     if path.suffix == ".md":
         return text
     if len(text) > _LARGEST:
-        text = text[:_LARGEST] + "\n... (the file goes on)\n"
+        text = text[:_LARGEST] + "\n... (truncated)\n"
     return f"# {path.name}\n\n`{name}` in the repository.\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"

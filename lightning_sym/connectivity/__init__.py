@@ -1,4 +1,4 @@
-"""Between networks: lines and curves in weight space, loss barriers, means and merging, of adapters too."""
+"""Mode connectivity: linear paths, curves and loss barriers between networks, and merging, also of adapters."""
 
 from lightning_sym.connectivity.adapters import Adapter, MergedAdapters, merge_adapters
 from lightning_sym.connectivity.checkpoints import MergedCheckpoints, merge_checkpoints

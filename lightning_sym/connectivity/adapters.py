@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) in the files that `peft` writes: balanced, matched to one another, averaged."""
+"""Low-rank adapters (LoRA) in `peft`'s files: balance, match and average them."""
 
 import json
 import math
@@ -20,22 +20,22 @@ from lightning_sym.symmetry.low_rank import Gauge, LowRank, difference, mean_fac
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _START = "base_model.model."
-# A and B of a layer; B's bias is no factor, and stays.
+# Factors A and B of a layer; the bias of B is not a factor and stays unchanged.
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 METHODS = ("product", "aligned", "factors")
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    r"""A low-rank adapter: what ``peft`` keeps in a folder. To the weight of each module :math:`s B A` is added.
+    r"""A low-rank adapter in a folder of ``peft``, which adds :math:`s B A` to the weight of each module.
 
-    Every invertible matrix g turns the factors into :math:`B g^{-1}` and :math:`g A`, which are the same adapter: a
-    gauge of its own for every module (docs/theory/matching.md, 7).
+    For every invertible matrix g, the factors :math:`B g^{-1}` and :math:`g A` define the same adapter: each module has
+    its own gauge freedom (docs/theory/matching.md, 7).
 
     Attributes:
-        config: What ``adapter_config.json`` says.
-        tensors: What ``adapter_model.safetensors`` holds.
-        source: Where it was read, for messages.
+        config: Content of ``adapter_config.json``.
+        tensors: Tensors of ``adapter_model.safetensors``.
+        source: The folder, for messages.
     """
 
     config: Mapping[str, Any]
@@ -44,14 +44,14 @@ class Adapter:
 
     @classmethod
     def read(cls, folder: str | Path) -> "Adapter":
-        """Read an adapter; nothing is run.
+        """Read an adapter without running code in its files.
 
         Args:
-            folder: With ``adapter_config.json`` and ``adapter_model.safetensors``.
+            folder: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
         Raises:
-            ValueError: If a file is missing, damaged or not finite, or it is another kind of adapter than LoRA, or one
-                whose product is not simply added to the weight (DoRA and others).
+            ValueError: If a file is missing, damaged or not finite, or the adapter is not plain LoRA, that is, it does
+                not just add its product to the weight (DoRA and others).
         """
         folder = Path(folder)
         for name in (CONFIG, WEIGHTS):
@@ -68,25 +68,25 @@ class Adapter:
         except SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS} is damaged or no safetensors ({error}); write it again.") from None
         adapter = cls(config, tensors, str(folder))
-        adapter.products  # noqa: B018  # checks all that it is made of
+        adapter.products  # noqa: B018  # checks the tensors
         return adapter
 
     def write(self, folder: str | Path) -> Path:
-        """Write the adapter so that ``peft`` reads it.
+        """Write the adapter in the form that ``peft`` reads.
 
         Args:
-            folder: Made if it is not there.
+            folder: Created if it does not exist.
 
         Returns:
             The folder.
 
         Raises:
-            ValueError: If there is an adapter already.
-            OSError: If the folder cannot be written to; no part of a file is left behind.
+            ValueError: If the folder holds an adapter already.
+            OSError: If the folder cannot be written to; no partial file remains.
         """
         folder = Path(folder)
         if there := next((name for name in (CONFIG, WEIGHTS) if (folder / name).exists()), None):
-            raise ValueError(f"{folder / there} is there already; expected a folder without an adapter.")
+            raise ValueError(f"{folder / there} exists already; expected a folder without an adapter.")
         weights = save({name: tensor.contiguous() for name, tensor in self.tensors.items()}, {"format": "pt"})
         write_atomically(folder / CONFIG, json.dumps(dict(self.config), indent=2) + "\n")
         try:
@@ -96,11 +96,11 @@ class Adapter:
             raise
         return folder
 
-    # What it adds.
+    # Products.
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, str]]:
-        """By module, the names of the tensors A and B."""
+        """Return the names of the tensors A and B, by module."""
         found: dict[str, dict[str, str]] = {}
         for name in self.tensors:
             if match := _FACTOR.fullmatch(name):
@@ -113,21 +113,21 @@ class Adapter:
         if other := next((name for name in others if not name.endswith(".lora_B.bias")), None):
             kind = "DoRA" if "magnitude" in other else "another kind"
             raise ValueError(
-                f"{self.source} holds {other}, of {kind}, whose product is not simply added to the weight; expected "
+                f"{self.source} holds {other}, of {kind}, which does more than add its product to the weight; expected "
                 "plain LoRA."
             )
         if not found:
-            raise ValueError(f"{self.source} holds no lora_A and lora_B; expected an adapter of LoRA.")
+            raise ValueError(f"{self.source} holds no lora_A and lora_B; expected a LoRA adapter.")
         return {module: (own["A"], own["B"]) for module, own in found.items()}
 
     @cached_property
     def products(self) -> dict[str, LowRank]:
-        """What is added to the weight of each module, scaling included: half of it in each factor, in float64.
+        """Products that are added to the module weights, in float64; each factor takes half of the scaling.
 
-        Kernels of convolutions are flattened; of embeddings it is the transpose.
+        Kernels of convolutions are flattened; products of embeddings are transposed.
 
         Raises:
-            ValueError: If it is no plain LoRA, or something is not finite or does not fit the configuration.
+            ValueError: If the adapter is not plain LoRA, not finite, or does not match the configuration.
         """
         self._check_kind()
         for name, tensor in self.tensors.items():
@@ -151,13 +151,13 @@ class Adapter:
         return self._of("lora_alpha", "alpha_pattern", module) / (rank**0.5 if self.config.get("use_rslora") else rank)
 
     def _of(self, name: str, pattern: str, module: str) -> float:
-        """Return a number of the configuration for a module, of the first pattern that fits its name as in peft."""
+        """Return a configured number for a module, from the first pattern that matches its name as in peft."""
         value, patterns = self.config.get(name), self.config.get(pattern) or {}
         path = module.removeprefix(_START)
         try:
             value = next((own for key, own in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", path)), value)
         except (re.error, AttributeError):
-            raise ValueError(f"{self.source}: {pattern} is no mapping of patterns of names: {patterns}.") from None
+            raise ValueError(f"{self.source}: {pattern} must map patterns of names, got {patterns}.") from None
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
             raise ValueError(f"{self.source}: {name} of {path} is {value!r}; expected a number > 0.")
         return value
@@ -167,45 +167,45 @@ class Adapter:
             raise ValueError(f"{self.source} is of peft_type {self.config.get('peft_type')!r}; expected LORA.")
         used = [key for key, value in self.config.items() if key.startswith("use_") and value and key != "use_rslora"]
         if used:
-            kind = "DoRA: the weight's columns are normalised behind the product" if "use_dora" in used else "other"
+            kind = "DoRA: the columns of the weight are normalised after the product" if "use_dora" in used else "other"
             raise ValueError(
-                f"{self.source} is no plain LoRA ({used[0]}, {kind}), so that its factors alone say nothing of what is "
-                "added to a weight; expected adapters without that."
+                f"{self.source} is not plain LoRA ({used[0]}, {kind}): its factors alone do not determine the change "
+                "of a weight; expected plain LoRA adapters."
             )
 
     # Gauges.
 
     def balanced(self) -> "Adapter":
-        """Return the same adapter with equal Gram matrices of both factors: ``B.T @ B == A @ A.T``, diagonal.
+        """Return the same adapter with equal, diagonal Gram matrices of both factors: ``B.T @ B == A @ A.T``.
 
-        In exact arithmetic one form for all gauges, see :meth:`LowRank.balanced`. Not for training to go on with a
-        module whose B is still zero: its A becomes zero, too.
+        In exact arithmetic the result is the same for all gauges, see :meth:`LowRank.balanced`. Do not continue
+        training from it if B is still zero: A becomes zero as well.
         """
         return self.with_products({module: own.balanced() for module, own in self.products.items()})
 
     def matched(self, reference: "Adapter", gauge: Gauge = "orthogonal") -> "Adapter":
-        """Return the same adapter in the gauge in which its factors are most like those of another one.
+        """Return the same adapter in the gauge that brings its factors closest to those of another adapter.
 
         Args:
-            reference: Of the same modules and ranks; it stays in its own gauge.
-            gauge: "orthogonal": Procrustes in the balanced gauge. "invertible": on from there to the least distance of
-                the factors as they are; see :meth:`LowRank.matched`.
+            reference: Adapter of the same modules and ranks; its gauge stays.
+            gauge: "orthogonal": Procrustes in the balanced gauge. "invertible": starts there and minimises the distance
+                of the factors over all gauges; see :meth:`LowRank.matched`.
 
         Raises:
-            ValueError: If the adapters do not fit each other, or one has a smaller rank than its factors.
+            ValueError: If the adapters do not match, or a product has a smaller rank than its factors.
         """
-        check_alike([reference, self], ranks=True)
+        check_same_network([reference, self], ranks=True)
         theirs = reference.products
         return self.with_products({m: own.matched(theirs[m], gauge) for m, own in self.products.items()})
 
     def with_products(self, products: Mapping[str, LowRank]) -> "Adapter":
-        """Return the adapter with other products: their ranks go into the configuration, alpha stays.
+        """Return the adapter with other products; their ranks replace those of the configuration, alpha stays.
 
         Args:
-            products: One for each of :attr:`products`, of its shape.
+            products: One product for each of :attr:`products`, of its shape.
 
         Raises:
-            ValueError: If a number does not fit into the tensors' dtype.
+            ValueError: If a number exceeds the range of the tensors' dtype.
         """
         ranks = {module: own.rank for module, own in products.items()}
         config, tensors = dict(self.config), dict(self.tensors)
@@ -221,55 +221,55 @@ class Adapter:
                 shape[axis] = own.rank
                 tensors[name] = factor.reshape(shape).to(self.tensors[name].dtype)
                 if not bool(tensors[name].isfinite().all()):
-                    raise ValueError(f"{name} would hold numbers that {tensors[name].dtype} does not.")
-            if (bias := name_b.removesuffix(".weight") + ".bias") in tensors:  # scaled as the product is
+                    raise ValueError(f"{name} would hold numbers outside the range of {tensors[name].dtype}.")
+            if (bias := name_b.removesuffix(".weight") + ".bias") in tensors:  # has the scaling of the product
                 ratio = self.scaling(module) / changed.scaling(module)
                 tensors[bias] = (self.tensors[bias].double() * ratio).to(self.tensors[bias].dtype)
         return replace(changed, tensors=tensors)
 
     def added(self, name: str) -> Tensor | None:
-        """Return a tensor that is no factor, biases behind B times their scaling; None if it is not there."""
+        """Return a tensor that is no factor (bias of B times its scaling); None if it does not exist."""
         tensor = self.tensors.get(name)
         module = name.removesuffix(".bias").removesuffix(".lora_B")
         factor = self.scaling(module) if name.endswith(".lora_B.bias") and module in self._names else 1.0
         return None if tensor is None else tensor.double() * factor
 
 
-def check_alike(adapters: Sequence[Adapter], *, ranks: bool = False) -> None:
-    """Check that adapters are for one network.
+def check_same_network(adapters: Sequence[Adapter], *, ranks: bool = False) -> None:
+    """Check that adapters belong to the same network.
 
     Args:
         adapters: At least one.
-        ranks: Whether their ranks have to agree, too.
+        ranks: Whether their ranks must agree.
 
     Raises:
-        ValueError: If not; one sentence that names the first difference.
+        ValueError: If not; the message names the first difference.
     """
     first = adapters[0]
     sizes = {module: (own.up.shape[0], own.down.shape[1]) for module, own in first.products.items()}
     for other in adapters[1:]:
         if missing := min(sizes.keys() ^ other.products.keys(), default=None):
             has, lacks = (first, other) if missing in sizes else (other, first)
-            raise ValueError(f"{has.source} changes {missing}, and {lacks.source} does not; expected the same modules.")
+            raise ValueError(f"{has.source} changes {missing}, but {lacks.source} does not; expected the same modules.")
         for module, own in other.products.items():
             if (own.up.shape[0], own.down.shape[1]) != sizes[module]:
                 raise ValueError(f"{module} has another shape in {other.source} than in {first.source}.")
             if ranks and own.rank != first.products[module].rank:
                 raise ValueError(
                     f"{module} has rank {own.rank} in {other.source} and {first.products[module].rank} in "
-                    f"{first.source}; expected one rank, which merge_adapters does not need."
+                    f"{first.source}; expected equal ranks, which merge_adapters does not require."
                 )
 
 
 @dataclass(frozen=True, eq=False)
 class MergedAdapters:
-    """The mean of adapters.
+    """The average of adapters.
 
     Attributes:
-        adapter: The mean, with the configuration of the first but for ranks.
-        errors: For each module and each method ("product", "aligned", "factors") how far its result is from the mean
-            of the products, relative to the norm of that mean (Frobenius).
-        method: By which of them the adapter was made.
+        adapter: The average, with the configuration of the first adapter except for ranks.
+        errors: For each module and each method ("product", "aligned", "factors") the Frobenius distance of its result
+            from the mean product, relative to the norm of that mean.
+        method: The method of ``adapter``.
     """
 
     adapter: Adapter
@@ -295,22 +295,22 @@ def merge_adapters(
 ) -> MergedAdapters:
     """Average adapters of one network.
 
-    What should be averaged is what they add to the weights, ``s B A``; that has a larger rank. Of the three ways
-    back to a small one all errors are returned.
+    The exact target is the mean of the products ``s B A``, which has a larger rank. The errors of all three methods
+    of reducing it are returned.
 
     Args:
         adapters: At least one, for the same modules; ranks and scalings may differ.
-        method: "product": the nearest product of that rank to the mean of the products, by a truncated singular value
-            decomposition: no other is nearer. "aligned": the mean of the factors, balanced and turned towards those of
-            the first. "factors": the mean of the factors as they are, for comparison; it depends on the gauge.
-        rank: Of the result, >= 1, for "product"; by default for each module the largest that an adapter has.
-        weights: One number >= 0 for each; they are divided by their sum. None: all equal.
+        method: "product": truncated singular value decomposition of the mean product, which is optimal for its rank.
+            "aligned": mean of the factors, balanced and rotated to those of the first adapter. "factors": mean of the
+            factors in their given gauges, for comparison; it depends on the gauges.
+        rank: Rank of the result, >= 1, for "product"; default: for each module the largest rank of an adapter.
+        weights: One number >= 0 per adapter; they are divided by their sum. None: equal weights.
 
     Returns:
-        The mean, and the errors. Tensors that are no factors (biases, whole modules) are averaged as they are.
+        The average and the errors. Tensors other than factors (biases, whole modules) are averaged directly.
 
     Raises:
-        ValueError: If the adapters do not fit each other, or an argument is out of its range.
+        ValueError: If the adapters do not match, or an argument is out of its range.
     """
     adapters = list(adapters)
     if not adapters:
@@ -323,7 +323,7 @@ def merge_adapters(
     if len(given) != len(adapters) or not all(math.isfinite(w) and w >= 0 for w in given) or not sum(given) > 0:
         raise ValueError(f"weights must be {len(adapters)} numbers >= 0 with a sum above 0, got {weights}.")
     shares = [weight / math.fsum(given) for weight in given]
-    check_alike(adapters)
+    check_same_network(adapters)
     results, errors = {}, {}
     for module in adapters[0].products:
         products = [own.products[module] for own in adapters]
@@ -343,13 +343,13 @@ def merge_adapters(
 
 
 def _aligned(products: Sequence[LowRank]) -> list[LowRank]:
-    """Return products, balanced and aligned to the first."""
+    """Balance products and align them to the first."""
     first, *others = (own.balanced() for own in products)
     return [first, *(own.aligned(first) for own in others)]
 
 
 def _others_averaged(merged: Adapter, adapters: Sequence[Adapter], shares: Sequence[float]) -> dict[str, Tensor]:
-    """Return a merged adapter's tensors, with the means of those that are no factors."""
+    """Return a merged adapter's tensors, with averages of those that are not factors."""
     tensors, factors = dict(merged.tensors), {name for names in merged._names.values() for name in names}
     names = dict.fromkeys(name for own in adapters for name in own.tensors)
     for name in names:
@@ -357,7 +357,7 @@ def _others_averaged(merged: Adapter, adapters: Sequence[Adapter], shares: Seque
             continue
         found = [own.added(name) for own in adapters]
         if any(value is None for value in found) or len({value.shape for value in found if value is not None}) > 1:
-            raise ValueError(f"{name} is not in all adapters, or has other shapes there; expected the same tensors.")
+            raise ValueError(f"{name} is missing in an adapter or has another shape there; expected the same tensors.")
         mean = torch.stack([share * value for share, value in zip(shares, found, strict=True) if value is not None])
         unit = merged.added(name)
         assert unit is not None

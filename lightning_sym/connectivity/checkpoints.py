@@ -1,4 +1,4 @@
-"""From checkpoints on disk to their mean, or to one in the order of another, on disk again."""
+"""Read checkpoints, align or average their networks, and write the result."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,28 +28,28 @@ from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 from lightning_sym.weights import fit_weights, read_weights
 
 METHODS = ("weights", "activations")
-_PLAIN, _ALIGNED = "mean as they are", "mean, aligned"  # of the checkpoints
+_PLAIN, _ALIGNED = "mean as they are", "mean, aligned"  # names of weight averages
 Data = Iterable[Sequence[Tensor]]
-# Elements of matching are found from weights: what is lost by inverting their matrices is far below this.
+# Matches are found from weights; inverting their matrices loses far less precision than this.
 _UNCHANGED = 1e-8
-# Beside a model: its weights in other files and formats, what a training needs to go on, what is said of its weights.
+# Files of a model that are not copied: weights in other files and formats, training states, descriptions of weights.
 _NOT_COPIED = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf"),
     *("trainer_state.json", "readme.md", "*.tmp"),
 )
-# What a configuration says that is no part of the architecture.
+# Settings of a configuration that are independent of the architecture.
 _NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures")
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A checkpoint, read into a network.
+    """A checkpoint and its network.
 
     Attributes:
         file: The file, or the index of several.
-        network: With its weights, in evaluation mode, in double precision if that is what the file holds, else in
+        network: Network with the checkpoint's weights, in evaluation mode; in double precision if the file is, else in
             single precision.
-        shards: How it lies on disk; None if it is no safetensors.
+        shards: Layout on disk; None if the file is not safetensors.
         dtypes: The type of each floating tensor in the file, by the network's names.
     """
 
@@ -64,18 +64,18 @@ class Checkpoint:
     ) -> "Checkpoint":
         """Read a checkpoint into a copy of a network.
 
-        Its tensors stay in the file, which is mapped into memory; but what has another type there is converted.
+        Tensors stay in the memory-mapped file, except those of another type, which are converted.
 
         Args:
             file: A state dict, a Lightning checkpoint, a file of safetensors or the index of several.
-            network: Whose weights they are; it may be without weights, on torch's meta device. Not changed.
-            prefix: What the names of the weights begin with, where several prefixes fit.
-            copies: Keeps what is converted; None for memory.
+            network: Network for the weights; may be without weights, on torch's meta device. Not changed.
+            prefix: Prefix of the weights' names, where several prefixes fit.
+            copies: Storage for converted tensors; None for memory.
 
         Raises:
             FileNotFoundError: If there is no such file.
-            ValueError: If it is damaged, not finite, or of another configuration.
-            OSError: If there is no space for what is converted.
+            ValueError: If it is damaged, not finite, or has another configuration.
+            OSError: If there is no space for converted tensors.
         """
         file = Path(file)
         shards = Shards(file) if file.suffix in (".json", ".safetensors") else None
@@ -101,30 +101,30 @@ class Checkpoint:
         return cls(file, found.double() if exact else found, shards, dtypes)
 
     def write(self, network: nn.Module, out: str | Path) -> Path:
-        """Write another network's weights in the form of this checkpoint: names, types, shards and metadata.
+        """Write another network's weights in this checkpoint's form: names, types, shards and metadata.
 
-        Of files that are no safetensors one file of safetensors is made, with the network's names. Into a folder, what
-        lies beside a model of transformers (configuration, tokenizer) is copied.
+        Checkpoints other than safetensors become one safetensors file with the network's names. If ``out`` is a folder,
+        the other files of a transformers model (configuration, tokenizer) are copied.
 
         Args:
-            network: Of this checkpoint's architecture.
+            network: Network of this checkpoint's architecture.
             out: As :func:`merge_checkpoints` takes it.
 
         Returns:
-            What was written: the file, or the index.
+            The written file or index.
 
         Raises:
-            ValueError: If a number does not fit into its type. Nothing is left behind.
-            OSError: If it cannot be written. Nothing is left behind.
+            ValueError: If a number exceeds the range of its type. No file remains.
+            OSError: If it cannot be written. No file remains.
         """
         out = Path(out)
-        beside = [] if out.suffix == ".safetensors" else _beside(self.file)
+        model_files = [] if out.suffix == ".safetensors" else _model_files(self.file)
         tensors = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
         names = first_names(network)
         if self.shards is None:
             held = {name: tensors[name] for name in network.state_dict() if names.get(name) == name}
             types = {name: self.dtypes.get(name, tensor.dtype) for name, tensor in held.items()}
-            return _write_into_folder(held, types, out, beside) if beside else write_new(held, types, out)
+            return _write_into_folder(held, types, out, model_files) if model_files else write_new(held, types, out)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         needed = [name for name, _ in network.named_parameters()]
         named = named_for(self.shards, shapes, names, needed, ())
@@ -135,29 +135,30 @@ class Checkpoint:
                     yield name, tensors[name]
 
         moving = {name for name in named.values() if tensors[name].is_floating_point()}
-        return write_moved(self.shards, named, moved, moving, out, beside)
+        return write_moved(self.shards, named, moved, moving, out, model_files)
 
 
 @dataclass(frozen=True, eq=False)
 class MergedCheckpoints:
-    """What :func:`merge_checkpoints` wrote, and what it is worth.
+    """The files that :func:`merge_checkpoints` wrote, and their evaluation.
 
     Attributes:
         out: The file or index that was written.
         files: The checkpoints.
         method: "weights" or "activations".
-        align_only: Whether the second was written in the order of the first, in place of the mean.
+        align_only: Whether the second checkpoint was aligned to the first, instead of averaged with it.
         symmetry: The symmetry of the network.
-        elements: What brought each checkpoint to where the mean was taken.
+        elements: One per checkpoint: the group element that aligned it.
         distances: For each but the first: Euclidean distance of its parameters to those of the first before and after
             alignment.
-        equal: For each but the first, whether it equals the first, as it is and up to symmetry, to the rounding of
-            the files.
-        largest_change: Of an output of an aligned network, relative; in float64.
-        losses: By name: of each checkpoint, of the mean as they are, and of the mean after alignment (of the aligned
-            second one with ``align_only``). Loss, and accuracy or None. None without data.
-        barriers: On the lines from the first to each other one, "unmatched" and by the method. None without data.
-        notes: What was left out and why.
+        equal: For each but the first, whether it equals the first, before and after the match, to the rounding of the
+            files.
+        largest_change: Largest relative change of an output by alignment, in float64.
+        losses: By name: of each checkpoint, of the average without alignment, and of the average after alignment (of
+            the aligned second one with ``align_only``). Loss, and accuracy or None. None without data.
+        barriers: On the linear paths from the first to each other one, "unmatched" and by the method. None without
+            data.
+        notes: Omissions and their reasons.
     """
 
     out: Path
@@ -191,49 +192,49 @@ def merge_checkpoints(
     seed: int = 0,
     progress: bool = False,
 ) -> MergedCheckpoints:
-    """Align checkpoints of one network up to its symmetry, and write their mean.
+    """Align checkpoints of one network up to its symmetry, and write their average.
 
-    The symmetry is traced and proved on the network, :func:`lightning_sym.connectivity.merge` aligns, and before
-    anything is written every aligned network is run: its function has to be the one that it had.
+    The symmetry is traced on the network and verified numerically, and :func:`lightning_sym.connectivity.merge` aligns
+    the networks. Before anything is written, each aligned network is run to verify that its function is unchanged.
 
     Args:
         files: At least two (two with ``align_only``): state dicts, Lightning checkpoints, safetensors or the index of
             several. All of one architecture and in the same types.
         out: A path ending in ``.safetensors``, or a folder if the first checkpoint (with ``align_only`` the second) is
-            an index, or lies beside the ``config.json`` of a model of transformers, which is copied then with all else
-            that belongs to the model. Nothing there is replaced.
-        network: Whose weights they are, built with any weights. Not changed.
-        inputs: What the network takes: an input, a tuple of positional arguments, or a :class:`Call`.
+            an index, or has a transformers ``config.json`` in its folder; the model's other files are then copied.
+            Existing files are not replaced.
+        network: Network for the weights, with any weights. Not changed.
+        inputs: Example inputs: an input, a tuple of positional arguments, or a :class:`Call`.
         method: "weights", or "activations", which needs ``train``.
-        align_only: Whether to write the second checkpoint in the order and scales of the first, the same function, in
-            place of the mean.
-        recalibrate: Whether to measure the statistics of batch norms in the mean anew; needs ``train``.
+        align_only: Write the second checkpoint with the permutation and scales of the first, the same function, instead
+            of the average.
+        recalibrate: Recompute the batch norm statistics of the average; needs ``train``.
         data: Test batches ``(inputs, targets)`` that can be read several times, for losses and barriers.
-        train: Training batches for activations and for statistics of batch norms. None: ``data``.
+        train: Training batches for activations and for batch norm statistics. None: ``data``.
         loss: As for :func:`lightning_sym.connectivity.barrier`.
-        points: Points on a line, both ends included, >= 2.
-        prefix: What the names of the weights begin with, where several prefixes fit.
+        points: Number of points on a linear path, both endpoints included, >= 2.
+        prefix: Prefix of the weights' names, where several prefixes fit.
         seed: Seed of the matching.
         progress: Whether to show progress bars.
 
     Returns:
-        Where it was written, and losses and barriers if there are data.
+        The result, with losses and barriers if there are data.
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If the checkpoints do not fit the network or each other, or an argument is out of its range.
-            Nothing is left behind.
-        OSError: If it cannot be written. Nothing is left behind.
+        ValueError: If the checkpoints do not match the network or each other, or an argument is out of its range.
+            No file remains.
+        OSError: If the result cannot be written. No file remains.
     """
     paths, train = [Path(file) for file in files], data if train is None else train
     _check_arguments(paths, method, align_only, recalibrate, train)
-    written = paths[1] if align_only else paths[0]  # whose form the result has
+    written = paths[1] if align_only else paths[0]  # determines the form of the result
     _check_out(Path(out), written)
     if recalibrate and not batch_norms(network):
-        raise ValueError("recalibrate is for batch norms, of which the network has none; leave it out.")
+        raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
     _check_configurations(paths)
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
-    names = _told_apart(paths)
+    names = _distinct_names(paths)
     checkpoints, converted = _of_one_type(
         [Checkpoint.read(file, network, prefix, copies) for file in paths], names, copies
     )
@@ -243,10 +244,12 @@ def merge_checkpoints(
     with double_copies(copies.placed):
         symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
         statistics = None if train is None else Inputs(train, dtype, equal=True)
-        with unchecked():  # all are copies of one network, and what was moved is run below
+        with unchecked():  # all are copies of one network, and aligned networks are run below
             aligned = _aligned(symmetry, networks, method, statistics, seed, progress, copies, align_only)
             largest = max(_change_of(symmetry, e, own) for e, own in zip(aligned.elements, networks, strict=True))
-            equal = tuple(_compared(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(paths)))
+            equal = tuple(
+                _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(paths))
+            )
     allowed = max(symmetry.tolerance, _UNCHANGED)
     if not largest <= allowed:
         raise ValueError(
@@ -257,7 +260,7 @@ def merge_checkpoints(
         (parameter_distance(networks[0], own), parameter_distance(aligned.networks[0], moved))
         for own, moved in zip(networks[1:], aligned.networks[1:], strict=True)
     )
-    left = [f"{name} {reason}: left as it is" for name, reason in zip(names, aligned.reasons, strict=True) if reason]
+    left = [f"{name} {reason}: unchanged" for name, reason in zip(names, aligned.reasons, strict=True) if reason]
     notes = (*left, *converted, *_notes(symmetry, network, data, recalibrate or align_only))
     if recalibrate and statistics is not None:
         recalibrate_batch_norm(aligned.result, statistics)
@@ -284,11 +287,11 @@ def merge_checkpoints(
         largest_change=largest,
         losses=losses,
         barriers=barriers,
-        notes=(*_sameness(names, [after for _, after in equal]), *notes),
+        notes=(*_equality_notes(names, [after for _, after in equal]), *notes),
     )
 
 
-# ---- what is given
+# ---- inputs
 
 
 def _check_arguments(
@@ -300,25 +303,25 @@ def _check_arguments(
     if method not in METHODS:
         raise ValueError(f"method must be 'weights' or 'activations', got {method!r}.")
     if align_only and recalibrate:
-        raise ValueError("recalibrate is for a mean, and align_only writes none; leave one of them out.")
+        raise ValueError("recalibrate needs an average, but align_only writes none; leave one of them out.")
     for needed, what in ((method == "activations", "method='activations'"), (recalibrate, "recalibrate")):
         if needed and train is None:
-            raise ValueError(f"{what} needs data to run the networks on; give data (--data).")
+            raise ValueError(f"{what} needs data to run the networks on; pass data (--data).")
 
 
 def _check_out(out: Path, written: Path) -> None:
-    """Check, before anything is computed, that a result in the form of a file can be written."""
+    """Check, before any computation, that a result in the form of a file can be written."""
     several, folder = written.suffix == ".json", out.suffix != ".safetensors"
-    if (several and not folder) or (folder and not several and not _beside(written)):
+    if (several and not folder) or (folder and not several and not _model_files(written)):
         expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
         raise ValueError(f"out is {out}; expected {expected}.")
-    # What a run that was killed leaves is hidden, and in nobody's way.
+    # A killed run leaves only hidden files, which do not interfere.
     if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
-        raise ValueError(f"{out} is there already; expected {'an empty' if folder else 'a'} place.")
+        raise ValueError(f"{out} exists already; expected {'an empty' if folder else 'a new'} path.")
 
 
 def _configuration_of(file: Path) -> dict[str, Any] | None:
-    """Return the configuration (of transformers) that lies beside a checkpoint; None if there is none."""
+    """Return the transformers configuration in a checkpoint's folder; None if there is none."""
     try:
         content = load_json((file.parent / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -326,8 +329,8 @@ def _configuration_of(file: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and "model_type" in content else None
 
 
-def _beside(file: Path) -> list[Path]:
-    """Return the files of a transformers model beside its checkpoint, without weights."""
+def _model_files(file: Path) -> list[Path]:
+    """Return the files of a transformers model in its checkpoint's folder, without weights."""
     if _configuration_of(file) is None:
         return []
     files = (path for path in sorted(file.parent.iterdir()) if path.is_file() and not path.name.startswith("."))
@@ -335,16 +338,16 @@ def _beside(file: Path) -> list[Path]:
 
 
 def _write_into_folder(
-    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path, beside: Sequence[Path]
+    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path, model_files: Sequence[Path]
 ) -> Path:
-    """Write tensors and copies of other files into a folder, whole or not at all."""
+    """Write tensors and copies of other files into a folder, completely or not at all."""
     there = out.exists()
     try:
         found = write_new(tensors, types, out / "model.safetensors")
-        for path in beside:
+        for path in model_files:
             shutil.copyfile(path, out / path.name)
     except BaseException:
-        for name in ("model.safetensors", *(path.name for path in beside)):
+        for name in ("model.safetensors", *(path.name for path in model_files)):
             (out / name).unlink(missing_ok=True)
         if not there and out.exists():
             out.rmdir()
@@ -353,12 +356,12 @@ def _write_into_folder(
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the one that it would be made in."""
+    """Return the folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def _check_configurations(files: Sequence[Path]) -> None:
-    """Check that the configurations that lie beside checkpoints (of transformers) agree."""
+    """Check that the transformers configurations in the checkpoints' folders agree."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in dict.fromkeys(file.parent / "config.json" for file in files):
         content = _configuration_of(path)
@@ -369,15 +372,15 @@ def _check_configurations(files: Sequence[Path]) -> None:
         for key in sorted(own.keys() | content.keys()):
             if own.get(key) != content.get(key):
                 raise ValueError(
-                    f"{path} says {key}: {content.get(key)!r}, and {first} {own.get(key)!r}; expected checkpoints of "
-                    "one configuration."
+                    f"{path} states {key}: {content.get(key)!r}, but {first} {own.get(key)!r}; expected checkpoints "
+                    "of one configuration."
                 )
 
 
 def _of_one_type(
     checkpoints: Sequence[Checkpoint], names: Sequence[str], copies: NetworkFiles
 ) -> tuple[list[Checkpoint], list[str]]:
-    """Return the checkpoints in double precision if one of them is, and notes on those whose types are others."""
+    """Convert all checkpoints to double precision if one has it; also return notes on checkpoints of other types."""
     first, notes = checkpoints[0], []
     for name, other in zip(names[1:], checkpoints[1:], strict=True):
         unlike = [own for own, dtype in first.dtypes.items() if other.dtypes.get(own, dtype) != dtype]
@@ -395,26 +398,25 @@ def _of_one_type(
 
 
 def _call(inputs: Any, dtype: torch.dtype) -> Call:
-    """Return the example, its floating tensors in the dtype of the weights."""
+    """Return the example, with floating tensors in the dtype of the weights."""
     call = Call.of(inputs)
     return call if dtype != torch.float64 else Call(*double(tuple(call)))
 
 
 class Inputs:
-    """Batches with inputs in the dtype of a network, which can be read as often as those that are given.
+    """Batches with inputs in the dtype of a network; can be iterated as often as the given batches.
 
     Args:
         batches: Batches that begin with the inputs.
-        dtype: Of floating inputs.
-        equal: Whether to leave out batches that are not as large as the first, of which statistics of batch norms
-            would count every input more.
+        dtype: Dtype of floating inputs.
+        equal: Leave out batches smaller than the first: batch norm statistics would give their inputs more weight.
     """
 
     def __init__(self, batches: Data, dtype: torch.dtype, *, equal: bool = False) -> None:
         self._batches, self._dtype, self._equal = batches, dtype, equal
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        """Yield them, in their order."""
+        """Yield the batches in order."""
         size = None
         for inputs, *others in self._batches:
             size = len(inputs) if size is None else size
@@ -422,19 +424,19 @@ class Inputs:
                 yield [inputs.to(self._dtype) if inputs.is_floating_point() else inputs, *others]
 
 
-# ---- what is done
+# ---- alignment and evaluation
 
 
 @dataclass(frozen=True)
 class _Aligned:
-    """Networks that were aligned.
+    """Aligned networks.
 
     Attributes:
-        elements: What brings each one to where it is.
-        found: What the search found for each one, used or not.
-        networks: Where they are.
-        result: What is to be written.
-        reasons: Why one was left as it is, or "".
+        elements: The group element that aligned each network.
+        found: The match of each network, used or not.
+        networks: The aligned networks.
+        result: The network to write.
+        reasons: Why a network was left unchanged, or "".
     """
 
     elements: tuple[Element, ...]
@@ -445,7 +447,7 @@ class _Aligned:
 
     @property
     def moves(self) -> bool:
-        """Whether one of them was moved."""
+        """Whether a network was changed."""
         return not all(self.reasons[1:])
 
 
@@ -459,7 +461,7 @@ def _aligned(
     copies: NetworkFiles,
     align_only: bool,
 ) -> _Aligned:
-    """Align networks to the first one, and return with them their mean, or the second one."""
+    """Align networks to the first one, and return them with their average or the second one."""
     if align_only:
         match = _match(symmetry, networks, method, batches, seed, progress)
         elements, result = (symmetry.identity(), match.element), copies.keep(match.network)
@@ -482,10 +484,10 @@ def _match(
     return weight_matching(symmetry, a, b, seed=seed, progress=progress)
 
 
-def _compared(
+def _compare_with_first(
     symmetry: Symmetry, checkpoints: Sequence[Checkpoint], number: int, aligned: _Aligned, seed: int
 ) -> tuple[Equality, Equality]:
-    """Return whether a checkpoint equals the first one, as it is and by what was found."""
+    """Test whether a checkpoint equals the first one, before and after the match."""
     first, other = checkpoints[0], checkpoints[number]
     rounding = rounding_of(*first.dtypes.values(), *other.dtypes.values())
     elements = symmetry.identity(), aligned.found[number]
@@ -494,7 +496,7 @@ def _compared(
 
 
 def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> float:
-    """Return the largest relative change of an output on the traced examples where an element acts, in float64."""
+    """Return the largest relative change of an output under an element, on the traced examples, in float64."""
     exact = double_copy(network).eval()
     with torch.no_grad():
         examples = [Call(*double(tuple(call))) for call in symmetry.examples]
@@ -504,14 +506,14 @@ def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> floa
     return max((change(old, new) for old, new in zip(before, after, strict=True)), default=0.0)
 
 
-def _told_apart(files: Sequence[Path]) -> list[str]:
-    """Return the names of files, with their numbers where two have one name."""
+def _distinct_names(files: Sequence[Path]) -> list[str]:
+    """Return the names of files, numbered where two share a name."""
     names = [file.name for file in files]
     return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
-def _sameness(names: Sequence[str], equal: Sequence[Equality]) -> tuple[str, ...]:
-    """Return which checkpoints are the first one in other weights, which are not, and of which that is not known."""
+def _equality_notes(names: Sequence[str], equal: Sequence[Equality]) -> tuple[str, ...]:
+    """Describe which checkpoints equal the first one up to symmetry, and which do not."""
     first, *others = names
     kinds = list(zip(others, equal, strict=True))
     same = [name for name, own in kinds if own.answer == "equal"]
@@ -525,7 +527,7 @@ def _sameness(names: Sequence[str], equal: Sequence[Equality]) -> tuple[str, ...
         if own.answer == "same function":
             notes.append(
                 f"{name}: the same function as {first} on {own.inputs} random inputs, by other weights ({own.worst} "
-                f"differs {own.times:.2g} times as much as rounding may make it)"
+                f"differs {own.times:.2g} times as much as rounding allows)"
             )
     return tuple(notes)
 
@@ -535,7 +537,7 @@ def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bo
     if data is None:
         notes.append("without data there are no losses, no barrier and no recalibration (--data)")
     if batch_norms(result) and not settled:
-        notes.append("the statistics of its batch norms are means, and belong to no network (--recalibrate)")
+        notes.append("the batch norm statistics are averages and match no network (--recalibrate)")
     return (*notes, *symmetry.notes)
 
 
@@ -545,13 +547,13 @@ def _warnings(
     method: str,
     align_only: bool,
 ) -> tuple[str, ...]:
-    """Return what has to be said where alignment has made things worse on these data."""
+    """Warn if the result is better without alignment on these data."""
     if align_only:
         before, after = barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
         what = "the barrier on these data is lower"
     else:
         before, after = losses[_PLAIN][0], losses[_ALIGNED][0]
-        what = "nothing was moved, as the loss of the mean on these data is lower"
+        what = "no network was aligned, as the loss of the average on these data is lower"
     if not before < after:
         return ()
     other = "activations" if method == "weights" else "weights"
@@ -562,7 +564,7 @@ def _warnings(
 
 
 class _Readable(nn.Module):
-    """A network whose output is one tensor: the logits, where there are several outputs."""
+    """A network with a single output tensor: the logits, if there are several outputs."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -574,15 +576,15 @@ class _Readable(nn.Module):
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """How networks are evaluated.
+    """Settings of the evaluation.
 
     Attributes:
         data: Test batches.
         statistics: Batches for the statistics of batch norms.
-        loss: Of outputs and targets.
-        points: On a line.
+        loss: Function of outputs and targets.
+        points: Number of points on a linear path.
         progress: Whether to show progress bars.
-        copies: Keeps the networks that are made.
+        copies: Storage for new networks.
     """
 
     data: Inputs
@@ -595,7 +597,7 @@ class _Evaluation:
     def losses(
         self, names: Sequence[str], networks: Sequence[nn.Module], result: nn.Module, align_only: bool
     ) -> dict[str, tuple[float, float | None]]:
-        """Return loss and accuracy of networks as they are, and of their means with statistics measured anew."""
+        """Return loss and accuracy of the networks, and of their averages with recomputed batch norm statistics."""
         found = self._found(networks, names, recalibrate=False)
         if align_only:
             return found | self._found([result], [f"{names[1]}, aligned"], recalibrate=False)
@@ -625,7 +627,7 @@ class _Evaluation:
     def barriers(
         self, networks: Sequence[nn.Module], aligned: Sequence[nn.Module], method: str
     ) -> dict[str, list[Barrier]]:
-        """Return the barriers from the first network to each other one, as they are and aligned."""
+        """Return the barriers from the first network to each other one, before and after alignment."""
         return {
             name: [self._barrier(own[0], other) for other in own[1:]]
             for name, own in (("unmatched", networks), (method, aligned))

@@ -1,4 +1,4 @@
-"""A network that is a point of a curve in weight space, and whose parameters are the curve's control points."""
+"""A network at a point of a curve in weight space, with the curve's control points as parameters."""
 
 import copy
 from typing import Any
@@ -16,28 +16,29 @@ from lightning_sym.landscape.planes import trainable, weight_vector
 class CurveNetwork(nn.Module):
     r"""Any network, at a point of a curve between two sets of its weights.
 
-    The bends of the curve, which are trained, are its only parameters; both ends are a buffer. The point is chosen by
-    the buffer ``coefficients``, see :func:`lightning_sym.connectivity.curves.curve_coefficients`, so that networks on
-    curves of both kinds can be run together by ``torch.func.vmap``. Batch norms with running statistics use those of
-    the batch, in both modes: statistics are of one point of the curve only.
+    The only parameters are the inner control points of the curve, ``bends``; a buffer holds both endpoints. The buffer
+    ``coefficients`` selects the point, see :func:`lightning_sym.connectivity.curves.curve_coefficients`, so that
+    ``torch.func.vmap`` can run networks on curves of both kinds together. Batch norms with running statistics use batch
+    statistics in both modes: running statistics belong to a single point of the curve.
 
-    The gradient of bend k is that of the weights at the point times :math:`c_k(t)`, plus that of the regulariser
-    :math:`\frac{\lambda}{2} \lVert \gamma(t) \rVert^2`, which is not part of the value (docs/theory/curves.md, 1.2).
+    The gradient of control point k is that of the weights at the point times :math:`c_k(t)`, plus that of the
+    regulariser :math:`\frac{\lambda}{2} \lVert \gamma(t) \rVert^2`. The value excludes the regulariser
+    (docs/theory/curves.md, 1.2).
 
     Args:
-        start: The network at t = 0. Unchanged.
-        end: The network at t = 1, of the same structure. Unchanged.
-        bends: Number of control points between them, >= 1; they begin on the straight line.
-        decay: Lambda of the regulariser. >= 0.
+        start: The network at t = 0. Not changed.
+        end: The network at t = 1, of the same structure. Not changed.
+        bends: Number of control points between the endpoints, >= 1, initialised on the linear path.
+        decay: Regularisation strength lambda. >= 0.
 
     Attributes:
         bends: Shape ``[bends, P]``, trained.
         ends: Shape ``[2, P]``.
-        coefficients: Weights of all control points. Shape ``[bends + 2]``; not saved.
+        coefficients: Coefficients of all control points. Shape ``[bends + 2]``; not saved.
 
     Raises:
-        ValueError: If the networks differ in structure, or in what is no trainable parameter and no statistic of a
-            batch norm, or have no trainable parameters.
+        ValueError: If the networks differ in structure or in tensors other than trainable parameters and batch norm
+            statistics, or have no trainable parameters.
     """
 
     ends: Tensor
@@ -45,7 +46,7 @@ class CurveNetwork(nn.Module):
 
     def __init__(self, start: nn.Module, end: nn.Module, bends: int = 1, decay: float = 0.0) -> None:
         super().__init__()
-        check_same_ends(start, end)
+        check_endpoints(start, end)
         points = Curve.straight(weight_vector(start), weight_vector(end), bends).points
         self.decay = decay
         self.bends = nn.Parameter(points[1:-1].clone())
@@ -55,11 +56,11 @@ class CurveNetwork(nn.Module):
         self._sizes = [shape.numel() for shape in self._shapes.values()]
         own: dict[Tensor, str] = {}
         names = {n: own.setdefault(p, n) for n, p in start.named_parameters(remove_duplicate=False)}
-        self._own_names = {name: first for name, first in names.items() if first in self._shapes}  # with those tied
-        self.network = _without_weights(copy.deepcopy(start)).train()  # ends are often in evaluation mode
+        self._own_names = {name: first for name, first in names.items() if first in self._shapes}  # includes tied names
+        self.network = _without_weights(copy.deepcopy(start)).train()  # endpoints are often in evaluation mode
 
     def forward(self, inputs: Any) -> Any:
-        """Return the outputs of the network at the point."""
+        """Return the network's outputs at the current point."""
         parts: tuple[Tensor, ...] = _Point.apply(self.bends, self.ends, self.coefficients, self.decay, self._sizes)
         weights = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
         tensors = {name: weights[first] for name, first in self._own_names.items()}
@@ -67,15 +68,15 @@ class CurveNetwork(nn.Module):
 
     @staticmethod
     def curve(state: dict[str, Tensor], kind: CurveKind) -> Curve:
-        """Return the curve of a network with a certain state, as ``state_dict`` gives it."""
+        """Return the curve of a state that ``state_dict`` returned."""
         ends = state["ends"]
         return Curve(torch.cat([ends[:1], state["bends"], ends[1:]]), kind)
 
 
 class _Point(torch.autograd.Function):
-    """The point of a curve, in parts for the parameters; its backward adds the regulariser's gradient to the loss's.
+    """The point of a curve, split into the parameters; backward adds the regulariser's gradient to that of the loss.
 
-    What it costs is the way to memory and back: so it works part by part, as they stay in the cache.
+    Memory traffic dominates its cost: the point is computed parameter by parameter, which fit into the cache.
     """
 
     generate_vmap_rule = True
@@ -87,7 +88,7 @@ class _Point(torch.autograd.Function):
         found = []
         for start, end, *between in zip(*(row.split(sizes) for row in (*ends, *bends)), strict=True):
             part = torch.addcmul(coefficients[0] * start, coefficients[-1], end)
-            for coefficient, bend in zip(coefficients[1:-1], between, strict=True):  # no product: autocast rounds it
+            for coefficient, bend in zip(coefficients[1:-1], between, strict=True):  # no matmul: autocast rounds it
                 part = torch.addcmul(part, coefficient, bend)
             found.append(part)
         return tuple(found)
@@ -110,21 +111,21 @@ class _Point(torch.autograd.Function):
         return scaled, None, None, None, None
 
 
-def check_same_ends(start: nn.Module, end: nn.Module) -> None:
-    """Check that there can be a curve between two networks.
+def check_endpoints(start: nn.Module, end: nn.Module) -> None:
+    """Check that two networks can be the endpoints of a curve.
 
     Args:
         start: The network at t = 0.
         end: The network at t = 1.
 
     Raises:
-        ValueError: If they differ in structure, or in what a curve does not move: parameters that are not trained, and
-            buffers other than the statistics of batch norms.
+        ValueError: If they differ in structure, or in tensors that are constant on a curve: untrained parameters, and
+            buffers other than batch norm statistics.
     """
     check_same_structure(start, end)
     weights = trainable(start).keys()
     if weights != trainable(end).keys():
-        raise ValueError("The networks differ in which of their parameters are trained; train the same ones in both.")
+        raise ValueError("The networks have different trainable parameters; train the same parameters in both.")
     statistics = {
         f"{name}.{buffer}" if name else buffer
         for name, module in start.named_modules()
@@ -135,18 +136,18 @@ def check_same_ends(start: nn.Module, end: nn.Module) -> None:
     for name, value in (*start.named_parameters(), *start.named_buffers()):
         if name not in weights and name not in statistics and not _same(value, others[name]):
             raise ValueError(
-                f"The networks differ in {name!r}, which is not trained, so that no curve joins them; give both the "
-                "same values."
+                f"The networks differ in {name!r}, which is not trained, so that no curve connects them; use the same "
+                "values in both."
             )
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape have the same values, of which NaN may be one."""
+    """Test whether two tensors of one shape are equal; NaN equals NaN."""
     return bool(((one == other.to(one.device)) | (one != one) & (other != other).to(one.device)).all())
 
 
 def _without_weights(network: nn.Module) -> nn.Module:
-    """Return the network with nothing in its trainable parameters, and no running statistics."""
+    """Return the network with empty trainable parameters and without running statistics."""
     for parameter in trainable(network).values():
         parameter.data = parameter.data.new_empty(0)
     network.requires_grad_(False)

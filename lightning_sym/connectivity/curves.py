@@ -1,4 +1,4 @@
-"""Curves in weight space between two networks: Bezier curves and polygonal chains with control points."""
+"""Curves in weight space between two networks: Bezier curves and polygonal chains."""
 
 import copy
 import json
@@ -28,23 +28,23 @@ FORMAT = "lightning_sym.curve/1"
 
 
 def curve_coefficients(kind: CurveKind, count: int, t: Tensor) -> Tensor:
-    r"""Return the weights of the control points at places of a curve.
+    r"""Return the coefficients of the control points at parameters ``t`` of a curve.
 
-    They are >= 0 and sum to 1, and at both ends they are exactly those of the end point (docs/theory/curves.md, 1.1):
+    They are >= 0 and sum to 1. At each endpoint exactly one coefficient is 1 (docs/theory/curves.md, 1.1):
 
     .. math:: \binom{n-1}{k} t^k (1-t)^{n-1-k} \quad\text{(bezier)}, \qquad \max(0, 1 - |t (n-1) - k|)
         \quad\text{(chain)}.
 
     Args:
         kind: ``"bezier"`` or ``"chain"``.
-        count: Number ``n`` of control points, both ends included. >= 2.
-        t: Places, in [0, 1]; any shape, floating.
+        count: Number ``n`` of control points, endpoints included. >= 2.
+        t: Curve parameters in [0, 1]; any shape, floating.
 
     Returns:
         Shape ``[*t.shape, n]``, dtype and device of ``t``.
 
     Raises:
-        ValueError: If the kind is not known or ``count`` is out of range.
+        ValueError: If the kind is unknown or ``count`` is out of range.
     """
     if kind not in KINDS:
         raise ValueError(unknown("kind", kind, KINDS))
@@ -59,21 +59,21 @@ def curve_coefficients(kind: CurveKind, count: int, t: Tensor) -> Tensor:
 class Curve:
     r"""A curve in weight space, :math:`\gamma(t) = \sum_k c_k(t) W_k` with ``n`` control points.
 
-    The first and the last control point are its ends; those between them are its bends. A Bezier curve does not pass
-    through its bends, a chain does: it is made of straight lines from one control point to the next. With two control
-    points both are the straight line.
+    The first and the last control point are the endpoints; :attr:`bends` counts the others. A polygonal chain passes
+    through its inner control points, with line segments between consecutive ones; a Bezier curve does not. With two
+    control points both kinds are the linear path.
 
-    Places ``t`` are numbers in [0, 1], or tensors of them of any shape ``[...]``; what is returned for them has the
-    dtype and device of the control points.
+    Parameters ``t`` are numbers in [0, 1], or tensors of any shape ``[...]``. Results have the dtype and device of the
+    control points.
 
     Attributes:
         points: The control points, weight vectors in the order of :func:`lightning_sym.landscape.weight_vector`. Shape
             ``[n, P]``, floating, n >= 2.
         kind: ``"bezier"`` or ``"chain"``.
-        about: What is known about it: plain values, stored with it.
+        about: Metadata: plain values, stored with the curve.
 
     Raises:
-        ValueError: If the control points have another shape or dtype, or the kind is not known.
+        ValueError: If the control points have another shape or dtype, or the kind is unknown.
 
     References:
         Garipov et al. (2018), "Loss Surfaces, Mode Connectivity, and Fast Ensembling of DNNs", arXiv:1802.10026,
@@ -99,19 +99,19 @@ class Curve:
 
     @classmethod
     def straight(cls, start: Tensor, end: Tensor, bends: int = 0, kind: CurveKind = "bezier") -> Self:
-        """Return the straight line between two weight vectors, as a curve with bends that lie on it, equally spaced.
+        """Return the linear path between two weight vectors, with equally spaced control points on it.
 
         Args:
-            start: At t = 0. Shape ``[P]``.
-            end: At t = 1. Shape ``[P]``.
-            bends: Number of control points between them. >= 0.
+            start: Endpoint at t = 0. Shape ``[P]``.
+            end: Endpoint at t = 1. Shape ``[P]``.
+            bends: Number of control points between the endpoints. >= 0.
             kind: ``"bezier"`` or ``"chain"``.
 
         Returns:
-            The curve; both ends are copied bit by bit.
+            The curve; both endpoints are bitwise copies.
 
         Raises:
-            ValueError: If an argument is out of range, or the ends differ in shape or dtype.
+            ValueError: If an argument is out of range, or the endpoints differ in shape or dtype.
         """
         check_integers(0, bends=bends)
         if start.ndim != 1 or start.shape != end.shape or start.dtype != end.dtype or not start.is_floating_point():
@@ -124,84 +124,82 @@ class Curve:
 
     @property
     def bends(self) -> int:
-        """The number of control points between both ends."""
+        """Number of control points between the endpoints."""
         return len(self.points) - 2
 
     def __call__(self, t: float | Tensor) -> Tensor:
-        """Return the weight vectors at places ``[...]``. Shape ``[..., P]``; bitwise the end points at 0 and 1."""
+        """Return the weight vectors at ``t``. Shape ``[..., P]``; bitwise the endpoints at 0 and 1."""
         places = self._places(t)
         found = curve_coefficients(self.kind, len(self.points), places).to(self.points) @ self.points
-        for place, point in ((0, self.points[0]), (1, self.points[-1])):  # a sum with 0 turns -0 into 0
+        for place, point in ((0, self.points[0]), (1, self.points[-1])):  # a sum with 0 changes -0 to 0
             found = torch.where((places == place).to(self.points.device)[..., None], point, found)
         return found
 
     def tangent(self, t: float | Tensor) -> Tensor:
-        """Return the derivatives by ``t``, of shape ``[..., P]``; at a bend of a chain that of the line behind it."""
+        """Return the derivatives by ``t``, of shape ``[..., P]``; at a bend of a chain that of the next segment."""
         steps, last = self.points.diff(dim=0), len(self.points) - 1
         if self.kind == "chain":
             return last * steps[self._segment(t)]
         return last * self._sum(steps, t)
 
     def second_derivative(self, t: float | Tensor) -> Tensor:
-        """Return the second derivatives by ``t``, of shape ``[..., P]``; 0 on a chain, which has none at its bends."""
+        """Return the second derivatives by ``t``, of shape ``[..., P]``; 0 on a chain, although undefined at bends."""
         last = len(self.points) - 1
         if self.kind == "chain" or last == 1:
             return self.points.new_zeros(*self._places(t).shape, self.points.shape[1])
         return last * (last - 1) * self._sum(self.points.diff(n=2, dim=0), t)
 
     def length(self, chords: int = 60) -> float:
-        """Return the length of the polygon through ``chords + 1`` places, equally spaced in t; a little too short."""
+        """Return the length of the polygon through ``chords + 1`` points, equally spaced in t: a lower bound."""
         check_integers(chords=chords)
         return float(self.steps(torch.linspace(0, 1, chords + 1, dtype=torch.float64)).sum())
 
     def steps(self, t: Tensor) -> Tensor:
-        """Return the distances between neighbouring places ``[T]``, T >= 2. Shape ``[T - 1]``, float64, on the CPU."""
+        """Return the distances between consecutive points at ``t [T]``, T >= 2: ``[T - 1]``, float64, on the CPU."""
         if t.ndim != 1 or len(t) < 2:
             raise ValueError(f"t must have shape [T], T >= 2, got {list(t.shape)}.")
         points = [self(place) for place in t.tolist()[:1]]
         found = []
-        for place in t.tolist()[1:]:  # one after the other, as all of them together may not fit
+        for place in t.tolist()[1:]:  # one by one, as all of them together may not fit into memory
             points = [points[-1], self(place)]
             found.append(torch.linalg.vector_norm((points[1] - points[0]).double()))
         return torch.stack(found).cpu()
 
     def plane(self) -> WeightPlane:
-        """Return the plane through the start, the end and the bend furthest from the straight line between them.
+        """Return the plane through the endpoints and the control point furthest from the linear path.
 
-        With one bend the curve lies in it (docs/theory/curves.md, 1.4). The first coordinate runs along the straight
-        line, the second towards the bend.
+        With one inner control point the plane contains the curve (docs/theory/curves.md, 1.4). The first coordinate
+        runs along the linear path, the second towards the control point.
 
         Raises:
-            ValueError: If the curve has no bend, or all lie on the straight line, or both ends are one point.
+            ValueError: If all control points are collinear or the endpoints coincide.
         """
         exact = self.points.detach().double().cpu()
         along = exact[-1] - exact[0]
         if not bool(along.any()):
-            raise ValueError(
-                "Both ends of the curve are the same weights, so that it has no plane; give it two different networks."
-            )
+            raise ValueError("Both endpoints have identical weights and span no plane; pass two different networks.")
         offsets = exact[1:-1] - exact[0]
         away = offsets - (offsets @ along / (along @ along))[:, None] * along
         if self.bends == 0:
-            raise ValueError("The curve has no bend, so that it spans no plane; train it with bends >= 1.")
+            raise ValueError("The curve has no inner control point and spans no plane; train it with bends >= 1.")
         distances = torch.linalg.vector_norm(away, dim=1)
         if distances.max() <= 1e-6 * torch.linalg.vector_norm(exact, dim=1).max():  # rounding, in float32
             raise ValueError(
-                "The bends of the curve lie on the straight line between its ends, so that it spans no plane; train it."
+                "All control points of the curve are on the linear path and span no plane; train the curve."
             )
         return WeightPlane.through(exact[[0, -1, 1 + int(distances.argmax())]], tolerance=1e-9)
 
     def writer(self, network: nn.Module) -> Callable[[float], None]:
-        """Return a function that writes the weights at a place into a network, in place.
+        """Return a function that writes the weights at ``t`` into a network, in place.
 
         Args:
-            network: Its trainable parameters are written; everything else stays.
+            network: Network to write to; only its trainable parameters change.
 
         Raises:
             ValueError: If the network has another number of trainable parameters.
         """
         parameters = trainable(network)
-        weight_tensors(network, self.points)  # refuses what does not fit
+        weight_tensors(network, self.points)  # raises if the sizes differ
 
         @torch.no_grad()
         def place(t: float) -> None:
@@ -211,10 +209,10 @@ class Curve:
         return place
 
     def save(self, path: str | Path) -> None:
-        """Write control points, kind and :attr:`about` to a safetensors file, all or nothing.
+        """Write control points, kind and :attr:`about` to a safetensors file, completely or not at all.
 
         Args:
-            path: The file. Its folder is made if it is not there.
+            path: The file. Its folder is created if it does not exist.
 
         Raises:
             OSError: If it cannot be written.
@@ -222,7 +220,7 @@ class Curve:
         write_atomically(Path(path), self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file that :meth:`save` writes."""
+        """Return the content of the file of :meth:`save`."""
         text = json.dumps({"format": FORMAT, "kind": self.kind, "about": dict(self.about)}, sort_keys=True)
         return save({"points": self.points.detach().cpu().contiguous()}, metadata={"curve": text})
 
@@ -237,7 +235,7 @@ class Curve:
         return (self._places(t) * last).long().clamp(max=last - 1)
 
     def _sum(self, points: Tensor, t: float | Tensor) -> Tensor:
-        """Return the point of the Bezier curve with these control points, of which there may be one."""
+        """Return the point of the Bezier curve with the given control points, at least one."""
         places = self._places(t)
         if len(points) == 1:
             return points[0].expand(*places.shape, -1)
@@ -245,7 +243,7 @@ class Curve:
 
 
 def load_curve(path: str | Path) -> Curve:
-    """Return a curve that :meth:`Curve.save`, or a fit of :class:`lightning_sym.tasks.CurveTask`, has written.
+    """Read a curve that :meth:`Curve.save` or :class:`lightning_sym.tasks.CurveTask` wrote.
 
     Args:
         path: The safetensors file.
@@ -262,7 +260,9 @@ def load_curve(path: str | Path) -> Curve:
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"There is no curve at {file}; give the file of a curve, as one of {file.parent}.")
+        raise FileNotFoundError(
+            f"There is no curve at {file}; pass the file of a curve, for example one of {file.parent}."
+        )
     try:
         with safe_open(file, framework="pt") as opened:
             record = load_json((opened.metadata() or {})["curve"])
@@ -284,16 +284,16 @@ def curve_barriers(
     recalibration_data: Batches | None = None,
     progress: bool = False,
 ) -> dict[str, Barrier]:
-    """Measure loss and accuracy along a curve; as :func:`lightning_sym.connectivity.barrier` does on a line.
+    """Measure loss and accuracy along a curve, as :func:`lightning_sym.connectivity.barrier` does on a linear path.
 
-    Batch norms' statistics are measured anew at every point, both ends included.
+    Batch norm statistics are recomputed at every point, endpoints included.
 
     Args:
         curve: The curve.
-        network: A network of the architecture, whose own weights do not matter. Unchanged. Its device is used.
+        network: A network of the architecture, with any weights. Not changed. Its device is used.
         splits: Data by name, ``{"train": ..., "test": ...}``; each as for ``barrier``.
-        points: Number of places, equally spaced in t, both ends included. >= 2; 61 and the training data for barriers,
-            as few points miss the highest one.
+        points: Number of points, equally spaced in t, endpoints included. >= 2; for barriers use 61 points and the
+            training data, as few points miss the maximum.
         loss: As for ``barrier``.
         recalibrate: As for ``barrier``.
         recalibration_data: As for ``barrier``; None for the first of the splits.
@@ -303,7 +303,7 @@ def curve_barriers(
         Loss, accuracy and barriers, by name of the data.
 
     Raises:
-        ValueError: As for ``barrier``, or if the curve is not one of this network.
+        ValueError: As for ``barrier``, or if the curve does not match the network.
     """
     check_integers(2, points=points)
     t = torch.linspace(0, 1, points, dtype=torch.float64)
@@ -323,15 +323,15 @@ def curve_barriers(
 
 @dataclass(frozen=True)
 class CurveSummary:
-    """A quantity along a curve, in a few numbers, all in the units of the quantity.
+    """Summary of a quantity along a curve, in the units of the quantity.
 
     Attributes:
-        start: At t = 0.
-        end: At t = 1.
-        lowest: Over all places.
-        highest: Over all places.
-        mean: Over places: the mean over t.
-        integral: Mean over the length of the curve, by the trapezoidal rule; over places where it has none.
+        start: Value at t = 0.
+        end: Value at t = 1.
+        lowest: Minimum over all points.
+        highest: Maximum over all points.
+        mean: Mean over points, that is, over t.
+        integral: Mean over arc length, by the trapezoidal rule; equals ``mean`` for a curve of length 0.
     """
 
     start: float
@@ -343,14 +343,14 @@ class CurveSummary:
 
     @classmethod
     def of(cls, values: Tensor, steps: Tensor) -> Self:
-        """Return the summary of values at places of a curve (docs/theory/curves.md, 1.3).
+        """Summarise values at points of a curve (docs/theory/curves.md, 1.3).
 
         Args:
             values: Shape ``[T]``, T >= 2.
-            steps: Distances between neighbouring places, see :meth:`Curve.steps`. Shape ``[T - 1]``.
+            steps: Distances between consecutive points, see :meth:`Curve.steps`. Shape ``[T - 1]``.
 
         Raises:
-            ValueError: If the shapes do not fit.
+            ValueError: If the shapes do not match.
         """
         if values.ndim != 1 or steps.shape != (len(values) - 1,) or len(values) < 2:
             raise ValueError(
@@ -358,7 +358,7 @@ class CurveSummary:
             )
         values, steps = values.double(), steps.double()
         middles = (values[1:] + values[:-1]) / 2
-        if not steps.any():  # between equal ends
+        if not steps.any():  # equal endpoints
             steps = torch.ones_like(steps)
         return cls(
             start=float(values[0]),

@@ -1,4 +1,4 @@
-"""Whether two networks are equal up to symmetry, as far as the precision of their files can tell."""
+"""Test whether two networks are equal up to symmetry, within the precision of their files."""
 
 import math
 import zlib
@@ -20,28 +20,29 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.views import ConvertedTensors
 
-# So many times what rounding does to a slice, or to an output, may be between equal networks. Planted elements leave
-# 17 times at most (of tilts; others 5), and 4 to 8 times; networks in single precision that are 1e-5 apart over 100.
+# Largest difference of a slice of weights, or of an output, between equal networks, in units of the effect of rounding.
+# Networks with a planted element differ by 17 at most (rank-one maps; others 5) and by 4 to 8; networks in single
+# precision at a distance of 1e-5 by over 100.
 _OF_WEIGHTS, _OF_OUTPUTS = 20.0, 12.0
-# Of numbers of 16 bits that would be much. Planted elements leave 5 and 2 times.
+# Limits for 16-bit numbers. Networks with a planted element differ by 5 and 2.
 _COARSE, _OF_COARSE_WEIGHTS, _OF_COARSE_OUTPUTS = 1e-4, 8.0, 6.0
-_DRAWS = 4  # of what rounding does, of outputs half to either network
-_MOST_DRAWS, _IN_DOUBT = 16, 20.0  # so many more of outputs, where few draws may be why one is beyond its limit
-_INPUTS, _NUMBERS = 64, 2**19  # so many random inputs, if they have no more numbers together than that
+_DRAWS = 4  # draws of rounding noise; for outputs, half for each network
+_MOST_DRAWS, _IN_DOUBT = 16, 20.0  # up to so many draws for outputs while the difference is below this limit
+_INPUTS, _NUMBERS = 64, 2**19  # number of random inputs, and the most numbers in them together
 _COMPUTED = 1e-13
-_FAR = 0.5  # outputs that are that far apart, relative to themselves, are not explained by rounding
+_FAR = 0.5  # a relative difference of outputs that rounding does not explain
 
 
 @dataclass(frozen=True)
 class Equality:
-    """What is known of two networks.
+    """Result of a comparison of two networks.
 
     Attributes:
-        answer: "equal" up to symmetry; the "same function" on random inputs, by other weights; or "not found" to be
-            equal, as they put out different numbers.
-        times: By how many times the worst slice of weights, or the worst output, differs more than rounding explains.
-        worst: Which one that is.
-        inputs: The number of random inputs.
+        answer: "equal" up to symmetry; the "same function" on random inputs, with other weights; or "not found" to be
+            equal, as outputs differ.
+        times: Difference of the worst slice of weights, or of the worst output, relative to the limit of rounding.
+        worst: Name of that slice or output.
+        inputs: Number of random inputs.
     """
 
     answer: Literal["equal", "same function", "not found"]
@@ -51,7 +52,7 @@ class Equality:
 
 
 def rounding_of(*dtypes: torch.dtype) -> float:
-    """Return the relative rounding of the coarsest type, or what computing in double precision leaves."""
+    """Return the relative rounding error of the coarsest type, or that of computing in double precision."""
     return max(_COMPUTED, *(torch.finfo(dtype).eps / 2 for dtype in dtypes))
 
 
@@ -60,17 +61,17 @@ def equality(
 ) -> tuple[Equality, ...]:
     """Decide whether elements make two networks equal, to the rounding of their files.
 
-    First their outputs on random inputs, each by itself, against what rounding the weights of both does to them. Where
-    they agree, every slice of every tensor, rows and columns, against what rounding the weights of ``b`` makes of the
-    moved slice; if that is not enough, the elements are improved in double precision (docs/merging.md).
+    First, each output on random inputs is compared with the effect of rounding the weights of both networks. If
+    outputs agree, each slice (row, column) of each transformed tensor is compared with the effect of rounding the
+    weights of ``b``. If a slice differs, the elements are refined in double precision (docs/merging.md).
 
     Args:
-        symmetry: The symmetry of both.
+        symmetry: The symmetry of both networks.
         a: The reference. Not changed.
-        b: The other one. Not changed.
-        elements: Each brings ``b`` near to ``a``, or is the identity, which stays.
-        rounding: Of the files' numbers, relative.
-        seed: Of inputs and noise.
+        b: The other network. Not changed.
+        elements: Each brings ``b`` close to ``a``, or is the identity, which is not refined.
+        rounding: Relative rounding error of the files' numbers.
+        seed: Seed of inputs and noise.
 
     Returns:
         One answer for each element.
@@ -78,17 +79,19 @@ def equality(
     with torch.no_grad():
         one, two = (double_copy(network).eval() for network in (a, b))
         calls, count = _random_calls(symmetry.examples, one, torch.Generator().manual_seed(seed))
-        times, worst = _outputs_apart(one, two, calls, rounding, seed)
+        times, worst = _output_difference(one, two, calls, rounding, seed)
         if times > 1:
             return tuple(Equality("not found", times, worst, count) for _ in elements)
         found = []
         for element in elements:
             ours, theirs = state_tensors(one), state_tensors(two)
-            times, worst = weights_apart(symmetry, ours, theirs, element, rounding, seed)
+            times, worst = weight_difference(symmetry, ours, theirs, element, rounding, seed)
             if times > 1 and not _is_identity(symmetry, element):
                 moved = symmetry.act(element, double_copy(b).eval(), inplace=True)
                 near = weight_matching(symmetry, one, moved, seed=seed).element
-                times, worst = weights_apart(symmetry, ours, theirs, symmetry.compose(near, element), rounding, seed)
+                times, worst = weight_difference(
+                    symmetry, ours, theirs, symmetry.compose(near, element), rounding, seed
+                )
             found.append(Equality("equal" if times <= 1 else "same function", times, worst, count))
         return tuple(found)
 
@@ -105,7 +108,7 @@ def _is_identity(symmetry: Symmetry, element: Element) -> bool:
 
 
 def _random_calls(examples: Sequence[Call], network: nn.Module, generator: torch.Generator) -> tuple[list[Call], int]:
-    """Return calls on random inputs around an example, and how many inputs they hold together."""
+    """Return calls on random inputs around an example, and their total number of inputs."""
     example = Call(*double(tuple(examples[0])))
     smaller = Call(*cropped(tuple(example)))
     example = smaller if runs(network, [smaller]) else example
@@ -124,7 +127,7 @@ def _random_calls(examples: Sequence[Call], network: nn.Module, generator: torch
 
 
 def _drawn(arguments: Any, generator: torch.Generator) -> Call:
-    """Return arguments with noise as large as they are, and integers in a random order."""
+    """Return arguments with added noise of the same magnitude, and with integers shuffled."""
 
     def shuffled(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
@@ -135,10 +138,10 @@ def _drawn(arguments: Any, generator: torch.Generator) -> Call:
     return Call(*pytree.tree_map_only(Tensor, shuffled, noisy(arguments, generator)))
 
 
-def _outputs_apart(
+def _output_difference(
     one: nn.Module, two: nn.Module, calls: Sequence[Call], rounding: float, seed: int
 ) -> tuple[float, str]:
-    """Return by how many times an output differs more than rounding explains, and which one."""
+    """Return the largest difference of an output relative to the limit of rounding, and its name."""
     ours, theirs = _outputs(one, calls), _outputs(two, calls)
     if [own.shape for own in ours] != [own.shape for own in theirs]:
         return math.inf, "the shape of an output"
@@ -149,7 +152,7 @@ def _outputs_apart(
     noise, drawn = [torch.zeros_like(own) for own in apart], 0
     worst, where = math.inf, "no output"
     while drawn < (2 if far and rounding < _COARSE else _DRAWS) or (drawn < _MOST_DRAWS and 1 < worst < _IN_DOUBT):
-        for network, outputs in ((one, ours), (two, theirs)):  # either is a rounded one
+        for network, outputs in ((one, ours), (two, theirs)):  # either may be the rounded one
             rounded = double_copy(network).eval()
             for name, tensor in state_tensors(rounded).items():
                 if tensor.is_floating_point():
@@ -167,7 +170,7 @@ def _outputs_apart(
 
 
 def _outputs(network: nn.Module, calls: Sequence[Call]) -> list[Tensor]:
-    """Return the outputs for all calls, in float64 on the CPU; of several calls on a new first axis."""
+    """Return the outputs for all calls, in float64 on the CPU; several calls form a new first axis."""
     found = [[_plain(output) for output in outputs_of(network, call)] for call in calls]
     return found[0] if len(found) == 1 else [torch.stack(own) for own in zip(*found, strict=True)]
 
@@ -178,7 +181,7 @@ def _plain(output: Tensor) -> Tensor:
 
 
 def _norms(outputs: Tensor) -> Tensor:
-    """Return the norm over the first axis (inputs) of each number that is put out."""
+    """Return the norm of each output over the first axis (inputs)."""
     norms: Tensor = torch.linalg.vector_norm(outputs[None] if outputs.ndim < 2 else outputs, dim=0)
     return norms.reshape(-1)
 
@@ -190,7 +193,7 @@ def _times(apart: Tensor, allowed: Tensor) -> Tensor:
 # ---- weights
 
 
-def weights_apart(
+def weight_difference(
     symmetry: Symmetry,
     ours: Mapping[str, Tensor],
     theirs: Mapping[str, Tensor],
@@ -198,17 +201,17 @@ def weights_apart(
     rounding: float,
     seed: int = 0,
 ) -> tuple[float, str]:
-    """Return by how many times a slice of a tensor differs more than rounding explains, and which one.
+    """Return the largest difference of a slice of a tensor relative to the limit of rounding, and its name.
 
-    A slice is all that stands at one position of an axis; of a vector, one number.
+    A slice holds all numbers at one position of an axis; for a vector, one number.
 
     Args:
-        symmetry: The symmetry of both.
+        symmetry: The symmetry of both networks.
         ours: The tensors of the reference, by name.
-        theirs: Those of the other network.
-        element: Moves the latter.
-        rounding: Of the numbers, relative.
-        seed: Of the noise.
+        theirs: The tensors of the other network.
+        element: Acts on ``theirs``.
+        rounding: Relative rounding error of the numbers.
+        seed: Seed of the noise.
     """
     charts = symmetry.structure.charts
     exact = ConvertedTensors(theirs, lambda tensor: tensor.detach().double() if tensor.is_floating_point() else tensor)
@@ -224,7 +227,7 @@ def weights_apart(
                 return math.inf, name
             continue
         mine, own = tensor.detach().double().cpu(), moved[name].cpu()
-        apart = _slices(torch.where(mine == own, 0.0, mine - own))  # infinities of masks are the same
+        apart = _slices(torch.where(mine == own, 0.0, mine - own))  # masks hold equal infinities
         noise = [torch.zeros_like(squares) for _, squares in apart]
         for draw in draws:
             rounded = draw[name].cpu()
@@ -241,7 +244,7 @@ def weights_apart(
 
 
 def _slices(tensor: Tensor) -> list[tuple[int | None, Tensor]]:
-    """Return for each axis the squared norms of the slices."""
+    """Return the squared norms of the slices for each axis."""
     squares = tensor.square()
     if squares.ndim < 2:
         return [(0 if squares.ndim else None, squares.reshape(-1))]
@@ -250,7 +253,7 @@ def _slices(tensor: Tensor) -> list[tuple[int | None, Tensor]]:
 
 
 class _Rounded(ConvertedTensors):
-    """Tensors with noise like that of rounding; the same whenever one is asked for."""
+    """Tensors with rounding noise; repeated accesses return the same noise."""
 
     def __init__(self, tensors: Mapping[str, Tensor], rounding: float, seed: int) -> None:
         super().__init__(tensors, torch.detach)
@@ -262,7 +265,7 @@ class _Rounded(ConvertedTensors):
 
 
 def _with_noise(tensor: Tensor, name: str, rounding: float, seed: int) -> Tensor:
-    """Return a tensor with relative noise that depends on its name and a seed alone."""
+    """Return a tensor with relative noise that depends only on its name and a seed."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + 1_000_003 * seed)
     drawn = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator).to(tensor.device)
     return torch.where(tensor.isfinite(), tensor * (1 + rounding * drawn), tensor)

@@ -1,4 +1,4 @@
-"""The shape of the loss, and of the function, at points of a curve in weight space."""
+"""Curvature of the loss and sensitivity of the function at points of a curve in weight space."""
 
 import copy
 import math
@@ -27,20 +27,20 @@ from lightning_sym.similarity.cka import Alignment, alignments
 from lightning_sym.symmetry import Symmetry
 
 DIRECTIONS = ("straight", "detour", "tangent", "random")
-# Steps of central differences. Between kinks of piecewise linear networks the smaller ones fit, too.
+# Steps of central differences. The smaller ones fit between kinks of piecewise linear networks.
 STEPS = (1e-5, 1e-6, 1e-7, 1e-8)
-# Deviations that a smooth network stays below.
+# Upper bound of the deviations for a smooth network.
 TOLERANCE = 1e-6
-# Ridge of the probes, as a share of the mean squared norm of what they are trained on.
+# Ridge of the probes, relative to the mean squared norm of their training features.
 _RIDGE = 1e-2
 
 
 class Identity(NamedTuple):
-    """How far an exact identity is from holding, measured by central differences.
+    """Deviation from an exact identity, measured by central differences.
 
     Attributes:
         deviation: Difference of both sides, relative to their size.
-        step: The step in t with which it was the smallest.
+        step: The step in t with the smallest deviation.
     """
 
     deviation: float
@@ -48,7 +48,7 @@ class Identity(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether it holds to 1e-6."""
+        """Whether the identity holds to 1e-6."""
         return self.deviation <= TOLERANCE
 
 
@@ -57,12 +57,12 @@ class PointSpectrum:
     """Eigenvalues of the Hessian at one point.
 
     Attributes:
-        eigenvalues: The largest ones, falling; none if they were not found, see :attr:`note`.
-        trace: Sum of all.
-        trace_error: Its standard error; 0 if all were computed.
-        near_zero: Counts of small ones; None if not all were computed.
-        density: Their density by Lanczos's method; None if all were computed, or it was not asked for.
-        note: Why there is none; empty if there are some.
+        eigenvalues: The largest ones, in descending order; empty if not found, see :attr:`note`.
+        trace: Sum of all eigenvalues.
+        trace_error: Standard error of the trace; 0 if all eigenvalues were computed.
+        near_zero: Counts of small eigenvalues; None if not all were computed.
+        density: Spectral density by Lanczos's method; None if all were computed, or it was not requested.
+        note: Reason for missing eigenvalues; empty if there are some.
     """
 
     eigenvalues: tuple[float, ...]
@@ -75,16 +75,16 @@ class PointSpectrum:
 
 @dataclass(frozen=True, eq=False)
 class PointGeometry:
-    r"""The loss, and the function, around one point of a curve; docs/theory/curves.md, 4.
+    r"""Loss and function around one point of a curve; docs/theory/curves.md, 4.
 
     Attributes:
-        t: The place, in [0, 1].
-        loss: Mean loss there.
-        gradient_norm: :math:`\|g\|`, of the gradient by all trainable parameters.
+        t: Curve parameter of the point, in [0, 1].
+        loss: Mean loss at the point.
+        gradient_norm: :math:`\|g\|` of the gradient by all trainable parameters.
         speed: :math:`\|\gamma'(t)\|`.
-        directions: By direction :math:`\|H d\|` and :math:`d^\top H d` for d of length 1; without those that are zero
-            or not defined.
-        spectrum: Eigenvalues of H, and what is known of them all.
+        directions: By direction :math:`\|H d\|` and :math:`d^\top H d` for d of length 1; zero or undefined directions
+            are left out.
+        spectrum: Eigenvalues of H and their statistics.
         gradient_identity: :math:`H \gamma' = \frac{d}{dt} g(\gamma(t))`.
         curvature_identity: :math:`\frac{d^2}{dt^2} L(\gamma(t)) = \gamma'^\top H \gamma' + g^\top \gamma''`.
         jacobian: Rank of the Jacobian of the outputs by the parameters.
@@ -102,24 +102,24 @@ class PointGeometry:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be found, and why."""
+        """Reasons for missing results."""
         return tuple(note for note in (self.spectrum.note, self.jacobian.note) if note)
 
 
 @dataclass(frozen=True, eq=False)
 class CurveShape:
-    """What :func:`curve_geometry` found.
+    """Results of :func:`curve_geometry`.
 
     Attributes:
         points: The points, in the order of t.
-        cosine: Mean of the cosine between the Jacobians by the input at two points, over the samples for which neither
-            is zero. Shape ``[T, T]``, float64, on the CPU.
-        cka: Linear CKA between these Jacobians, as features of the samples; NaN where one is the same for all of them,
+        cosine: Mean cosine between the input Jacobians at two points, over samples with nonzero Jacobians. Shape
+            ``[T, T]``, float64, on the CPU.
+        cka: Linear CKA between these Jacobians, as features of the samples; NaN if one is the same for all samples,
             or for fewer than 4 samples. Shape ``[T, T]``, float64, on the CPU.
         samples: Number of samples of the loss.
         jacobian_samples: Number of samples of the Jacobians.
         orbit_dimension: Dimension of the symmetry group; None if no symmetry was given.
-        recalibrated: Whether statistics of batch norms were measured anew at every point.
+        recalibrated: Whether batch norm statistics were recomputed at every point.
     """
 
     points: tuple[PointGeometry, ...]
@@ -156,52 +156,52 @@ def curve_geometry(
     max_bytes: int = 2**30,
     progress: Callable[[int, int], None] | None = None,
 ) -> CurveShape:
-    r"""Look at Hessian, gradient and Jacobians at points of a curve (docs/theory/curves.md, 4).
+    r"""Compute Hessian, gradient and Jacobians at points of a curve (docs/theory/curves.md, 4).
 
-    Everything is computed in double precision, in copies of the network in eval mode. Directions, each of length 1, are
-    ``straight`` (from the start to the end of the curve), ``detour`` (from there to the bend furthest from the straight
-    line, at a right angle), ``tangent`` and ``random`` (one for all points). Both identities that tie the Hessian to
-    the curve are checked at every point by central differences of gradients. Piecewise linear activations have kinks
-    where gradients jump, which a difference must not reach across: from 1e-5 on steps are made smaller until an
-    identity holds, and what is returned is the best of them.
+    All results are computed in double precision, in copies of the network in eval mode. Directions have length 1:
+    ``straight`` (from the start to the end of the curve), ``detour`` (from the linear path to the control point
+    furthest from it, perpendicular to the path), ``tangent`` and ``random`` (the same at all points). At every point,
+    central differences of gradients check the two identities between Hessian and curve. Gradients jump at the kinks of
+    piecewise linear activations, and a difference must not cross a kink: steps decrease from 1e-5 until an identity
+    holds, and the smallest deviation is returned.
 
-    The statistics of batch norms are measured anew at every point, exactly, over all data. The Hessian takes them as
-    constants; so do the identities.
+    Batch norm statistics are recomputed exactly at every point, over all data. Hessian and identities treat them as
+    constants.
 
     Args:
         curve: The curve.
-        network: A network of the architecture, whose own weights do not matter. Unchanged. Its device is used.
+        network: A network of the architecture, with any weights. Not changed. Its device is used.
         data: As for :class:`lightning_sym.curvature.CurvatureOperator`: batches in a fixed order, this process's share.
         loss: Mean over the samples of a batch; None: the cross-entropy.
-        points: Number of places, equally spaced in t, both ends included. >= 2.
-        inputs: What Jacobians are taken on, shape ``[N, ...]``; with several processes the same on each. None: the
+        points: Number of points, equally spaced in t, endpoints included. >= 2.
+        inputs: Inputs for Jacobians, shape ``[N, ...]``; identical on all processes. None: the
             first 64 samples of the first process.
         labels: Classes of ``inputs``, shape ``[N]``, integers, for the probes. None: no probes, or, if ``inputs`` is
             None, those of the data, if they are classes.
-        symmetry: The symmetry of the network, of which the dimension is to be known.
-        eigenvalues: How many of the largest are looked for. >= 1.
+        symmetry: The symmetry of the network, for ``orbit_dimension``.
+        eigenvalues: Number of largest eigenvalues to compute. >= 1.
         tolerance: Their residual, relative to the largest. In (0, 1).
-        probes: Random vectors for the trace. >= 2.
+        probes: Number of random vectors for the trace. >= 2.
         density_steps: Lanczos steps for the density of eigenvalues, from 4 random vectors; 0 for no density.
-        max_parameters: Up to so many parameters the whole Hessian is made and decomposed, so that eigenvalues and trace
-            are exact, and the small eigenvalues are counted. >= 0.
-        max_bytes: Most memory for the Jacobian by the parameters. >= 1.
+        max_parameters: Networks of at most this size have their whole Hessian decomposed: eigenvalues and trace are
+            then exact, and small eigenvalues are counted. >= 0.
+        max_bytes: Most memory for the Jacobian by the parameters, in bytes. >= 1.
         progress: Called with the number of points done and of all.
 
     Returns:
-        What was found at each point, and how alike the Jacobians by the input are.
+        Results at each point, and the similarity of input Jacobians between points.
 
     Raises:
-        ValueError: If an argument is out of range, or the curve is not one of this network.
+        ValueError: If an argument is out of range, or the curve does not match the network.
         NonFiniteError: If a weight or a product is not finite.
 
     Note:
-        To be called on every process together. A decomposed Hessian costs P products with vectors and ``O(P^3)`` time
-        per point; else it is about ``30 + probes + 4 density_steps`` products, each of about four gradients.
-        In memory there are at least 60 vectors of P numbers of 8 bytes, for the density ``4 density_steps``.
+        Call it on every process together. A decomposed Hessian costs P products with vectors and ``O(P^3)`` time
+        per point; otherwise about ``30 + probes + 4 density_steps`` products, each of about four gradients.
+        Memory holds at least 60 vectors of P numbers of 8 bytes, and ``4 density_steps`` for the density.
 
     References:
-        The directions are those of a post on the Rashomon manifold (2022), which has no identities.
+        The directions are those of a post on the Rashomon manifold (2022), which does not contain the identities.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
@@ -224,7 +224,7 @@ def curve_geometry(
     data = [tuple(data)] if _is_pair(data) else data
     chosen, classes = _first(data, 64) if inputs is None else (inputs.to(dtype), labels)
     if labels is not None and inputs is None:
-        raise ValueError("labels are the classes of inputs, of which none are given; give both, or neither.")
+        raise ValueError("labels need the inputs that they belong to; pass both, or neither.")
     classes = _classes(classes, len(chosen), given=labels is not None)
     fixed, criterion = _fixed_directions(exact), F.cross_entropy if loss is None else loss
     found, jacobians, samples = [], [], 0
@@ -264,26 +264,31 @@ def curve_geometry(
 
 
 def _fixed_directions(curve: Curve) -> dict[str, Tensor]:
-    """Return the directions that are the same at all points."""
+    """Return the directions shared by all points."""
     drawn = torch.randn(curve.points.shape[1], generator=generator("direction in weight space"), dtype=torch.float64)
     found = {"straight": curve.points[-1] - curve.points[0], "random": drawn.to(curve.points)}
-    with suppress(ValueError):  # a straight line has none
+    with suppress(ValueError):  # a linear path has none
         found["detour"] = curve.plane().basis[:, 1].to(curve.points)
     return found
 
 
 def _identities(
-    curve: Curve, t: float, operator: CurvatureOperator, gradient: Tensor, scale: float, beside: Callable[..., Tensor]
+    curve: Curve,
+    t: float,
+    operator: CurvatureOperator,
+    gradient: Tensor,
+    scale: float,
+    gradient_near: Callable[..., Tensor],
 ) -> tuple[Identity, Identity]:
-    """Return how far both identities are from holding.
+    """Measure the deviation from both identities.
 
     Args:
         curve: The curve.
-        t: The place.
-        operator: The Hessian there.
-        gradient: The gradient there.
-        scale: Size of products with vectors as long as the tangent; what is below 1e-9 of it is rounding.
-        beside: Returns the gradient at a point.
+        t: Curve parameter of the point.
+        operator: The Hessian at the point.
+        gradient: The gradient at the point.
+        scale: Norm of products with vectors of the tangent's length; values below 1e-9 of it are rounding.
+        gradient_near: Returns the gradient at a nearby point.
     """
     tangent = curve.tangent(t)
     product = operator @ tangent
@@ -295,7 +300,7 @@ def _identities(
     best = [Identity(math.inf, STEPS[0])] * 2
     for step in STEPS:
         ends = [_extended(curve, t, offset) for offset in (-step, step)]
-        gradients = [beside(point) for point, _ in ends]
+        gradients = [gradient_near(point) for point, _ in ends]
         slopes = [own @ along for own, (_, along) in zip(gradients, ends, strict=True)]
         differences = (
             float(((gradients[1] - gradients[0]) / (2 * step) - product).norm()),
@@ -310,7 +315,7 @@ def _identities(
 
 
 def _extended(curve: Curve, t: float, offset: float) -> tuple[Tensor, Tensor]:
-    """Return point and tangent of the polynomial that the curve is around a place; a chain goes straight on."""
+    """Return point and tangent of the local polynomial, continued beyond the segment of a chain."""
     if curve.kind == "chain" or curve.bends == 0:
         tangent = curve.tangent(t)
         return curve(t) + offset * tangent, tangent
@@ -321,13 +326,13 @@ def _extended(curve: Curve, t: float, offset: float) -> tuple[Tensor, Tensor]:
 
 
 class _Gradients:
-    """The gradient at points near one whose statistics of batch norms stay as they are."""
+    """Gradients at nearby points, with the batch norm statistics of one point."""
 
     def __init__(self, network: nn.Module, operator: CurvatureOperator, loss: Loss) -> None:
         self._network, self._operator, self._loss = network, operator, loss
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches of the operator, without the samples that the loss ignores."""
+        """Yield the batches of the operator, without samples that the loss ignores."""
         yield from self._operator.batches()
 
     def __call__(self, point: Tensor) -> Tensor:
@@ -346,7 +351,7 @@ def _spectrum(
     density_steps: int,
     max_parameters: int,
 ) -> PointSpectrum:
-    """Return all eigenvalues if the network is small, else some of them and estimates."""
+    """Return all eigenvalues of a small network, else the largest ones and estimates."""
     if operator.size <= max_parameters:
         values = torch.linalg.eigvalsh(operator.matrix(max_parameters=max_parameters)).flip(0).double().cpu()
         return PointSpectrum(tuple(values[:count].tolist()), float(values.sum()), 0.0, near_zero(values))
@@ -363,7 +368,7 @@ def _spectrum(
 
 
 def _cosines(jacobians: Sequence[Tensor]) -> Tensor:
-    """Return the mean over samples of the cosine between their Jacobians at two points. Shape ``[T, T]``."""
+    """Return the mean cosine between the samples' Jacobians at two points. Shape ``[T, T]``."""
     rows = torch.stack([F.normalize(jacobian.flatten(1), dim=1) for jacobian in jacobians])
     there = rows.any(2).to(rows)  # a zero Jacobian has no direction
     return torch.einsum("and,bnd->ab", rows, rows) / (there @ there.T)
@@ -379,7 +384,7 @@ def _alignments(jacobians: Sequence[Tensor]) -> Tensor:
 
 
 def _classes(targets: Tensor | None, count: int, *, given: bool) -> Tensor | None:
-    """Return targets that are classes of samples; None if they are something else, and nobody said that they are."""
+    """Return targets that are classes of samples; None for others unless they are ``given`` as classes."""
     if targets is not None and targets.shape == (count,) and not targets.is_floating_point():
         return targets
     if given:
@@ -389,9 +394,9 @@ def _classes(targets: Tensor | None, count: int, *, given: bool) -> Tensor | Non
 
 
 def _probes(jacobians: Sequence[Tensor], classes: Tensor | None) -> Tensor:
-    """Return how often ridge regression on the Jacobians at one point is right at another. Shape ``[T, T]``.
+    """Return the accuracy of ridge regression from the Jacobians at one point to another. Shape ``[T, T]``.
 
-    Each half of the samples is predicted by what was fitted to the other half.
+    Each half of the samples is predicted by a fit to the other half.
     """
     count = len(jacobians)
     if classes is None or len(classes) < 4:
@@ -425,7 +430,7 @@ def _is_pair(data: Any) -> bool:
 
 
 def _first(data: Any, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first inputs and targets of the first process that has some, on every process."""
+    """Return the first inputs and targets of the first non-empty process, on every process."""
     found: list[tuple[Tensor, Tensor]] = []
     for images, targets in data:
         found.append((images, targets))
@@ -434,12 +439,12 @@ def _first(data: Any, count: int) -> tuple[Tensor, Tensor]:
     own = [torch.cat(parts)[:count].cpu() for parts in zip(*found, strict=True)]
     shared = [(images, targets) for images, targets in (each for each in gathered(own) if each)]
     if not shared:
-        raise EmptyLoaderError("data has no samples on any process; give the training split some.")
+        raise EmptyLoaderError("data has no samples on any process; pass a training split with samples.")
     return shared[0]
 
 
 class _Widened:
-    """The inputs of batches, floating ones in another precision."""
+    """Batches with floating inputs in another precision."""
 
     def __init__(self, data: Any, dtype: torch.dtype) -> None:
         self._data, self._dtype = data, dtype

@@ -1,4 +1,4 @@
-"""Networks between networks: straight lines and means in weight space, and the loss barrier along a line."""
+"""Interpolation in weight space: linear paths, weight averages, and the loss barrier along a path."""
 
 import copy
 import math
@@ -22,18 +22,18 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def interpolate(a: nn.Module, b: nn.Module, t: float) -> nn.Module:
-    """Return a network on the straight line through two networks.
+    """Return a network on the linear path through two networks.
 
-    Its parameters and buffers with floating point (or complex) values are ``(1 - t) a + t b``, running statistics
-    included; for batch norms these are not the statistics of the new weights, see
+    Its floating (or complex) parameters and buffers are ``(1 - t) a + t b``, running statistics included. For batch
+    norms these are not the statistics of the new weights, see
     :func:`lightning_sym.networks.recalibrate_batch_norm`. At ``t = 0`` and ``t = 1`` they are bitwise those of ``a``
     and ``b``.
 
     Args:
-        a: The network at ``t = 0``; all else (integer buffers, dtype, device, ``requires_grad``, train mode, classes)
-            is taken from it.
+        a: The network at ``t = 0``, which also determines the rest (integer buffers, dtype, device, ``requires_grad``,
+            train mode, classes).
         b: The network at ``t = 1``, of the same structure, shapes and dtypes; it may be on another device.
-        t: Any finite number, unitless; outside of [0, 1] the line goes on.
+        t: Any finite number, unitless; values outside of [0, 1] extrapolate.
 
     Returns:
         A new network, a deep copy of ``a`` with other values. Neither argument changes.
@@ -58,20 +58,20 @@ def interpolate(a: nn.Module, b: nn.Module, t: float) -> nn.Module:
 
 
 def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = None) -> nn.Module:
-    """Return the weighted mean of networks.
+    """Return the weighted average of networks.
 
     Args:
-        networks: At least one, all of the same structure, shapes and dtypes; as for :func:`interpolate`, what is
-            no floating-point value is taken from the first.
+        networks: At least one, all of the same structure, shapes and dtypes. As for :func:`interpolate`, tensors
+            without floating-point values are those of the first network.
         weights: One number for each network, unitless, finite, with a sum other than 0; they are divided by their
-            sum. None: all equal.
+            sum. None: equal weights.
 
     Returns:
-        A new network. Means are summed in double precision, so that equal networks have themselves as mean, up to
-        rounding in double precision.
+        A new network. Sums are accumulated in double precision, so that the average of equal networks equals them up
+        to rounding in double precision.
 
     Raises:
-        ValueError: If there are no networks, they differ, or the weights do not fit.
+        ValueError: If there are no networks, they differ, or the weights do not match.
     """
     networks = list(networks)
     if not networks:
@@ -85,17 +85,17 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
 
 
 def mean_tensors(networks: Sequence[nn.Module], weights: Sequence[float] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Return, one after the other, the weighted means of floating parameters and buffers, as :func:`average` does.
+    """Yield the weighted averages of floating parameters and buffers, one by one, as :func:`average` does.
 
     Args:
         networks: At least one.
         weights: One number for each.
 
     Returns:
-        By their first names; each in the dtype and on the device of the first network's.
+        Pairs of first name and average, in the dtype and on the device of the first network's tensor.
 
     Raises:
-        ValueError: As for :func:`average`; at once.
+        ValueError: As for :func:`average`; raised at the call.
     """
     given = [1.0] * len(networks) if weights is None else list(map(float, weights))
     if len(given) != len(networks):
@@ -126,7 +126,7 @@ class CurveLosses:
         accuracy: Fraction of samples classified correctly, in [0, 1]. Shape ``[T]``, float64, on the CPU. None if
             the data are no classification.
         samples: Number of samples, over all ranks.
-        recalibrated: Whether statistics of batch norms were measured anew at every point.
+        recalibrated: Whether batch norm statistics were recomputed at every point.
     """
 
     loss: Tensor
@@ -137,51 +137,52 @@ class CurveLosses:
 
 @dataclass(frozen=True, eq=False)
 class Barrier(CurveLosses):
-    r"""Loss and accuracy on a line or curve between two networks, and how far they are worse there than at its ends.
+    r"""Loss and accuracy on a path between two networks, and their excess over the endpoints.
 
-    Two definitions are in use, which agree where the ends are equally good. Both are positive where the line is worse
-    than its ends, for the accuracy too:
+    Two definitions are in use, which agree if both endpoints are equally good. Both are positive where the path is
+    worse than its endpoints, also for the accuracy:
 
-    - against the line between the ends,
-      :math:`\max_t [L(t) - ((1-t) L(0) + t L(1))]`: ``loss_barrier``, ``accuracy_barrier``. Never negative, as both
-      ends count;
-    - against their mean, :math:`\max_t L(t) - (L(0) + L(1)) / 2` (Ainsworth et al. (2023), "Git Re-Basin",
-      arXiv:2209.04836): ``loss_barrier_mean``, ``accuracy_barrier_mean``. At least half the difference of the ends.
+    - relative to linear interpolation between the endpoints,
+      :math:`\max_t [L(t) - ((1-t) L(0) + t L(1))]`: ``loss_barrier``, ``accuracy_barrier``. Non-negative, as the
+      maximum includes the endpoints;
+    - relative to their mean, :math:`\max_t L(t) - (L(0) + L(1)) / 2` (Ainsworth et al. (2023), "Git Re-Basin",
+      arXiv:2209.04836): ``loss_barrier_mean``, ``accuracy_barrier_mean``. At least half the difference of the
+      endpoints.
 
     Attributes:
-        t: Points, equally spaced in [0, 1], both ends included. Shape ``[T]``, float64, on the CPU.
+        t: Points, equally spaced in [0, 1], endpoints included. Shape ``[T]``, float64, on the CPU.
     """
 
     t: Tensor
 
     @property
     def loss_barrier(self) -> float:
-        """The loss against the line between the ends, in units of the loss (nats for the cross-entropy)."""
+        """Loss barrier relative to linear interpolation, in units of the loss (nats for the cross-entropy)."""
         return self._above_line(self.loss)
 
     @property
     def loss_barrier_mean(self) -> float:
-        """The loss against the mean of the ends, in units of the loss."""
+        """Loss barrier relative to the mean of the endpoints, in units of the loss."""
         return self._above_mean(self.loss)
 
     @property
     def accuracy_barrier(self) -> float | None:
-        """The accuracy lost against the line between the ends, a fraction; None without accuracy."""
+        """Accuracy barrier relative to linear interpolation, a fraction; None without accuracy."""
         return None if self.accuracy is None else self._above_line(-self.accuracy)
 
     @property
     def accuracy_barrier_mean(self) -> float | None:
-        """The accuracy lost against the mean of the ends, a fraction; None without accuracy."""
+        """Accuracy barrier relative to the mean of the endpoints, a fraction; None without accuracy."""
         return None if self.accuracy is None else self._above_mean(-self.accuracy)
 
     @property
     def loss_ends(self) -> tuple[float, float]:
-        """The losses of both ends."""
+        """The losses of both endpoints."""
         return self.loss[0].item(), self.loss[-1].item()
 
     @property
     def accuracy_ends(self) -> tuple[float, float] | None:
-        """The accuracies of both ends; None without accuracy."""
+        """The accuracies of both endpoints; None without accuracy."""
         return None if self.accuracy is None else (self.accuracy[0].item(), self.accuracy[-1].item())
 
     def _above_line(self, values: Tensor) -> float:
@@ -203,33 +204,33 @@ def barrier(
     recalibration_data: Batches | None = None,
     progress: bool = False,
 ) -> Barrier:
-    """Measure loss and accuracy along the straight line between two networks.
+    """Measure loss and accuracy along the linear path between two networks.
 
-    Networks are evaluated in eval mode and without gradients, in one scratch network into which the weights of each
-    point are written. If they have batch norms, the statistics are measured anew at every point, **at both ends too**,
-    so that all points are treated alike; the ends are then not quite the networks as they were given. Without this
-    the barrier is dominated by activations whose variance collapses between the ends.
+    Networks are evaluated in eval mode without gradients. The weights of each point are written into one scratch
+    network. Batch norm statistics are recomputed at every point, **endpoints included**, so that all points are
+    comparable; the endpoints then differ slightly from the given networks. Without this, collapsed variances of
+    activations between the endpoints dominate the barrier.
 
     With several processes (``torch.distributed`` initialised) every rank passes its share of the data, without
-    duplicates, and all get the same result. An error on one rank is raised on all.
+    duplicates, and all get the same result. All ranks raise an error of one rank.
 
     Args:
-        a: The network at ``t = 0``. Unchanged. Its device is used.
-        b: The network at ``t = 1``, of the same structure. Unchanged.
+        a: The network at ``t = 0``. Not changed. Its device is used.
+        b: The network at ``t = 1``, of the same structure. Not changed.
         data: Batches ``(images, labels)``, read once for every point: a list or a loader, not an iterator, and
             without random augmentation. Batches are moved to the network's device.
-        points: Number of points, >= 2, equally spaced, both ends included.
+        points: Number of points, >= 2, equally spaced, endpoints included.
         loss: Maps outputs and labels of a batch to their mean loss, a scalar. None: the cross-entropy in nats.
-        recalibrate: ``"auto"``: if the networks have batch norms with running statistics. True: likewise, and an
-            error if there are none. False: statistics are interpolated like weights.
-        recalibration_data: What to measure statistics with: batches of images, of which tuples and lists count by
-            their first entry; read once for every point. None: ``data``. Pass training data in batches of equal size,
-            the largest that fit; see :func:`lightning_sym.networks.recalibrate_batch_norm`.
+        recalibrate: Recompute batch norm statistics. ``"auto"``: if the networks have batch norms with running
+            statistics. True: raise an error if there are none. False: interpolate statistics like weights.
+        recalibration_data: Data for batch norm statistics: batches of images, or tuples and lists that begin with
+            images; read once for every point. None: ``data``. Pass training data in batches of equal size,
+            as large as fit; see :func:`lightning_sym.networks.recalibrate_batch_norm`.
         progress: Show a progress bar (on rank 0).
 
     Returns:
-        Curves and barriers. Accuracies are there if labels are integers of shape ``[B]`` and outputs have shape
-        ``[B, C]`` with ``C >= 2``, whatever the loss.
+        Losses and barriers. Accuracies exist if labels are integers of shape ``[B]`` and outputs have shape
+        ``[B, C]`` with ``C >= 2``, for any loss.
 
     Raises:
         ValueError: If the networks differ, an argument is out of its range, ``data`` is empty, is an iterator or has
@@ -272,12 +273,12 @@ def curve_losses(
     recalibration_data: Batches | None = None,
     progress: bool = False,
 ) -> CurveLosses:
-    """Measure loss and accuracy at many points in weight space; what :func:`barrier` does for any curve.
+    """Measure loss and accuracy at many points in weight space, as :func:`barrier` does on a linear path.
 
     Args:
-        network: A scratch network. Afterwards it has the weights of the last point, and its own train and eval modes.
-        place: Called with each point; writes the weights of that point into ``network`` in place.
-        points: What ``place`` takes, at least one, in the order of the result.
+        network: A scratch network. It returns with the weights of the last point, and its own train and eval modes.
+        place: Writes the weights of a point into ``network`` in place.
+        points: Arguments of ``place``, at least one, in the order of the result.
         data: As for :func:`barrier`.
         loss: As for :func:`barrier`.
         recalibrate: As for :func:`barrier`.
@@ -314,7 +315,7 @@ def split_losses(
     recalibration_data: Batches | None = None,
     progress: bool = False,
 ) -> dict[str, CurveLosses]:
-    """Measure loss and accuracy on several data sets at many points, of which statistics are measured once.
+    """Measure loss and accuracy on several data sets at many points, with statistics recomputed once per point.
 
     Args:
         network: As for :func:`curve_losses`.
@@ -339,7 +340,8 @@ def split_losses(
         raise ValueError(f"recalibrate must be True, False or 'auto', got {recalibrate!r}.")
     if recalibrate is True and not norms:
         raise ValueError(
-            "recalibrate=True, and the network has no batch norm with running statistics; use recalibrate='auto'."
+            "recalibrate=True needs batch norms with running statistics, but the network has none; use "
+            "recalibrate='auto'."
         )
     recalibrated = bool(norms) and recalibrate is not False
     statistics_data: Batches = next(iter(splits.values())) if recalibration_data is None else recalibration_data
@@ -361,20 +363,20 @@ def split_losses(
 
 
 def output_change(before: nn.Module, after: nn.Module, data: LabelledBatches) -> float:
-    r"""Measure by how much the outputs of one network differ from those of another.
+    r"""Measure the relative difference between the outputs of two networks.
 
     .. math:: \sqrt{\textstyle\sum_x \|f'(x) - f(x)\|^2 \,/\, \sum_x \|f(x)\|^2}
 
-    Both are evaluated in eval mode and without gradients. With several processes every rank passes its share of the
-    data, and all get the same result.
+    Both networks are evaluated in eval mode without gradients. With several processes every rank passes its share of
+    the data, and all get the same result.
 
     Args:
-        before: The network f. Unchanged.
-        after: The network f'. On the device of the first. Unchanged.
-        data: Batches ``(inputs, targets)``, of which the inputs are used. They are moved to the networks' device.
+        before: The network f. Not changed.
+        after: The network f', on the device of f. Not changed.
+        data: Batches ``(inputs, targets)``; only inputs are used. They are moved to the networks' device.
 
     Returns:
-        Relative, unitless: 0 for one function (up to rounding), 0.03 for a change by 3 %.
+        Relative difference, unitless: 0 for equal functions (up to rounding), 0.03 for a change of 3 %.
     """
     device = device_of(before)
     sums = torch.zeros(2, dtype=wide(device), device=device)
@@ -392,21 +394,23 @@ def output_change(before: nn.Module, after: nn.Module, data: LabelledBatches) ->
 
 
 def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLosses:
-    """Return the means over the samples of all ranks, given the sums of :func:`_sums` at each point: ``[T, 4]``."""
+    """Return the means over the samples of all ranks, from the sums of :func:`_sums` at each point: ``[T, 4]``."""
     loss_sum, correct, classified, count = summed(rows).cpu().double().unbind(1)
     if count[0] == 0:
         raise ValueError("data has no samples; pass at least one batch.")
     losses = loss_sum / count
     for t, value in zip(points, losses.tolist(), strict=True):
         if not math.isfinite(value):
-            raise ValueError(f"The loss at t = {t:g} is {value}; look for weights or data that are not finite.")
-    # Every batch on every rank must be a classification.
+            raise ValueError(
+                f"The loss at t = {t:g} is {value}; check weights and data for values that are not finite."
+            )
+    # A single batch on any rank without classes excludes the accuracy.
     accuracy = correct / count if torch.equal(classified, count) else None
     return CurveLosses(losses, accuracy, int(count[0]), recalibrated)
 
 
 def line(a: nn.Module, b: nn.Module, target: nn.Module) -> Callable[[float], None]:
-    """Return a function that writes the point at ``t`` of the line from ``a`` to ``b`` into a third network.
+    """Return a function that writes the point at ``t`` of the linear path from ``a`` to ``b`` into a third network.
 
     Args:
         a: The network at ``t = 0``.
@@ -414,11 +418,11 @@ def line(a: nn.Module, b: nn.Module, target: nn.Module) -> Callable[[float], Non
         target: A deep copy of ``a``, which is not ``a`` itself.
 
     Returns:
-        The function; one ``lerp`` in place for each tensor, a copy at the ends (where ``lerp`` turns -0 into 0 and
-        what is not finite at the other end into NaN).
+        The function. It runs one in-place ``lerp`` per tensor and copies at the endpoints, where ``lerp`` changes -0 to
+        0 and propagates infinities of the other endpoint as NaN.
     """
     ends = _floating(b)
-    # On the target's device once, not at every point.
+    # Moved to the target's device once, not at every point.
     triples = [
         (start, ends[name].to(start.device), out)
         for (name, start), out in zip(_floating(a).items(), _floating(target).values(), strict=True)
@@ -445,7 +449,7 @@ def check_same_structure(a: nn.Module, b: nn.Module) -> None:
         b: The second network.
 
     Raises:
-        ValueError: If not; one sentence that names the first difference.
+        ValueError: If not; the message names the first difference.
     """
 
     def parts(network: nn.Module) -> dict[str, str]:
@@ -458,7 +462,7 @@ def check_same_structure(a: nn.Module, b: nn.Module) -> None:
         buffers = (("buffer", *named) for named in network.named_buffers(remove_duplicate=False))
         for kind, name, tensor in (*parameters, *buffers):
             if is_lazy(tensor):
-                raise ValueError(f"The {kind} {name!r} is not initialised yet; call both networks once before.")
+                raise ValueError(f"The {kind} {name!r} is not initialised; run both networks once before.")
             first = own.setdefault(tensor, name)
             tie = "" if first == name else f", tied to {first!r}"
             shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -470,17 +474,17 @@ def check_same_structure(a: nn.Module, b: nn.Module) -> None:
         if name not in first or name not in second:
             which = "first" if name in first else "second"
             raise ValueError(
-                f"The networks differ in structure: only the {which} has the {name}; give two of one architecture."
+                f"The networks differ in structure: only the {which} has the {name}; pass two of one architecture."
             )
         if first[name] != second[name]:
             raise ValueError(
-                f"The networks differ: the {name} is {first[name]} in the first and {second[name]} in the second; give "
+                f"The networks differ: the {name} is {first[name]} in the first and {second[name]} in the second; pass "
                 "two of one architecture."
             )
 
 
 def _floating(network: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers that are interpolated, each once."""
+    """Return the interpolated parameters and buffers, each once."""
     return {
         name: tensor.detach()
         for name, tensor in (*network.named_parameters(), *network.named_buffers())
@@ -498,14 +502,14 @@ def _check_rereadable(name: str, data: object) -> None:
 
 
 def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:
-    """Return this rank's sums: loss, correct samples, samples that can be right or wrong, samples. Shape ``[4]``."""
+    """Return this rank's sums: loss, correct samples, classified samples, samples. Shape ``[4]``."""
     device = device_of(network)
     sums = torch.zeros(4, dtype=wide(device), device=device)
 
     def run() -> None:
         for batch in data:
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
-                raise ValueError(f"data must give pairs (inputs, targets), got a {type(batch).__name__}.")
+                raise ValueError(f"data must yield pairs (inputs, targets), got a {type(batch).__name__}.")
             images, labels = (moved(tensor, device) for tensor in batch)
             size = len(images)
             if size == 0:

@@ -1,4 +1,4 @@
-"""Means of networks that are alike up to symmetry."""
+"""Averages of networks aligned up to symmetry."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,24 +20,24 @@ from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 
-# Where no unit moves, scales, matrices and rotations have to bring the squared distance below this part of it. Planted
-# ones leave 0.06 at most; what fine-tuning has changed leaves 0.43 at least, and is no gauge.
+# Without a permutation, scales, matrices and rotations must reduce the squared distance below this fraction. Planted
+# ones reduce it to 0.06 at most; differences from fine-tuning leave 0.43 at least and are not symmetries.
 _WORTH = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """The mean of aligned networks.
+    """The average of aligned networks.
 
     Attributes:
-        network: The mean. Statistics of its batch norms are means, too, and belong to no network: measure them anew
-            by :func:`lightning_sym.networks.recalibrate_batch_norm`.
-        elements: One for each network: brings it to where it was averaged.
-        found: One for each network: what its match with the reference found, whether it was used or not.
-        rounds: How many rounds were made, the first match and the last one without a change included.
-        distances: Root of the mean squared distance to the mean (parameters only), where the mean is taken: as the
-            networks are, after the match with the reference, and after every round. Non-increasing.
-        reasons: One for each network: why it was left as it is; "" if it was moved, or is the reference.
+        network: The average. Its batch norm statistics are averages as well and match no network: recompute them
+            with :func:`lightning_sym.networks.recalibrate_batch_norm`.
+        elements: One per network: the group element that aligned it.
+        found: One per network: the element of its match with the reference, used or not.
+        rounds: Number of rounds, including the first match and the last round without a change.
+        distances: Root mean squared distance to the average (parameters only), in the gauge of the average: before
+            alignment, after the match with the reference, and after every round. Non-increasing.
+        reasons: One per network: why it was left unchanged; "" if it was aligned, or is the reference.
     """
 
     network: nn.Module
@@ -69,36 +69,36 @@ def merge(
     device: torch.device | str | None = None,
     files: NetworkFiles | None = None,
 ) -> Merged:
-    """Align networks to one another, and return their mean.
+    """Align networks to one another, and return their average.
 
-    Each is matched with the reference (:func:`weight_matching`), and left as it is where it is nearer so. Where no unit
-    moves, the networks are in one order; scales, matrices and rotations are only used then if they bring the squared
-    distance below a tenth. Of more than two, in rounds and random order, each but the reference is then aligned anew to
-    the mean of the others, in the balanced gauge and begun where it is, until a round changes nothing; the rounds are
-    used if they bring all nearer to the mean. The mean is taken in the scales of the reference. Where nothing moves, it
-    is that of the networks as they are, bit for bit.
+    Each network is matched with the reference (:func:`weight_matching`), and left unchanged if that is nearer. If no
+    unit is permuted, scales, matrices and rotations are used only if they bring the squared distance below a tenth.
+    More than two networks are then aligned in rounds, until a round changes none. In random order, each but the
+    reference is aligned to the average of the others, in the balanced gauge, starting from its current alignment. The
+    rounds are used if they reduce all distances to the average. The average is taken in the scales of the reference. If
+    no network changes, it is bitwise the average of the given networks.
 
-    Batch norms of the mean need statistics of their own, which need data: call
-    :func:`lightning_sym.networks.recalibrate_batch_norm` on the result.
+    Recompute the batch norm statistics of the result, which needs data, with
+    :func:`lightning_sym.networks.recalibrate_batch_norm`.
 
     Args:
         symmetry: The symmetry of the architecture.
         networks: At least one. Not changed.
         method: "weights", or "activations": one alignment to the reference by activations, without rounds, as the mean
             has no meaningful activations before its batch norms are recalibrated.
-        batches: Inputs for "activations"; read once for each network but the reference, so an iterator serves for two
-            networks only.
-        reference: The number of the network whose scales the result has, and to which all are aligned first.
+        batches: Inputs for "activations"; read once for each network but the reference, so that an iterator suffices
+            for two networks only.
+        reference: Index of the network that all are aligned to first and that determines the scales of the result.
         max_rounds: Most rounds, >= 1.
-        scales: Whether magnitudes may change.
+        scales: Whether scales may change.
         signs: Whether signs may change.
-        balance: Whether to balance; ignored without ``scales``.
+        balance: Whether to balance networks; ignored without ``scales``.
         seed: Seed of the order of networks and of groups.
         device: As for :func:`weight_matching`.
-        files: Keeps the copies of networks that come into being, which are on the CPU then; None for memory.
+        files: Storage for copies of networks, which are on the CPU then; None for memory.
 
     Returns:
-        The mean, and how it came about.
+        The average, and the alignments.
 
     Raises:
         ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
@@ -106,19 +106,21 @@ def merge(
 
     References:
         Ainsworth et al. (2022), "Git Re-Basin", Algorithm 3 (MergeMany), arXiv:2209.04836. The first alignment to a
-        reference, what is left as it is, and the gauge are added.
+        reference, the rules for unchanged networks, and the gauge are additions.
     """
     networks = list(networks)
     if not networks:
         raise ValueError("networks must have at least one network, got none.")
     if not 0 <= reference < len(networks):
-        raise ValueError(f"reference must be the number of one of {len(networks)} networks, got {reference}.")
+        raise ValueError(f"reference must be the index of one of {len(networks)} networks, got {reference}.")
     if method not in ("weights", "activations"):
         raise ValueError(f"method must be 'weights' or 'activations', got {method!r}.")
     if method == "activations" and batches is None:
         raise ValueError("method='activations' needs batches of inputs; pass batches=...")
     if method == "activations" and isinstance(batches, Iterator) and len(networks) > 2:
-        raise ValueError("batches are read once for each network, this iterator only once; pass a list or a loader.")
+        raise ValueError(
+            "batches are read once for each network, but this iterator only once; pass a list or a loader."
+        )
     check_integers(max_rounds=max_rounds)
     check_networks(symmetry, **{f"network {number}": network for number, network in enumerate(networks)})
     target, files = networks[reference], files if files is not None else NetworkFiles()
@@ -138,7 +140,7 @@ def merge(
             symmetry, mean, start, scales=False, signs=signs, seed=seed + salt, initial=begin, device=device
         )
 
-    with torch.no_grad(), unchecked():  # all else are copies
+    with torch.no_grad(), unchecked():  # all others are copies
         found = _Alignment(symmetry, networks, reference, files)
         found.match_all(match, seed)
         if method == "weights" and len(networks) > 2 and max_rounds > 1:
@@ -149,19 +151,19 @@ def merge(
 
 
 class _Alignment:
-    """Networks on their way to one another, where the mean is taken: in the scales of the reference.
+    """Networks during alignment, in the scales of the reference.
 
     Args:
         symmetry: The symmetry of all.
-        networks: Not changed.
-        reference: The number of the one that stays.
-        files: Keeps copies of networks.
+        networks: The given networks. Not changed.
+        reference: Index of the network that stays unchanged.
+        files: Storage for copies of networks.
 
     Attributes:
-        networks: The members of the orbits that they have come to; those that were not moved are the given ones.
-        elements: What brings the given ones there.
-        found: What the matches with the reference found.
-        reasons: Why they were left as they are, or "".
+        networks: The current points of the orbits; unchanged networks are the given ones.
+        elements: The elements that map the given networks to these.
+        found: The elements of the matches with the reference.
+        reasons: Why networks were left unchanged, or "".
         distances: The spread at the beginning and after every round.
     """
 
@@ -174,7 +176,7 @@ class _Alignment:
         self.others = [number for number in range(len(networks)) if number != reference]
 
     def match_all(self, match: Callable[[nn.Module], Match], seed: int) -> None:
-        """Match each network with the reference, and use what brings it nearer; see :func:`merge`."""
+        """Match each network with the reference, and keep matches that reduce the distance; see :func:`merge`."""
         identities = list(self.elements)
         for number in self.others:
             found = match(self.given[number])
@@ -184,26 +186,30 @@ class _Alignment:
                 self.elements[number], self.networks[number] = found.element, self.files.keep(found.network)
         spread = _spread(self.networks)
         if spread > self.distances[0]:  # each is nearer to the reference, and farther from the others
-            reason = f"all were nearer to their mean as they were ({self.distances[0]:.4g}; aligned {spread:.4g})"
+            reason = (
+                f"all were nearer to their average before alignment ({self.distances[0]:.4g}; aligned {spread:.4g})"
+            )
             self.reasons = [reason if number in self.others else "" for number in range(len(self.given))]
             self.networks, self.elements, spread = list(self.given), identities, self.distances[0]
         self.distances.append(spread)
 
     def _reason(self, number: int, found: Match, seed: int) -> str:
-        """Return why a network is better left as it is, or ""."""
+        """Return why a network should stay unchanged, or ""."""
         before, after = found.distance_before, found.distance_after
         if before == 0:
             return "has the weights of the reference"
         if not after < before:
-            return f"was nearer as it was ({before:.4g}; aligned {after:.4g})"
+            return f"was nearer unaligned ({before:.4g}; aligned {after:.4g})"
         if after**2 < _WORTH * before**2:
             return ""
         if self._keeps_order(found.element) or self._is_in_order(number, seed):
-            return f"has its units in the same order, and scales bring it hardly nearer ({before:.4g}; {after:.4g})"
+            return (
+                f"has the same permutation of units, and scales hardly reduce the distance ({before:.4g}; {after:.4g})"
+            )
         return ""
 
     def _is_in_order(self, number: int, seed: int) -> bool:
-        """Return whether no unit, head or sign of a network, as it is, moves on the way to the reference."""
+        """Test whether matching a network, without scales, permutes no unit or head and flips no sign."""
         freedom, (a, b) = ("permutations", "blocks"), (self.given[self.reference], self.given[number])
         found = weight_matching(self.symmetry, a, b, scales=False, seed=seed, freedom=freedom, max_sweeps=1)
         return self._keeps_order(found.element)
@@ -215,13 +221,13 @@ class _Alignment:
     def make_rounds(
         self, match: Callable[[nn.Module, nn.Module, Element, int], Match], most: int, seed: int, *, balance: bool
     ) -> None:
-        """Align each network but the reference to the mean of the others, until a round changes nothing.
+        """Align each network but the reference to the average of the others, until a round changes none.
 
         Args:
-            match: Matches to a target a network, begun at an element, with this number for the seed.
-            most: Most rounds, the match with the reference included.
-            seed: Of the order of networks.
-            balance: Whether that is done in the balanced gauge of the reference.
+            match: Matches a network to a target, starting from an element, with a number for the seed.
+            most: Most rounds, including the match with the reference.
+            seed: Seed of the order of networks.
+            balance: Whether to work in the balanced gauge of the reference.
         """
         symmetry, generator = self.symmetry, torch.Generator().manual_seed(seed)
         able = [number for number in self.others if not self.reasons[number]]
@@ -247,7 +253,7 @@ class _Alignment:
         self.distances.append(self.distances[-1])
 
     def _take(self, gauge: Element, steps: Sequence[Element], matched: Sequence[Element]) -> None:
-        """Use what the rounds have found so far, if it brings all nearer to their mean where that is taken."""
+        """Use the alignments of the rounds if they reduce all distances to the average."""
         back = self.symmetry.inverse(gauge)
         elements, networks = list(matched), list(self.networks)
         for number in self.others:
@@ -262,7 +268,7 @@ class _Alignment:
 
 
 def _spread(networks: Sequence[nn.Module]) -> float:
-    """Return the root of the mean squared distance to the mean."""
+    """Return the root mean squared distance to the average."""
     parameters = [dict(own.named_parameters()) for own in networks]
     squares = (
         squared_distance({name: mean}, own)

@@ -1,4 +1,4 @@
-"""Networks whose weights lie in files: memory holds what is at work, and the system may drop it."""
+"""Networks with memory-mapped weights, which the operating system can evict from memory."""
 
 import contextlib
 import ctypes
@@ -17,11 +17,11 @@ _ALIGNED = 64  # bytes
 
 
 def with_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a network that holds other tensors, which are not copied.
+    """Return a copy of a network that refers to other tensors without copying them.
 
     Args:
-        network: Not changed; it may be without weights, on torch's meta device.
-        tensors: Parameters and buffers by their first names; those that are missing are copied.
+        network: Not changed; may be without weights, on torch's meta device.
+        tensors: Parameters and buffers by their first names; missing ones are copied from the network.
     """
     made: dict[int, Any] = {}
     for name, old in state_tensors(network).items():
@@ -32,31 +32,31 @@ def with_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module
 
 
 def give_back_memory() -> None:
-    """Return to the system what was freed: glibc keeps it in case it is asked for as much again."""
-    with contextlib.suppress(OSError, AttributeError):  # other libraries have no such function
+    """Return freed memory to the system, which glibc would otherwise keep."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries lack the function
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class NetworkFiles:
-    """Keeps tensors in files that have no name, so that nothing is left of them when the process ends, however it does.
+    """Keeps tensors in unnamed files, which vanish with the process even if it is killed.
 
     Args:
-        folder: On whose disk they lie; None for memory.
+        folder: Folder on the disk to use; None for memory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
 
     def keep(self, network: nn.Module) -> nn.Module:
-        """Return a copy of a network whose tensors lie in a file, or the network itself where memory keeps them."""
+        """Return a copy of a network with tensors in a file, or the network itself if memory is used."""
         return network if self.folder is None else self.copy(network, state_tensors(network).items())
 
     def copy(self, network: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> nn.Module:
-        """Return a copy of a network that holds other tensors, of which it does what it likes.
+        """Return an independent copy of a network with other tensors.
 
         Args:
             network: Not changed.
-            tensors: New parameters and buffers by their first names, each written as it comes; the others are copied.
+            tensors: New parameters and buffers by their first names, written one by one; the others are copied.
 
         Raises:
             OSError: If the disk is full.
@@ -64,10 +64,10 @@ class NetworkFiles:
         return with_tensors(network, self.placed(tensors))
 
     def placed(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return tensors with the same numbers that lie in one file.
+        """Write tensors to one file and return them memory-mapped.
 
         Args:
-            tensors: By name; each is written as it comes.
+            tensors: Tensors by name, written one by one.
 
         Raises:
             OSError: If the disk is full.
@@ -82,7 +82,7 @@ class NetworkFiles:
             reason = error.strerror or str(error)
             raise OSError(
                 error.errno,
-                f"Cannot keep a copy of the weights in {self.folder}: {reason}; nothing was left behind. Free space, "
+                f"Cannot keep a copy of the weights in {self.folder}: {reason}; no file remains. Free space, "
                 "or write the result to another disk",
             ) from error
 

@@ -1,4 +1,4 @@
-"""How much single units mean: their detectors of concepts, in the basis of the network and in rotated ones."""
+"""Interpretability of single units: concept detectors in the network's basis and in rotated bases."""
 
 from lightning_sym.dissection.bases import Geodesic, in_bases, random_permutation_matrix, random_rotation
 from lightning_sym.dissection.companions import UnitStatistics, UnitSummary

@@ -1,4 +1,4 @@
-"""Rotated bases of a layer's channels, on the shortest path from the network's own basis."""
+"""Rotated bases of a layer's channels, on the shortest path from the network's basis."""
 
 import math
 
@@ -9,23 +9,22 @@ from torch import Tensor
 from lightning_sym._checks import check_integers
 from lightning_sym._linear_algebra import random_orthogonal
 
-_ORTHOGONAL = 1e-6  # what is given in float32 is accepted
+_ORTHOGONAL = 1e-6  # accepts float32 matrices
 
 
 class Geodesic:
     r"""The shortest path :math:`Q^\alpha` of rotations, from the identity (0) to a rotation Q (1).
 
-    Q is brought into real Schur form, :math:`Q = Z\, T\, Z^\top`, in which it turns planes by angles in
-    :math:`(-\pi, \pi]`; :math:`Q^\alpha` turns the same planes by :math:`\alpha` times these. Eigenvalues -1 are taken
-    in pairs, as planes that are turned by :math:`\pi`; then, and only then, is the shortest path not unique.
+    The real Schur form :math:`Q = Z\, T\, Z^\top` rotates planes by angles in :math:`(-\pi, \pi]`;
+    :math:`Q^\alpha` rotates the same planes by :math:`\alpha` times these angles. Eigenvalues -1 are paired to planes
+    rotated by :math:`\pi`; only then the shortest path is not unique.
 
     Args:
         rotation: An orthogonal matrix of determinant 1. Shape ``[C, C]``, floating; a copy is kept in float64, on the
             CPU.
 
     Attributes:
-        angles: By how much each plane is turned, in radians. Shape ``[C // 2]``, float64; where C is odd one direction
-            is left alone.
+        angles: Angle of each plane, in radians. Shape ``[C // 2]``, float64; for odd C one direction is fixed.
 
     Raises:
         ValueError: If the matrix is not square, not finite, not orthogonal, or has determinant -1.
@@ -50,9 +49,9 @@ class Geodesic:
         self._end = rotation.detach().to("cpu", torch.float64, copy=True)
         size = len(self._end)
         error = (self._end @ self._end.T - torch.eye(size, dtype=torch.float64)).abs().max().item()
-        if not error <= _ORTHOGONAL:  # NaN is not
+        if not error <= _ORTHOGONAL:  # rejects NaN
             raise ValueError(
-                f"rotation must be orthogonal, and Q Q^T differs from the identity by {error:.1e}; take the polar "
+                f"rotation must be orthogonal, but Q Q^T differs from the identity by {error:.1e}; take the polar "
                 "factor, or random_rotation."
             )
         if torch.linalg.det(self._end) < 0:
@@ -73,7 +72,7 @@ class Geodesic:
         """Return a point of the path.
 
         Args:
-            alpha: Where, unitless: 0 is exactly the identity, 1 exactly the rotation; any finite number.
+            alpha: Position on the path, unitless: 0 is exactly the identity, 1 exactly the rotation; any finite number.
 
         Returns:
             Shape ``[C, C]``, float64, on the CPU.
@@ -87,15 +86,15 @@ class Geodesic:
         if alpha in (0, 1):
             return self._end.clone() if alpha else identity
         first, second = self._planes
-        turned = identity
-        turned[first, first] = turned[second, second] = (alpha * self.angles).cos()
-        turned[second, first] = (alpha * self.angles).sin()
-        turned[first, second] = -turned[second, first]
-        return self._basis @ turned @ self._basis.T
+        rotated = identity
+        rotated[first, first] = rotated[second, second] = (alpha * self.angles).cos()
+        rotated[second, first] = (alpha * self.angles).sin()
+        rotated[first, second] = -rotated[second, first]
+        return self._basis @ rotated @ self._basis.T
 
 
 def _planes(form: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return the places of the two directions of each plane in a real Schur form, and their angles."""
+    """Return the indices of the two directions of each plane in a real Schur form, and the angles of the planes."""
     size = len(form)
     planes: list[tuple[int, int]] = []
     angles: list[float] = []
@@ -120,11 +119,11 @@ def _planes(form: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 def random_rotation(channels: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw a rotation, all being equally likely (Haar measure on SO(C)).
+    """Draw a rotation uniformly (Haar measure on SO(C)).
 
     Args:
         channels: Rows and columns ``C``, >= 1.
-        generator: Where randomness comes from.
+        generator: Random generator; None for the global one.
 
     Returns:
         Orthogonal, of determinant 1. Shape ``[C, C]``, float64.
@@ -139,14 +138,14 @@ def random_rotation(channels: int, generator: torch.Generator | None = None) -> 
 
 
 def random_permutation_matrix(channels: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw an even permutation as a matrix: a rotation that leaves every unit what it is.
+    """Draw an even permutation as a matrix: a rotation that preserves units.
 
     Args:
         channels: Rows and columns ``C``, >= 1.
-        generator: Where randomness comes from.
+        generator: Random generator; None for the global one.
 
     Returns:
-        All even permutations are equally likely. Shape ``[C, C]``, float64.
+        A uniformly drawn even permutation. Shape ``[C, C]``, float64.
 
     Raises:
         ValueError: If ``channels`` is below 1.
@@ -160,17 +159,17 @@ def random_permutation_matrix(channels: int, generator: torch.Generator | None =
 
 
 def in_bases(features: Tensor, bases: Tensor) -> Tensor:
-    """Return features in several bases, one after the other along the channels.
+    """Return features in several bases, concatenated along the channels.
 
     Args:
         features: Channels on axis 1. Shape ``[N, C, ...]``.
-        bases: The matrices that are applied to the channels of every image and position. Shape ``[B, C, C]``.
+        bases: Matrices that act on the channels of every image and position. Shape ``[B, C, C]``.
 
     Returns:
         Shape ``[N, B * C, ...]``, dtype and device of ``features``.
 
     Raises:
-        ValueError: If the shapes do not fit.
+        ValueError: If the shapes do not match.
     """
     channels = features.shape[1]
     if bases.ndim != 3 or tuple(bases.shape[1:]) != (channels, channels):

@@ -1,4 +1,4 @@
-"""What can be said of single units without annotations and thresholds: how peaked, shared and selective they are."""
+"""Statistics of single units without annotations and thresholds: kurtosis, participation and selectivity."""
 
 import functools
 from typing import NamedTuple
@@ -10,20 +10,20 @@ from torchmetrics import Metric
 from lightning_sym._checks import check_integers
 from lightning_sym.dissection.quantiles import unit_values
 
-_CONSTANT = 1e-12  # a variance below it, relative to the mean square, is rounding
+_CONSTANT = 1e-12  # largest variance of a constant unit, relative to the mean square
 
 Moments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class UnitSummary(NamedTuple):
-    """What single units are like. Each of shape ``[units]``, float64; NaN for units that are not ``live``.
+    """Statistics of single units. Each of shape ``[units]``, float64; NaN for units that are not ``live``.
 
     Attributes:
-        kurtosis: Fourth central moment over squared variance, of all images and positions; 3 for a Gaussian.
-        participation: Fraction of images and positions that take part, (sum a^2)^2 / (M sum a^4), in (0, 1].
+        kurtosis: Fourth central moment over squared variance, over all images and positions; 3 for a Gaussian.
+        participation: Participation ratio over images and positions, (sum a^2)^2 / (M sum a^4), in (0, 1].
         selectivity: (largest - rest) / (|largest| + |rest|) of the mean responses to classes, in [0, 1]; NaN without
             classes.
-        class_variance: Fraction of the variance of an image's mean response that its class explains, in [0, 1]; NaN
+        class_variance: Fraction of the variance of an image's mean response explained by its class, in [0, 1]; NaN
             without classes.
         live: Whether the unit is not constant. Bool.
     """
@@ -38,7 +38,7 @@ class UnitSummary(NamedTuple):
 class UnitStatistics(Metric):
     """Kurtosis, participation ratio and class selectivity of each unit, in one pass.
 
-    Moments are kept about the means, in float64, so that neither batches nor processes matter up to rounding.
+    Moments are about the means, in float64, so that batches and processes have no effect up to rounding.
 
     Args:
         units: Number of units, >= 1.
@@ -49,8 +49,8 @@ class UnitStatistics(Metric):
 
     References:
         Morcos et al. (2018), "On the importance of single directions for generalization", arXiv:1803.06959: class
-        selectivity, there of responses that are never negative; docs/theory/dissection.md, 3. The moments are put
-        together as in Pebay (2008), Sandia report SAND2008-6212.
+        selectivity, there of non-negative responses; docs/theory/dissection.md, 3. Moments are combined
+        as in Pebay (2008), Sandia report SAND2008-6212.
 
     Example:
         >>> metric = UnitStatistics(2)
@@ -75,7 +75,7 @@ class UnitStatistics(Metric):
         super().__init__(compute_with_cache=False)
         self.units, self.classes = units, classes
         for name in _MOMENTS:
-            # Not summed: moments about the means are put together in compute.
+            # Not summed: compute combines moments about the means.
             self.add_state(name, torch.zeros(units, dtype=torch.float64), dist_reduce_fx=None)
         for name, shape in (
             ("squares", (units,)),
@@ -94,7 +94,7 @@ class UnitStatistics(Metric):
             labels: Classes of the images; needed if there are classes. Shape ``[N]``, int64.
 
         Raises:
-            ValueError: If there are other units, values that are not finite, or labels that do not fit.
+            ValueError: If the number of units differs, a value is not finite, or labels do not match.
         """
         values = unit_values(maps, self.units).double()
         if self.classes and (
@@ -133,13 +133,13 @@ class UnitStatistics(Metric):
         return count, mean, second, third, fourth
 
     def compute(self) -> UnitSummary:
-        """Return what the units are like.
+        """Return the statistics of the units.
 
         Raises:
-            ValueError: If no values were given.
+            ValueError: If there are no values.
         """
         moments = self._moments()
-        if moments[0].ndim > 1:  # of several processes
+        if moments[0].ndim > 1:  # gathered from several processes
             moments = functools.reduce(_merged, zip(*moments, strict=True))
         count, _, second, _, fourth = moments
         if not bool(count.all()):
@@ -153,7 +153,7 @@ class UnitStatistics(Metric):
         return UnitSummary(kurtosis, participation, selectivity, class_variance, live)
 
     def _of_classes(self) -> tuple[Tensor, Tensor]:
-        """Return class selectivity and the variance that classes explain; NaN if fewer than two classes were seen."""
+        """Return class selectivity and the explained variance; NaN if fewer than two classes occurred."""
         seen = self.class_counts > 0
         if int(seen.sum()) < 2:
             return (torch.full_like(self.squares, torch.nan),) * 2
@@ -174,7 +174,7 @@ _MOMENTS = ("count", "mean", "second", "third", "fourth")
 
 
 def _merged(one: Moments, two: Moments) -> Moments:
-    """Return count, mean and sums of powers about the mean of two parts together."""
+    """Combine count, mean and sums of powers about the mean of two parts."""
     n1, mean1, s1, t1, f1 = one
     n2, mean2, s2, t2, f2 = two
     n = n1 + n2

@@ -1,4 +1,4 @@
-"""Which units detect a concept, and how many different concepts are detected."""
+"""Units that detect concepts, and the number of different detected concepts."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from lightning_sym._checks import check_numbers
 
 @dataclass(frozen=True, eq=False)
 class Detectors:
-    """What the units of a layer detect.
+    """Concepts detected by the units of a layer.
 
     Attributes:
-        concept: Number of the concept that each unit overlaps most, the first of equals. Shape ``[units]``, int64.
-        overlap: The intersection over union with it. Shape ``[units]``, float64.
-        detects: Whether that is enough. Shape ``[units]``, bool.
+        concept: Index of the concept with the largest overlap, the first of ties. Shape ``[units]``, int64.
+        overlap: Intersection over union with that concept. Shape ``[units]``, float64.
+        detects: Whether the overlap suffices. Shape ``[units]``, bool.
     """
 
     concept: Tensor
@@ -24,21 +24,21 @@ class Detectors:
 
     @property
     def units(self) -> int:
-        """The number of units that detect a concept: interpretable units."""
+        """Number of interpretable units: those that detect a concept."""
         return int(self.detects.sum())
 
     @property
     def distinct(self) -> int:
-        """The number of different concepts that are detected."""
+        """Number of different detected concepts."""
         return len(torch.unique(self.concept[self.detects]))
 
 
 def detectors(overlaps: Tensor, least: float = 0.04) -> Detectors:
-    """Return what each unit detects: the concept that it overlaps most, if that is more than ``least``.
+    """Assign to each unit the concept with the largest overlap; it is detected if that exceeds ``least``.
 
     Args:
-        overlaps: Intersections over unions, of :class:`ConceptOverlap`. Shape ``[units, concepts]``.
-        least: What the overlap has to exceed, in [0, 1); 0.04 is that of network dissection.
+        overlaps: Intersections over unions from :class:`ConceptOverlap`. Shape ``[units, concepts]``.
+        least: Threshold of the overlap, in [0, 1); 0.04 is that of network dissection.
 
     Raises:
         ValueError: If ``least`` is out of its range or ``overlaps`` is no matrix.

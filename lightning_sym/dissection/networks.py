@@ -16,15 +16,15 @@ from lightning_sym.similarity import features_of
 
 
 class Annotated(Protocol):
-    """A batch of images with masks of concepts; ``lightning_sym.datamodules.ConceptBatch`` is one."""
+    """A batch of images with concept masks, such as ``lightning_sym.datamodules.ConceptBatch``."""
 
     @property
     def images(self) -> Tensor:
-        """As the network gets them. Shape ``[N, ...]``."""
+        """Normalised images. Shape ``[N, ...]``."""
 
     @property
     def masks(self) -> Tensor:
-        """Where each concept is. Shape ``[N, K, H, W]``, bool."""
+        """Pixels of each concept. Shape ``[N, K, H, W]``, bool."""
 
     @property
     def annotated(self) -> Tensor:
@@ -37,12 +37,12 @@ class Annotated(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class BasisDissection:
-    """What the units of a layer are in one basis.
+    """Dissection of a layer in one basis.
 
     Attributes:
-        thresholds: What at most the top part of a unit's activations exceeds. Shape ``[C]``, float64.
+        thresholds: Activation that at most the fraction ``top`` exceeds, for each unit. Shape ``[C]``, float64.
         overlaps: Intersection over union of each unit and concept. Shape ``[C, K]``, float64.
-        summary: Kurtosis and other companions, without annotations.
+        summary: Kurtosis and further statistics without annotations.
     """
 
     thresholds: Tensor
@@ -50,7 +50,7 @@ class BasisDissection:
     summary: UnitSummary
 
     def detectors(self, least: float = 0.04) -> Detectors:
-        """Return which units detect a concept, see :func:`lightning_sym.dissection.detectors`."""
+        """Return the concept detectors, see :func:`lightning_sym.dissection.detectors`."""
         return detectors(self.overlaps, least)
 
 
@@ -66,33 +66,33 @@ def dissect(
     classes: int = 0,
     top: float = 0.005,
 ) -> list[BasisDissection]:
-    """Dissect a layer in several bases, in two passes over the data; to be called on every process.
+    """Dissect a layer in several bases, in two passes over the data; call it on every process.
 
     Args:
-        network: The network; run in evaluation mode, on its own device.
-        site: Name of the module whose output is dissected: maps ``[N, C, h, w]``.
-        bases: Matrices that are applied to the channels. Shape ``[B, C, C]``.
-        batches: Images and masks, this process's share; gone through twice.
-        images: How many images there are, of all processes, or more.
+        network: The network; run in evaluation mode, on its device.
+        site: Name of the module with the output to dissect: maps ``[N, C, h, w]``.
+        bases: Matrices that act on the channels. Shape ``[B, C, C]``.
+        batches: Images and masks, this process's share; iterated twice.
+        images: Number of images on all processes, or an upper bound.
         example: An input of the network, for the shape of the maps. Shape ``[1, ...]``.
         concepts: Number of concepts ``K``.
         classes: Number of classes of the labels; 0 if there are none.
         top: Fraction of a unit's activations above its threshold, in (0, 1).
 
     Returns:
-        What was found in each basis, on the CPU, the same on every process.
+        The results in each basis, on the CPU, the same on every process.
 
     Raises:
-        ValueError: If the site puts out no maps, or shapes do not fit.
+        ValueError: If the output of the site is not a batch of maps, or shapes do not match.
 
     Note:
-        Two runs of the network on all images; besides, time and memory are proportional to ``B``: kept are
+        Runs the network twice on all images. Further time and memory are proportional to ``B``; stored are
         ``B * C * top * images * h * w`` numbers in float64.
     """
     shape = features_of(network, [site], example)[site].shape
     if len(shape) != 4:
         raise ValueError(
-            f"{site} puts out values of shape {list(shape)}; expected activation maps, [N, channels, height, width], "
+            f"{site} returns values of shape {list(shape)}; expected activation maps, [N, channels, height, width], "
             "as of a convolution's activation."
         )
     device, units = wide_device(device_of(network)), len(bases) * shape[1]

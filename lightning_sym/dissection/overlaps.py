@@ -1,4 +1,4 @@
-"""How well the places where a unit is active are those of a concept."""
+"""Overlap of the active positions of a unit with the pixels of a concept."""
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ class ConceptOverlap(Metric):
     .. math:: \text{IoU}(u, c) = \frac{\sum_n |M_{u,n} \cap L_{c,n}|}{\sum_n |M_{u,n} \cup L_{c,n}|},
         \qquad M_{u,n} = [\,\text{bilinear}(a_{u,n}) > T_u\,],
 
-    over the images that are annotated for the concept. The inequality is strict, where the paper has "or equal": so a
-    unit whose threshold is 0 is not active wherever it is 0.
+    over the images annotated for the concept. The inequality is strict, where the paper has "or equal": a unit with
+    threshold 0 is not active where its value is 0.
 
-    The states are counts, whose sums are exact whatever the batches and the number of processes.
+    The states are counts, with exact sums for any batches and number of processes.
 
     Args:
-        thresholds: Of each unit, for instance of :class:`TopQuantile`. Shape ``[units]``.
+        thresholds: Threshold of each unit, for instance from :class:`TopQuantile`. Shape ``[units]``.
         concepts: Number of concepts, >= 1.
 
     Raises:
@@ -67,13 +67,13 @@ class ConceptOverlap(Metric):
         """Add a batch.
 
         Args:
-            maps: Activations, brought to the size of the masks bilinearly (corners not aligned). Shape ``[N, units, h,
-                w]``, floating.
-            masks: Where each concept is. Shape ``[N, concepts, H, W]``, bool.
+            maps: Activations, resized to the masks bilinearly (corners not aligned). Shape ``[N, units, h, w]``,
+                floating.
+            masks: Pixels of each concept. Shape ``[N, concepts, H, W]``, bool.
             annotated: Whether an image was annotated for a concept; default all. Shape ``[N, concepts]``, bool.
 
         Raises:
-            ValueError: If the shapes or dtypes do not fit.
+            ValueError: If shapes or dtypes do not match.
         """
         count = len(maps)
         if maps.ndim != 4 or maps.shape[1] != self.units or not maps.dtype.is_floating_point:
@@ -102,7 +102,7 @@ class ConceptOverlap(Metric):
         large = interpolate(maps.detach(), size=tuple(masks.shape[2:]), mode="bilinear", align_corners=False)
         active = large > self.thresholds.to(large)[:, None, None]
         marked = masks & annotated[..., None, None]
-        # [units, n * pixels] @ [n * pixels, concepts], of zeros and ones
+        # [units, n * pixels] @ [n * pixels, concepts], zeros and ones
         products = active.movedim(1, 0).flatten(1).float() @ marked.movedim(1, 0).flatten(1).float().T
         self.intersections = self.intersections + products.round().long()
         areas = active.flatten(2).sum(2)  # [n, units]
@@ -110,7 +110,7 @@ class ConceptOverlap(Metric):
         self.concept_areas = self.concept_areas + marked.sum((0, 2, 3))
 
     def compute(self) -> Tensor:
-        """Return the overlaps, in [0, 1]; 0 where a unit and a concept are nowhere.
+        """Return the overlaps, in [0, 1]; 0 if neither the unit nor the concept occurs.
 
         Returns:
             Shape ``[units, concepts]``, float64; torchmetrics makes a scalar of a single number.

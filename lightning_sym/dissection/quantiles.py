@@ -1,4 +1,4 @@
-"""The value of each unit that only a small part of all positions exceeds, exactly and in one pass."""
+"""Top quantile of each unit's activations, exactly and in one pass."""
 
 import math
 
@@ -12,15 +12,15 @@ from lightning_sym._checks import check_integers, check_numbers
 class TopQuantile(Metric):
     r"""The threshold :math:`T_u` of each unit that at most a fraction ``top`` of its values exceed, exactly.
 
-    Of M values of a unit it is that of rank :math:`\lfloor \text{top} \cdot M \rfloor`, counted from 0 at the largest.
-    Kept are the largest values of each unit, as many as can still be needed; the largest of several batches or
-    processes are the largest of all, so that neither changes the result.
+    Among M values it has rank :math:`\lfloor \text{top} \cdot M \rfloor`, counted from 0 at the largest.
+    The state holds the largest values of each unit, as many as may still be needed. Merging the largest values of
+    batches or processes is exact, so that neither changes the result.
 
     Args:
         units: Number of units, >= 1.
-        positions: How many values of each unit there are in all batches of all processes, or more; it sets how much is
-            kept: ``units * (top * positions + 1)`` numbers in float64.
-        top: Fraction of the values above the threshold, in (0, 1). The 0.005 of network dissection is the default.
+        positions: Number of values of each unit in all batches of all processes, or an upper bound; it determines the
+            size of the state, ``units * (top * positions + 1)`` numbers in float64.
+        top: Fraction of the values above the threshold, in (0, 1). The default 0.005 is that of network dissection.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -53,7 +53,7 @@ class TopQuantile(Metric):
         self.add_state("seen", torch.tensor(0), dist_reduce_fx="sum")
 
     def _rank(self, count: int) -> int:
-        return math.floor(round(self.top * count, 6))  # 0.07 * 100 is a little more than 7, 0.29 * 100 a little less
+        return math.floor(round(self.top * count, 6))  # 0.07 * 100 is slightly above 7, 0.29 * 100 slightly below 29
 
     def update(self, maps: Tensor) -> None:
         """Add the activations of a batch.
@@ -62,7 +62,7 @@ class TopQuantile(Metric):
             maps: Units on axis 1; finite. Shape ``[N, units, ...]``.
 
         Raises:
-            ValueError: If there are other units, values that are not finite, or more of them than were announced.
+            ValueError: If the number of units differs, a value is not finite, or there are more than ``positions``.
         """
         values = unit_values(maps, self.units)
         self.seen = self.seen + values.shape[1]
@@ -74,7 +74,7 @@ class TopQuantile(Metric):
     def _check_seen(self) -> None:
         if self.seen > self.positions:
             raise ValueError(
-                f"{int(self.seen)} values of each unit were given and {self.positions} were announced; set positions "
+                f"{int(self.seen)} values of each unit were given but {self.positions} were announced; set positions "
                 "to the number of all images times that of their positions."
             )
 
@@ -82,7 +82,7 @@ class TopQuantile(Metric):
         """Return the thresholds. Shape ``[units]``, float64; torchmetrics makes a scalar of a single number.
 
         Raises:
-            ValueError: If no values were given, or all processes together gave more than were announced.
+            ValueError: If there are no values, or more than announced on all processes together.
         """
         if not self.seen:
             raise ValueError("there are no values to take a quantile of; call update first.")
@@ -91,7 +91,7 @@ class TopQuantile(Metric):
 
 
 def _largest_of_all(largest: Tensor) -> Tensor:
-    """Return what is kept of all processes: the largest values of ``[processes, units, kept]``."""
+    """Merge the stored values of all processes: the largest of ``[processes, units, kept]``."""
     kept = largest.shape[-1]
     found: Tensor = largest.movedim(0, 1).flatten(1).topk(kept, dim=1).values
     return found
@@ -101,10 +101,10 @@ def unit_values(maps: Tensor, units: int) -> Tensor:
     """Return all values of each unit, ``[units, M]``, for activations ``[N, units, ...]``.
 
     Raises:
-        ValueError: If there are other units, or values that are not finite.
+        ValueError: If the number of units differs, or a value is not finite.
     """
     if maps.ndim < 2 or maps.shape[1] != units:
         raise ValueError(f"maps must have shape [N, {units}, ...], got {list(maps.shape)}.")
     if not bool(maps.isfinite().all()):
-        raise ValueError("maps must be finite, and some values are not; look for members that have diverged.")
+        raise ValueError("maps must be finite, but some values are not; look for members that have diverged.")
     return maps.detach().movedim(1, 0).flatten(1)

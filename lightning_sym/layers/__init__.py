@@ -1,7 +1,7 @@
-"""Layers with relaxed equivariances, which networks are made of; plain torch, without Lightning.
+"""Layers with relaxed equivariances; plain torch, without Lightning.
 
-Their Kronecker factors are those of :func:`lightning_sym.curvature.factors`. laplace-torch's own do not cover them (it
-says ``Found parameters in un-supported layers``); :func:`lightning_sym.curvature.to_laplace` gives it ours.
+:func:`lightning_sym.curvature.factors` computes their Kronecker factors. laplace-torch does not cover them (it reports
+``Found parameters in un-supported layers``); :func:`lightning_sym.curvature.to_laplace` passes ours to it.
 """
 
 from lightning_sym.layers.circular_conv import CircularConv

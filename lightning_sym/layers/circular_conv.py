@@ -10,12 +10,12 @@ from lightning_sym._checks import check_features, check_integers, check_kernel
 
 
 def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """Return the convolution (cross-correlation) of features on a torus, of the size of the input.
+    """Return the convolution (cross-correlation) of features on a torus, with the size of the input.
 
     Args:
         x: Shape ``[N, C, H, W]``.
-        weight: Shape ``[C', C / groups, k, k]`` with odd ``k``; it may be larger than the grid, which is then
-            wrapped around more than once.
+        weight: Shape ``[C', C / groups, k, k]`` with odd ``k``, which may exceed the grid: the filter then wraps
+            around more than once.
         bias: Shape ``[C']``, or None.
         groups: As in :func:`torch.nn.functional.conv2d`.
 
@@ -23,7 +23,7 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int 
         Shape ``[N, C', H, W]``.
     """
     padding = weight.shape[-1] // 2
-    if padding > min(x.shape[-2:]):  # F.pad wraps around once at most
+    if padding > min(x.shape[-2:]):  # F.pad wraps around at most once
         for axis in (-2, -1):
             size = x.shape[axis]
             x = x.index_select(axis, torch.arange(-padding, size + padding, device=x.device) % size)
@@ -44,7 +44,7 @@ class CircularConv(nn.Module):
     .. math:: y[n, c', i, j] = b[c'] + \sum_{c, a, b} W[c', c, a, b]\, x[n, c, (i + a - p) \bmod H, (j + b - p) \bmod W]
 
     with ``p = (k - 1) / 2``, on any grid. It has ``C' C k^2 + C'`` parameters. The weight is He-uniform, from torch's
-    global generator, the bias is 0. To halve the grid, put :class:`~lightning_sym.layers.PolyphasePool` behind it.
+    global generator, the bias is 0. To halve the grid, add :class:`~lightning_sym.layers.PolyphasePool` after it.
 
     Args:
         in_channels: ``C``, >= 1.
@@ -56,7 +56,7 @@ class CircularConv(nn.Module):
         bias: Shape ``[C']``.
 
     Raises:
-        ValueError: If an argument is out of range, or from the forward if features have other channels.
+        ValueError: If an argument is out of range; in the forward, if the number of channels is wrong.
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), section 2; docs/theory/relaxed_layers.md, 1.2.

@@ -1,4 +1,4 @@
-"""The factored fully connected layer: all of the grid to all of the grid, of rank one for each pair of channels."""
+"""The factored fully connected layer: of rank one in space for each pair of channels."""
 
 import math
 
@@ -20,7 +20,7 @@ def factored_hidden(x: Tensor, theta1: Tensor, b1: Tensor) -> Tensor:
     Returns:
         Shape ``[C, C', N]``.
     """
-    # One product for each channel c. The copy of the (small) weight makes its gradient's product faster.
+    # One product for each channel c. Copying the (small) weight speeds up the product for its gradient.
     return torch.baddbmm(b1[:, None], theta1.transpose(0, 1).contiguous(), x.permute(1, 2, 0))
 
 
@@ -44,36 +44,36 @@ def factored_map(x: Tensor, theta1: Tensor, theta2: Tensor, b1: Tensor, b2: Tens
 
 
 class FactoredFullyConnected(GridLayer):
-    r"""A fully connected layer whose weight is of rank one in space for each pair of channels (F-FC).
+    r"""A fully connected layer with a weight of rank one in space for each pair of channels (F-FC).
 
     .. math::
         z[n, c, c'] &= b_1[c'] + \sum_x \theta_1[c', c, x]\, x[n, c, x] \\
         y[n, c', y] &= b_2[y] + \sum_c \theta_2[c', c, y]\, z[n, c, c']
 
-    It has ``C' C (S + S') + C' + S'`` parameters in place of the ``C' C S S'`` of
+    It has ``C' C (S + S') + C' + S'`` parameters instead of the ``C' C S S'`` of
     :class:`~lightning_sym.layers.FullyConnected`, and does not contain convolutions. The layer is
-    translation-equivariant where ``theta2`` and ``b2`` are constant over space; ``theta1 = 0`` is not enough, as
+    translation-equivariant if ``theta2`` and ``b2`` are constant over space; ``theta1 = 0`` is not enough, as
     ``b1`` still passes through ``theta2``.
 
-    ``theta1`` is drawn from ``U(-sqrt(3/S), sqrt(3/S))`` and ``theta2`` from ``U(-sqrt(3/C), sqrt(3/C))``, which keeps
-    the variance of inputs of variance 1; biases are 0. From torch's global generator.
+    ``theta1`` is drawn from ``U(-sqrt(3/S), sqrt(3/S))`` and ``theta2`` from ``U(-sqrt(3/C), sqrt(3/C))``, which
+    preserves unit variance of inputs; biases are 0. Uses torch's global generator.
 
     Args:
         in_channels: ``C``, >= 1.
         out_channels: ``C'``, >= 1.
         grid: Height and width of the inputs, or the side of a square.
-        out_grid: The same of the outputs; default ``grid``.
+        out_grid: Height and width of the outputs, or the side of a square; default ``grid``.
 
     Attributes:
         theta1: Shape ``[C', C, S]``.
-        theta2: Shape ``[S', C' C]``: ``theta2[y, c' C + c]`` is that of the formula.
+        theta2: Shape ``[S', C' C]``: ``theta2[y, c' C + c]`` is the formula's ``theta2[c', c, y]``.
         b1: Shape ``[C']``, added for every input channel.
         b2: Shape ``[S']``, one map for all output channels.
         grid: ``(H, W)``.
         out_grid: ``(H', W')``.
 
     Raises:
-        ValueError: If an argument is out of range, or from the forward if features have another shape.
+        ValueError: If an argument is out of range; in the forward, if features have another shape.
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), section 4.1, where it has no biases;

@@ -16,7 +16,7 @@ class GridLayer(nn.Module):
         in_channels: ``C``, >= 1.
         out_channels: ``C'``, >= 1.
         grid: Height and width of the inputs, or the side of a square.
-        out_grid: The same of the outputs; default ``grid``.
+        out_grid: Height and width of the outputs, or the side of a square; default ``grid``.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -35,7 +35,7 @@ class GridLayer(nn.Module):
 
 
 class FullyConnected(GridLayer):
-    r"""Any affine map from features on one grid to features on another: the freest layer, which contains all others.
+    r"""Any affine map from features on one grid to features on another: the most general layer.
 
     .. math:: y[n, c', y] = b[c', y] + \sum_{c, x} W[c', y, c, x]\, x[n, c, x]
 
@@ -46,17 +46,17 @@ class FullyConnected(GridLayer):
         in_channels: ``C``, >= 1.
         out_channels: ``C'``, >= 1.
         grid: Height and width of the inputs, or the side of a square.
-        out_grid: The same of the outputs; default ``grid``.
+        out_grid: Height and width of the outputs, or the side of a square; default ``grid``.
 
     Attributes:
         weight: Shape ``[C', S', C, S]``.
-        bias: Shape ``[C', S']``; it varies over space, so that this layer is translation-equivariant only if both
+        bias: Shape ``[C', S']``; it varies over space, so that this layer is translation-equivariant only if
             weight and bias are constant along the grid.
         grid: ``(H, W)``.
         out_grid: ``(H', W')``.
 
     Raises:
-        ValueError: If an argument is out of range, or from the forward if features have another shape.
+        ValueError: If an argument is out of range; in the forward, if features have another shape.
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using

@@ -1,8 +1,8 @@
 """Convolutions on the group p4 of translations and rotations by 90 degrees.
 
-Features on the group are ``[N, 4 C, H, W]``: channel ``g C + c`` is feature ``c`` at rotation ``g``, seen in the frame
-of the image. Rotating the image by 90 degrees turns each map and moves the one at ``g`` to ``g + 1``; a translation
-moves all maps alike.
+Features on the group are ``[N, 4 C, H, W]``: channel ``g C + c`` is feature ``c`` at rotation ``g``, in the frame
+of the image. Rotating the image by 90 degrees rotates each map and moves the one at ``g`` to ``g + 1``; a translation
+shifts all maps equally.
 """
 
 from typing import Literal
@@ -22,7 +22,7 @@ GroupConvKind = Literal["lifting", "full", "pointwise", "separable", "depthwise_
 
 
 def rotated(filters: Tensor) -> Tensor:
-    """Return filters turned by 0, 90, 180 and 270 degrees, counter-clockwise.
+    """Rotate filters by 0, 90, 180 and 270 degrees, counter-clockwise.
 
     Args:
         filters: Shape ``[..., k, k]``.
@@ -34,7 +34,7 @@ def rotated(filters: Tensor) -> Tensor:
 
 
 def relative(weights: Tensor) -> Tensor:
-    """Return weights that depend on the difference of two rotations, for all pairs of them.
+    """Expand weights that depend on the difference of two rotations to all pairs of rotations.
 
     Args:
         weights: Shape ``[4, ...]``.
@@ -46,7 +46,7 @@ def relative(weights: Tensor) -> Tensor:
 
 
 def by_rotation(x: Tensor) -> Tensor:
-    """Return features ``[N, 4 C, H, W]`` as ``[N, 4, C, H, W]``."""
+    """Reshape features ``[N, 4 C, H, W]`` to ``[N, 4, C, H, W]``."""
     return x.reshape(len(x), ROTATIONS, x.shape[1] // ROTATIONS, *x.shape[2:])
 
 
@@ -60,39 +60,39 @@ class GroupConv(nn.Module):
     - ``pointwise``: :math:`y[g] = b + (\rho_g W) * x[g]`, which does not mix rotations;
     - ``separable``: depthwise over space, :math:`s[h] = b_s + (\rho_h w) * x[h]`, then over rotations and channels,
       :math:`y[g, c'] = b[c'] + \sum_{c, h} V[c', c, (h - g) \bmod 4]\, s[h, c]`;
-    - ``depthwise_separable``: s as before, then depthwise over rotations,
+    - ``depthwise_separable``: the same s, then depthwise over rotations,
       :math:`r[g, c] = b_r[c] + \sum_h v[c, (h - g) \bmod 4]\, s[h, c]`, then over channels,
       :math:`y[g, c'] = b[c'] + \sum_c P[c', c]\, r[g, c]`.
 
     Parameters: ``C' C k^2 + C'`` (lifting, pointwise), ``4 C' C k^2 + C'`` (full), ``C k^2 + C + 4 C' C + C'``
     (separable), ``C k^2 + C + 4 C + C + C' C + C'`` (depthwise separable). Spatial filters are He-uniform by their own
     fan-in; V is drawn from ``U(-sqrt(3/(4C)), sqrt(3/(4C)))``, P from ``U(-sqrt(3/C), sqrt(3/C))``, v is 1/4; biases
-    are 0. From torch's global generator. (In the published code V starts at ``1 / (4 sqrt(C))`` everywhere: all
+    are 0. Uses torch's global generator. (In the published code all entries of V start at ``1 / (4 sqrt(C))``: all
     features are then equal, and nearly nine in ten deep ReLU networks start with the same output for all inputs.)
 
     Args:
-        in_channels: ``C``, of each rotation: features have ``4 C`` channels (``C`` with ``lifting``).
-        out_channels: ``C'``, of each rotation: the result has ``4 C'`` channels.
+        in_channels: ``C`` per rotation: features have ``4 C`` channels (``C`` with ``lifting``).
+        out_channels: ``C'`` per rotation: the result has ``4 C'`` channels.
         kind: As above.
         kernel_size: ``k``, odd.
 
     Attributes:
-        weight: W ``[C', C, k, k]`` of lifting and pointwise; of full ``[C', 4 C, k, k]`` with
+        weight: For lifting and pointwise W ``[C', C, k, k]``; for full ``[C', 4 C, k, k]`` with
             :math:`W_h[c', c]` at ``[c', h C + c]``; V ``[C', C, 4]``; P ``[C', C]``.
         bias: b, shape ``[C']``.
         spatial_weight: w of the separable kinds, shape ``[C, k, k]``; otherwise None.
         spatial_bias: b_s, shape ``[C]``, or None.
-        rotation_weight: v of depthwise separable, shape ``[C, 4]``; otherwise None.
+        rotation_weight: v of the kind depthwise separable, shape ``[C, 4]``; otherwise None.
         rotation_bias: b_r, shape ``[C]``, or None.
 
     Raises:
-        ValueError: If an argument is out of range, or from the forward if features have other channels.
+        ValueError: If an argument is out of range; in the forward, if the number of channels is wrong.
 
     References:
         Cohen and Welling (2016), "Group Equivariant Convolutional Networks", arXiv:1602.07576; Knigge, Romero, Bekkers
         (2022), "Exploiting Redundancy: Separable Group Convolutional Networks on Lie Groups", arXiv:2110.13059;
-        docs/theory/relaxed_layers.md, 1.6. The published code of van der Ouderaa et al. (2023) keeps each map in its
-        own rotated frame instead, where all but pointwise lose translations.
+        docs/theory/relaxed_layers.md, 1.6. The published code of van der Ouderaa et al. (2023) stores each map in its
+        own rotated frame instead, in which all kinds but pointwise lose translation equivariance.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class GroupConv(nn.Module):
         """Return the filters of the kinds lifting, pointwise and full for all rotations of the output.
 
         Returns:
-            Shape ``[4, C', C, k, k]``; of full ``[4, C', 4 C, k, k]``.
+            Shape ``[4, C', C, k, k]``; for full ``[4, C', 4 C, k, k]``.
 
         Raises:
             ValueError: If the kind is separable.
@@ -139,15 +139,15 @@ class GroupConv(nn.Module):
         if self.kind != "full":
             raise ValueError(f"GroupConv of kind {self.kind!r} has no joint filters; use spatial_weight and weight.")
         shape = (self.out_channels, ROTATIONS, self.in_channels, self.kernel_size, self.kernel_size)
-        turned = rotated(self.weight.view(shape))  # [g, C', h - g, C, k, k]
-        shifted = [torch.roll(filters, turns, 1) for turns, filters in enumerate(turned)]
+        rotations = rotated(self.weight.view(shape))  # [g, C', h - g, C, k, k]
+        shifted = [torch.roll(filters, turns, 1) for turns, filters in enumerate(rotations)]
         return torch.stack(shifted).flatten(2, 3)
 
     def spatial(self, x: Tensor) -> Tensor:
         """Return s, the first stage of the separable kinds. Shape ``[N, 4 C, H, W]``.
 
         Raises:
-            ValueError: If the kind is another.
+            ValueError: If the kind is not separable.
         """
         if self.spatial_weight is None or self.spatial_bias is None:
             raise ValueError(f"GroupConv of kind {self.kind!r} has no spatial stage; only the separable kinds do.")
@@ -155,10 +155,10 @@ class GroupConv(nn.Module):
         return circular_conv2d(x, filters, torch.cat([self.spatial_bias] * ROTATIONS), groups=len(filters))
 
     def rotation(self, spatial: Tensor) -> Tensor:
-        """Return r, the second stage of the kind depthwise separable, for s. Shape ``[N, 4 C, H, W]``.
+        """Return r, the second stage of the kind depthwise separable, from s. Shape ``[N, 4 C, H, W]``.
 
         Raises:
-            ValueError: If the kind is another.
+            ValueError: If the kind is not depthwise separable.
         """
         if self.rotation_weight is None or self.rotation_bias is None:
             raise ValueError(f"GroupConv of kind {self.kind!r} has no stage of rotations; only depthwise_separable.")
@@ -187,9 +187,10 @@ class GroupConv(nn.Module):
 
 
 class GroupLift(nn.Module):
-    """The image as features on p4: four copies of it, as ``[N, 4 C, H, W]``.
+    """Lift images to features on p4: four copies, as ``[N, 4 C, H, W]``.
 
-    Pointwise :class:`GroupConv` behind it is that of kind ``lifting``; so networks lift once and all blocks are alike.
+    A pointwise :class:`GroupConv` after it equals one of kind ``lifting``: networks lift once and then use uniform
+    blocks.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,12 +199,12 @@ class GroupLift(nn.Module):
 
 
 class GroupMax(nn.Module):
-    """The largest of a feature's four rotations at each position, of equal ones the first.
+    """Maximum over a feature's four rotations at each position; the gradient goes to the first of ties.
 
-    Features on p4 become maps that turn with the image; on a grid of one point, they are invariant.
+    Features on p4 become maps that rotate with the image; on a grid of one point, they are invariant.
 
     Raises:
-        ValueError: From the forward if channels are not a multiple of 4.
+        ValueError: In the forward, if the number of channels is not a multiple of 4.
     """
 
     def forward(self, x: Tensor) -> Tensor:

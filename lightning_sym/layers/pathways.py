@@ -1,4 +1,4 @@
-"""Several layers side by side."""
+"""Several layers in parallel."""
 
 from collections.abc import Mapping
 
@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 
 def parameter_paths(module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return the block and the path that each parameter on a path belongs to.
+    """Return the block and the pathway of each parameter on a pathway.
 
     Args:
         module: A network or any other module.
 
     Returns:
-        By parameter name, the name of the outermost :class:`ResidualPathways` around it, and that of its path in the
-        innermost one. Parameters outside of all pathways are left out.
+        By parameter name, the name of the outermost :class:`ResidualPathways` around it, and the name of its pathway in
+        the innermost one. Parameters outside of all pathways are left out.
 
     Example:
         >>> from lightning_sym.layers import CircularConv
@@ -32,25 +32,25 @@ def parameter_paths(module: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 class ResidualPathways(nn.Module):
-    """The scaled sum of paths that see the same input: by default their mean.
+    """The scaled sum of residual pathways with the same input: by default their mean.
 
-    ``forward`` is ``scale * (path1(x) + path2(x) + ...)``. The scale only changes what a prior precision means: a path
-    that is linear in one tensor gives the same function, and the same evidence, with ``(theta, delta, s)`` as with
-    ``(s theta, delta / s^2, 1)``.
+    ``forward`` is ``scale * (path1(x) + path2(x) + ...)``. The scale only changes the meaning of a prior precision: a
+    pathway that is linear in one tensor has the same function, and the same evidence, with ``(theta, delta, s)`` as
+    with ``(s theta, delta / s^2, 1)``.
 
-    Where several equivariant paths are to halve the grid, let one :class:`~lightning_sym.layers.PolyphasePool` follow
-    their sum: with one each, they may keep different components, and the sum does not move with the input.
+    If several equivariant pathways halve the grid, add one :class:`~lightning_sym.layers.PolyphasePool` after
+    their sum: separate pools may keep different components, and the sum would not be equivariant.
 
     Args:
-        paths: Modules, which get the names ``"0"``, ``"1"``, ...; or one mapping from names to modules. Outputs have
-            one shape.
+        paths: Modules, named ``"0"``, ``"1"``, ...; or one mapping from names to modules. Their outputs must have
+            the same shape.
         scale: A number; default ``1 / (number of paths)``.
 
     Attributes:
-        scale: As given; a Python float, no part of the state.
+        scale: The scale, a Python float outside of the state.
 
     Raises:
-        ValueError: If there is no path, a name cannot be used, or from the forward if outputs differ in shape.
+        ValueError: If there is no pathway, a name is invalid, or, in the forward, outputs differ in shape.
 
     References:
         Finzi et al. (2021), "Residual Pathway Priors for Soft Equivariance Constraints", arXiv:2112.01388;
@@ -71,16 +71,16 @@ class ResidualPathways(nn.Module):
                     "names to modules."
                 )
             if not name or "." in name or hasattr(self, name):
-                raise ValueError(f"A path cannot be called {name!r}, which modules do not allow; choose another name.")
+                raise ValueError(f"A path cannot be named {name!r}, which modules do not allow; choose another name.")
             self.add_module(name, path)
 
     @property
     def paths(self) -> dict[str, nn.Module]:
-        """The paths by name."""
+        """The pathways by name."""
         return {name: path for name, path in self.named_children() if path is not None}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled sum of the paths' outputs."""
+        """Return the scaled sum of the pathways' outputs."""
         outputs: dict[str, Tensor] = {name: path(x) for name, path in self.paths.items()}
         shapes = {name: list(output.shape) for name, output in outputs.items()}
         if any(shape != next(iter(shapes.values())) for shape in shapes.values()):

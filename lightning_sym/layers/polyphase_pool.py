@@ -1,4 +1,4 @@
-"""Subsampling that moves with its input."""
+"""Equivariant subsampling."""
 
 from typing import Literal
 
@@ -13,23 +13,23 @@ class PolyphasePool(nn.Module):
     """Subsampling by 2 that keeps, for each sample, the polyphase component with the largest norm.
 
     The four components are ``x[..., a::2, b::2]``. Shifting a sample circularly by s shifts its output by floor(s/2)
-    or ceil(s/2), and rotating it by 90 degrees rotates the output up to such a shift, whatever else is in the batch. In
-    all derivatives the choice is a constant.
+    or ceil(s/2). Rotating it by 90 degrees rotates the output up to such a shift. Neither depends on the rest of the
+    batch. Derivatives treat the choice as constant.
 
-    This holds where one component has the largest norm. At an exact tie the first of the largest in the order (a, b) =
-    (0, 0), (1, 0), (0, 1), (1, 1) is kept, wherever the sample was shifted to: if the tied components are not the same
-    up to a shift, the output then is another one and equivariance is lost. Features of few values, such as images of
-    whole numbers without a layer before, tie easily under ``"max"``, and seldom under ``"l2"``.
+    This holds if one component has the largest norm. At an exact tie the first of the largest in the order (a, b) =
+    (0, 0), (1, 0), (0, 1), (1, 1) is kept, independently of the shift. If tied components differ by more than a shift,
+    equivariance is lost. Features with few values, such as integer images without a layer before, tie
+    easily under ``"max"``, and seldom under ``"l2"``.
 
     Args:
         norm: ``"max"``, the largest magnitude, or ``"l2"``; over all channels and positions of a sample. Features of
-            :class:`~lightning_sym.layers.GroupConv` need nothing else: their channels hold all four rotations.
-        groups: Consecutive groups of channels of equal size that choose by themselves, >= 1. With more than one, maps
-            of different groups may move by different amounts under a shift of one pixel, so that layers behind that mix
-            them are not equivariant; the number of channels gives the choice per feature map of the paper.
+            :class:`~lightning_sym.layers.GroupConv` need no special treatment: their channels hold all four rotations.
+        groups: Consecutive groups of channels of equal size that choose separately, >= 1. With more than one, maps
+            of different groups may move by different amounts under a shift of one pixel, and later layers that mix
+            them are not equivariant; as many groups as channels give the paper's choice per feature map.
 
     Raises:
-        ValueError: If an argument is out of range, or from the forward if height, width or channels are not divisible.
+        ValueError: If an argument is out of range; in the forward, if height, width or channels are not divisible.
 
     References:
         Chaman and Dokmanic (2021), "Truly shift-invariant convolutional neural networks", arXiv:2011.14214;
@@ -67,7 +67,7 @@ class PolyphasePool(nn.Module):
 
     def _scores(self, x: Tensor) -> Tensor:
         """Return the norms of the components, up to a monotonic function. Shape ``[N, 2, 2]``."""
-        # Over channels first: that is contiguous, and leaves little for the strided part.
+        # Over channels first: this is contiguous, and reduces the strided part.
         over_channels = x.abs().amax(1) if self.norm == "max" else x.square().sum(1)
         height, width = over_channels.shape[1:]
         components = over_channels.view(len(x), height // 2, 2, width // 2, 2)

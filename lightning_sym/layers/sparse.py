@@ -1,4 +1,4 @@
-"""Layers whose weights are interpolated over space between anchors: fewer parameters, smoother filters."""
+"""Layers with weights interpolated over space between anchors: fewer parameters, smoother filters."""
 
 import math
 
@@ -33,7 +33,7 @@ def interpolation(positions: Tensor, grid: tuple[int, int], omega: Tensor | floa
 
     ``Phi = (kern(Z, Z) + sigma_z^2 I)^-1 kern(Z, grid)`` with the Gaussian kernel
     ``kern(a, b) = exp(-omega^2 |a - b|^2 / 2)``, the mean of a Gaussian process. Computed in float64, as the system is
-    badly conditioned where anchors are close to one another.
+    badly conditioned if anchors are close to one another.
 
     Args:
         positions: Anchors Z in the coordinates of :func:`grid_positions`. Shape ``[M, 2]``.
@@ -72,12 +72,12 @@ def _count_anchors(module: nn.Module, anchors: int | None, points: int, name: st
 
 
 def _draw(grid: tuple[int, int], anchors: int) -> Tensor:
-    """Return anchors drawn uniformly within the rectangle spanned by a grid's points. Shape ``[M, 2]``."""
+    """Draw anchors uniformly in the rectangle spanned by a grid's points. Shape ``[M, 2]``."""
     return (torch.rand(anchors, 2) - 0.5) * torch.tensor([side - 1.0 for side in grid])
 
 
 def _reduce(target: Tensor, phi: Tensor) -> Tensor:
-    """Return the values at anchors whose interpolation is nearest to weights, in the sense of least squares.
+    """Return the anchor values with the interpolation nearest to the weights, in the sense of least squares.
 
     Args:
         target: Shape ``[..., S]``.
@@ -89,13 +89,13 @@ def _reduce(target: Tensor, phi: Tensor) -> Tensor:
     if target.is_meta:
         return target.new_empty(*target.shape[:-1], len(phi))
     rows = target.reshape(-1, target.shape[-1]).to("cpu", torch.float64)
-    # The driver that takes matrices without full rank; only the CPU has it.
+    # This driver handles rank-deficient matrices; only the CPU has it.
     solution: Tensor = torch.linalg.lstsq(phi.to("cpu", torch.float64).mT, rows.mT, driver="gelsy").solution
     return solution.mT.to(target).reshape(*target.shape[:-1], len(phi))
 
 
 class _Anchored(nn.Module):
-    """A layer with anchors, whose interpolation is a buffer unless something in it is learned."""
+    """A layer with anchors; its interpolation is a buffer unless a part of it is learned."""
 
     def _add_anchors(
         self, suffix: str, grid: tuple[int, int], anchors: int, learn_positions: bool, learn_lengthscale: bool
@@ -112,7 +112,7 @@ class _Anchored(nn.Module):
         return phi
 
     def _interpolation(self, suffix: str, grid: tuple[int, int]) -> Tensor:
-        """Return the present interpolation. Shape ``[M, S]``."""
+        """Return the current interpolation. Shape ``[M, S]``."""
         phi: Tensor | None = getattr(self, f"phi{suffix}")
         if phi is not None:
             return phi
@@ -121,11 +121,11 @@ class _Anchored(nn.Module):
 
 
 class SparseConv(_Anchored):
-    r"""A circular convolution whose filters are interpolated between a few anchors (S-CONV).
+    r"""A circular convolution with filters interpolated between a few anchors (S-CONV).
 
     .. math:: W[c', c, t] = \sum_m u[c', c, m]\, \Phi[m, t]
 
-    with the interpolation :math:`\Phi` of a Gaussian process whose inverse length scale is :math:`\omega`. It has
+    where :math:`\Phi` interpolates by a Gaussian process with inverse length scale :math:`\omega`. It has
     ``C' C M + C'`` parameters. As :math:`\omega \to 0` filters become constant over space.
 
     Anchors are drawn uniformly over the filter's rectangle, and ``u`` is the least-squares fit to a He-uniform filter,
@@ -144,16 +144,16 @@ class SparseConv(_Anchored):
         bias: Shape ``[C']``.
         positions: Anchors in pixels from the filter's centre, (row, column); a buffer unless learned. Shape ``[M, 2]``.
         omega: Inverse length scale in 1/pixel, shape ``[1]``, sign of no effect; None (which means 1) unless learned.
-        phi: The interpolation, a buffer, shape ``[M, k^2]``; None if anything in it is learned. It is part of the state
-            beside the positions from which it follows, so that weights mean the same in every precision.
+        phi: The interpolation, a buffer, shape ``[M, k^2]``; None if a part of it is learned. The state contains it in
+            addition to the positions, so that weights have the same meaning in every precision.
 
     Raises:
-        ValueError: If an argument is out of range, or from the forward if features have other channels.
+        ValueError: If an argument is out of range; in the forward, if the number of channels is wrong.
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix;
         docs/theory/relaxed_layers.md, 1.4. The published code pads with zeros and rounds the number of anchors
-        otherwise; we follow the paper.
+        differently; this layer follows the paper.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class SparseConv(_Anchored):
         self.bias = nn.Parameter(torch.zeros(out_channels))
 
     def interpolation(self) -> Tensor:
-        """Return the present interpolation Phi. Shape ``[M, k^2]``."""
+        """Return the current interpolation Phi. Shape ``[M, k^2]``."""
         return self._interpolation("", self._grid)
 
     def filters(self) -> Tensor:
@@ -196,7 +196,7 @@ class SparseConv(_Anchored):
 
 
 class SparseFactoredFullyConnected(GridLayer, _Anchored):
-    r"""A factored fully connected layer whose factors are interpolated between anchors on the grids (S-FC).
+    r"""A factored fully connected layer with factors interpolated between anchors on the grids (S-FC).
 
     .. math::
         \theta_1[c', c, x] = \sum_m u_1[c', c, m]\, \Phi_1[m, x], \qquad
@@ -208,13 +208,13 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
 
     Both sets of anchors are drawn uniformly over their grid, and the values are the least-squares fit to a field that
     interpolates ``U(-sqrt(3/S), sqrt(3/S))`` for ``u1`` and ``U(-sqrt(3/C), sqrt(3/C))`` for ``u2`` at all grid points;
-    ``b1`` is 0. From torch's global generator.
+    ``b1`` is 0. Uses torch's global generator.
 
     Args:
         in_channels: ``C``, >= 1.
         out_channels: ``C'``, >= 1.
         grid: Height and width of the inputs, or the side of a square.
-        out_grid: The same of the outputs; default ``grid``.
+        out_grid: Height and width of the outputs, or the side of a square; default ``grid``.
         anchors: ``M1``, at most ``S``; default half of that, rounded up.
         out_anchors: ``M2``, at most ``S'``; default half of that, rounded up.
         learn_positions: Train the positions of both sets of anchors.
@@ -222,19 +222,20 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
 
     Attributes:
         u1: Values at the anchors of the input grid. Shape ``[C', C, M1]``.
-        u2: Those of the output grid. Shape ``[M2, C' C]``, ordered as ``theta2`` of ``FactoredFullyConnected``.
+        u2: Values at the anchors of the output grid. Shape ``[M2, C' C]``, ordered as ``theta2`` of
+            ``FactoredFullyConnected``.
         b1: Shape ``[C']``.
         positions1: Anchors in pixels from the grid's centre, (row, column); a buffer unless learned. Shape ``[M1, 2]``.
         positions2: Shape ``[M2, 2]``.
         omega1: Inverse length scale in 1/pixel, shape ``[1]``, sign of no effect; None (which means 1) unless learned.
-        omega2: The same of the output grid.
-        phi1: Interpolation, a buffer, shape ``[M1, S]``; None if anything in it is learned.
+        omega2: Inverse length scale of the output grid, in the same form.
+        phi1: Interpolation, a buffer, shape ``[M1, S]``; None if a part of it is learned.
         phi2: Shape ``[M2, S']``.
         grid: ``(H, W)``.
         out_grid: ``(H', W')``.
 
     Raises:
-        ValueError: If an argument is out of range, or from the forward if features have another shape.
+        ValueError: If an argument is out of range; in the forward, if features have another shape.
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix; docs/theory/relaxed_layers.md, 1.5.
@@ -272,17 +273,17 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
         bound: float,
         learned: tuple[bool, bool],
     ) -> Tensor:
-        """Make a set of anchors and return the values at them to start from. Shape ``[*shape, M]``."""
+        """Make a set of anchors and return their initial values. Shape ``[*shape, M]``."""
         everywhere = nn.init.uniform_(torch.empty(*shape, math.prod(grid)), -bound, bound)
         target = everywhere @ interpolation(grid_positions(grid).to(everywhere), grid)
         return _reduce(target, self._add_anchors(suffix, grid, anchors, *learned))
 
     def interpolations(self) -> tuple[Tensor, Tensor]:
-        """Return the present interpolations Phi1 ``[M1, S]`` and Phi2 ``[M2, S']``."""
+        """Return the current interpolations Phi1 ``[M1, S]`` and Phi2 ``[M2, S']``."""
         return self._interpolation("1", self.grid), self._interpolation("2", self.out_grid)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return theta1 ``[C', C, S]`` and theta2 ``[S', C' C]`` of the factored layer that this one equals."""
+        """Return theta1 ``[C', C, S]`` and theta2 ``[S', C' C]`` of the equivalent factored layer."""
         phi1, phi2 = self.interpolations()
         return self.u1 @ phi1, phi2.mT @ self.u2
 
@@ -290,7 +291,7 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
         """Return ``[N, C', H', W']`` for ``[N, C, H, W]``."""
         check_features(self, x, self.in_channels, self.grid)
         phi1, phi2 = self.interpolations()
-        # Whatever is fewer is interpolated: weights, or samples.
+        # Interpolate the smaller one: weights, or samples.
         theta1, x = (self.u1 @ phi1, x.flatten(2)) if self.out_channels <= len(x) else (self.u1, x.flatten(2) @ phi1.mT)
         if self.in_channels <= len(x):
             y = factored_map(x, theta1, phi2.mT @ self.u2, self.b1, None)

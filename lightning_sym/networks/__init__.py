@@ -1,4 +1,4 @@
-"""Networks: plain torch modules behind one base class, without Lightning."""
+"""Networks: plain torch modules with a common base class, without Lightning."""
 
 from lightning_sym.networks.activations import (
     Gaussian,

@@ -1,4 +1,4 @@
-"""Activations by name, and the test of what counts as an activation."""
+"""Activations by name, and a test for activation modules."""
 
 import math
 import re
@@ -52,10 +52,10 @@ class Polynomial(nn.Module):
 
 
 class IdentityActivation(nn.Module):
-    """The activation of a linear network: returns its input, but unlike ``nn.Identity`` it is a site."""
+    """The activation of a linear network: returns its input, but unlike ``nn.Identity`` counts as an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` itself."""
+        """Return ``x`` unchanged."""
         return x
 
 
@@ -70,17 +70,17 @@ _PLAIN: dict[str, type[nn.Module]] = {
 }
 _ACCEPTED = ("relu", "leaky_relu", "leaky_relu(0.1)", *list(_PLAIN)[1:-1], "polynomial(2)", "identity")
 
-# Softmax and attention mix channels, GLU halves them.
+# Softmax and attention mix channels, GLU halves their number.
 _MIXING = ("GLU", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin", "LogSoftmax")
 _OF_TORCH = [name for name in torch.nn.modules.activation.__all__ if name not in _MIXING]
 _ELEMENTWISE = (*(getattr(nn, name) for name in _OF_TORCH), Gaussian, IdentityActivation, Polynomial)
 
-# The names in torch and in torch.nn.functional of those that are functions, too.
+# The names in torch, and for those that are functions as well, in torch.nn.functional.
 FUNCTIONAL_ACTIVATIONS = ["leaky_relu" if name == "LeakyReLU" else name.lower() for name in _OF_TORCH]
 
 
 def make_activation(name: str) -> nn.Module:
-    """Return a new activation module, never in place.
+    """Make an activation module, never in place.
 
     Args:
         name: ``relu``, ``leaky_relu`` (slope 0.01) or ``leaky_relu(0.1)`` (any finite slope), ``gelu``,
@@ -88,10 +88,10 @@ def make_activation(name: str) -> nn.Module:
             degree >= 1) or ``identity`` (a linear network).
 
     Returns:
-        A module without parameters that :func:`is_activation` recognises.
+        A module without parameters that satisfies :func:`is_activation`.
 
     Raises:
-        ValueError: If the name is not one of these, or its argument is missing, superfluous or out of range.
+        ValueError: If the name is unknown, or its argument is missing, superfluous or out of range.
 
     Example:
         >>> make_activation("leaky_relu(0.1)")
@@ -111,17 +111,17 @@ def make_activation(name: str) -> nn.Module:
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Return whether a module is an elementwise activation, whose output is therefore a site.
+    """Test whether a module is an elementwise activation, so that its output is a site.
 
-    True for all elementwise modules of ``torch.nn.modules.activation`` and ours, and their subclasses; false
-    for softmax, GLU and attention, which mix channels, and for ``nn.Identity``, which stands for the absence
-    of a layer (use :class:`IdentityActivation` for the activation of a linear network).
+    True for all elementwise modules of ``torch.nn.modules.activation``, those of this file, and their subclasses.
+    False for softmax, GLU and attention, which mix channels, and for ``nn.Identity``, which represents a missing layer
+    (use :class:`IdentityActivation` for the activation of a linear network).
     """
     return isinstance(module, _ELEMENTWISE)
 
 
 def _slope(text: str, name: str) -> float:
-    """Return the finite slope of a leaky ReLU."""
+    """Parse the finite slope of a leaky ReLU."""
     try:
         slope = float(text)
     except ValueError:
@@ -132,7 +132,7 @@ def _slope(text: str, name: str) -> float:
 
 
 def _degree(text: str | None, name: str) -> int:
-    """Return the degree of a polynomial activation, an integer >= 1."""
+    """Parse the degree of a polynomial activation, an integer >= 1."""
     if text is None or not re.fullmatch(r"\s*[0-9]+\s*", text, re.ASCII) or int(text) < 1:
         raise ValueError(f"polynomial needs an integer degree >= 1, as in polynomial(2), got {name!r}.")
     return int(text)

@@ -1,4 +1,4 @@
-"""The base class of everything a recipe may name as a network, and the wrapper around other modules."""
+"""The base class of all networks that a recipe may name, and the wrapper for other modules."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _recording(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that records its arguments unless a subclass's constructor did so already."""
+    """Make a constructor record its arguments unless a subclass's constructor did so already."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -32,7 +32,7 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
             try:
                 bound = signature.bind(self, *args, **kwargs)
             except TypeError:
-                pass  # the constructor itself raises the better error
+                pass  # the constructor itself raises a better error
             else:
                 bound.apply_defaults()
                 self.__dict__["_recorded_call"] = (snapshot(bound.args[1:]), snapshot(bound.kwargs))
@@ -42,7 +42,7 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def snapshot(value: Any) -> Any:
-    """Copy containers, so that a constructor or caller that changes one does not change the record."""
+    """Copy containers, so that later changes to them leave the record unchanged."""
     if type(value) is dict:
         return {key: snapshot(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -52,18 +52,18 @@ def snapshot(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Cuts:
-    """A network cut at several sites at once; made by :meth:`Network.cuts`.
+    """A network cut at several sites, made by :meth:`Network.cuts`.
 
-    All modules use the network's own submodules and parameters, under the same names, as those of
+    All modules share the network's submodules and parameters, under the same names, as those of
     :meth:`Network.split` do.
 
     Attributes:
-        sites: Where it is cut.
-        lower: From the input to a tuple that holds, for each site, the tuple of all values that cross the cut there:
-            the site's activation first, then whatever else later operations need, in execution order.
-        uppers: By site, from that tuple of values to the output.
-        crossing: By site, names of the values: of the module whose output it is, otherwise of the operation.
-        whole: From the input to a tuple: the output, then the values that cross the cuts, site after site.
+        sites: The cut sites.
+        lower: Maps the input to a tuple with one tuple per site: all values that cross the cut, in execution order
+            after the site's activation.
+        uppers: By site, maps that tuple of values to the output.
+        crossing: By site, names of the values: of the module that returns the value, otherwise of the operation.
+        whole: Maps the input to a tuple: the output, then the values that cross the cuts, site by site.
     """
 
     sites: tuple[str, ...]
@@ -74,14 +74,14 @@ class Cuts:
 
     @property
     def taps(self) -> list[str]:
-        """The values that cross the cuts, by name and in the order of ``whole``: ``site/0``, ``site/1``, ..."""
+        """Names of the crossing values, in the order of ``whole``: ``site/0``, ``site/1``, ..."""
         return [f"{site}/{index}" for site in self.sites for index in range(len(self.crossing[site]))]
 
 
 class NetworkOrModule(ABC):
-    """What a task's argument ``network`` may name on the command line: a :class:`Network`, or any module's class.
+    """Annotation of a task's argument ``network`` on the command line: a :class:`Network`, or any module's class.
 
-    For annotations. Modules that are no networks are wrapped there, as by ``build``; in Python pass
+    The command line wraps modules other than networks, as ``build`` does; in Python pass
     ``Network.wrap(lambda: YourModule(...))``.
     """
 
@@ -91,26 +91,25 @@ class NetworkOrModule(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output."""
+        """Return the network's output."""
 
 
 class Network(nn.Module, NetworkOrModule):
-    """A module that remembers how it was made, knows its sites, and can be cut in two at each of them.
+    """A module that records its constructor arguments, knows its sites, and can be cut in two at each of them.
 
-    To add an architecture, write a subclass with ``__init__`` and ``forward`` as for any module; nothing
-    else. Name the arguments that follow from the data ``in_channels``, ``num_classes`` and ``image_size``, as
-    recipes link them; ``image_size`` is the pair (height, width), or the side of square images where the argument
-    is an int by its annotation (by its default, if it has no annotation). ``forward`` takes one tensor (further
-    arguments need defaults, which are kept). Activations are functions, or modules that work out of place and are
-    called once each. :meth:`sites` says so in one sentence if they are not; :meth:`wrap` is more lenient.
+    A new architecture is a subclass with ``__init__`` and ``forward``, as for any module. Name the arguments that
+    follow from the data ``in_channels``, ``num_classes`` and ``image_size``, to which recipes link; ``image_size`` is
+    the pair (height, width), or the side of square images if the argument is annotated as an int (if it has no
+    annotation, if its default is one). ``forward`` takes one tensor (further arguments need defaults, which are kept).
+    Activations are functions, or modules that are not in place and are called once each; otherwise :meth:`sites`
+    raises an error, unless the network is wrapped by :meth:`wrap`.
 
     The arguments of the outermost constructor are recorded, defaults included. They survive ``copy.deepcopy``
     and pickling.
 
     Attributes:
-        leaf_modules: Module types that tracing treats as one call, for modules whose forward cannot be
-            traced. Everything in ``torch.nn`` (containers excepted), in ``lightning_sym.layers`` and every
-            activation is one call already.
+        leaf_modules: Module types that tracing treats as one call, for modules with an untraceable forward. All of
+            ``torch.nn`` (except containers) and ``lightning_sym.layers`` and every activation are one call already.
 
     Example:
         >>> from lightning_sym.networks import MultiLayerPerceptron
@@ -130,7 +129,7 @@ class Network(nn.Module, NetworkOrModule):
         if cls.forward is Network.forward and hidden:
             other = hidden[0].__name__
             raise TypeError(
-                f"the forward of {other} is hidden in class {cls.__name__}, as Network comes before it; expected "
+                f"the forward of {other} is hidden in class {cls.__name__}, as Network precedes it; expected "
                 f"class {cls.__name__}({other}, Network), or Network.wrap({other}(...)) without a new class"
             )
         made_by = next((base for base in order if "__init__" in vars(base)), None)
@@ -139,28 +138,28 @@ class Network(nn.Module, NetworkOrModule):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, usually logits ``[N, C]``, for inputs whose first axis is ``N``."""
+        """Return the output, usually logits ``[N, C]``, for inputs with first axis ``N``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network, and say so if it fails on images of another shape than it was built for.
+        """Run the network, and explain errors from images of a wrong shape.
 
         Raises:
-            ValueError: If it fails, and the images' shape is not that of ``in_channels`` and ``image_size``.
+            ValueError: If it fails, and the images do not match ``in_channels`` and ``image_size``.
         """
         with self.explaining(*args):
             return super().__call__(*args, **kwargs)
 
     @contextmanager
     def explaining(self, *inputs: object) -> Iterator[None]:
-        """Within the block an error of torch's becomes a sentence if the input has not the shape it should have.
+        """Replace torch's error in the block by an explanation if the input has a wrong shape.
 
-        What runs is left alone: many networks take images of any size.
+        Successful runs are not checked: many networks take images of any size.
 
         Args:
-            *inputs: What the network, or a part that begins with its input, is called with; only the first counts.
+            *inputs: Arguments of the network, or of its first layers; only the first counts.
 
         Raises:
-            ValueError: If the block fails, and the images' shape is not that of ``in_channels`` and ``image_size``.
+            ValueError: If the block fails, and the images do not match ``in_channels`` and ``image_size``.
         """
         try:
             yield
@@ -175,7 +174,7 @@ class Network(nn.Module, NetworkOrModule):
             ) from error
 
     def image_shape(self) -> tuple[int, ...] | None:
-        """Return channels, height and width as they were given to the constructor; None if they are not recorded."""
+        """Return the constructor's channels, height and width; None if they are not recorded."""
         args, kwargs = self._call
         given = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments
         size = given.get("image_size") or given.get("grid")
@@ -183,11 +182,11 @@ class Network(nn.Module, NetworkOrModule):
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """What :func:`lightning_sym.networks.build` needs to make such a network again, ready for JSON.
+        """Description from which :func:`lightning_sym.networks.build` makes such a network, ready for JSON.
 
-        ``{"class_path": "lightning_sym.networks.MyrtleCNN", "init_args": {"width": 16, ...}}``: the public
-        path of our own classes, module and qualified name of others; all arguments, with tuples as lists. Of a
-        network that was :func:`narrowed <lightning_sym.networks.narrowed>` also ``kept``: which positions are left.
+        ``{"class_path": "lightning_sym.networks.MyrtleCNN", "init_args": {"width": 16, ...}}``: the public path of
+        the package's own classes, module and qualified name of others; all arguments, with tuples as lists. A
+        :func:`narrowed <lightning_sym.networks.narrowed>` network adds ``kept``, the positions of its tensors.
 
         Raises:
             ValueError: If an argument cannot be written as JSON.
@@ -213,7 +212,7 @@ class Network(nn.Module, NetworkOrModule):
         return narrowed(whole, self.__dict__[KEPT]) if KEPT in self.__dict__ else whole
 
     def _described(self, path: str, arguments: Mapping[str, object]) -> dict[str, Any]:
-        """Return class path and arguments in the form that jsonargparse reads, and what was kept of the network."""
+        """Return class path and arguments in jsonargparse's form, with the kept positions of a narrowed network."""
         described: dict[str, Any] = {
             "class_path": path,
             "init_args": {name: _json(value, name, path) for name, value in arguments.items()},
@@ -223,18 +222,17 @@ class Network(nn.Module, NetworkOrModule):
         return described
 
     def fresh(self, seed: int) -> Self:
-        """Return a new network of the same class and arguments with its own initial weights.
+        """Return a newly initialised network of the same class and arguments.
 
         Args:
             seed: Seed of the initialisation. The weights are exactly those of ``torch.manual_seed(seed)``
-                followed by the constructor on the CPU, whatever was drawn before; the caller's generator is left as
-                it was.
+                followed by the constructor on the CPU. The caller's generator is unchanged.
 
         Returns:
-            The new network, on the default device and dtype, in train mode. Its weights are the same on every device.
+            The new network, on the default device and dtype, in train mode. All devices give the same weights.
 
         Raises:
-            ValueError: If an argument of the constructor is itself a module, which both networks would share.
+            ValueError: If a constructor argument is itself a module, which both networks would share.
         """
         args, kwargs = self._call
         for value in (*args, *kwargs.values()):
@@ -246,35 +244,34 @@ class Network(nn.Module, NetworkOrModule):
         return self._narrowed_like_this(_drawn(seed, lambda: type(self)(*args, **kwargs)))
 
     def sites(self) -> list[str]:
-        """Return the names of the network's sites in the order in which they are computed.
+        """Return the names of the network's sites in execution order.
 
-        A site is the output of an activation module, named as in ``named_modules()``, or of an activation that is
-        called as a function, named after the module whose forward calls it: ``block.functional-relu``,
-        ``block.functional-relu-2``. A subclass may override this to return names of other modules (whole blocks,
-        say): :meth:`split` cuts there too.
+        A site is the output of an activation: of a module, named as in ``named_modules()``, or of a function, named
+        after the module that calls it: ``block.functional-relu``, ``block.functional-relu-2``. A subclass may override
+        this method to return names of other modules, such as whole blocks, at which :meth:`split` then cuts.
 
         Returns:
             The site names, each once.
 
         Raises:
             ValueError: If the network cannot be traced, calls an activation module twice or works in place; the
-                sentence names the module.
+                message names the module.
         """
         return list(trace(self, self.leaf_modules, strict=self._strict).sites)
 
     def split(self, site: str) -> tuple[nn.Module, nn.Module]:
-        """Cut the network after a site: ``upper(lower(x)) == network(x)``, to the last bit.
+        """Cut the network after a site: ``upper(lower(x)) == network(x)``, bitwise.
 
-        The cut is in execution order: what is computed up to and including the site is in ``lower``, the rest
-        in ``upper``. If the rest needs the site's activation only, ``lower`` returns that tensor. Within a
-        residual block it needs more (the skip connection, sometimes a size); then ``lower`` returns a tuple
-        that begins with the site's activation, and ``upper`` takes that tuple as its one argument.
+        ``lower`` computes everything up to and including the site in execution order, ``upper`` the rest. If the rest
+        needs only the site's activation, ``lower`` returns that tensor. Within a residual block it needs more (the
+        skip connection, sometimes a size). Then ``lower`` returns a tuple that begins with the site's activation, and
+        ``upper`` takes that tuple as its one argument.
 
-        Both halves use the network's own submodules and parameters, under the same names: training a half
+        Both halves share the network's submodules and parameters, under the same names: training a half
         trains the network, and ``half.eval()`` puts the shared submodules in eval mode. They are traced in
-        the network's present mode; a network that reads ``self.training`` in ``forward`` must be split again
-        after a change. ``upper`` leaves the values it is given as they are, unless the network's ``forward``
-        overwrites a tensor of which it later reads a view.
+        the network's present mode; split a network that reads ``self.training`` in ``forward`` again after a change
+        of mode. ``upper`` does not modify its inputs, unless the network's ``forward`` overwrites a tensor and later
+        reads a view of it.
 
         Args:
             site: One of :meth:`sites`.
@@ -289,22 +286,22 @@ class Network(nn.Module, NetworkOrModule):
         return cut(self, traced.graph, node)
 
     def cuts(self, sites: Sequence[str] | None = None, *, before: bool = False) -> Cuts:
-        """Cut the network at several sites at once, with one lower part that is run once for all of them.
+        """Cut the network at several sites, with common bottom layers that run once for all of them.
 
         Args:
             sites: Some of :meth:`sites`; default all.
-            before: Cut before the sites' modules instead of after them: the first value that crosses is then the input
+            before: Cut before the sites' modules instead of after them: the first crossing value is then the input
                 of the activation.
 
         Returns:
-            The parts; what holds for the halves of :meth:`split` holds for them.
+            The parts; they share and modify tensors like the halves of :meth:`split`.
 
         Raises:
             ValueError: If there is no such site or none is given, or as for :meth:`sites`.
         """
         names = self.sites() if sites is None else list(sites)
         if not names:
-            raise ValueError(f"{type(self).__name__} has to be cut at one site at least; it has {self.sites()}.")
+            raise ValueError(f"{type(self).__name__} must be cut at one site at least; it has {self.sites()}.")
         traced, nodes = self._nodes(names)
         if before:
             nodes = [node.all_input_nodes[0] for node in nodes]
@@ -321,7 +318,7 @@ class Network(nn.Module, NetworkOrModule):
         )
 
     def _nodes(self, sites: Sequence[str]) -> tuple[TracedNetwork, list[fx.Node]]:
-        """TracedNetwork the network and find the nodes of sites."""
+        """Trace the network and find the nodes of sites."""
         traced = trace(self, self.leaf_modules, strict=self._strict)
         names = list(traced.sites) if type(self).sites is Network.sites else self.sites()
         nodes = []
@@ -339,9 +336,9 @@ class Network(nn.Module, NetworkOrModule):
         """Return a network around any module that torch.fx can trace.
 
         Args:
-            module: The module, which the wrapper then owns; or better, what builds one when called without
-                arguments, as in ``Network.wrap(functools.partial(torchvision.models.resnet18,
-                num_classes=10))``, so that :meth:`fresh` and :attr:`architecture` work.
+            module: The module, which the wrapper then owns. Better: a function without arguments that builds one,
+                such as ``Network.wrap(functools.partial(torchvision.models.resnet18, num_classes=10))``, so that
+                :meth:`fresh` and :attr:`architecture` work.
 
         Returns:
             The wrapper; see :class:`WrappedNetwork`.
@@ -356,7 +353,7 @@ class Network(nn.Module, NetworkOrModule):
 
 
 class _SequentialNetwork(Network):
-    """A network that calls its children one after the other, in the order in which they were added."""
+    """A network that calls its children in the order of their addition."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits ``[N, C]`` for images ``[N, in_channels, height, width]``."""
@@ -369,7 +366,7 @@ class _ModuleHolder(Network):
     """A network that passes its input to one module, ``self.module``, with the lenient rules of wrapping.
 
     Args:
-        module: The module, which the holder then owns: ``inplace`` is switched off in all its parts.
+        module: The module, which the holder then owns; ``inplace`` becomes False in all its parts.
     """
 
     _strict = False
@@ -390,22 +387,20 @@ class _ModuleHolder(Network):
 class WrappedNetwork(_ModuleHolder):
     """A network around any module that torch.fx can trace; made by :meth:`Network.wrap`.
 
-    - The module is owned, not copied, and ``inplace`` is switched off in all its parts.
+    - The module is owned, not copied, and ``inplace`` becomes False in all its parts.
     - Parameters, state-dict keys and sites have the module's own names after ``module.``, as in
-      ``named_modules()``; ``wrapped.module`` is the module itself, with which weights from elsewhere can be
-      loaded.
-    - A module that is called several times is one site per call: ``module.layer1.0.relu`` is the first call,
-      ``module.layer1.0.relu-2`` the second.
-    - Elementwise activation functions (``F.relu``, ``torch.tanh``, ``x.sigmoid()``...) are sites too, named
-      for the module whose forward calls them: ``module.functional-relu``, ``module.functional-relu-2``.
-      Functions composed by hand, such as ``x.clamp(min=0)`` or ``x * torch.sigmoid(x)`` as a whole, are not
-      recognised.
+      ``named_modules()``; load other weights into ``wrapped.module``, the module itself.
+    - Each call of a module is one site: ``module.layer1.0.relu`` is the first call, ``module.layer1.0.relu-2`` the
+      second.
+    - Elementwise activation functions (``F.relu``, ``torch.tanh``, ``x.sigmoid()``...) are sites as well, named after
+      the module that calls them: ``module.functional-relu``, ``module.functional-relu-2``. Compositions such as
+      ``x.clamp(min=0)`` or ``x * torch.sigmoid(x)`` are not recognised.
 
     Args:
-        module: The module, or what builds one when called without arguments: a function, a class, or a
-            ``functools.partial`` of either. Only then do :meth:`fresh` and (if it is importable and its
-            keyword arguments can be written as JSON) :attr:`architecture` work.
-        factory: What built ``module``, where that is a module; None if unknown.
+        module: The module, or a callable without arguments that builds one: a function, a class, or a
+            ``functools.partial`` of either. Only a callable supports :meth:`fresh` and (if it is importable and its
+            keyword arguments can be written as JSON) :attr:`architecture`.
+        factory: The callable that built ``module``, if that is a module; None if unknown.
 
     Raises:
         ValueError: If ``module`` is not and does not build a module, or is a ``Network`` already.
@@ -418,19 +413,19 @@ class WrappedNetwork(_ModuleHolder):
         if not isinstance(module, nn.Module) and callable(module):
             factory, built = module, module()
         if not isinstance(built, nn.Module):
-            raise ValueError(f"Only a module or what builds one can be wrapped, got {module!r}.")
+            raise ValueError(f"Only a module or a callable that builds one can be wrapped, got {module!r}.")
         if isinstance(built, Network):
             raise ValueError(f"{type(built).__name__} is a Network already; use it without Network.wrap.")
         super().__init__(built)
         self._factory = factory
-        self.__dict__["_recorded_call"] = ((), {})  # not the module, which would be kept a second time
+        self.__dict__["_recorded_call"] = ((), {})  # without the module, which would be stored twice
 
     @property
     def architecture(self) -> dict[str, Any]:
         """Path and keyword arguments of the function or class that builds the module, ready for JSON.
 
         Raises:
-            ValueError: If a module was wrapped rather than what builds it, that cannot be imported by its
+            ValueError: If a module was wrapped rather than a callable, the callable cannot be imported by its
                 name, or an argument cannot be written as JSON.
         """
         function: Any = self._require_factory("its architecture recorded")
@@ -455,7 +450,7 @@ class WrappedNetwork(_ModuleHolder):
         return self._described(f"{module}.{name}", arguments)
 
     def fresh(self, seed: int) -> Self:
-        """Return a new network from the same factory with its own initial weights.
+        """Return a newly initialised network from the same factory.
 
         See :meth:`Network.fresh`.
 
@@ -466,34 +461,34 @@ class WrappedNetwork(_ModuleHolder):
             The new network.
 
         Raises:
-            ValueError: If a module was wrapped rather than what builds it.
+            ValueError: If a module was wrapped rather than a callable.
         """
         factory = self._require_factory("fresh weights")
         return self._narrowed_like_this(_drawn(seed, lambda: type(self)(factory)))
 
     def image_shape(self) -> None:
-        """Return nothing: what the module was built for is its own."""
+        """Return None: the shape of the module's images is unknown."""
 
     def _require_factory(self, purpose: str) -> Callable[[], nn.Module]:
-        """Return the factory, or explain that a module alone cannot be made again."""
+        """Return the factory, or raise an error if only a module was wrapped."""
         if self._factory is None:
             kind = type(self.module).__name__
             raise ValueError(
                 f"This {kind} was wrapped as a module and cannot have {purpose}; "
-                f"pass Network.wrap what builds it, such as functools.partial({kind}, ...)."
+                f"pass Network.wrap a callable that builds it, such as functools.partial({kind}, ...)."
             )
         return self._factory
 
 
 def architecture_name(network: nn.Module) -> str:
-    """Return what titles and tables call a network: the name of its class, or of the module that it wraps."""
+    """Return the name of a network for titles and tables: that of its class, or of the wrapped module's."""
     return type(network.module if isinstance(network, WrappedNetwork) else network).__name__
 
 
 def _drawn(seed: int, make: Callable[[], M]) -> M:
-    """Make a module with a seed's random numbers and bring it to the default device.
+    """Make a module with a seed's random numbers and move it to the default device.
 
-    Lightning makes an accelerator the default device in ``configure_model``, and each device has its own numbers.
+    Lightning makes an accelerator the default device in ``configure_model``, and random numbers differ between devices.
     """
     with seeded(seed), torch.device("cpu"):
         made = make()
@@ -501,7 +496,7 @@ def _drawn(seed: int, make: Callable[[], M]) -> M:
 
 
 def _json(value: object, name: str, path: str) -> Any:
-    """Return a value as JSON has it, tuples as lists."""
+    """Convert a value for JSON: tuples become lists."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

@@ -1,8 +1,7 @@
-"""Statistics of batch norms measured anew, after the weights in front of them were changed.
+"""Recalibrate batch norm statistics after the weights before them have changed.
 
-A network whose weights were interpolated, merged, stitched or rounded has batch norms whose running statistics
-belong to other weights. :func:`recalibrate_batch_norm` measures them again, :func:`preserved_statistics` puts the
-old ones back afterwards.
+The running statistics of a network with interpolated, merged, stitched or rounded weights belong to other weights.
+:func:`recalibrate_batch_norm` recomputes them, :func:`preserved_statistics` restores the old ones afterwards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -20,35 +19,35 @@ from lightning_sym.networks.modes import evaluating
 
 
 class NotFiniteStatisticsError(ValueError):
-    """Statistics of a batch norm that were measured are infinite or NaN."""
+    """Recomputed batch norm statistics are infinite or NaN."""
 
 
 def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
     """Return the batch norms of a network that have running statistics.
 
     Args:
-        network: Any module. It may be a batch norm itself, whose name is then ``""``.
+        network: Any module. If it is a batch norm itself, its name is ``""``.
 
     Returns:
         ``BatchNorm1d``, ``2d``, ``3d`` and ``SyncBatchNorm`` modules by their name in the network, in the order of
-        ``named_modules``; one that has several names appears once. Those with ``track_running_stats=False`` are
-        left out.
+        ``named_modules``; one with several names appears once. Those with ``track_running_stats=False`` are
+        excluded.
 
     Raises:
-        ValueError: If a batch norm is lazily initialised and was not called yet.
+            ValueError: If a batch norm is lazily initialised and has not been called.
     """
     found = {}
     for name, module in network.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
             if is_lazy(module.running_mean):
-                raise ValueError(f"The batch norm {name!r} is not initialised yet; call the network once before.")
+                raise ValueError(f"The batch norm {name!r} is not initialised; run the network once before.")
             found[name] = module
     return found
 
 
 @contextmanager
 def preserved_statistics(network: nn.Module) -> Iterator[None]:
-    """Put the running statistics of all batch norms back at the end of the block, also after an error.
+    """Restore the running statistics of all batch norms at the end of the block, also after an error.
 
     Args:
         network: Any module. ``running_mean``, ``running_var`` and ``num_batches_tracked`` are written in place.
@@ -75,51 +74,51 @@ def recalibrate_batch_norm(
     exact: bool = False,
     modules: Iterable[str] | None = None,
 ) -> list[str]:
-    r"""Measure the running statistics of batch norms anew, in place.
+    r"""Recompute the running statistics of batch norms, in place.
 
-    By default one pass with the batch norms in train mode and everything else in eval mode: the statistics are reset
-    and become the mean over the batches of each batch's mean and (unbiased) variance. Every batch counts alike, so
-    leave out a short last one, and use the largest batches that fit: a deeper layer sees inputs that were normalised
-    with the statistics of one batch, which is off by several percent at 32 images and below one at 512.
+    The default is one pass with the batch norms in train mode and the rest in eval mode. The statistics are reset and
+    become the mean over the batches of each batch's mean and (unbiased) variance. Every batch has the same weight:
+    leave out a short last one, and use the largest batches that fit. Deeper layers see inputs normalised with the
+    statistics of one batch, which deviate by several percent at 32 images and by less than one at 512.
 
-    ``exact=True`` takes one pass for each batch norm instead, in the order in which they are called, all in eval
-    mode: each gets the mean and the population variance (divided by the count) of its inputs over all data, given
-    the statistics of those before. In eval mode the network is then, on these data, what it is in train mode with
-    all of them in a single batch, however they are batched.
+    ``exact=True`` takes one pass for each batch norm instead, in calling order, all in eval mode. Each receives the
+    mean and the population variance (divided by the count) of its inputs over all data, given the statistics of those
+    before. In eval mode the network then computes, on these data, what it computes in train mode with all data in a
+    single batch.
 
-    With several processes (``torch.distributed`` initialised; to be called on every rank, each with its own share of
-    the data) all ranks get the same statistics, those that one process gets from all batches: the numbers of batches
-    may differ and be 0. An error on one rank is raised on all.
+    With several processes (``torch.distributed`` initialised; call it on every rank, each with its own share of the
+    data) all ranks get the same statistics as one process with all batches. The numbers of batches may differ and be
+    0. All ranks raise an error of one rank.
 
     Args:
-        network: The module that is called with each batch. It gets its own train and eval modes and the batch norms'
-            momentum back, and after an error all statistics too. Weights are not touched.
-        batches: Inputs, or a function that returns them. Of a batch that is a tuple or list, the first entry is
-            used. Batches are moved to the network's device. Exact mode reads them once for each batch norm (and one
-            batch more), so it needs a list, a loader or a function, the same data each time: nothing shuffled into
-            other ``drop_last`` remainders, no random augmentation.
+        network: The module that is called with each batch. Its train and eval modes and the batch norms'
+            momentum are restored, and after an error all statistics. Weights do not change.
+        batches: Inputs, or a function that returns them; the first entry of a batch that is a tuple or list.
+            Batches are moved to the network's device. Exact mode reads them once for each batch norm (and one
+            batch more). It needs a list, a loader or a function, with the same data each time: no shuffling before
+            ``drop_last``, no random augmentation.
         exact: See above.
         modules: Names of the batch norms to recalibrate, as in :func:`batch_norms`; None for all. The others stay
-            in eval mode with the statistics that they have.
+            in eval mode with their statistics.
 
     Returns:
-        Names of the batch norms that were recalibrated. Those that no batch reached are left as they were and left
-        out. Empty, without reading any data, if there is nothing to recalibrate.
+        Names of the recalibrated batch norms. Batch norms that no batch reached are unchanged and excluded. Empty,
+        without reading any data, if there are none to recalibrate.
 
     Raises:
         ValueError: If there are no batches, none reaches a batch norm, statistics are not finite, ``modules`` has an
-            unknown name, a batch is no tensor, exact mode cannot read the batches twice or finds a batch norm that
-            is called twice for one batch, ``SyncBatchNorm`` layers would wait for ranks that have fewer batches, or
+            unknown name, a batch is no tensor, exact mode cannot read the batches twice or finds a batch norm
+            called twice for one batch, ``SyncBatchNorm`` layers would wait for ranks with fewer batches, or
             the network is wrapped in ``DistributedDataParallel``.
 
     Note:
-        Of ``SyncBatchNorm`` the default mode uses the batch of all ranks together, as in training, so the ranks need
-        equally many batches; exact mode does not synchronise within a batch. Exact mode ends forward passes early by
-        an exception and finds inputs by hooks, so a compiled network has to be given uncompiled.
+        In the default mode ``SyncBatchNorm`` uses the batch of all ranks together, as in training, so that the ranks
+        need equally many batches; exact mode does not synchronise within a batch. Exact mode ends forward passes early
+        by an exception and finds inputs by hooks: pass a compiled network uncompiled.
 
     References:
         Jordan et al. (2023), "REPAIR: REnormalizing Permuted Activations for Interpolation Repair", arXiv:2211.08403.
-        Resetting before is as in ``torch.optim.swa_utils.update_bn``, which has neither ranks nor exact mode.
+        The reset is that of ``torch.optim.swa_utils.update_bn``, which has neither ranks nor exact mode.
 
     Example:
         >>> norm = nn.BatchNorm1d(1, dtype=torch.float64)
@@ -129,13 +128,13 @@ def recalibrate_batch_norm(
         (tensor([3.], dtype=torch.float64), tensor([4.], dtype=torch.float64))
     """
     if isinstance(network, nn.parallel.DistributedDataParallel):
-        raise ValueError("network is wrapped for DDP, whose forward overwrites statistics; pass network.module.")
+        raise ValueError("network is wrapped for DDP, and its forward overwrites statistics; pass network.module.")
     selected = _select(batch_norms(network), modules)
     if not selected:
         return []
     if exact and isinstance(batches, Iterator):
         raise ValueError(
-            "exact=True reads the batches once for each batch norm, and this iterator can be read only once; "
+            "exact=True reads the batches once for each batch norm, but this iterator can be read only once; "
             "pass a list, a loader or a function that returns the batches."
         )
     source = batches if callable(batches) else lambda: batches
@@ -194,16 +193,16 @@ def _check_finite(name: str, module: _BatchNorm) -> None:
 
 
 def float_average(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
-    """Return the mean over updates of a floating tensor, and the latest value of any other.
+    """Return the running mean of a floating tensor, and the latest value of any other.
 
-    The ``avg_fn`` for Lightning's ``WeightAveraging`` (or ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``)
-    where a network has batch norms. The default averages integer buffers too, such as ``num_batches_tracked``: on a CPU
-    the mean is cut to an integer, and on CUDA the second update ends with an error.
+    Pass it as ``avg_fn`` to Lightning's ``WeightAveraging`` (or ``torch.optim.swa_utils.AveragedModel`` with
+    ``use_buffers=True``) for networks with batch norms. The default averages integer buffers as well, such as
+    ``num_batches_tracked``: on a CPU it truncates the mean, and on CUDA the second update fails.
 
     Args:
-        averaged: The mean of the values before. Any shape and dtype.
+        averaged: The mean of the previous values. Any shape and dtype.
         current: The next value. Same shape, dtype and device.
-        count: How many values ``averaged`` is the mean of, >= 1.
+        count: Number of values in ``averaged``, >= 1.
 
     Returns:
         Shape, dtype and device of ``averaged``.
@@ -239,7 +238,7 @@ def _measure_in_one_pass(
 
     together(run)
     device = device_of(network)
-    # Of each batch norm its own count: a rank without batches, or a layer called twice, has another one.
+    # The count belongs to the batch norm: a rank without batches, or a layer called twice, has a different one.
     parts = [torch.tensor([seen], dtype=wide(device), device=device)]
     for module in selected.values():
         mean, variance, count = (tensor.to(device, wide(device)) for tensor in _statistics(module))
@@ -258,14 +257,14 @@ def _measure_in_one_pass(
 
 
 def _check_equal_lengths(selected: dict[str, _BatchNorm], source: object) -> None:
-    """Check that no rank would wait in a SyncBatchNorm for others that have run out of batches."""
+    """Check that no rank would wait in a SyncBatchNorm for others without further batches."""
     synchronised = [name for name, module in selected.items() if isinstance(module, nn.SyncBatchNorm)]
     if ranks() == 1 or not synchronised:
         return
     lengths = gathered(len(source) if isinstance(source, Sized) else None)
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"SyncBatchNorm {synchronised[0]!r} needs as many batches on every rank, got {lengths}; "
+            f"SyncBatchNorm {synchronised[0]!r} needs equally many batches on every rank, got {lengths}; "
             "leave some out or use exact=True."
         )
 
@@ -274,7 +273,7 @@ def _check_equal_lengths(selected: dict[str, _BatchNorm], source: object) -> Non
 
 
 class _ReachedError(Exception):
-    """Ends a forward pass at the batch norm whose input is wanted."""
+    """Ends a forward pass at the batch norm that receives the wanted input."""
 
 
 def _measure_exactly(network: nn.Module, selected: dict[str, _BatchNorm], source: Callable[[], Batches]) -> list[str]:
@@ -308,7 +307,7 @@ def _call_order(network: nn.Module, selected: dict[str, _BatchNorm], source: Cal
     for name in order:
         if order.count(name) > 1:
             raise ValueError(
-                f"The batch norm {name!r} is called {order.count(name)} times for one batch, so that its inputs "
+                f"The batch norm {name!r} is called {order.count(name)} times for one batch, and its inputs "
                 "depend on its own statistics; use exact=False."
             )
     return order
@@ -317,13 +316,13 @@ def _call_order(network: nn.Module, selected: dict[str, _BatchNorm], source: Cal
 def _moments(network: nn.Module, module: _BatchNorm, source: Callable[[], Batches]) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and population variance of a batch norm's inputs over all batches and ranks.
 
-    Two parts with counts n and m, means a and b and sums of squared deviations S and T together have the count n + m,
-    the mean a + (b - a) m / (n + m), and S + T + (b - a)^2 n m / (n + m). Unlike the sum of squares, this does not
-    cancel where the mean is large.
+    Let two parts have counts n and m, means a and b, and sums of squared deviations S and T. Together they have count
+    n + m, mean a + (b - a) m / (n + m), and sum S + T + (b - a)^2 n m / (n + m). Unlike the sum of squares, this does
+    not cancel where the mean is large.
 
     Returns:
-        Mean and variance, shape ``[C]``, and the number of batches, scalar; in double precision where the device has
-        it, on the device of the network.
+        Mean and variance, shape ``[C]``, and the number of batches, scalar; on the device of the network, in double
+        precision if the device supports it.
     """
     device = device_of(network)
     count = torch.zeros((), dtype=wide(device), device=device)
@@ -367,7 +366,7 @@ def _inputs(network: nn.Module, batches: Batches) -> Iterator[Tensor]:
         images = batch[0] if isinstance(batch, list | tuple) and batch else batch
         if not isinstance(images, Tensor):
             raise ValueError(
-                f"batches must give tensors, or tuples or lists that start with one, got {type(batch).__name__}."
+                f"batches must yield tensors, or tuples or lists that begin with one, got {type(batch).__name__}."
             )
         yield moved(images, device)
 

@@ -12,13 +12,13 @@ from lightning_sym.networks.base import _SequentialNetwork
 
 
 class SubsampleAndPad(nn.Module):
-    """The parameter-free shortcut of option A: subsampling, and channels of zeros on both sides.
+    """The parameter-free shortcut of option A: subsampling, and zero channels on both sides.
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output, >= ``in_channels``. The zeros are half before and half after the
-            input's channels (one more after, if their number is odd).
-        stride: Step between the pixels that are kept, >= 1.
+        out_channels: Channels of the output, >= ``in_channels``. Half of the zero channels precede the input's
+            channels (the smaller half, if their number is odd), half follow.
+        stride: Step between the kept pixels, >= 1.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
@@ -45,7 +45,7 @@ class ResidualBlock(nn.Module):
         stride: Stride of the first convolution and of the shortcut.
         shortcut: ``A`` or ``B``, used where the shape changes.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
-        residual_activation: The same for what comes after the sum.
+        residual_activation: Name of the activation after the sum.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ResidualBlock(nn.Module):
 
 
 class _ResidualNetwork(_SequentialNetwork):
-    """One convolution, stages of residual blocks, average over all positions, one linear layer.
+    """One convolution, stages of residual blocks, global average pooling, one linear layer.
 
     Each stage but the first halves height and width.
 
@@ -95,8 +95,8 @@ class _ResidualNetwork(_SequentialNetwork):
         image_size: Side of the images, or (height, width).
         num_classes: Number of outputs.
         activation: Name of the activation.
-        residual_activation: Name of the activation after the sums, default the same.
-        stride: Of the first convolution.
+        residual_activation: Name of the activation after the sums; default ``activation``.
+        stride: Stride of the first convolution.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class _ResidualNetwork(_SequentialNetwork):
         stride: int = 1,
     ) -> None:
         super().__init__()
-        height_width(image_size, "image_size")  # padding makes every size fit
+        height_width(image_size, "image_size")  # any size fits, because of the padding
         after_sums = activation if residual_activation is None else residual_activation
         self.conv = nn.Conv2d(in_channels, widths[0], 3, stride=stride, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(widths[0])
         self.activation = make_activation(activation)
-        # One container for all blocks: positions in named_modules() are then those of the published networks.
+        # One container for all blocks, so that positions in named_modules() are those of the published networks.
         self.blocks = nn.Sequential()
         channels = widths[0]
         for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
@@ -131,7 +131,7 @@ class _ResidualNetwork(_SequentialNetwork):
 
 
 class CIFARResNet(_ResidualNetwork):
-    """The residual networks of three stages made for CIFAR: ResNet-20, 32, 44 and 56.
+    """ResNet-20, 32, 44 and 56: residual networks of three stages for CIFAR.
 
     Stages of widths c, 2c, 4c, each of ``(depth - 2) / 6`` blocks; global average pooling. With the
     defaults and CIFAR images: 269,722 parameters (ResNet-32: 464,154; ResNet-44: 658,586; ResNet-56: 853,018).
@@ -139,7 +139,7 @@ class CIFARResNet(_ResidualNetwork):
     otherwise.
 
     Args:
-        depth: 20, 32, 44 or 56: the number of layers with weights, shortcuts not counted.
+        depth: 20, 32, 44 or 56: the number of layers with weights, without shortcuts.
         shortcut: Where the shape changes, ``A`` keeps every second pixel and pads zero channels on both sides
             (a quarter of the output's channels on each), ``B`` is a 1x1 convolution with batch norm.
         width: Channels ``c`` of the first stage, >= 1.
@@ -152,9 +152,9 @@ class CIFARResNet(_ResidualNetwork):
         ValueError: If an argument is out of range.
 
     References:
-        He et al. (2016), "Deep Residual Learning for Image Recognition", section 4.2, arXiv:1512.03385.
-        There, option A pads the zero channels after the others; both sides, as here, is what Godfrey et al.
-        (arXiv:2205.14258) use.
+        He et al. (2016), "Deep Residual Learning for Image Recognition", section 4.2, arXiv:1512.03385. Their option A
+        pads the zero channels after the others; padding on both sides, as here, is that of Godfrey et al.
+        (arXiv:2205.14258).
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class CIFARResNet18(_ResidualNetwork):
         ValueError: If an argument is out of range.
 
     References:
-        He et al. (2016), "Deep Residual Learning for Image Recognition", arXiv:1512.03385, with the first
-        layer that is usual for CIFAR, as in Godfrey et al. (2022), arXiv:2205.14258.
+        He et al. (2016), "Deep Residual Learning for Image Recognition", arXiv:1512.03385, with the usual first
+        layer for CIFAR, as in Godfrey et al. (2022), arXiv:2205.14258.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class CIFARResNet18(_ResidualNetwork):
 
 
 class ResidualCNN(_ResidualNetwork):
-    """A residual network of any size, whose residual outputs may have an activation of their own, or none.
+    """A residual network of any size, with a separate activation, or none, on residual outputs.
 
     The modules are ``conv``, ``norm``, ``activation``, the blocks ``blocks.0``, ``blocks.1``, ..., each with
     ``activation1`` inside and ``activation2`` after the sum, then ``pool``, ``flatten``, ``classifier``. PyTorch's
@@ -224,7 +224,7 @@ class ResidualCNN(_ResidualNetwork):
         widths: Channels of the stages, each >= 1.
         depths: Blocks of the stages, each >= 1; as many as widths.
         stride: Step of the first convolution, in pixels, >= 1.
-        residual_activation: As ``activation``, for what comes after the sums; ``"identity"`` for none. None: the same.
+        residual_activation: Activation after the sums; ``"identity"`` for none. None: as ``activation``.
         in_channels: Channels of the images, >= 1.
         image_size: Side of square images, or (height, width), in pixels, >= 1.
         num_classes: Number of outputs ``C``, >= 1.

@@ -26,20 +26,20 @@ from lightning_sym.networks.transformer_parts import (
 
 Positions = Literal["learned", "sinusoidal", "none"]
 
-# Width, heads and hidden units per channel of the published encoders, by their number of blocks.
+# Width, heads and MLP ratio of the published encoders, by their number of blocks.
 _ENCODERS = {2: (128, 2, 1.0), 4: (128, 2, 1.0), 6: (256, 4, 2.0), 7: (256, 4, 2.0), 14: (384, 6, 3.0)}
 _BETWEEN = 64  # channels between two convolutions
 
 
 class ConvolutionalEmbedding(nn.Sequential):
-    """Convolutions with activation and max pooling, whose output's pixels are tokens with positions.
+    """Convolutions with activation and max pooling; the output's pixels become tokens with positions.
 
     Args:
         in_channels: Channels of the images.
         image_size: Height and width.
         width: Channels of the tokens.
-        kernel_size: Of the convolutions.
-        convolutions: Their number.
+        kernel_size: Size of the kernels.
+        convolutions: Number of convolutions.
         activation: Name of the activation.
         positions: See :class:`CompactTransformer`.
     """
@@ -85,7 +85,7 @@ def _pooled(side: int) -> int:
 
 
 class Transpose(nn.Module):
-    """Exchanges channels and positions."""
+    """Transposes channels and positions."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, T, C]`` for ``[N, C, T]``."""
@@ -93,35 +93,36 @@ class Transpose(nn.Module):
 
 
 class CompactTransformer(_SequentialNetwork):
-    """Compact convolutional transformers, CCT-2, 4, 6, 7 and 14: convolutions make the tokens, a softmax pools them.
+    """Compact convolutional transformers CCT-2, 4, 6, 7 and 14: convolutional tokenisation and sequence pooling.
 
-    The second layer norm of a block acts on the stream itself, as in the authors' code:
+    As in the authors' code, the second layer norm of a block acts on the stream itself:
     ``x = x + attention(norm1(x))``, ``x = norm2(x)``, ``x = x + mlp(x)``. Queries, keys and values have no biases. With
-    the defaults and CIFAR-10's images 3,760,139 parameters. Linear layers start with normal weights of standard
-    deviation 0.02, convolutions Kaiming-normal, positions with standard deviation 0.2.
+    the defaults and CIFAR-10's images there are 3,760,139 parameters. Linear layers start with normal weights of
+    standard deviation 0.02, convolutions Kaiming-normal, positions with standard deviation 0.2.
 
     Args:
         in_channels: Channels of the images, >= 1.
         image_size: Side of the images, or (height, width); any.
         num_classes: Number of outputs ``C``, >= 1.
-        variant: ``L/PxC``: blocks, kernel size and number of convolutions; of ``L`` in 2, 4, 6, 7, 14, which sets what
-            follows. Published are 2/3x2, 4/3x2, 6/3x1, 6/3x2, 7/3x1, 7/3x2 for 32x32 and 14/7x2 for 224x224 pixels.
+        variant: ``L/PxC``: blocks, kernel size and number of convolutions. ``L`` is 2, 4, 6, 7 or 14 and sets the
+            defaults below. Published are 2/3x2, 4/3x2, 6/3x1, 6/3x2, 7/3x1, 7/3x2 for 32x32 and 14/7x2 for 224x224
+            pixels.
         width: Channels of the stream, a multiple of ``heads``; default that of the variant (128, 256 or 384).
         heads: Number of heads; default that of the variant (2, 4 or 6).
         mlp_ratio: Hidden units per channel of the stream; default that of the variant (1, 2 or 3).
-        positions: ``learned`` vectors that are added to the tokens, ``sinusoidal`` constants, or ``none``.
-        activation: Of the feed-forward layers: a name that :func:`lightning_sym.networks.make_activation` takes.
-        dropout: Of the tokens, of outputs of attention, and in feed-forward layers, in [0, 1).
-        attention_dropout: Of attention weights, in [0, 1).
-        stochastic_depth: Rate at which the last block's branches are left out in training, in [0, 1); it rises from 0
-            at the first.
+        positions: ``learned`` vectors added to the tokens, ``sinusoidal`` constants, or ``none``.
+        activation: Activation of the feed-forward layers: a name for :func:`lightning_sym.networks.make_activation`.
+        dropout: Dropout of tokens, attention outputs and feed-forward layers, in [0, 1).
+        attention_dropout: Dropout of attention weights, in [0, 1).
+        stochastic_depth: Drop rate of the last block's branches in training, in [0, 1); rises linearly from 0 at the
+            first block.
 
     Raises:
         ValueError: If an argument is out of range.
 
     References:
-        Hassani et al. (2021), "Escaping the Big Data Paradigm with Compact Transformers", arXiv:2104.05704, and the
-        code there. Queries, keys and values are layers of their own here.
+        Hassani et al. (2021), "Escaping the Big Data Paradigm with Compact Transformers", arXiv:2104.05704, and its
+        code. Queries, keys and values are separate layers here.
 
     Example:
         >>> CompactTransformer(1, 28, variant="2/3x2", width=8).sites()[:4]
@@ -185,10 +186,10 @@ class CompactTransformer(_SequentialNetwork):
         init_linear(self, partial(nn.init.trunc_normal_, std=0.02))
 
     def sites(self) -> list[str]:
-        """Return the activations and the output of the embedding, and of each block five places.
+        """Return the activations and the output of the embedding, and five sites per block.
 
-        These are what the heads put out, what attention adds, the hidden units, what the feed-forward layers add, and
-        the stream behind the block. The axes of all in blocks are sample, token, channel.
+        The sites of a block are the outputs of the heads, of attention, of the hidden units and of the feed-forward
+        layers, and the stream after the block. Their axes are sample, token, channel.
         """
         activations = [name for name, _ in self.embedding.named_children() if name.startswith("activation")]
         return [*(f"embedding.{name}" for name in activations), "embedding", *block_sites(self.blocks)]

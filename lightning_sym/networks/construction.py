@@ -1,4 +1,4 @@
-"""Networks from their recorded architecture, which may come from a stranger's file."""
+"""Build networks from recorded architectures, which may come from untrusted files."""
 
 import functools
 import inspect
@@ -15,26 +15,25 @@ from lightning_sym.networks.narrowing import Axis, kept_from_json, narrowed
 
 
 def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network:
-    """Return the network that an architecture describes: the inverse of ``network.architecture``.
+    """Build the network of an architecture: the inverse of ``network.architecture``.
 
-    An architecture may come with somebody's zoo, so that only trusted code runs: the path is compared with
-    the allow-list before anything is imported, is resolved through modules and classes of the allowed package
-    only, and what it leads to must be defined there too. In ``lightning_sym`` only subclasses of ``Network``
-    are built, in ``torchvision.models`` also modules and functions declared to return one; packages in
-    ``allow`` are trusted.
+    An architecture may come with a downloaded zoo, so that only trusted code runs. The path is compared with the
+    allow-list before any import, is resolved through modules and classes of the allowed package only, and its target
+    must be defined there. In ``lightning_sym`` only subclasses of ``Network`` are built, in ``torchvision.models`` also
+    modules and functions declared to return one; packages in ``allow`` are trusted.
 
     Args:
-        architecture: ``{"class_path": ..., "init_args": {...}}``; ``init_args`` may be left out. A third entry,
-            ``kept``, is there for networks that were :func:`narrowed <lightning_sym.networks.narrowed>`.
+        architecture: ``{"class_path": ..., "init_args": {...}}``; ``init_args`` is optional. A third entry,
+            ``kept``, describes :func:`narrowed <lightning_sym.networks.narrowed>` networks.
         allow: Names of further packages or modules, for example ``["my_package"]``.
 
     Returns:
-        The network, freshly initialised from the caller's generator: arguments of torchvision, timm and transformers
-        that ask for trained weights are left out, as they would be fetched from the network. A module that is not a
-        ``Network`` is wrapped; see :class:`lightning_sym.networks.WrappedNetwork`.
+        The network, initialised from the caller's generator. Arguments of torchvision, timm and transformers that
+        request trained weights are dropped, as they would cause downloads. A module other than a ``Network`` is
+        wrapped; see :class:`lightning_sym.networks.WrappedNetwork`.
 
     Raises:
-        ValueError: If the architecture is malformed, its path is outside the allow-list or leads nowhere, or
+        ValueError: If the architecture is malformed, its path is outside the allow-list or does not exist, or
             the arguments do not fit.
 
     Example:
@@ -58,7 +57,7 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
 
 
 def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[Axis, list[int]]]:
-    """Return class path and arguments of a well-formed architecture, and what is kept of its tensors."""
+    """Return class path, arguments and kept positions of a well-formed architecture."""
     expected = 'expected {"class_path": "package.Class", "init_args": {...}}'
     if not isinstance(architecture, Mapping):
         raise ValueError(f"An architecture must be a dictionary, got {architecture!r}; {expected}.")
@@ -74,11 +73,10 @@ def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[Ax
 
 
 def _check_builds_module(target: Callable[..., Any], path: str, allow: Sequence[str]) -> None:
-    """Check before calling it that a class or function of a trusted package makes a network.
+    """Check before the call that a class or function of a trusted package makes a network.
 
-    Packages that the caller allowed are believed, as their functions need not be annotated; ours and
-    torchvision's are not, since a file could otherwise call any function of theirs with arguments of its
-    choice.
+    Functions of packages that the caller allowed need no annotations. Those of lightning_sym and torchvision do: a file
+    could otherwise call any of their functions with arbitrary arguments.
     """
     if isinstance(target, type):
         wanted: type = Network if target.__module__.startswith("lightning_sym.") else nn.Module

@@ -1,4 +1,4 @@
-"""Tracing a network with torch.fx: where its sites are, and cutting it in two there."""
+"""Trace a network with torch.fx to find its sites, and cut it in two at a site."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from lightning_sym.networks.activations import FUNCTIONAL_ACTIVATIONS, IdentityA
 
 @functools.cache
 def _functional_activations() -> dict[Callable[..., Any], str]:
-    """Return the functions of torch that are elementwise activations, with their names."""
+    """Return torch's elementwise activation functions with their names."""
     table = {}
     for name in FUNCTIONAL_ACTIVATIONS:
         for owner in (torch, F):
@@ -27,8 +27,8 @@ def _functional_activations() -> dict[Callable[..., Any], str]:
     return table
 
 
-# torch.fx takes ``a += b`` for ``a = a + b``, which differs if another name or view of ``a`` is read later;
-# and the code it writes for operator.iadd rebinds a local variable, which is wrong for sizes.
+# torch.fx traces ``a += b`` as ``a = a + b``, which differs if another name or view of ``a`` is read later.
+# Its code for operator.iadd rebinds a local variable, which is wrong for sizes.
 def in_place_add(a: Any, b: Any) -> Any:
     """Return ``a`` after ``a += b``."""
     a += b
@@ -63,7 +63,7 @@ _NEW_TENSOR = (operator.add, operator.sub, operator.mul, operator.truediv, torch
 
 
 class _InPlaceProxy(fx.Proxy):
-    """A proxy that records in-place operators as such."""
+    """A proxy that records in-place operators as in-place."""
 
     def __iadd__(self, other: Any) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", in_place_add, (self, other), {})
@@ -80,7 +80,7 @@ class _InPlaceProxy(fx.Proxy):
 
 @dataclass
 class TracedNetwork:
-    """What tracing a network gives.
+    """A traced network.
 
     Args:
         graph: One placeholder, the calls in execution order, one output.
@@ -94,7 +94,7 @@ class TracedNetwork:
 
 
 class NetworkTracer(fx.Tracer):
-    """The tracer of torch.fx that stops at activations and at our layers, and knows where it failed.
+    """The tracer of torch.fx, which stops at activations and at this package's layers, and records where it failed.
 
     Args:
         leaves: Further module types to stop at.
@@ -107,11 +107,11 @@ class NetworkTracer(fx.Tracer):
         self.failed_at: str | None = None
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return a proxy that knows in-place operators from others."""
+        """Return a proxy that distinguishes in-place operators."""
         return _InPlaceProxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is one call of the graph rather than looked into."""
+        """Test whether a module becomes one call of the graph."""
         return (
             is_activation(m)
             or isinstance(m, self.leaves)
@@ -122,7 +122,7 @@ class NetworkTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """TracedNetwork one call, remembering its output, or the innermost module that fails."""
+        """Trace one call, and record its output, or the innermost module that fails."""
         path = (self.submodule_paths or {}).get(m, "")
         try:
             output = super().call_module(m, forward, args, kwargs)
@@ -135,24 +135,24 @@ class NetworkTracer(fx.Tracer):
 
 
 def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, strict: bool = True) -> TracedNetwork:
-    """TracedNetwork a network and find its sites.
+    """Trace a network and find its sites.
 
-    In-place arithmetic (``out += x``) becomes out of place where that certainly keeps the meaning, so that
-    the second half of a cut does not change what the first half returned.
+    In-place arithmetic (``out += x``) becomes out of place where this provably preserves the result, so that
+    the second half of a cut does not modify outputs of the first.
 
     Args:
         network: The network, in the mode (train or eval) to trace. Its forward takes one tensor; further
             arguments keep their defaults.
         leaves: Module types to treat as one call.
-        strict: Reject in-place modules, and activation modules called twice. If False, later calls of a module get the
-            names ``name-2``, ``name-3``. Functional activations have the names
-            ``<enclosing module>.functional-<function>`` in any case.
+        strict: Reject in-place modules, and activation modules called twice. If False, later calls of a module have
+            names ``name-2``, ``name-3``. Functional activations always have the names
+            ``<enclosing module>.functional-<function>``.
 
     Returns:
         The graph, the sites and the modules' outputs.
 
     Raises:
-        ValueError: If the network cannot be traced, or breaks a rule that ``strict`` names.
+        ValueError: If the network cannot be traced, or violates a rule of ``strict``.
     """
     kind = type(network).__name__
     tracer = NetworkTracer(leaves)
@@ -166,7 +166,7 @@ def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, stric
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the defaults, whose placeholders are removed below
+            warnings.simplefilter("ignore")  # about default arguments, which are removed below
             graph = tracer.trace(network, concrete_args=defaults or None)
     except Exception as error:
         where = f"module {tracer.failed_at!r}" if tracer.failed_at else "its own forward"
@@ -183,9 +183,9 @@ def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, stric
 
 
 def crossing_nodes(graph: fx.Graph, site: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose values later ones need after a cut: ``site`` first, then in execution order.
+    """Return the nodes with values that later nodes read after a cut: ``site`` first, then in execution order.
 
-    Parameters and buffers (get_attr) are not among them: each half reads its own.
+    Parameters and buffers (get_attr) are excluded: each half reads its own.
     """
     before = [node for node in graph.nodes if node < site and node.op != "get_attr"]
     return [site, *(node for node in before if any(user > site for user in node.users))]
@@ -195,12 +195,12 @@ def lower_half(network: nn.Module, graph: fx.Graph, sites: Sequence[fx.Node]) ->
     """Return the part of a traced network up to the last of several cuts.
 
     Args:
-        network: The traced network, whose submodules are used.
+        network: The traced network; the part shares its submodules.
         graph: Its graph.
         sites: The last nodes before the cuts.
 
     Returns:
-        A module that returns for each site a tuple: the values of :func:`crossing_nodes`.
+        A module that returns one tuple per site: the values of :func:`crossing_nodes`.
     """
     result = tuple(tuple(crossing_nodes(graph, site)) for site in sites)
     return _part(network, "Lower", _until(graph, max(sites)), result)
@@ -210,10 +210,10 @@ def upper_half(network: nn.Module, graph: fx.Graph, site: fx.Node, *, unpacked: 
     """Return the part of a traced network after a cut.
 
     Args:
-        network: The traced network, whose submodules are used.
+        network: The traced network; the part shares its submodules.
         graph: Its graph.
         site: The last node before the cut.
-        unpacked: Let the module take the only value itself, without a tuple around it.
+        unpacked: Take a single value itself, without a tuple around it.
 
     Returns:
         A module that takes the tuple of the values of :func:`crossing_nodes`.
@@ -228,7 +228,7 @@ def upper_half(network: nn.Module, graph: fx.Graph, site: fx.Node, *, unpacked: 
 
 
 def with_values(network: nn.Module, graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return a whole traced network that returns a tuple: its output, and the values of some nodes."""
+    """Return the traced network with outputs: a tuple of its output and the values of some nodes."""
     *before, output = graph.nodes
     return _part(network, "Whole", before, (output.args[0], *nodes))
 
@@ -237,13 +237,13 @@ def cut(network: nn.Module, graph: fx.Graph, site: fx.Node) -> tuple[fx.GraphMod
     """Cut a traced network after a node, in execution order.
 
     Args:
-        network: The traced network, whose submodules both halves use.
+        network: The traced network; both halves share its submodules.
         graph: Its graph.
         site: The last node of the first half.
 
     Returns:
-        The two halves. The first returns the value of ``site``, or if later nodes need further values a tuple
-        that begins with it; the second takes what the first returns.
+        The two halves. The first returns the value of ``site``, or, if later nodes need further values, a tuple
+        that begins with it; the second takes the output of the first.
     """
     crossing = tuple(crossing_nodes(graph, site))
     only = len(crossing) == 1
@@ -252,7 +252,7 @@ def cut(network: nn.Module, graph: fx.Graph, site: fx.Node) -> tuple[fx.GraphMod
 
 
 def _until(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
-    """Return the nodes up to ``last``; a parameter is read here if it is used here."""
+    """Return the nodes up to ``last``; a parameter belongs to the part that uses it."""
     until = [node for node in graph.nodes if node <= last]
     return [node for node in until if node.op != "get_attr" or any(user <= last for user in node.users)]
 
@@ -265,15 +265,15 @@ def _part(
     part: fx.Graph | None = None,
     values: dict[fx.Node, fx.Node] | None = None,
 ) -> fx.GraphModule:
-    """Return a module that runs copies of some nodes with the network's own submodules, in the network's mode.
+    """Return a module that runs copies of some nodes, with the network's submodules and mode.
 
     Args:
         network: The traced network.
         name: Name of the module's class.
         nodes: Nodes of the network's graph, in order.
-        result: What the module returns: one of these nodes, or tuples of them.
-        part: The graph that is continued; default a new one.
-        values: The nodes of ``part`` by what they stand for.
+        result: Output of the module: one of these nodes, or tuples of them.
+        part: The graph to extend; default a new one.
+        values: The nodes of ``part`` by the nodes that they replace.
     """
     part, values = part or fx.Graph(), values or {}
     for node in nodes:
@@ -282,13 +282,13 @@ def _part(
     half = fx.GraphModule(network, part, class_name=name)
     shared = set(network.modules())
     for path, module in half.named_modules():
-        if module not in shared:  # the containers on the way to a shared module are new
+        if module not in shared:  # containers around a shared module are new
             module.training = network.get_submodule(path).training
     return half
 
 
 def _erase_with_users(graph: fx.Graph, node: fx.Node) -> None:
-    """Remove a node and what is computed from it: the checks that fx adds for a default argument."""
+    """Remove a node and its dependents: the checks that fx adds for a default argument."""
     for user in list(node.users):
         _erase_with_users(graph, user)
     graph.erase_node(node)
@@ -313,7 +313,7 @@ def _find_sites(network: nn.Module, graph: fx.Graph, strict: bool) -> dict[str, 
             if strict and name in calls:
                 raise ValueError(
                     f"The activation module {name!r} of {kind} is called more than once; "
-                    f"give each call its own {type(module).__name__}, so that each is a site of its own."
+                    f"give each call its own {type(module).__name__}, so that each is a separate site."
                 )
         else:
             function = _functional_name(node)
@@ -323,14 +323,14 @@ def _find_sites(network: nn.Module, graph: fx.Graph, strict: bool) -> dict[str, 
             name = f"{parent}.functional-{function}".lstrip(".")
         calls[name] = calls.get(name, 0) + 1
         site = name if calls[name] == 1 else f"{name}-{calls[name]}"
-        while site in sites:  # a module may really be called relu-2
+        while site in sites:  # a module may be named relu-2
             site += "-2"
         sites[site] = node
     return sites
 
 
 def _functional_name(node: fx.Node) -> str | None:
-    """Return the name of the activation that a node applies as a function or tensor method, if it does."""
+    """Return the name of the activation that a node applies as a function or tensor method; None for other nodes."""
     if node.op == "call_function" and callable(node.target):
         return _functional_activations().get(node.target)
     if node.op == "call_method" and str(node.target).removesuffix("_") in ("relu", "sigmoid", "tanh"):
@@ -339,15 +339,15 @@ def _functional_name(node: fx.Node) -> str | None:
 
 
 def _enclosing_module(node: fx.Node) -> str:
-    """Return the name of the module in whose forward a node was made, empty for the network itself."""
+    """Return the name of the module that called a node's operation; empty for the network itself."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return str(stack[-1][0]) if stack else ""
 
 
 def _avoid_in_place(network: nn.Module, graph: fx.Graph) -> None:
-    """Replace in-place functions and methods by others where that certainly keeps the meaning.
+    """Replace in-place functions and methods by others where this provably preserves the result.
 
-    It does if no later node reads the overwritten tensor, or if later ones read it under its own name and not
+    This holds if no later node reads the overwritten tensor, or if later nodes read it under its own name and not
     through a view: they then read the new tensor instead.
     """
     for node in graph.nodes:
@@ -357,12 +357,12 @@ def _avoid_in_place(network: nn.Module, graph: fx.Graph) -> None:
         target = node.args[0]
         aliases = _possible_aliases(network, target, node)
         if any(alias.op == "get_attr" for alias in aliases):
-            continue  # a parameter or buffer is updated
+            continue  # updates a parameter or buffer
         readers = {alias: [user for user in alias.users if user > node] for alias in aliases}
         if any(users for alias, users in readers.items() if alias is not target):
             continue
         if readers[target] and not _is_new_tensor(network, target):
-            continue  # might be a size, which += does not change under its other names
+            continue  # might be a size: += does not change its other names
         for user in readers[target]:
             user.replace_input_with(target, node)
         node.target = replacement
@@ -371,7 +371,7 @@ def _avoid_in_place(network: nn.Module, graph: fx.Graph) -> None:
 
 
 def _out_of_place(node: fx.Node) -> Callable[..., Any] | str | None:
-    """Return the out-of-place version of an in-place function or method, None for any other node."""
+    """Return the out-of-place version of an in-place function or method; None for any other node."""
     target = node.target
     if node.op == "call_method" and str(target).endswith("_") and not str(target).endswith("__"):
         method = str(target)[:-1]
@@ -389,7 +389,7 @@ def _out_of_place(node: fx.Node) -> Callable[..., Any] | str | None:
 
 
 def _possible_aliases(network: nn.Module, node: fx.Node, without: fx.Node) -> set[fx.Node]:
-    """Return the nodes that may share memory with a node, not following one user (the in-place operation)."""
+    """Return the nodes that may share memory with a node, ignoring one user (the in-place operation)."""
     found, pending = {node}, [node]
     while pending:
         current = pending.pop()
@@ -404,7 +404,7 @@ def _possible_aliases(network: nn.Module, node: fx.Node, without: fx.Node) -> se
 
 
 def _is_new_tensor(network: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node's output certainly shares no memory with its inputs."""
+    """Test whether a node's output certainly shares no memory with its inputs."""
     if node.op == "call_module":
         module = network.get_submodule(str(node.target))
         layers = (

@@ -8,9 +8,9 @@ from lightning_sym.networks.base import _SequentialNetwork
 
 
 class LeNet5(_SequentialNetwork):
-    """LeNet-5 as it is used today: two 5x5 convolutions with max pooling, three linear layers.
+    """LeNet-5 in its modern form: two 5x5 convolutions with max pooling, three linear layers.
 
-    Widths 6, 16, 120, 84. For 32x32 images the first convolution has no padding, for 28x28 images padding 2,
+    Widths 6, 16, 120, 84. The first convolution has no padding for 32x32 images and padding 2 for 28x28 images,
     so that both have the same parameters: 61,706 for one channel and ten classes. Without padding on 28x28 images
     there are fewer: 43,661 for one channel and one output. PyTorch's initialisation.
 
@@ -25,9 +25,8 @@ class LeNet5(_SequentialNetwork):
         ValueError: If an argument is out of range.
 
     References:
-        LeCun et al. (1998), "Gradient-based learning applied to document recognition". Differs in what is
-        usual now: max pooling without weights, all connections between the channels, a linear output layer,
-        ReLU.
+        LeCun et al. (1998), "Gradient-based learning applied to document recognition". Modern differences: max pooling
+        without weights, all connections between the channels, a linear output layer, ReLU.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class LeNet5(_SequentialNetwork):
         if padding is None:
             padding = 2 if size == (28, 28) else 0
         if padding not in (0, 2):
-            raise ValueError(f"padding must be 0 or 2 (null: as the image size needs), got {padding!r}.")
+            raise ValueError(f"padding must be 0 or 2 (null: as the image size requires), got {padding!r}.")
         side = (size[0] + 2 * padding - 12) // 4  # after two convolutions and two poolings
         self.conv1 = nn.Conv2d(in_channels, 6, 5, padding=padding)
         self.activation1 = make_activation(activation)

@@ -1,4 +1,4 @@
-"""Train and eval mode of a network and its parts, and its precision."""
+"""Train and eval mode, precision and differentiability of a network."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Put a network in eval mode, and every part back in the mode that it was in, also after an error."""
+    """Put a network in eval mode, and restore the mode of every part at the end, also after an error."""
     modes = {module: module.training for module in network.modules()}
     network.eval()
     try:
@@ -21,13 +21,13 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 
 def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Bring floating parameters and buffers to a dtype, in place.
+    """Convert floating parameters and buffers to a dtype, in place.
 
-    Complex ones stay as they are: ``Module.to`` would drop their imaginary part.
+    Complex ones are unchanged: ``Module.to`` would drop their imaginary part.
 
     Args:
         network: Any module.
-        dtype: Floating.
+        dtype: A floating dtype.
 
     Returns:
         The network.
@@ -40,7 +40,7 @@ def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Compute attention by plain operations, which can be differentiated twice and forward, and run by ``vmap``."""
+    """Compute attention by plain operations, which support double and forward differentiation and ``vmap``."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

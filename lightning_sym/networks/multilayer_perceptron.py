@@ -12,7 +12,7 @@ from lightning_sym.networks.base import _SequentialNetwork
 class MultiLayerPerceptron(_SequentialNetwork):
     """Flatten, then linear layers with an activation after each but the last.
 
-    The modules are called ``flatten``, ``linear1``, ``activation1``, ``linear2``, ..., ``classifier``. PyTorch's
+    The modules are named ``flatten``, ``linear1``, ``activation1``, ``linear2``, ..., ``classifier``. PyTorch's
     initialisation.
 
     Args:
@@ -53,5 +53,5 @@ class MultiLayerPerceptron(_SequentialNetwork):
             self.add_module(f"linear{layer}", nn.Linear(sizes[layer - 1], sizes[layer], bias=bias))
             self.add_module(f"activation{layer}", make_activation(activation))
         if not widths:
-            make_activation(activation)  # a wrong name is an error all the same
+            make_activation(activation)  # reject a wrong name also without hidden layers
         self.classifier = nn.Linear(sizes[-1], num_classes, bias=bias)

@@ -10,15 +10,15 @@ from lightning_sym.networks.base import _SequentialNetwork
 class MyrtleCNN(_SequentialNetwork):
     """Four 3x3 convolutions of widths c, 2c, 4c, 8c, max pooling after all but the first, one linear layer.
 
-    The modules are ``conv1``, ``norm1``, ``activation1``, ``conv2``, ..., ``pool4``, ``final_pool``,
-    ``flatten``, ``classifier``. The final pooling takes the maximum over all positions that are left (4x4 for
+    The modules are named ``conv1``, ``norm1``, ``activation1``, ``conv2``, ..., ``pool4``, ``final_pool``,
+    ``flatten``, ``classifier``. The final pooling takes the maximum over all remaining positions (4x4 for
     32x32 images, 3x3 for 28x28). With ``width=64`` and CIFAR images: 1,557,066 parameters, 1,556,106 without
     batch norm. PyTorch's initialisation.
 
     Args:
         width: Channels ``c`` of the first convolution, >= 1.
         batch_norm: Normalise before each activation; if False, the convolutions have biases instead.
-        constant_width: All four convolutions have ``width`` channels (the paper's constant-width variant has
+        constant_width: Give all four convolutions ``width`` channels (the paper's constant-width variant has
             512).
         in_channels: Channels of the images, >= 1.
         image_size: Side of square images, or (height, width), in pixels, >= 8.

@@ -1,4 +1,4 @@
-"""Networks of which only some units are left: smaller tensors, and a record from which the network is built again."""
+"""Remove units from a network: smaller tensors, and a record from which the smaller network can be built."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -12,31 +12,31 @@ from lightning_sym._checks import is_integer
 M = TypeVar("M", bound=nn.Module)
 Axis = tuple[str, int]
 """A tensor's name in the state dict, and one of its axes."""
-# Where a network that was narrowed remembers which positions of the whole one's tensors it kept.
+# Attribute in which a narrowed network records the kept positions of the original tensors.
 KEPT = "_kept_positions"
 
 
 def narrowed(network: M, kept: Mapping[Axis, Sequence[int] | Tensor]) -> M:
-    """Return a copy of a network whose tensors have some of their positions only.
+    """Return a copy of a network that keeps only some positions of its tensors.
 
-    Which positions go together (a unit's row, its bias, the columns that read it) is the caller's to know; see
-    :func:`lightning_sym.landscape.removable_units`. Modules are told their new sizes: linear layers, convolutions,
-    batch norms.
+    The caller determines which positions belong together (a unit's row, its bias, the columns that read it); see
+    :func:`lightning_sym.landscape.removable_units`. The size attributes of linear layers, convolutions and batch norms
+    are updated.
 
-    A :class:`lightning_sym.networks.Network` remembers what was kept: its ``architecture`` has a third entry, ``kept``,
-    with which :func:`lightning_sym.networks.build` makes it again; ``fresh(seed)`` has the initial weights of the whole
-    network at these positions.
+    A :class:`lightning_sym.networks.Network` records the kept positions: its ``architecture`` has a third entry,
+    ``kept``, from which :func:`lightning_sym.networks.build` makes it. ``fresh(seed)`` has the initial weights of the
+    original network at these positions.
 
     Args:
-        network: Any module; it may have been narrowed before. Not changed.
-        kept: For each axis of a tensor that becomes shorter, the positions that are kept, in their order; at least
-            one. Each of shape ``[k]``, integers.
+        network: Any module, possibly narrowed before. Not changed.
+        kept: Positions to keep, in order, for each axis of a tensor that becomes shorter; at least one. Integers of
+            shape ``[k]`` each.
 
     Returns:
-        The copy. Sizes, and so the cost, are those of the smaller tensors.
+        The copy. Sizes and cost are those of the smaller tensors.
 
     Raises:
-        ValueError: If there is no such tensor or axis, or a position is out of range, given twice, or none is given.
+        ValueError: If there is no such tensor or axis, or positions are missing, repeated or out of range.
 
     Example:
         >>> layer = narrowed(nn.Linear(3, 2), {("weight", 0): [1], ("bias", 0): [1]})
@@ -56,7 +56,7 @@ def narrowed(network: M, kept: Mapping[Axis, Sequence[int] | Tensor]) -> M:
         setattr(owner, name.rpartition(".")[2], part)
         tensors[name] = part
     for module in small.modules():
-        _tell_sizes(module)
+        _update_sizes(module)
     before: dict[Axis, list[int]] = small.__dict__.get(KEPT, {})
     whole = {
         axis: [before[axis][place] for place in places] if axis in before else places
@@ -78,8 +78,8 @@ def _check(tensors: Mapping[str, Tensor], name: str, axis: int, places: Sequence
         )
 
 
-def _tell_sizes(module: nn.Module) -> None:
-    """Write the sizes of a module's tensors into its attributes."""
+def _update_sizes(module: nn.Module) -> None:
+    """Update a module's size attributes from its tensors."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.modules.conv._ConvNd):
@@ -100,7 +100,7 @@ def _tell_sizes(module: nn.Module) -> None:
 
 
 def kept_as_json(kept: Mapping[Axis, Sequence[int]]) -> list[dict[str, Any]]:
-    """Return what was kept, axes with the same positions together: ``[{"axes": [...], "positions": [...]}]``."""
+    """Convert kept positions to JSON, grouping axes with equal positions: ``[{"axes": [...], "positions": [...]}]``."""
     axes: dict[tuple[int, ...], list[str]] = {}
     for (name, axis), places in kept.items():
         axes.setdefault(tuple(places), []).append(f"{name}[{axis}]")
@@ -108,7 +108,7 @@ def kept_as_json(kept: Mapping[Axis, Sequence[int]]) -> list[dict[str, Any]]:
 
 
 def kept_from_json(entries: object) -> dict[Axis, list[int]]:
-    """Return what :func:`kept_as_json` was given.
+    """Convert the result of :func:`kept_as_json` back.
 
     Raises:
         ValueError: If the entries are malformed.
@@ -118,7 +118,7 @@ def kept_from_json(entries: object) -> dict[Axis, list[int]]:
     for entry in entries if isinstance(entries, list) else [None]:
         axes, places = (entry.get(name) for name in ("axes", "positions")) if isinstance(entry, Mapping) else (0, 0)
         if not isinstance(axes, list) or not isinstance(places, list) or not all(is_integer(p, 0) for p in places):
-            raise ValueError(f"What an architecture keeps must say axes and positions, got {entry!r}; {expected}.")
+            raise ValueError(f"The kept entries of an architecture need axes and positions, got {entry!r}; {expected}.")
         for axis in axes:
             name, bracket, number = str(axis).removesuffix("]").rpartition("[")
             if not bracket or not number.isdigit():

@@ -1,4 +1,4 @@
-"""Networks whose layers hold several paths, from fully connected to group convolutional."""
+"""Networks with parallel pathways per layer, from fully connected to group convolutional."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from lightning_sym.layers import (
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import _SequentialNetwork
 
-# The family of each kind of path: its name within a block, and in reports.
+# The family of each kind of path: its name within a block and in reports.
 _FAMILIES = {
     "fc": "fc",
     "ffc": "fc",
@@ -38,7 +38,7 @@ _FAMILIES = {
 
 
 class RelaxedNetwork(_SequentialNetwork):
-    """Blocks of parallel paths that learn how equivariant each layer is, then two linear layers; no batch norm.
+    """Blocks of parallel residual pathways that learn layer-wise equivariance, then two linear layers; no batch norm.
 
     Block ``l`` is the module ``block{l}``, a :class:`~lightning_sym.layers.ResidualPathways`, followed by
     ``activation{l}``. On 32x32 images, with ``a = width``:
@@ -53,22 +53,22 @@ class RelaxedNetwork(_SequentialNetwork):
     7     8a, 16a         2 -> 1
     ===== =============== ============
 
-    then ``hidden`` (16a to 64a), an activation and ``classifier``. Every other grid follows the same scheme: pairs of
-    blocks, the second of which doubles the channels and halves the grid, as long as the shorter side is above 4; then
-    two blocks to 1, of which the second doubles the channels; ``hidden`` is four times as wide as what comes in. So
-    there are 4 blocks for 8x8, 6 for 16x16, 8 for 32x32 and 10 for 64x64. On rectangular grids the shorter side ends at
-    1, and the mean is taken over what is left of the longer one.
+    then ``hidden`` (16a to 64a), an activation and ``classifier``. Every other grid follows the same scheme. While the
+    shorter side is above 4, pairs of blocks follow, and the second doubles the channels and halves the grid. Two more
+    blocks reduce the grid to 1; the second doubles the channels. ``hidden`` quadruples the width. There are 4 blocks
+    for 8x8, 6 for 16x16, 8 for 32x32 and 10 for 64x64. On rectangular grids the shorter side ends at 1, and the mean
+    is taken over the rest of the longer one.
 
-    Fully connected paths map to the smaller grid by themselves; convolutional ones are followed by
-    :class:`~lightning_sym.layers.PolyphasePool`: one for all of them where there are several, which then are the paths
-    of ``block{l}.pooled.0``, as pools of their own could keep components one pixel apart.
+    Fully connected pathways map to the smaller grid themselves. :class:`~lightning_sym.layers.PolyphasePool` follows
+    convolutional ones: a single pool for all of them, as separate pools could keep components one pixel apart. Several
+    convolutional pathways are then those of ``block{l}.pooled.0``.
 
-    With a ``gconv`` path the network works on the group p4: the image is lifted to four copies, all channels above are
-    those of each rotation (other paths see the four together), and the maximum over rotations stands before ``hidden``.
-    A network of ``gconv`` paths alone is exactly invariant to circular shifts and to rotations by 90 degrees, one of
-    convolutional paths alone to shifts.
+    With a ``gconv`` path the network works on the group p4. The image is lifted to four copies, and channels belong to
+    rotations (other pathways see the four together); a maximum over rotations precedes ``hidden``. A network of only
+    ``gconv`` pathways is exactly invariant to circular shifts and to rotations by 90 degrees, one of only
+    convolutional pathways to shifts.
 
-    Initialisation is that of the layers, and torch's for the last two, with zero bias.
+    Initialisation is that of the layers, and PyTorch's with zero bias for the last two.
 
     Args:
         paths: Kinds of the paths of every block, one or more of ``fc`` (:class:`~lightning_sym.layers.FullyConnected`),
@@ -76,24 +76,24 @@ class RelaxedNetwork(_SequentialNetwork):
             (:class:`~lightning_sym.layers.SparseFactoredFullyConnected`), ``conv``
             (:class:`~lightning_sym.layers.CircularConv`), ``sconv`` (:class:`~lightning_sym.layers.SparseConv`),
             ``gconv`` (pointwise :class:`~lightning_sym.layers.GroupConv`), ``gconv_full``, ``gconv_separable``,
-            ``gconv_depthwise_separable``. In a block, paths are called by their family, ``fc``, ``conv`` or ``gconv``,
-            and by their kind where several are of one family. Or a list of such lists, one for each block.
+            ``gconv_depthwise_separable``. In a block, pathways are named by their family, ``fc``, ``conv`` or
+            ``gconv``, and by their kind if several belong to one family. Or a list of such lists, one for each block.
         width: Base width ``a``, >= 1.
         grid: Side of the images, or (height, width): powers of two, >= 8. Default 32, or ``image_size``.
         in_channels: Channels of the images, >= 1.
         num_classes: Number of outputs ``K``, >= 1.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
-        scale: Factor on the sum of paths; default one over their number.
+        scale: Factor on the sum of pathways; default one over their number.
         relaxed_gain: Factor, > 0, on the initial output weights (``weight``, ``theta2``, ``u2``) of fully connected
-            paths that stand beside others. Below 1 the network starts close to an equivariant one, and training
-            relaxes it where that helps; at 1, fully connected paths, which learn first, are hard to leave again.
+            pathways parallel to others. Below 1 the network starts close to an equivariant one, and training relaxes
+            it where that helps; at 1, fully connected pathways learn first and are hard to prune afterwards.
         kernel_size: Side of the filters of convolutional paths, odd.
-        anchors: Number of anchors of ``sconv`` paths; default half of the filter positions, rounded up. Those of
-            ``sfc`` paths are always half of the grid's.
+        anchors: Number of anchors of ``sconv`` pathways; default half of the filter positions, rounded up. ``sfc``
+            pathways always have half as many as grid positions.
         learn_positions: Train the anchors' positions in ``sconv`` and ``sfc`` paths.
         learn_lengthscale: Train their inverse length scales.
         pool_norm: ``max`` or ``l2``, see :class:`~lightning_sym.layers.PolyphasePool`.
-        image_size: The same as ``grid``, under the name by which recipes pass on what the data have.
+        image_size: Alias of ``grid``, to which recipes link the shape of the data.
 
     Raises:
         ValueError: If an argument is out of range, or ``grid`` and ``image_size`` differ.
@@ -172,7 +172,7 @@ class RelaxedNetwork(_SequentialNetwork):
 
 
 def _shrink(paths: Iterable[nn.Module], gain: float) -> None:
-    """Multiply the weights by which fully connected paths write their outputs."""
+    """Scale the output weights of fully connected pathways."""
     for path in paths:
         for name in ("weight", "theta2", "u2"):
             if hasattr(path, name):
@@ -189,9 +189,9 @@ def _scheme(side: int) -> list[tuple[int, bool]]:
 
 
 def _pooled(members: dict[str, nn.Module], convolutional: set[str], norm: Literal["max", "l2"]) -> dict[str, nn.Module]:
-    """Return paths to the smaller grid: one pool follows all convolutional ones together.
+    """Return the pathways to the smaller grid, with one pool for all convolutional ones.
 
-    With a pool for each, two paths might keep different components, and move apart when the image moves.
+    Separate pools might keep different components, and move apart when the image shifts.
     """
     pooled = {name: path for name, path in members.items() if name in convolutional}
     others = {name: path for name, path in members.items() if name not in convolutional}
@@ -201,15 +201,15 @@ def _pooled(members: dict[str, nn.Module], convolutional: set[str], norm: Litera
 
 
 def _families(names: Mapping[str, str]) -> list[str]:
-    """Return the families of the paths of a block, from their kinds by name."""
+    """Return the families of the pathways of a block, from their kinds by name."""
     return [_FAMILIES[kind] for kind in names.values()]
 
 
 def _offered(paths: Sequence[str] | Sequence[Sequence[str]], blocks: int) -> list[Sequence[str]]:
-    """Return the kinds of paths of each block.
+    """Return the kinds of pathways of each block.
 
     Raises:
-        ValueError: If they are given block by block, for another number of blocks.
+        ValueError: If a list per block has another number of blocks.
     """
     each = [kinds for kinds in paths if not isinstance(kinds, str)] if isinstance(paths, Sequence) else []
     if not each:
@@ -223,7 +223,7 @@ def _offered(paths: Sequence[str] | Sequence[Sequence[str]], blocks: int) -> lis
 
 
 def _path_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the kinds of paths by the names of the paths."""
+    """Return the kinds of pathways by name."""
     if isinstance(paths, str) or not isinstance(paths, Sequence) or not paths:
         raise ValueError(
             f"paths of RelaxedNetwork must be a list of one or more of {', '.join(_FAMILIES)}, got {paths!r}."
@@ -238,7 +238,7 @@ def _path_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _grid(grid: int | tuple[int, int] | None, image_size: int | tuple[int, int] | None) -> tuple[int, int]:
-    """Return height and width from the two arguments that may say so."""
+    """Return height and width from either argument."""
     given = {height_width(size, "image_size") for size in (grid, image_size) if size is not None}
     if len(given) > 1:
         raise ValueError(
@@ -247,7 +247,7 @@ def _grid(grid: int | tuple[int, int] | None, image_size: int | tuple[int, int] 
     sides = given.pop() if given else (32, 32)
     if any(side < 8 or side & (side - 1) for side in sides):
         raise ValueError(
-            f"RelaxedNetwork takes images whose sides are powers of two, 8 at least, got {sides[0]}x{sides[1]}; "
+            f"RelaxedNetwork takes images with sides that are powers of two, 8 at least, got {sides[0]}x{sides[1]}; "
             "pad or resize them."
         )
     return sides

@@ -13,16 +13,15 @@ from lightning_sym.networks.modes import evaluating
 class TorchvisionNetwork(_ModuleHolder):
     """A classification network of torchvision with random weights, wrapped as by :meth:`Network.wrap`.
 
-    Names of parameters and sites begin with ``module.``; repeated calls of a module and functional
-    activations are named as :class:`lightning_sym.networks.WrappedNetwork` says. Auxiliary classifiers are
-    left out.
+    Names of parameters and sites begin with ``module.``; :class:`lightning_sym.networks.WrappedNetwork` defines names
+    of repeated calls and functional activations. Auxiliary classifiers are removed.
 
     Args:
         model: Name in ``torchvision.models``, for example ``resnet18`` or ``vgg11_bn``.
-        in_channels: Channels of the images, >= 1. If not 3, the first convolution is replaced by one that
-            takes them, with PyTorch's initialisation.
-        image_size: Side of square images, or (height, width), in pixels. Sizes that the network cannot take
-            are found by passing one image without data through it (on the meta device: no computation).
+        in_channels: Channels of the images, >= 1. If not 3, the first convolution is replaced by one with PyTorch's
+            initialisation.
+        image_size: Side of square images, or (height, width), in pixels. One image is passed through the network on
+            the meta device, without computation, to reject unsupported sizes.
         num_classes: Number of outputs ``C``, >= 1.
 
     Raises:
@@ -37,14 +36,14 @@ class TorchvisionNetwork(_ModuleHolder):
         image_size: int | tuple[int, int] = 224,
         num_classes: int = 10,
     ) -> None:
-        from torchvision import models  # takes a second; only those who use it wait
+        from torchvision import models  # takes a second, so imported only where needed
 
         check_integers(in_channels=in_channels, num_classes=num_classes)
         size = height_width(image_size, "image_size")
         names = models.list_models(module=models)
         if model not in names:
             raise ValueError(unknown("torchvision network", model, names))
-        # These two have auxiliary outputs in train mode, and warn unless told how to initialise.
+        # These two have auxiliary outputs in train mode, and warn without init_weights.
         extra = {"aux_logits": False, "init_weights": True} if model in ("googlenet", "inception_v3") else {}
         module = models.get_model(model, weights=None, num_classes=num_classes, **extra)
         if in_channels != 3:
@@ -54,7 +53,7 @@ class TorchvisionNetwork(_ModuleHolder):
 
 
 def _replace_first_convolution(module: nn.Module, in_channels: int) -> None:
-    """Put a convolution for other images in the place of the first one."""
+    """Replace the first convolution by one for another number of channels."""
     name, old = next((name, part) for name, part in module.named_modules() if isinstance(part, nn.Conv2d))
     new = nn.Conv2d(
         in_channels,
@@ -69,7 +68,7 @@ def _replace_first_convolution(module: nn.Module, in_channels: int) -> None:
 
 
 def _check_takes(module: nn.Module, model: str, shape: tuple[int, int, int]) -> None:
-    """Check by shapes alone that the module takes images of a shape, in eval mode."""
+    """Check on the meta device that the module takes images of a shape, in eval mode."""
     state = {name: value.to("meta") for name, value in [*module.named_parameters(), *module.named_buffers()]}
     try:
         with torch.no_grad(), evaluating(module):

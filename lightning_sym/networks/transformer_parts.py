@@ -1,4 +1,4 @@
-"""What transformers on images are made of: attention, feed-forward layers, blocks, positions and pooling."""
+"""Parts of vision transformers: attention, feed-forward layers, blocks, positions and pooling."""
 
 import math
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from lightning_sym.networks.activations import make_activation
 
 Norm = Literal["layer", "rms"]
 
-_ROTARY_BASE = 100.0  # for images, whose grids are short (Heo et al. 2024); language models have 10,000
+_ROTARY_BASE = 100.0  # for images with their short grids (Heo et al. 2024); language models have 10,000
 
 
 def make_norm(kind: Norm, width: int) -> nn.Module:
-    """Return a norm of tokens with a gain, and with a bias if it is a layer norm.
+    """Make a norm of tokens with a gain, and with a bias for a layer norm.
 
     Raises:
-        ValueError: If there is no such norm.
+        ValueError: If the kind is unknown.
     """
     if kind not in get_args(Norm):
         raise ValueError(unknown("norm", kind, get_args(Norm)))
@@ -29,10 +29,10 @@ def make_norm(kind: Norm, width: int) -> nn.Module:
 
 
 class StochasticDepth(nn.Module):
-    """Leaves a residual branch out in training, sample by sample, and scales what is left so that the mean stays.
+    """Drops a residual branch in training, sample by sample, and rescales the rest to preserve the mean.
 
     Args:
-        rate: Probability that a sample's branch is left out, in [0, 1).
+        rate: Probability of dropping a sample's branch, in [0, 1).
 
     References:
         Huang et al. (2016), "Deep Networks with Stochastic Depth", arXiv:1603.09382.
@@ -54,11 +54,11 @@ class StochasticDepth(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Multiplies every channel of a residual branch by a weight of its own.
+    """Multiplies every channel of a residual branch by a learned weight.
 
     Args:
         width: Number of channels.
-        initial: All weights at the start.
+        initial: Initial value of all weights.
 
     References:
         Touvron et al. (2021), "Going deeper with Image Transformers", arXiv:2103.17239.
@@ -74,12 +74,12 @@ class LayerScale(nn.Module):
 
 
 def rotary_angles(grid: tuple[int, int], head_width: int, extra: int = 0) -> Tensor:
-    """Return the angles of rotary positions on a grid: half of the planes turn with the row, half with the column.
+    """Return the angles of rotary positions on a grid: half of the rotary pairs follow the row, half the column.
 
     Args:
         grid: Rows and columns of the tokens.
-        head_width: Channels of a head, a multiple of 4. Plane ``p`` is made of channels ``p`` and ``head_width/2 + p``.
-        extra: Tokens in front that are nowhere and are not turned, such as a class token.
+        head_width: Channels of a head, a multiple of 4. Pair ``p`` has channels ``p`` and ``head_width/2 + p``.
+        extra: Leading tokens without position, which are not rotated, such as a class token.
 
     Returns:
         Angles in radians. Shape ``[extra + rows * columns, head_width / 2]``.
@@ -95,7 +95,7 @@ def rotary_angles(grid: tuple[int, int], head_width: int, extra: int = 0) -> Ten
 
 
 class RotaryPositions(nn.Module):
-    """Turns the planes of queries or keys by angles that depend on the token's position.
+    """Rotates the pairs of queries or keys by angles that depend on the token's position.
 
     Args:
         angles: Shape ``[T, E / 2]``; see :func:`rotary_angles`.
@@ -106,18 +106,18 @@ class RotaryPositions(nn.Module):
 
     def __init__(self, angles: Tensor) -> None:
         super().__init__()
-        # Constants of the architecture, in no state dict: the weights' symmetry may not change them.
+        # Architecture constants outside of the state dict: symmetries of the weights must not change them.
         self.register_buffer("cosine", angles.cos().repeat(1, 2), persistent=False)
         self.register_buffer("sine", angles.sin().repeat(1, 2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return turned queries or keys. Shape ``[N, heads, T, E]``."""
+        """Return rotated queries or keys. Shape ``[N, heads, T, E]``."""
         first, second = x.chunk(2, -1)
         return x * self.cosine + torch.cat([-second, first], -1) * self.sine
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention over tokens, whose queries may share keys and values.
+    """Multi-head self-attention over tokens; queries may share keys and values.
 
     Args:
         width: Channels of the tokens, a multiple of ``heads``.
@@ -125,10 +125,10 @@ class SelfAttention(nn.Module):
         key_value_heads: Number of heads of keys and values, which divides ``heads``; head ``q`` of the queries reads
             head ``q // (heads / key_value_heads)``.
         qkv_bias: Whether queries, keys and values have biases.
-        bias: Whether the output has one.
-        dropout: Of the attention weights in training, in [0, 1).
-        output_dropout: Of the output in training, in [0, 1).
-        angles: Of rotary positions, see :func:`rotary_angles`; default none.
+        bias: Whether the output layer has a bias.
+        dropout: Dropout of the attention weights in training, in [0, 1).
+        output_dropout: Dropout of the output in training, in [0, 1).
+        angles: Angles of rotary positions, see :func:`rotary_angles`; default none.
     """
 
     def __init__(
@@ -154,25 +154,25 @@ class SelfAttention(nn.Module):
             nn.Identity() if angles is None else RotaryPositions(angles) for _ in range(2)
         )
         self.dropout = nn.Dropout(dropout)
-        self.heads = nn.Identity()  # a name for what the heads put out
+        self.heads = nn.Identity()  # hook point for the outputs of the heads
         self.output = nn.Linear(width, width, bias=bias)
         self.output_dropout = nn.Dropout(output_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, T, C]`` for tokens ``[N, T, C]``."""
-        query = self.query_positions(_apart(self.query(x), self.query_heads))
-        key = self.key_positions(_apart(self.key(x), self.key_value_heads))
-        value = _apart(self.value(x), self.key_value_heads)
+        query = self.query_positions(_split_heads(self.query(x), self.query_heads))
+        key = self.key_positions(_split_heads(self.key(x), self.key_value_heads))
+        value = _split_heads(self.value(x), self.key_value_heads)
         if (times := self.query_heads // self.key_value_heads) > 1:
             key, value = (shared.repeat_interleave(times, 1) for shared in (key, value))
-        # Not torch's fused kernels, which have no second derivatives, and run stacked networks one by one.
+        # Not torch's fused kernels, which lack second derivatives and run stacked networks one by one.
         weights = self.dropout((query * self.scale @ key.transpose(2, 3)).softmax(-1))
         heads = self.heads((weights @ value).transpose(1, 2).flatten(2))
         output: Tensor = self.output_dropout(self.output(heads))
         return output
 
 
-def _apart(x: Tensor, heads: int) -> Tensor:
+def _split_heads(x: Tensor, heads: int) -> Tensor:
     """Return ``[N, heads, T, E]`` for ``[N, T, heads * E]``."""
     apart: Tensor = torch.unflatten(x, -1, (heads, -1))
     return apart.transpose(1, 2)
@@ -186,7 +186,7 @@ class FeedForward(nn.Module):
         hidden: Number of hidden units.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes, or ``swiglu``.
         bias: Whether the linear layers have biases.
-        dropout: Of hidden units and outputs in training, in [0, 1).
+        dropout: Dropout of hidden units and outputs in training, in [0, 1).
 
     References:
         Shazeer (2020), "GLU Variants Improve Transformer", arXiv:2002.05202.
@@ -198,7 +198,7 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(width, hidden, bias=bias) if gated else None
         self.up = nn.Linear(width, hidden, bias=bias)
         self.activation = make_activation("silu" if gated else activation)
-        self.hidden = nn.Identity()  # a name for the hidden units, gated or not
+        self.hidden = nn.Identity()  # hook point for the hidden units, gated or not
         self.hidden_dropout = nn.Dropout(dropout)
         self.down = nn.Linear(hidden, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
@@ -212,15 +212,15 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward layers, each behind a norm and added to the stream of tokens.
+    """Attention and feed-forward layers, each after a norm and added to the stream of tokens.
 
     Args:
-        attention: From tokens to what is added to them.
-        mlp: Likewise.
-        norms: The norm in front of each.
-        norm_in_stream: Whether the second norm's output replaces the stream, rather than being read by ``mlp`` only.
-        layer_scale: Start of the weights on both branches; default none.
-        stochastic_depth: Rate at which the branches are left out in training, in [0, 1).
+        attention: Attention branch: maps normalised tokens to an update of the stream.
+        mlp: Feed-forward branch, in the same form.
+        norms: The norms before the branches.
+        norm_in_stream: Whether the second norm's output replaces the stream, rather than only being read by ``mlp``.
+        layer_scale: Initial weights of both branches; default none.
+        stochastic_depth: Drop rate of the branches in training, in [0, 1).
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class LearnedPositions(nn.Module):
     Args:
         tokens: Number of tokens.
         width: Channels.
-        std: Standard deviation of the start, a normal distribution cut at two.
+        std: Standard deviation of the initial normal distribution, truncated at two.
     """
 
     def __init__(self, tokens: int, width: int, std: float) -> None:
@@ -271,9 +271,9 @@ class LearnedPositions(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    r"""Adds to token ``t`` the constants :math:`\sin(t \omega_j), \cos(t \omega_j)` in turn.
+    r"""Adds to token ``t`` the alternating constants :math:`\sin(t \omega_j), \cos(t \omega_j)`.
 
-    With :math:`\omega_j = 10000^{-2j/C}`. They are no weights and in no state dict.
+    With :math:`\omega_j = 10000^{-2j/C}`. They are not parameters and not in the state dict.
 
     Args:
         tokens: Number of tokens.
@@ -298,7 +298,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class SequencePool(nn.Module):
-    """The mean of all tokens under weights that a softmax makes of one learned score each.
+    """Weighted mean of all tokens: softmax over one learned score per token.
 
     Args:
         width: Channels.
@@ -327,7 +327,7 @@ class MeanPool(nn.Module):
 
 
 class FirstToken(nn.Module):
-    """The first token, where a class token stands."""
+    """The first token: the class token, if there is one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, C]`` for tokens ``[N, T, C]``."""
@@ -335,7 +335,7 @@ class FirstToken(nn.Module):
 
 
 def block_sites(blocks: nn.Sequential) -> list[str]:
-    """Return the sites of blocks: heads, attention, hidden units, feed-forward output, and the stream behind each."""
+    """Return the sites of blocks: heads, attention, hidden units, feed-forward output, and the stream after each."""
     parts = ("attention.heads", "attention", "mlp.hidden", "mlp")
     return [
         name for index in range(len(blocks)) for name in (*(f"blocks.{index}.{p}" for p in parts), f"blocks.{index}")
@@ -343,7 +343,7 @@ def block_sites(blocks: nn.Sequential) -> list[str]:
 
 
 def init_linear(network: nn.Module, draw: Callable[[Tensor], Tensor]) -> None:
-    """Draw the weights of all linear layers by a function that works in place; biases become 0."""
+    """Initialise the weights of all linear layers by an in-place function; biases become 0."""
     for module in network.modules():
         if isinstance(module, nn.Linear):
             draw(module.weight)
@@ -352,7 +352,7 @@ def init_linear(network: nn.Module, draw: Callable[[Tensor], Tensor]) -> None:
 
 
 def depth_rates(rate: float, depth: int) -> list[float]:
-    """Return the rates of stochastic depth of all blocks, which rise evenly from 0 to ``rate``."""
+    """Return the rates of stochastic depth of all blocks, which rise linearly from 0 to ``rate``."""
     return [rate * index / max(1, depth - 1) for index in range(depth)]
 
 
@@ -366,10 +366,10 @@ def check_transformer(
     dropouts: dict[str, float],
     **integers: int,
 ) -> None:
-    """Check what all transformers have.
+    """Check the arguments common to all transformers.
 
     Raises:
-        ValueError: If something is out of range.
+        ValueError: If an argument is out of range.
     """
     check_integers(of=of, width=width, heads=heads, depth=depth, **integers)
     check_numbers("> 0", of=of, mlp_ratio=mlp_ratio)

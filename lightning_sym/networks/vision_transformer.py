@@ -1,4 +1,4 @@
-"""Vision transformers (ViT) with what has become usual since."""
+"""Vision transformers (ViT) with common later additions."""
 
 import math
 from typing import Literal, get_args
@@ -34,16 +34,16 @@ _POOLS: dict[str, type[nn.Module]] = {"mean": MeanPool, "class": FirstToken, "se
 
 
 class PatchEmbedding(nn.Module):
-    """One linear layer on patches that do not overlap, a class token in front, and what is added for positions.
+    """Linear embedding of non-overlapping patches, with class token and added positions.
 
     Args:
         in_channels: Channels of the images.
         grid: Rows and columns of patches.
         patch_size: Side of a patch.
         width: Channels of the tokens.
-        class_token: Whether there is one.
-        positions: See :class:`VisionTransformer`; rotary ones are elsewhere.
-        bias: Whether the layer has one.
+        class_token: Whether to prepend a class token.
+        positions: See :class:`VisionTransformer`; rotary ones belong to attention.
+        bias: Whether the linear layer has a bias.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionTransformer(_SequentialNetwork):
-    """Vision transformers: patches as tokens, blocks with norms in front of attention and feed-forward layers.
+    """Vision transformers: patches as tokens, pre-norm blocks of attention and feed-forward layers.
 
-    With ``patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4, pool="class"``, images of 224x224 pixels and 1,000
-    classes it is ViT-B/16 of 86,567,656 parameters (S: width 384, 6 heads: 22,050,664; Ti: width 192, 3 heads:
-    5,717,416). Linear layers start as in the paper's code with Xavier's uniform weights, patches with unit variance of
-    their outputs for white inputs, added positions with a standard deviation of 0.02.
+    ``patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4, pool="class"`` with images of 224x224 pixels and 1,000
+    classes is ViT-B/16 with 86,567,656 parameters (S: width 384, 6 heads: 22,050,664; Ti: width 192, 3 heads:
+    5,717,416). Initialisation as in the paper's code: Xavier-uniform linear layers, patch embeddings with unit
+    output variance for white inputs, added positions with standard deviation 0.02.
 
     Args:
         in_channels: Channels of the images, >= 1.
@@ -99,20 +99,20 @@ class VisionTransformer(_SequentialNetwork):
             default ``heads``.
         mlp_ratio: Hidden units per channel of the stream, > 0.
         norm: ``layer`` or ``rms``: the root mean square without mean and bias.
-        positions: ``learned`` vectors that are added to the tokens, ``rotary`` ones that turn queries and keys
-            (half of the planes with the row, half with the column; channels per head a multiple of 4), ``sinusoidal``
-            constants that are added, or ``none``.
-        activation: Of the feed-forward layers: a name that :func:`lightning_sym.networks.make_activation` takes, or
-            ``swiglu`` for units gated by SiLU.
-        pool: What the classifier reads behind the last norm: the ``mean`` of all tokens, the ``class`` token, or as in
+        positions: ``learned`` vectors added to the tokens, ``rotary`` positions that rotate queries and keys
+            (half of the pairs by row, half by column; channels per head a multiple of 4), ``sinusoidal``
+            constants added to the tokens, or ``none``.
+        activation: Activation of the feed-forward layers: a name for :func:`lightning_sym.networks.make_activation`,
+            or ``swiglu`` for units gated by SiLU.
+        pool: Input of the classifier after the last norm: the ``mean`` of all tokens, the ``class`` token, or as in
             compact transformers the mean under learned weights (``sequence``).
         qkv_bias: Whether queries, keys and values have biases.
-        bias: Whether all other linear layers but the classifier have them.
-        layer_scale: Start of learned weights on the channels of each branch, > 0; default none.
-        dropout: Of the tokens, of outputs of attention, and in feed-forward layers, in [0, 1).
-        attention_dropout: Of attention weights, in [0, 1).
-        stochastic_depth: Rate at which the last block's branches are left out in training, in [0, 1); it rises from 0
-            at the first.
+        bias: Whether all other linear layers but the classifier have biases.
+        layer_scale: Initial learned weights of the channels of each branch, > 0; default none.
+        dropout: Dropout of tokens, attention outputs and feed-forward layers, in [0, 1).
+        attention_dropout: Dropout of attention weights, in [0, 1).
+        stochastic_depth: Drop rate of the last block's branches in training, in [0, 1); rises linearly from 0 at the
+            first block.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -196,10 +196,10 @@ class VisionTransformer(_SequentialNetwork):
         init_linear(self, nn.init.xavier_uniform_)
 
     def sites(self) -> list[str]:
-        """Return the output of the embedding, and of each block five places.
+        """Return the output of the embedding, and five sites per block.
 
-        These are what the heads put out, what attention adds, the hidden units (behind the gate, if there is one), what
-        the feed-forward layers add, and the stream behind the block. Their axes are sample, token, channel.
+        The sites of a block are the outputs of the heads, of attention, of the hidden units (after the gate, if there
+        is one) and of the feed-forward layers, and the stream after the block. Axes are sample, token, channel.
         """
         return ["embedding", *block_sites(self.blocks)]
 
@@ -210,7 +210,7 @@ def _grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]
     check_integers(of="VisionTransformer", patch_size=patch_size)
     if height % patch_size or width % patch_size:
         raise ValueError(
-            f"VisionTransformer cuts images into patches of {patch_size}x{patch_size} pixels, and {height}x{width} are "
+            f"VisionTransformer cuts images into patches of {patch_size}x{patch_size} pixels, but {height}x{width} are "
             "no multiples of them; choose another patch_size."
         )
     return height // patch_size, width // patch_size
@@ -219,7 +219,7 @@ def _grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]
 def _check_choices(
     width: int, heads: int, key_value_heads: int, positions: str, pool: str, layer_scale: float | None
 ) -> None:
-    """Check what only this network has."""
+    """Check the arguments specific to this network."""
     if positions not in get_args(Positions):
         raise ValueError(unknown("kind of positions", positions, get_args(Positions)))
     if pool not in _POOLS:

@@ -1,4 +1,4 @@
-"""How similar two networks' representations are, up to which symmetry."""
+"""Similarity of two networks' representations up to a symmetry group."""
 
 from lightning_sym.similarity.cka import CKA, ChannelStatistics, CKAMatrix
 from lightning_sym.similarity.features import Features, features_of

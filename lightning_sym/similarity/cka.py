@@ -19,7 +19,7 @@ Estimator: TypeAlias = Literal["unbiased", "biased", "minibatch"]
 Normalize: TypeAlias = Literal["none", "channel"]
 Side: TypeAlias = Tensor | list[Tensor]  # centred kernels of all layers, or the centred features of each
 
-# Up to which size fourth powers, of which many are added up, are in the range of a dtype.
+# Largest size of features with fourth powers, and sums of many of them, in the range of a dtype.
 _REACH = {torch.float32: 1e6, torch.float64: 1e70}
 _EMPTY = torch.zeros(0, 1, 1)
 _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
@@ -27,7 +27,7 @@ _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
 
 @dataclass(frozen=True)
 class Alignment:
-    """How kernels are made and compared; the settings are those of :class:`CKA`."""
+    """Choice of kernels and criterion; the settings are those of :class:`CKA`."""
 
     kernel: Kernel
     estimator: Estimator
@@ -36,7 +36,7 @@ class Alignment:
 
     @property
     def fewest(self) -> int:
-        """How many samples an estimate needs."""
+        """Smallest number of samples of an estimate."""
         return _FEWEST[self.estimator]
 
     @property
@@ -45,7 +45,7 @@ class Alignment:
         return self.estimator != "biased"
 
     def small(self, layers: Iterable[Tensor]) -> bool:
-        """Return whether a product of features with themselves is cheaper than a kernel: few numbers per sample."""
+        """Test whether a product of features is cheaper than a kernel: few numbers per sample."""
         return self.kernel == "linear" and all(layer[0].numel() <= len(layer) for layer in layers)
 
     def side(
@@ -56,18 +56,18 @@ class Alignment:
         small: bool,
         statistics: Sequence["ChannelStatistics"] | None = None,
     ) -> tuple[Side, Tensor]:
-        """Return the layers of one network as they are compared with others, and the criterion of each with itself.
+        """Prepare the layers of one network for comparison, and compute the criterion of each with itself.
 
         Args:
-            layers: Features, each of shape ``[N, C, positions]``; one at a time is held.
-            count: How many layers there are.
-            small: Whether to return centred features, each of shape ``[N, D]``, in place of kernels ``[count, N, N]``;
+            layers: Features, each of shape ``[N, C, positions]``; only one is in memory at a time.
+            count: Number of layers.
+            small: Whether to return centred features, each of shape ``[N, D]``, instead of kernels ``[count, N, N]``;
                 float64.
-            statistics: Of each layer's channels, if not their own.
+            statistics: Channel statistics of each layer; default computed from its features.
         """
         scale = self.normalize == "channel"
         made: list[Tensor] = []
-        floors: list[Tensor] = []  # of criteria, what is nothing but rounding
+        floors: list[Tensor] = []  # criteria that may be rounding errors
         kernels = torch.empty(0)
         for place, layer in enumerate(layers):
             layer = _multipliable(layer)
@@ -95,7 +95,7 @@ class Alignment:
         return made if small else kernels, torch.where(own > torch.stack(floors), own, 0.0)
 
     def between(self, ours: Side, theirs: Side) -> Tensor:
-        """Return the criteria of all pairs of layers, given as :meth:`side` returns them. Shape ``[A, B]``."""
+        """Return the criteria of all pairs of layers, prepared by :meth:`side`. Shape ``[A, B]``."""
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
             return inner(ours, theirs, unbiased=self.unbiased)
         return torch.stack(
@@ -119,14 +119,14 @@ class Alignment:
 
 
 def _multipliable(layer: Tensor) -> Tensor:
-    """Return features in a dtype in which products of kernels neither overflow nor vanish.
+    """Convert features to a dtype in which products of kernels neither overflow nor underflow.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such dtype.
     """
-    channels = layer.abs().amax(0).amax(1)  # by one axis after the other, which is 60 times faster
+    channels = layer.abs().amax(0).amax(1)  # one axis after the other, which is 60 times faster
     largest, reach = float(channels.max()), _REACH[layer.dtype]
-    # The norm of a channel, by which it may be divided, is the root of a sum of squares.
+    # Channels may be divided by their norm, the root of a sum of squares.
     faint = bool(((channels > 0) & (channels < reach**-2.5)).any())
     if not largest or (1 / reach <= largest <= reach and not (faint and layer.dtype != torch.float64)):
         return layer
@@ -139,7 +139,7 @@ def _multipliable(layer: Tensor) -> Tensor:
 
 
 def alignments(between: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the alignments, given the criteria of pairs of layers and of each with itself; NaN where one is 0."""
+    """Return the alignments from the criteria of pairs of layers and of each with itself; NaN where one is 0."""
     norms = torch.outer(x, y)
     return torch.where(norms > 0, between / norms.sqrt(), math.nan)
 
@@ -153,14 +153,14 @@ class CKAMatrix(SimilarityMetric):
         first: Number of layers of the first network, >= 1.
         second: Number of layers of the second network, >= 1.
         kernel: As for :class:`CKA`.
-        estimator: Likewise.
-        normalize: Likewise.
-        bandwidth: Likewise.
-        statistics: Likewise, for each layer of either network.
+        estimator: As for :class:`CKA`.
+        normalize: As for :class:`CKA`.
+        bandwidth: As for :class:`CKA`.
+        statistics: As for :class:`CKA`, for each layer of either network.
         axes: The axes of the channels, for each layer of either network; by default 1 for all.
 
     Raises:
-        ValueError: If an argument is not one of these, or ``update`` gets features that do not fit.
+        ValueError: If an argument is unknown or out of range, or ``update`` gets features that do not match.
     """
 
     between: Tensor
@@ -193,19 +193,19 @@ class CKAMatrix(SimilarityMetric):
             check_numbers("> 0", bandwidth=bandwidth)
         if estimator == "minibatch" and normalize == "channel" and statistics is None:
             raise ValueError(
-                "channels' means and norms within one batch depend on what else is in it; give the statistics of a "
+                "channels' means and norms within one batch depend on the rest of the batch; pass the statistics of a "
                 'pass over the data, or normalize="none".'
             )
         check_integers(first=first, second=second)
         self.kernel, self.estimator, self.normalize, self.bandwidth = kernel, estimator, normalize, bandwidth
         self.alignment = Alignment(kernel, estimator, normalize, bandwidth)
-        self._statistics = (statistics,)  # in a tuple: no part of the metric's state
+        self._statistics = (statistics,)  # in a tuple, which keeps it out of the metric's state
         self._axes = axes or ([1] * first, [1] * second)
         self._layers = first, second
-        self._first_size: int | None = None  # of the batches
-        self._shapes: list[tuple[int, ...]] | None = None  # of the layers' features, without samples
+        self._first_size: int | None = None  # number of samples in the first batch
+        self._shapes: list[tuple[int, ...]] | None = None  # shapes of the layers' features, without samples
         if estimator == "minibatch":
-            # Of pairs of layers, then of the layers of either network with themselves.
+            # Pairs of layers first, then the layers of either network with themselves.
             for name, shape in {"between": (first, second), "within_x": (first,), "within_y": (second,)}.items():
                 self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
             self.add_state("batches", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
@@ -218,15 +218,15 @@ class CKAMatrix(SimilarityMetric):
         return [f"x{i}" for i in range(self._layers[0])], [f"y{j}" for j in range(self._layers[1])]
 
     def update(self, x: Sequence[Tensor | Features], y: Sequence[Tensor | Features]) -> None:
-        """Add a batch of features of both networks, of the same inputs in the same order.
+        """Add a batch of features of both networks, from the same inputs in the same order.
 
         Args:
-            x: Of the first network, layer by layer: samples first; floating, finite.
-            y: Of the second network.
+            x: Features of the first network by layer, samples first; floating, finite.
+            y: Features of the second network.
 
         Raises:
             TypeError: If a dtype is not floating.
-            ValueError: If shapes do not fit, or a value is not finite.
+            ValueError: If shapes do not match, or a value is not finite.
         """
         for name, features, expected in zip("xy", (x, y), self._layers, strict=True):
             if len(features) != expected:
@@ -263,8 +263,8 @@ class CKAMatrix(SimilarityMetric):
     def compute(self) -> Tensor:
         """Return the alignments. Shape ``[first, second]`` (none for a single pair: torchmetrics), float64, at most 1.
 
-        Where there is none (too few samples, or features that are the same for all inputs) the value is NaN, with a
-        warning that says why.
+        The value is NaN, with a warning about the reason, if there are too few samples or features are the same for all
+        inputs.
         """
         if self.estimator == "minibatch":
             between, x, y = self.between, self.within_x, self.within_y
@@ -283,15 +283,15 @@ class CKAMatrix(SimilarityMetric):
         return alignments(between, x, y)
 
     def _whole(self, name: str) -> Tensor:
-        """Return the features of a layer, of all batches. Shape ``[N, C, positions]``."""
-        state = getattr(self, name)  # a tensor once processes were brought together
+        """Return the features of a layer in all batches. Shape ``[N, C, positions]``."""
+        state = getattr(self, name)  # a tensor after synchronisation of processes
         return state if isinstance(state, Tensor) else torch.cat(state) if state else _EMPTY
 
     def _undefined(self, reason: str) -> Tensor:
         return undefined(reason).expand(self._layers).clone()
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Reset the metric."""
         super().reset()
         self._first_size = self._shapes = None
 
@@ -299,11 +299,11 @@ class CKAMatrix(SimilarityMetric):
 class CKA(CKAMatrix):
     r"""Centred kernel alignment: :math:`HSIC(K, L) / \sqrt{HSIC(K, K)\, HSIC(L, L)}` of kernels between samples.
 
-    1 if either network arranges the inputs as the other does, about 0 if they have nothing in common; the unbiased
+    1 if both networks arrange the inputs in the same way, about 0 for unrelated features; the unbiased
     estimators may be slightly negative. Grids, tokens and channels need not agree between the networks.
 
     =========== ==================================================================================================
-    kernel      not changed by
+    kernel      invariant to
     =========== ==================================================================================================
     ``linear``  orthogonal mixing of channels and positions, one scale; with ``normalize="channel"`` instead
                 permutations and scales of channels
@@ -311,24 +311,24 @@ class CKA(CKAMatrix):
     ``laplace`` the same; positive definite. :math:`\exp(-d / h)`, see `lightning_sym.similarity.gram`
     =========== ==================================================================================================
 
-    ``unbiased`` and ``biased`` keep the features of all samples until :meth:`compute`, in their own dtype: ``N * D``
-    numbers for each network, and then a few tables of ``N * N`` (for ``linear``, if that is less, of ``D * D``).
-    ``minibatch`` keeps three numbers, the unbiased criterion summed over batches: unbiased too, but it depends,
-    slightly, on how the data are cut. Batches of fewer than 4 samples, or of fewer than the first one, are left out.
+    ``unbiased`` and ``biased`` store the features of all samples until :meth:`compute`, in their dtype: ``N * D``
+    numbers for each network, and then a few matrices of ``N * N`` (for ``linear``, if that is less, of ``D * D``).
+    ``minibatch`` stores three numbers, the unbiased criterion summed over batches. It is unbiased as well, but depends
+    slightly on the batches. Batches smaller than 4 samples, or than the first batch, are left out.
 
     Args:
         kernel: ``linear``, ``max`` or ``laplace``.
         estimator: ``unbiased`` (Song et al. 2012), ``biased`` (Kornblith et al. 2019) or ``minibatch`` (Nguyen et al.
             2021).
-        normalize: ``channel`` divides each channel by its norm over samples and positions; ``none`` does not. By
-            default as the kernel needs: none for ``linear``.
-        bandwidth: ``h`` of the Laplace kernel, > 0; by default the median distance of different samples.
-        statistics: For ``minibatch`` with ``channel``: those of x and of y, from a pass over the data, as the norms of
-            a batch would depend on what else is in it.
+        normalize: ``channel`` divides each channel by its norm over samples and positions; ``none`` does not. The
+            default depends on the kernel: none for ``linear``.
+        bandwidth: ``h`` of the Laplace kernel, > 0; default the median distance of different samples.
+        statistics: Channel statistics of x and of y from a pass over the data, for ``minibatch`` with ``channel``:
+            norms within a batch would depend on the rest of the batch.
         axes: The axes of the channels of x and of y.
 
     Raises:
-        ValueError: If an argument is not one of these, or ``update`` gets features that do not fit.
+        ValueError: If an argument is unknown or out of range, or ``update`` gets features that do not match.
 
     References:
         Godfrey et al. (2022), arXiv:2205.14258, section 5 and equation 5.6; Kornblith et al. (2019), arXiv:1905.00414;
@@ -364,10 +364,10 @@ class CKA(CKAMatrix):
         )
 
     def of_layers(self, first: int, second: int) -> CKAMatrix:
-        """Return the same measure of all pairs of so many layers; all have the axes that this one has."""
+        """Return the same measure for all pairs of layers; all layers have this metric's axes."""
         (statistics,) = self._statistics
         if statistics is not None:
-            raise ValueError("statistics are those of one layer; make a CKAMatrix with those of each.")
+            raise ValueError("statistics belong to one layer; make a CKAMatrix with those of each layer.")
         (x,), (y,) = self._axes
         return CKAMatrix(
             first,
@@ -380,29 +380,29 @@ class CKA(CKAMatrix):
         )
 
     def update(self, x: Tensor | Features, y: Tensor | Features) -> None:  # type: ignore[override]
-        """Add a batch of features of both networks, of the same inputs in the same order.
+        """Add a batch of features of both networks, from the same inputs in the same order.
 
         Args:
-            x: Of the first network: samples first; floating, finite.
-            y: Of the second network.
+            x: Features of the first network, samples first; floating, finite.
+            y: Features of the second network.
 
         Raises:
             TypeError: If a dtype is not floating.
-            ValueError: If shapes do not fit, or a value is not finite.
+            ValueError: If shapes do not match, or a value is not finite.
         """
         super().update([x], [y])
 
     def compute(self) -> Tensor:
-        """Return the alignment: a 0-dimensional tensor, float64, at most 1.
+        """Return the alignment, a 0-dimensional tensor, float64, at most 1.
 
-        Where there is none (too few samples, or features that are the same for all inputs) the value is NaN, with a
-        warning that says why.
+        The value is NaN, with a warning about the reason, if there are too few samples or features are the same for all
+        inputs.
         """
         return super().compute()[0, 0]
 
 
 class ChannelStatistics(SimilarityMetric):
-    """Mean and norm of each channel, over samples and positions, of all batches.
+    """Mean and norm of each channel over samples and positions of all batches.
 
     Args:
         axes: The axes of the channels.
@@ -431,7 +431,7 @@ class ChannelStatistics(SimilarityMetric):
         return self.n, self.mean, self.square
 
     def compute(self) -> tuple[Tensor, Tensor]:
-        """Return means, and the norms of what is left without them.
+        """Return the channel means, and the norms after subtracting them.
 
         Returns:
             Each of shape ``[C]`` (none for one channel: torchmetrics), float64.
@@ -448,6 +448,6 @@ def _of_channels(statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
 
 
 def _together(one: tuple[Tensor, Tensor, Tensor], two: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return number, mean and sum of squares about it, of two parts of the data together (Chan et al. 1979)."""
+    """Combine number, mean and sum of squares about it of two parts of the data (Chan et al. 1979)."""
     n, step = (one[0] + two[0]).clamp_min(1.0), two[1] - one[1]
     return one[0] + two[0], one[1] + step * two[0] / n, one[2] + two[2] + step.square() * one[0] * two[0] / n

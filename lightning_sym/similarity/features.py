@@ -1,4 +1,4 @@
-"""Features of two networks on the same inputs, brought into one form."""
+"""Features of two networks on the same inputs, in a common form."""
 
 import copy
 import functools
@@ -20,14 +20,14 @@ from lightning_sym.symmetry import Tap
 
 Axes: TypeAlias = int | Sequence[int]
 
-_TERMS = 4096  # of a sum of products, before it is added to others in float64
+_TERMS = 4096  # terms of a sum of products that is accumulated in float64
 
 
 class SimilarityMetric(Metric):
-    """A metric of features whose shapes are known from the first batch on.
+    """A metric of features that learns their shapes from the first batch.
 
-    A process that was given no batch takes the shapes of the others when they are brought together. The states stay on
-    the CPU where a device has no float64, and so do :class:`Features`.
+    A process without batches takes the shapes of the others in synchronisation. The states, like :class:`Features`,
+    stay on the CPU if the device has no float64.
     """
 
     full_state_update = True
@@ -35,20 +35,20 @@ class SimilarityMetric(Metric):
     is_differentiable = False
 
     def __init__(self) -> None:
-        # A process that was given no further data must still meet the others.
+        # A process without further data must still take part in synchronisation.
         super().__init__(compute_with_cache=False)
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
-        """Bring the states of all processes together, as ``torchmetrics`` does."""
+        """Synchronise the states of all processes, as ``torchmetrics`` does."""
         if ranks() > 1 and not self._is_synced:
-            self._take_shapes()
+            self._adopt_shapes()
         super().sync(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         device = fn(torch.empty(0)).device
         return super()._apply(fn, *args, **kwargs) if wide_device(device) == device else self
 
-    def _take_shapes(self) -> None:
+    def _adopt_shapes(self) -> None:
         held = {name: getattr(self, name) for name in self._defaults}
         own = {name: state[0] if isinstance(state, list) and state else state for name, state in held.items()}
         shapes = {name: (t.shape, t.dtype) for name, t in own.items() if isinstance(t, Tensor) and t.numel()}
@@ -61,20 +61,21 @@ class SimilarityMetric(Metric):
 
 
 class Features:
-    """Store the outputs of one layer for a batch in the form that all measures share, and cache their statistics.
+    """Store the outputs of one layer for a batch in the form common to all measures, and cache their statistics.
 
     Args:
-        values: Real, samples on the first axis; not changed, and not copied if that can be avoided.
-            From a device without float64 they come to the CPU.
-        axes: Where the channels are, not the first axis; of several they are read in row-major order.
-        name: For messages.
+        values: Real, samples on the first axis; not changed, and not copied if possible.
+            Values from a device without float64 move to the CPU.
+        axes: Axes of the channels, without the first; several are flattened in row-major order.
+        name: Name for messages.
 
     Attributes:
-        channels: Pixels or tokens come last, in order. Shape ``[N, C, positions]``; half precision becomes float32.
+        channels: Features with pixels or tokens last, in order. Shape ``[N, C, positions]``; half precision becomes
+            float32.
         grid: Height and width of an image; None for other features.
 
     Raises:
-        TypeError: If it is no dense tensor of a floating dtype.
+        TypeError: If it is not a dense tensor of a floating dtype.
         ValueError: If it is empty, there is no such axis, or a value is not finite.
     """
 
@@ -82,7 +83,7 @@ class Features:
         axes = (axes,) if isinstance(axes, int) else tuple(axes)
         if not isinstance(values, Tensor) or not values.dtype.is_floating_point or values.layout != torch.strided:
             got = f"a {type(values).__name__}" if not isinstance(values, Tensor) else f"{values.dtype}, {values.layout}"
-            raise TypeError(f"{name} must be a floating tensor that is dense, got {got}; give torch.as_tensor(...).")
+            raise TypeError(f"{name} must be a floating tensor that is dense, got {got}; pass torch.as_tensor(...).")
         if not all(-values.ndim < axis < values.ndim and axis % values.ndim for axis in axes):
             raise ValueError(
                 f"{name} must have samples on its first axis and channels on {list(axes)}, got {list(values.shape)}."
@@ -104,12 +105,12 @@ class Features:
 
     @property
     def size(self) -> int:
-        """The number of channels."""
+        """Number of channels."""
         return self.channels.shape[1]
 
     @property
     def positions(self) -> int:
-        """The number of pixels or tokens."""
+        """Number of pixels or tokens."""
         return self.channels.shape[2]
 
     def mean(self) -> Tensor:
@@ -130,7 +131,7 @@ class Features:
         return self._once("products", lambda: joint_products([(self, self)])[0])
 
     def reordered(self, order: Tensor) -> Self:
-        """Return the same features with samples in another order, a permutation: at ``i`` the one at ``order[i]``."""
+        """Permute the samples: sample ``i`` of the result is sample ``order[i]``."""
         moved = copy.copy(self)
         order = order.to(self.channels.device)
         moved.channels, moved._sums = self.channels[order], self._sums[order]
@@ -148,7 +149,7 @@ class Features:
 
 
 def _check_finite(values: Tensor, name: str) -> None:
-    """Say which values are not finite; there may be none where only their sums are not."""
+    """Raise an error that locates values that are not finite, if there are any; their sums alone may not be finite."""
     wrong = (~values.isfinite()).nonzero()
     if len(wrong):
         raise ValueError(
@@ -158,19 +159,19 @@ def _check_finite(values: Tensor, name: str) -> None:
 
 
 def joint_products(pairs: Sequence[tuple[Features, Features]]) -> list[Tensor]:
-    """Return the sums of products of the channels of pairs of layers, about their means, over samples and positions.
+    """Return the sums of products of channels about their means, over samples and positions, for pairs of layers.
 
-    Layers of one grid are multiplied together, as one layer with the channels of all: a few large products of matrices
-    in place of many small ones. A pixel that is repeated meets the sum of those that it is repeated for.
+    Layers with the same grid are stacked into one layer with the channels of all: a few large matrix products replace
+    many small ones. A pixel that is repeated is multiplied with the sum of the pixels of the finer grid.
 
     Args:
-        pairs: Layers of two networks, on the same inputs.
+        pairs: Layers of two networks on the same inputs.
 
     Returns:
-        For each pair of shape ``[C1, C2]``, float64.
+        For each pair a tensor of shape ``[C1, C2]``, float64.
 
     Raises:
-        ValueError: If grids do not fit, see :func:`repeats`.
+        ValueError: If grids do not match, see :func:`repeats`.
     """
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for place, (x, y) in enumerate(pairs):
@@ -188,7 +189,7 @@ def joint_products(pairs: Sequence[tuple[Features, Features]]) -> list[Tensor]:
 
 
 def _places(layers: Sequence[Features]) -> list[slice]:
-    """Return where the channels of each layer are, if those of all follow one another."""
+    """Return the slice of each layer's channels in the concatenation."""
     ends = list(itertools.accumulate(layer.size for layer in layers))
     return [slice(end - layer.size, end) for layer, end in zip(layers, ends, strict=True)]
 
@@ -209,7 +210,7 @@ def _stacked(layers: tuple[Features, ...]) -> Tensor:
 
 
 def _pooled(layers: tuple[Features, ...], sides: tuple[int, int]) -> Tensor:
-    """Return the same with the pixels in rectangles summed. Shape ``[channels, N, positions / area]``."""
+    """Return the same with pixels summed over rectangles. Shape ``[channels, N, positions / area]``."""
     grid = layers[0].grid
     if sides == (1, 1) or grid is None:
         return _stacked(layers)
@@ -232,8 +233,8 @@ def _summed_products(x: Tensor, y: Tensor) -> Tensor:
         y: Shape ``[C2, N, positions]``.
 
     Returns:
-        Shape ``[C1, C2]``, float64. A few thousand products are summed in the dtype of the features, all in float64
-        where there is one position.
+        Shape ``[C1, C2]``, float64. A few thousand products are summed in the dtype of the features; with one position,
+        all are summed in float64.
     """
     dtype = torch.float64 if x.shape[2] == 1 else torch.promote_types(x.dtype, y.dtype)
     total = torch.zeros(len(x), len(y), dtype=torch.float64, device=x.device)
@@ -245,16 +246,16 @@ def _summed_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def repeats(x: Features, y: Features) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return how often the pixels of x and of y are repeated, down and across, to come to one grid.
+    """Return the repetitions, down and across, that bring the pixels of x and of y to a common grid.
 
     Raises:
-        ValueError: If the sides of one grid are no multiples of the other's, or other features have not as many
-            positions.
+        ValueError: If the sides of one grid are not multiples of the other's, or other features have different numbers
+            of positions.
     """
     if x.grid is None or y.grid is None:
         if x.positions != y.positions:
             raise ValueError(
-                f"x has {x.positions} pixels or tokens per sample and y {y.positions}; expected as many, or use CKA, "
+                f"x has {x.positions} pixels or tokens per sample and y {y.positions}; expected equal numbers, or CKA, "
                 "which needs no common grid."
             )
         return (1, 1), (1, 1)
@@ -269,10 +270,10 @@ def repeats(x: Features, y: Features) -> tuple[tuple[int, int], tuple[int, int]]
 
 
 def check_pair(x: Features, y: Features) -> None:
-    """Check that two batches belong together.
+    """Check that two batches have the same number of samples.
 
     Raises:
-        ValueError: If they have different numbers of samples.
+        ValueError: If they do not.
     """
     if len(x) != len(y):
         raise ValueError(
@@ -281,24 +282,25 @@ def check_pair(x: Features, y: Features) -> None:
 
 
 def undefined(reason: str) -> Tensor:
-    """Return NaN, with a warning that says why there is no value: a 0-dimensional tensor, float64."""
+    """Return NaN with a warning about the reason: a 0-dimensional tensor, float64."""
     warnings.warn(f"no similarity: {reason}", UserWarning, stacklevel=3)
     return torch.tensor(math.nan, dtype=torch.float64)
 
 
 def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> dict[str, Tensor]:
-    """Run a network on a batch, in evaluation mode and without gradients, and return what modules put out.
+    """Run a network on a batch, in evaluation mode without gradients, and return the outputs of modules.
 
     Args:
         network: The network; its mode is restored.
-        taps: Taps of its symmetry, or names of modules; a name with ``-2``, ``-3``, ... means a later call.
-        inputs: What it is called with, moved to its device.
+        taps: Hook points of its symmetry, or names of modules; a suffix ``-2``, ``-3``, ... selects a later call.
+        inputs: Arguments of the network, moved to its device.
 
     Returns:
-        By name, copies: what is changed in place later does not show. Of several tensors the first.
+        Outputs by name, as copies, so that later in-place changes have no effect. A module with several outputs
+        contributes the first.
 
     Raises:
-        ValueError: If there is no such module, it was not called as often, or it puts out no tensor.
+        ValueError: If there is no such module, it has fewer calls, or its output is not a tensor.
     """
     modules = dict(network.named_modules())
     wanted: defaultdict[str, dict[int, str]] = defaultdict(dict)
@@ -320,7 +322,7 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
             if name is not None:
                 tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
                 if tensor is None:
-                    raise ValueError(f"{name} puts out no tensor but {type(output).__name__}; expected another module.")
+                    raise ValueError(f"{name} returns no tensor but {type(output).__name__}; expected another module.")
                 found[name] = tensor.detach().clone()
 
         handles.append(modules[name].register_forward_hook(keep))

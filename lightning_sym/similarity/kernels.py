@@ -1,4 +1,4 @@
-"""Kernels between samples, and the Hilbert-Schmidt independence criterion of two of them."""
+"""Kernels between samples, and the Hilbert-Schmidt independence criterion of two kernels."""
 
 import math
 from typing import Literal
@@ -8,20 +8,20 @@ from torch import Tensor
 
 Kernel = Literal["linear", "max", "laplace"]
 
-_ROWS = 512  # samples whose distances are taken at a time
-_BLOCKS, _LEAST_BLOCK = 8, 64  # of rows, of a product with itself
+_ROWS = 512  # samples per block of distances
+_BLOCKS, _LEAST_BLOCK = 8, 64  # row blocks of a product with itself: most blocks, and least rows of one
 
 
 def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Return features with each channel's mean subtracted and, if asked for, divided by its norm.
+    """Subtract each channel's mean from features and optionally divide by its norm.
 
     Args:
         x: Shape ``[N, C, positions]``; mean and norm are over samples and positions.
         scale: Whether to divide by the norm.
-        given: Mean and norm to be used, in place of those of ``x``. Each of shape ``[C]``.
+        given: Mean and norm to use instead of those of ``x``. Each of shape ``[C]``.
 
     Returns:
-        Shape and dtype of ``x``; a channel that is constant, but for rounding, is 0.
+        Shape and dtype of ``x``; a constant channel, up to rounding, becomes 0.
     """
     mean = x.mean((0, 2)) if given is None else given[0].to(x)
     rest = x - mean[:, None]
@@ -32,14 +32,14 @@ def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None 
 
 
 def centred_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sample as a row, with the mean of each column subtracted, and the criterion of mere rounding.
+    """Return each sample as a row, with the mean of each column subtracted, and a bound of the rounding error.
 
     Args:
         x: Shape ``[N, C, positions]``.
 
     Returns:
-        Of shape ``[N, C * positions]``, dtype of ``x``; and up to which criterion with itself, of its linear kernel,
-        what is left is nothing but rounding, 0-dimensional, float64.
+        Rows of shape ``[N, C * positions]``, dtype of ``x``; and the largest criterion of the linear kernel with itself
+        that may be a rounding error, 0-dimensional, float64.
     """
     flat = x.flatten(1)
     mean = flat.mean(0)
@@ -47,30 +47,30 @@ def centred_columns(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounding(mean: Tensor, number: int) -> Tensor:
-    """Return up to which norm so many numbers, with their mean subtracted, are nothing but its rounding."""
+    """Return the largest norm of ``number`` values, with their mean subtracted, that may be a rounding error."""
     floor: Tensor = mean.abs() * (torch.finfo(mean.dtype).eps * 16 * math.sqrt(number))
     return floor
 
 
 def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
-    r"""Return the kernel between all samples.
+    r"""Return the kernel matrix of all samples.
 
     - ``linear``: :math:`\sum_{c, s} x_{n s c}\, x_{m s c}`;
-    - ``max``: :math:`\max_c \sum_s x_{n s c}\, x_{m s c}`, which no permutation, scale or sign of channels changes if
-      these are standardised; not positive semi-definite;
+    - ``max``: :math:`\max_c \sum_s x_{n s c}\, x_{m s c}`, invariant to permutations, scales and signs of standardised
+      channels; not positive semi-definite;
     - ``laplace``: :math:`\exp(-d / h)` with :math:`d = \sum_c (\sum_s (x_{n s c} - x_{m s c})^2)^{1/2}`, positive
-      definite, with the same symmetries.
+      definite, with the same invariance.
 
     Args:
         x: Shape ``[N, C, positions]``.
-        kernel: Which one.
-        bandwidth: ``h`` > 0, in units of the distance; by default the median of the distances of different samples.
+        kernel: Name of the kernel.
+        bandwidth: ``h`` > 0, in units of the distance; default the median of the distances of different samples.
 
     Returns:
         Shape ``[N, N]``, dtype of ``x``.
 
     Note:
-        One product of matrices per channel; memory for a few kernels.
+        One matrix product per channel; memory for a few kernels.
     """
     if kernel == "linear":
         return _largest_products(x.flatten(1)[None])
@@ -84,7 +84,7 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
             distances[rows] = torch.cdist(x[rows, :, 0], x[..., 0], p=1.0)
             continue
         for channel in channels:
-            # Not by a product of matrices, which would lose half of the digits where samples are close.
+            # No matrix product, which would lose half of the digits where samples are close.
             distances[rows] += torch.cdist(channel[rows], channel, compute_mode="donot_use_mm_for_euclid_dist")
     if bandwidth is None:
         above = distances[torch.ones_like(distances, dtype=torch.bool).triu(1)]
@@ -107,7 +107,7 @@ def hsic(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
     Args:
         k: Symmetric. Shape ``[n, n]``.
         other: Symmetric, same shape; n >= 4 if unbiased, otherwise n >= 2.
-        unbiased: Which one.
+        unbiased: Whether to use the unbiased estimator.
 
     Returns:
         0-dimensional, float64.
@@ -117,7 +117,7 @@ def hsic(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
 
 
 def _largest_products(channels: Tensor) -> Tensor:
-    """Return the largest of the products ``x @ x.T`` over channels, of which one half is computed.
+    """Return the maximum of the symmetric products ``x @ x.T`` over channels, computing one half.
 
     Args:
         channels: Shape ``[C, N, positions]``.
@@ -140,12 +140,12 @@ def _largest_products(channels: Tensor) -> Tensor:
 
 
 def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:
-    """Return the criterion of linear kernels, without making them: for features with few numbers per sample.
+    """Return the criterion of linear kernels without forming them: for features with few numbers per sample.
 
     Args:
         x: Centred: the mean of each column is 0. Shape ``[N, D1]``, float64.
-        y: Likewise, of the same samples.
-        unbiased: Which estimator.
+        y: Centred features of the same samples. Shape ``[N, D2]``, float64.
+        unbiased: Whether to use the unbiased estimator.
 
     Returns:
         0-dimensional, float64.
@@ -155,7 +155,7 @@ def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:
     if not unbiased:
         return product / (n - 1) ** 2
     a, b = x.square().sum(1), y.square().sum(1)
-    # As the rows of centred kernels sum to 0, those without their diagonals a and b sum to -a and -b.
+    # As the rows of centred kernels sum to 0, rows without their diagonals a and b sum to -a and -b.
     corrected = product - torch.dot(a, b) * n / (n - 2) + a.sum() * b.sum() / ((n - 1) * (n - 2))
     return corrected / (n * (n - 3))
 
@@ -165,7 +165,7 @@ def centre_(k: Tensor, *, unbiased: bool) -> Tensor:
 
     Args:
         k: Symmetric. Shape ``[n, n]``, float64.
-        unbiased: Which one.
+        unbiased: Whether to U-centre.
 
     Returns:
         The same tensor.
@@ -180,12 +180,12 @@ def centre_(k: Tensor, *, unbiased: bool) -> Tensor:
 
 
 def inner(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
-    """Return the criteria of all pairs of kernels, which are centred.
+    """Return the criteria of all pairs of centred kernels.
 
     Args:
         k: Shape ``[A, n, n]``, float64.
         other: Shape ``[B, n, n]``, float64.
-        unbiased: Which estimator.
+        unbiased: Whether to use the unbiased estimator.
 
     Returns:
         Shape ``[A, B]``, float64.

@@ -1,4 +1,4 @@
-"""All pairs of layers of two networks, in one pass over the data."""
+"""Similarities of all pairs of layers of two networks, in one pass over the data."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from lightning_sym.similarity.procrustes import GroupProcrustes
 class SimilarityMatrix(Metric):
     """A similarity of every layer of one network with every layer of another.
 
-    Each layer's features are computed once, and what a metric needs of one layer alone (a kernel, say) as well. What
-    is kept is what the metrics keep: for Procrustes measures a table of ``C1 * C2`` for each pair, whatever the data;
-    for CKA the features of each layer (with ``minibatch`` three numbers a pair); see :attr:`memory`.
+    Each layer's features are computed once, and so are quantities of a single layer, such as a kernel. Memory depends
+    on the metric: for Procrustes measures a matrix of ``C1 * C2`` for each pair, independent of the data; for CKA the
+    features of each layer (with ``minibatch`` three numbers per pair); see :attr:`memory`.
 
     Args:
-        metric: A metric with ``update(x, y)``; each pair gets a copy of it. Or one for each pair, where pairs have
-            groups of their own: a row for each layer of the first network.
+        metric: A metric with ``update(x, y)``, which is copied for each pair. If pairs have different groups, one
+            metric for each pair: a row for each layer of the first network.
         first: Names of layers of the first network, at least one.
-        second: Those of the second; by default the same.
+        second: Names of layers of the second network; default the same.
 
     Raises:
-        ValueError: If there are no layers, or not a metric for each pair.
+        ValueError: If there are no layers, or the number of metrics differs from that of pairs.
 
     Example:
         >>> from lightning_sym.similarity import OrthogonalProcrustes
@@ -64,15 +64,15 @@ class SimilarityMatrix(Metric):
         self.metrics = nn.ModuleList(one.clone() for row in rows for one in row)
 
     def update(self, first: Mapping[str, Tensor | Features], second: Mapping[str, Tensor | Features]) -> None:
-        """Add a batch of features of both networks, of the same inputs in the same order.
+        """Add a batch of features of both networks, from the same inputs in the same order.
 
         Args:
-            first: Features of the first network, by the names of its layers; others are ignored. As ``Features`` they
-                keep what the measures here need of one layer alone, for other matrices too.
-            second: Those of the second.
+            first: Features of the first network by layer name; other layers are ignored. ``Features`` cache quantities
+                of a single layer, also for other matrices.
+            second: Features of the second network.
 
         Raises:
-            ValueError: If a layer is missing, or a metric does not take the features.
+            ValueError: If a layer is missing, or a metric rejects the features.
         """
         for names, features in ((self.first, first), (self.second, second)):
             missing = [name for name in names if name not in features]
@@ -82,7 +82,7 @@ class SimilarityMatrix(Metric):
         if self._joint:
             self._each()[0].update(ours, theirs)
             return
-        kept: dict[Any, Features] = {}  # what metrics need of one layer alone is computed once
+        kept: dict[Any, Features] = {}  # caches of single layers, shared by the pairs
 
         def shared(place: tuple[str, int], layer: Tensor | Features, axes: Axes) -> Features:
             if isinstance(layer, Features):
@@ -105,22 +105,22 @@ class SimilarityMatrix(Metric):
             metric.update(*pair, products)
 
     def compute(self) -> Tensor:
-        """Return the similarities. Shape ``[layers of the first network, of the second]``, float64.
+        """Return the similarities. Shape ``[layers of the first, layers of the second]``, float64.
 
-        A single number has no axes, as ``torchmetrics`` returns it.
+        ``torchmetrics`` returns a single number without axes.
         """
         values = [torch.as_tensor(metric.compute()).double().cpu() for metric in self._each()]
         return torch.stack(values).view(len(self.first), len(self.second))
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Reset the metrics."""
         super().reset()
         for metric in self._each():
             metric.reset()
 
     @property
     def memory(self) -> int:
-        """Bytes of what is kept now, on this rank."""
+        """Bytes of stored states on this rank."""
         states = [getattr(metric, name) for metric in self._each() for name in metric._defaults]
         return sum(t.nbytes for state in states for t in (state if isinstance(state, list) else [state]))
 

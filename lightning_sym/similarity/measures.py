@@ -1,4 +1,4 @@
-"""Measures of similarity by name, for two networks whose layers and symmetry are known."""
+"""Measures of similarity by name, for two networks with known layers and symmetry."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ DEFAULT_MEASURES = ("group", "orthogonal", "cka_linear", "cka_max")
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of one layer before any data are seen.
+    """A layer, described before any data are seen.
 
     Attributes:
-        group: What the network's own symmetry does to its channels.
+        group: Action of the network's symmetry on its channels.
         example: Its features on two inputs.
     """
 
@@ -44,18 +44,18 @@ class Measure:
     """A measure of similarity by name.
 
     Args:
-        title: What it is called in tables.
-        settings: Those of its class, and ``measure`` if it is not the title: one of ``group``, ``orthogonal``,
-            ``cka_linear``, ``cka_max``, ``cka_laplace``. For ``group`` the setting ``group`` names an activation whose
-            intertwiner group is used in place of the network's own.
+        title: Name of the measure in tables.
+        settings: Settings of its class, and ``measure`` if it differs from the title: one of ``group``, ``orthogonal``,
+            ``cka_linear``, ``cka_max``, ``cka_laplace``. For ``group`` the setting ``group`` names an activation with
+            the intertwiner group to use instead of the network's symmetry.
 
     Attributes:
         title: As given.
-        kind: Which measure it is.
-        description: That, and the settings.
+        kind: The measure.
+        description: The measure and its settings.
 
     Raises:
-        ValueError: If there is no such measure or setting, or the setting is out of its range.
+        ValueError: If the measure or a setting is unknown, or a setting is out of its range.
 
     Example:
         >>> Measure("live", {"measure": "group", "live": True}).kind
@@ -77,7 +77,7 @@ class Measure:
 
     @property
     def own_group(self) -> bool:
-        """Whether it compares up to the network's own symmetry, which must then be known."""
+        """Whether it compares up to the network's symmetry, which must then be known."""
         return self.kind == "group" and self._group is None
 
     def _cka(self) -> CKA:
@@ -89,7 +89,7 @@ class Measure:
         return GroupProcrustes(group, other, **self._settings)
 
     def metric(self, first: Sequence[Layer], second: Sequence[Layer]) -> Metric | list[list[Metric]]:
-        """Return what :class:`SimilarityMatrix` takes for the layers of two networks."""
+        """Return the metric or metrics for :class:`SimilarityMatrix`, for the layers of two networks."""
         if self.kind in _KERNELS:
             return self._cka()
         return [[self._between(one, two) for two in second] for one in first]
@@ -105,13 +105,13 @@ class Measure:
 
 
 def named_measures(given: Sequence[str] | Mapping[str, Mapping[str, Setting] | None]) -> dict[str, Measure]:
-    """Return measures by name.
+    """Build measures by name.
 
     Args:
-        given: Their names, or settings by name.
+        given: Names, or settings by name.
 
     Raises:
-        ValueError: If there are none, one is named twice, or one is not known.
+        ValueError: If there are none, one is repeated, or one is unknown.
     """
     names = [given] if isinstance(given, str) else list(given)
     if isinstance(given, str) or not names or len(set(names)) < len(names):
@@ -121,10 +121,10 @@ def named_measures(given: Sequence[str] | Mapping[str, Mapping[str, Setting] | N
 
 
 def checked_sites(name: str, sites: Literal["all"] | Sequence[str]) -> Literal["all"] | list[str]:
-    """Return the names of sites, or ``"all"``.
+    """Check names of sites, or ``"all"``.
 
     Raises:
-        ValueError: If they are neither different names nor ``"all"``; the message names the argument.
+        ValueError: If they are neither distinct names nor ``"all"``; the message names the argument.
     """
     if sites == "all":
         return "all"
@@ -134,10 +134,10 @@ def checked_sites(name: str, sites: Literal["all"] | Sequence[str]) -> Literal["
 
 
 class Incomparable(Metric):
-    """Stands for a measure of two layers that cannot be compared by it: the value is NaN.
+    """Replacement of a measure for two layers that it cannot compare: the value is NaN.
 
     Args:
-        reason: Why.
+        reason: Reason for the warning.
     """
 
     full_state_update = False
@@ -147,7 +147,7 @@ class Incomparable(Metric):
         self.reason = reason
 
     def update(self, x: Tensor | Features, y: Tensor | Features) -> None:
-        """Take no notice."""
+        """Ignore the batch."""
 
     def compute(self) -> Tensor:
         """Return NaN."""

@@ -1,4 +1,4 @@
-"""One measure for many pairs of networks, in one pass over the data: what belongs to one network is computed once."""
+"""One measure for many pairs of networks in one pass over the data, with caches per network."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ from lightning_sym.similarity.matrix import SimilarityMatrix
 
 
 class Link(NamedTuple):
-    """Two networks that are compared.
+    """Two networks to compare.
 
     Attributes:
-        first: Name of the first.
-        second: Name of the second.
-        shuffled: Whether the second one's images are in another order, so that nothing is left to be found.
+        first: Name of the first network.
+        second: Name of the second network.
+        shuffled: Whether the second network receives shuffled images, as a baseline without similarity.
     """
 
     first: str
@@ -30,14 +30,14 @@ class Link(NamedTuple):
 class PopulationSimilarity(nn.Module):
     """A similarity of all layers of all linked networks.
 
-    As a :class:`SimilarityMatrix` for each link, but a kernel is made once for each layer of each network, and kept
-    features are those of the networks, not of the links.
+    Equals a :class:`SimilarityMatrix` for each link, but kernels are computed once per layer and network, and features
+    are stored per network rather than per link.
 
     Args:
         metric: As for :class:`SimilarityMatrix`.
-        first: Names of the layers of networks that come first in links.
-        second: Likewise of those that come second.
-        links: Which networks are compared.
+        first: Names of the layers of networks that are first in links.
+        second: Names of the layers of networks that are second in links.
+        links: The pairs of networks.
 
     Raises:
         ValueError: If there are no links, or as for :class:`SimilarityMatrix`.
@@ -69,17 +69,17 @@ class PopulationSimilarity(nn.Module):
         )
 
     def update(self, features: Mapping[str, Mapping[str, Features]], order: Tensor | None = None) -> None:
-        """Add a batch of features of all networks, of the same inputs in the same order.
+        """Add a batch of features of all networks, from the same inputs in the same order.
 
         Args:
-            features: By the names of networks and layers.
-            order: Which input of the batch a shuffled second network is given in place of each. Shape ``[N]``, int64.
+            features: Features by the names of networks and layers.
+            order: Permutation of the batch for shuffled second networks. Shape ``[N]``, int64.
 
         Raises:
-            ValueError: If a link is shuffled and there is no order, or the features do not fit.
+            ValueError: If a link is shuffled and there is no order, or the features do not match.
         """
         if order is None and any(link.shuffled for link in self.links):
-            raise ValueError("a link is shuffled; give the order of the inputs, a permutation of the batch.")
+            raise ValueError("a link is shuffled; pass the order of the inputs, a permutation of the batch.")
         for part in self.parts:
             if isinstance(part, LinkedCKA):
                 part.update(features, order)
@@ -96,13 +96,13 @@ class PopulationSimilarity(nn.Module):
     def compute(self) -> Tensor:
         """Return the similarities. Shape ``[links, layers of the first, layers of the second]``, float64, on the CPU.
 
-        To be called on every rank; the same on all.
+        Call it on every rank; all ranks return the same.
         """
         values = [torch.as_tensor(part.compute()).cpu() for part in self.parts]  # type: ignore[operator]
         return torch.stack(values).view(self.shape)
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Reset the metrics."""
         for part in self.parts:
             part.reset()  # type: ignore[operator]
 
@@ -110,13 +110,13 @@ class PopulationSimilarity(nn.Module):
 class LinkedCKA(SimilarityMetric):
     """Centred kernel alignment of all layers of linked networks; see :class:`PopulationSimilarity`.
 
-    With ``estimator="minibatch"`` every batch of 4 samples or more counts.
+    With ``estimator="minibatch"`` every batch of at least 4 samples counts.
 
     Args:
-        metric: Whose settings are used.
-        first: Names of the layers of networks that come first in links.
-        second: Likewise of those that come second.
-        links: Which networks are compared.
+        metric: A metric with the settings.
+        first: Names of the layers of networks that are first in links.
+        second: Names of the layers of networks that are second in links.
+        links: The pairs of networks.
     """
 
     displacements: list[Tensor] | Tensor
@@ -130,7 +130,7 @@ class LinkedCKA(SimilarityMetric):
         for link in links:
             for network, names in ((link.first, first), (link.second, second)):
                 if self.layers.setdefault(network, tuple(names)) != tuple(names):
-                    raise ValueError(f"{network} comes first and second in links, and its layers are not the same.")
+                    raise ValueError(f"{network} is first and second in links, with different layers.")
         self._streamed = metric.estimator == "minibatch"
         if self._streamed:
             shape = (len(links), len(first), len(second))
@@ -160,7 +160,7 @@ class LinkedCKA(SimilarityMetric):
             for (network, name), state in self._states.items():
                 getattr(self, state).append(features[network][name].channels)
             assert isinstance(self.displacements, list)
-            self.displacements.append(order - here)  # not the places, which are others when batches are put together
+            self.displacements.append(order - here)  # not positions, which change when batches are concatenated
         elif len(here) >= self.alignment.fewest:
             held = {(name, place): layer.channels for name, own in layers.items() for place, layer in enumerate(own)}
             between, within = self._criteria(
@@ -177,8 +177,8 @@ class LinkedCKA(SimilarityMetric):
         """Return the criteria of the layers of each link, and of each network's layers with themselves.
 
         Args:
-            layer: Returns the features of a network's layer, by its place; one at a time is held.
-            order: That of the samples of shuffled networks.
+            layer: Returns the features of a network's layer, by index; only one is in memory at a time.
+            order: Order of the samples of shuffled networks.
             small: As for :meth:`Alignment.side`.
         """
         sides: dict[str, Side] = {}
@@ -226,10 +226,10 @@ class LinkedCKA(SimilarityMetric):
         return self._whole(self._states[network, self.layers[network][place]])
 
     def _widest(self) -> int:
-        """Return the largest number of features of a sample."""
+        """Return the largest number of features per sample."""
         states = [getattr(self, name) for name in self._states.values()]
         return max((state if isinstance(state, Tensor) else state[0])[0].numel() for state in states)
 
     def _whole(self, name: str) -> Tensor:
-        state = getattr(self, name)  # a tensor once processes were brought together
+        state = getattr(self, name)  # a tensor after synchronisation of processes
         return state if isinstance(state, Tensor) else torch.cat(state) if state else torch.zeros(0, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Procrustes similarities: how well the channels of one network are those of another, up to a group."""
+"""Procrustes similarities: distance of the channels of two networks, minimised over a group."""
 
 import functools
 import itertools
@@ -21,49 +21,48 @@ from lightning_sym.similarity.features import (
 )
 from lightning_sym.symmetry import ChannelGroup, IntertwinerGroup, Symmetry, Tap, intertwiner_group
 
-_DEAD = 1e-7  # a channel whose norm is smaller, relative to the largest, is dead
-_DEPENDENT = 1e-12  # a direction whose squared norm is smaller, relative to the largest, is none
-_MIXED = -2  # in place of the number of a scale
+_DEAD = 1e-7  # largest norm of a dead channel, relative to the largest norm
+_DEPENDENT = 1e-12  # largest squared norm of a null direction, relative to the largest
+_MIXED = -2  # instead of the index of a scale
 _MOST_COMMON_SIGNS = 6
 
-# Number of positions, means of x and y, and sums about the means: squares of x, of y, products.
+# Number of positions, means of x and y, and sums about the means: squares of x, squares of y, products.
 Moments: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class GroupProcrustes(SimilarityMetric):
     r"""Procrustes similarity up to a group that acts on the channels.
 
-    It is 1 where the channels of one network are those of the other, moved by an element of the group.
+    It is 1 if a group element maps the channels of one network to those of the other.
 
     .. math::
         d^2 = m_x + m_y - 2 \max_{g} \langle \hat x, g\, \hat y \rangle, \qquad
         s = 1 - \frac{d}{2 \sqrt C} \quad\text{or}\quad 1 - \frac{d}{\sqrt{m_x} + \sqrt{m_y}}\ (\text{live}),
 
-    where :math:`\hat x` has what the group scales divided out: each channel (or all that share a scale) has norm 1 per
-    channel, blocks that any invertible matrix mixes are whitened, and what is not scaled is divided by the norm of all
-    of it. :math:`m` is the squared norm that is left: the number of live channels where each has a scale. The maximum
-    is exact: assignments, of blocks by the best that each pair of blocks can do; nuclear norms for orthogonal and
+    where :math:`\hat x` is normalised by the scales of the group: each channel (or all that share a scale) has norm 1
+    per channel, blocks with arbitrary invertible matrices are whitened, and the rest is divided by its joint norm.
+    :math:`m` is the squared norm after normalisation: the number of live channels if each has a scale. The maximum
+    is exact: linear assignment, with the best element for each pair of blocks; nuclear norms for orthogonal and
     invertible matrices. With permutations and positive scales it is the paper's :math:`G_{ReLU}`-Procrustes.
 
-    The states are moments about the means, in float64: one pass, exact whatever the batches and the number of
-    processes.
+    The states are moments about the means in float64: one pass, exact for any batches and number of processes.
 
     Args:
-        group: The group: that of a tap, an intertwiner group, or the name of an activation, whose
-            :math:`\varphi(G_\sigma)` acts on what it puts out.
-        other: The group on the channels of the second network, if it has another number of them; by default the same.
-        live: Divide by the live channels only. The paper's way counts dead channels, which raise the similarity.
+        group: The group: that of a hook point, an intertwiner group, or the name of an activation with group
+            :math:`\varphi(G_\sigma)` acting on its output.
+        other: The group on the channels of the second network, if their number differs; default the same.
+        live: Divide by the live channels only. The paper's definition counts dead channels, which raise the similarity.
         center: Subtract each channel's mean. By default only where the group adds constants to channels (sigmoid).
         axis: The axis of the channels, for a name or an intertwiner group.
 
     Attributes:
-        live_channels: After :meth:`compute`: how many channels of either network are not zero on all inputs.
+        live_channels: After :meth:`compute`: number of channels of either network that are not zero on all inputs.
 
     Raises:
-        ValueError: If the activation is unknown, or ``update`` gets features that do not fit.
+        ValueError: If the activation is unknown, or ``update`` gets features that do not match.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, definition 5.2. Other groups, live and centred variants are ours;
+        Godfrey et al. (2022), arXiv:2205.14258, definition 5.2. Other groups, live and centred variants are additions;
         docs/theory/similarity.md, 1.
 
     Example:
@@ -99,12 +98,12 @@ class GroupProcrustes(SimilarityMetric):
         self._whitened = group.dense if isinstance(group, IntertwinerGroup) else "invertible" in group.inside
         sizes = (0, 0) if isinstance(group, IntertwinerGroup) else (group.channels, (other or group).channels)
         for name, shape in {"n": (), **self._shapes(*sizes)}.items():
-            # Not summed: moments about the means are put together in compute.
+            # Not summed: compute combines moments about the means.
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=None)
 
     @classmethod
     def at(cls, symmetry: Symmetry, tap: Tap | str, **settings: Any) -> Self:
-        """Return the metric of a place in a network, up to what the network's own symmetry does there.
+        """Return the metric of a hook point in a network, up to the action of the network's symmetry.
 
         Args:
             symmetry: The symmetry of both networks.
@@ -112,7 +111,7 @@ class GroupProcrustes(SimilarityMetric):
             settings: ``live`` and ``center``.
 
         Raises:
-            ValueError: If there is no such tap, or no channels at it.
+            ValueError: If there is no such hook point, or it has no channels.
         """
         return cls(symmetry.channels(tap), **settings)
 
@@ -136,16 +135,16 @@ class GroupProcrustes(SimilarityMetric):
         return one, two
 
     def update(self, x: Tensor | Features, y: Tensor | Features, products: Tensor | None = None) -> None:
-        """Add a batch of features of both networks, of the same inputs in the same order.
+        """Add a batch of features of both networks, from the same inputs in the same order.
 
         Args:
-            x: Of the first network: samples first, channels where the group says; floating, finite.
-            y: Of the second network; of another resolution, each pixel of the coarser one is repeated.
-            products: Their :func:`~lightning_sym.similarity.features.joint_products`, where they are known.
+            x: Features of the first network: samples first, channels on the group's axes; floating, finite.
+            y: Features of the second network; at another resolution, each pixel of the coarser one is repeated.
+            products: Their :func:`~lightning_sym.similarity.features.joint_products`, if known.
 
         Raises:
             TypeError: If a dtype is not floating.
-            ValueError: If shapes do not fit, or a value is not finite.
+            ValueError: If shapes do not match, or a value is not finite.
         """
         x, y = (
             features if isinstance(features, Features) else Features(features, axes, name)
@@ -179,8 +178,8 @@ class GroupProcrustes(SimilarityMetric):
     def compute(self) -> Tensor:
         """Return the similarity, in [0, 1]: a 0-dimensional tensor, float64.
 
-        A squared distance below the rounding of its terms counts as 0. If there is nothing to compare (no data, or
-        with ``live`` no live channel at all) the value is NaN, with a warning that says why.
+        A squared distance below the rounding of its terms counts as 0. Without data, or with ``live`` and without live
+        channels, the value is NaN, with a warning about the reason.
         """
         n, x_mean, y_mean, xx, yy, cross = (
             functools.reduce(_merged, zip(*self._moments(), strict=True)) if self.n.ndim else self._moments()
@@ -228,7 +227,7 @@ class OrthogonalProcrustes(GroupProcrustes):
     :math:`s = 1 - d/2` with :math:`d^2 = 2 - 2 \|X Y^T\|_* / (\|X\|_F \|Y\|_F)`.
 
     Args:
-        center: Subtract each channel's mean, as Ding et al. do; the paper does not.
+        center: Subtract each channel's mean, as Ding et al. do; Godfrey et al. do not.
         axis: The axis of the channels.
 
     References:
@@ -245,7 +244,7 @@ class OrthogonalProcrustes(GroupProcrustes):
 
 
 def _merged(one: Moments, two: Moments) -> Moments:
-    """Return the moments of two parts of the data together (Chan et al. 1979)."""
+    """Combine the moments of two parts of the data (Chan et al. 1979)."""
     n = one[0] + two[0]
     if not two[0] or not one[0]:
         return one if one[0] else two
@@ -263,7 +262,7 @@ def _merged(one: Moments, two: Moments) -> Moments:
 
 
 def _scale_numbers(group: ChannelGroup) -> Tensor:
-    """Return for each channel the number of its scale: -1 without one, -2 where invertible matrices mix it."""
+    """Return the index of each channel's scale: -1 without a scale, -2 where invertible matrices mix channels."""
     numbers = group.scales.clone()
     for block, kind in zip(group.blocks, group.kinds.tolist(), strict=True):
         if group.inside[kind] == "invertible":
@@ -272,13 +271,13 @@ def _scale_numbers(group: ChannelGroup) -> Tensor:
 
 
 def _standard(group: ChannelGroup, square: Tensor, alive: Tensor, others: Tensor) -> tuple[Tensor, float]:
-    """Return the matrix that divides out what the group scales and mixes, and the squared norm that is left.
+    """Return the matrix that normalises by the group's scales and matrices, and the squared norm afterwards.
 
     Args:
         group: The group.
-        square: Sums of squares of the channels, or of products of all pairs of them.
-        alive: Which channels are not dead.
-        others: The numbers of the scales of the other network's channels.
+        square: Sums of squares of the channels, or of products of all pairs of channels.
+        alive: Whether channels are live.
+        others: Indices of the scales of the other network's channels.
     """
     result, mass = torch.zeros(group.channels, group.channels, dtype=torch.float64), 0.0
     numbers = _scale_numbers(group)
@@ -290,7 +289,7 @@ def _standard(group: ChannelGroup, square: Tensor, alive: Tensor, others: Tensor
             result[block[:, None], block] = (vectors[:, kept] * values[kept].rsqrt()) @ vectors[:, kept].T
             mass += int(kept.sum())
     norms = square.diagonal() if square.ndim == 2 else square
-    # Channels with one scale, or with none, are divided by their norm together.
+    # Channels with a common scale, or without scales, are divided by their joint norm.
     ours, theirs = (each[each != _MIXED] + 1 for each in (numbers, others))
     count = int(torch.cat([numbers, others]).max()) + 2
     live = alive[numbers != _MIXED]
@@ -302,11 +301,11 @@ def _standard(group: ChannelGroup, square: Tensor, alive: Tensor, others: Tensor
 
 
 def best_overlap(one: ChannelGroup, two: ChannelGroup, cross: Tensor) -> float:
-    """Return the largest sum of inner products of channels with those that an element puts in their places.
+    """Return the largest sum of inner products of channels over the elements of a group.
 
     Args:
         one: The group on the rows.
-        two: That on the columns, of the same kinds; one of them may have more blocks.
+        two: The group on the columns, of the same kinds; one of them may have more blocks.
         cross: Inner products of the channels. Shape ``[C1, C2]``, float64, on the CPU.
 
     Raises:
@@ -314,14 +313,14 @@ def best_overlap(one: ChannelGroup, two: ChannelGroup, cross: Tensor) -> float:
     """
     if one.inside != two.inside:
         raise ValueError(
-            "the channels of x and y have groups of different kinds; expected places of one kind, or a group that both "
-            'have, such as "sigmoid" for permutations.'
+            "the channels of x and y have groups of different kinds; expected hook points of one kind, or a group that "
+            'both have, such as "sigmoid" for permutations.'
         )
     common = [number for number in sorted(set(one.signs.tolist()) - {-1}) if _several(one, number)]
     if len(common) > _MOST_COMMON_SIGNS:
         raise ValueError(
-            f"{len(common)} signs are common to several blocks of channels; expected at most {_MOST_COMMON_SIGNS}, of "
-            "which all combinations are tried."
+            f"{len(common)} signs are common to several blocks of channels; expected at most {_MOST_COMMON_SIGNS}, as "
+            "all combinations are tried."
         )
     best = -math.inf
     for flips in itertools.product((1.0, -1.0), repeat=len(common)):
@@ -337,7 +336,7 @@ def _several(group: ChannelGroup, number: int) -> bool:
 
 
 def _overlap(one: ChannelGroup, two: ChannelGroup, kind: int, cross: Tensor, common: Sequence[int]) -> float:
-    """Return the best sum for the blocks of one kind, given the signs that are common to several blocks."""
+    """Return the best sum for the blocks of one kind, given signs common to several blocks."""
     rows, columns = (
         torch.stack([block for block, own in zip(group.blocks, group.kinds.tolist(), strict=True) if own == kind])
         for group in (one, two)
@@ -360,6 +359,6 @@ def _overlap(one: ChannelGroup, two: ChannelGroup, kind: int, cross: Tensor, com
 
 
 def _assigned(gains: Tensor) -> float:
-    """Return the largest sum of entries of which no two share a row or column."""
+    """Return the largest sum of entries, at most one from each row and column."""
     table = gains.numpy()
     return float(table[linear_sum_assignment(table, maximize=True)].sum())

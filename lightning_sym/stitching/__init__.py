@@ -1,4 +1,4 @@
-"""Stitching: networks cut at a site, joined to others by trainable maps, and the families of those maps."""
+"""Stitching: cut networks, joined by trainable stitching layers, and families of these layers."""
 
 from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
 from lightning_sym.stitching.maps.birkhoff import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort

@@ -1,8 +1,8 @@
-"""Stitching: the lower part of one network, a small map, and the upper part of another.
+"""Stitching: the bottom layers of one network, a small map, and the top layers of another.
 
-A stitch is a set of ports. At the end of a residual block one tensor crosses the cut, inside a block two do: the
-branch and the skip connection. With one map for each of them, a network that differs from another by a symmetry only
-can be stitched to it without any loss, wherever it is cut (:class:`PlantedStitches`).
+A stitching layer has one map per port, that is, per tensor that crosses the cut. At the end of a residual block one
+tensor crosses, inside a block two do: the branch and the skip connection. With a map for each, networks that differ by
+a symmetry only can be stitched without loss at any cut (:class:`PlantedStitches`).
 """
 
 import copy
@@ -36,13 +36,13 @@ class Crossing:
     """A value that crosses a cut.
 
     Attributes:
-        name: The module whose output it is, otherwise the operation.
-        shape: Its shape without the batch axis; empty for what is no tensor.
+        name: The module that returns it, otherwise the operation.
+        shape: Its shape without the batch axis; empty if it is not a tensor.
         axis: Its channel axis, counted with the batch axis: 1 for ``[N, C, H, W]``, 2 for ``[N, T, C]``.
-        mapped: Whether a stitch has a map here. The network's input, and what is no floating tensor with channels,
-            pass as they are.
-        group: What the network's symmetry does to its channels.
-        blocks: The same where it mixes blocks of them: heads of attention, streams that rotate; otherwise None.
+        mapped: Whether stitching layers map it. The network's input, and values other than floating tensors with
+            channels, pass unchanged.
+        group: Action of the network's symmetry on its channels.
+        blocks: The action if it mixes blocks of channels: attention heads, rotated streams; otherwise None.
     """
 
     name: str
@@ -59,30 +59,30 @@ class Crossing:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Shape without batch and channel axes: height and width, or nothing."""
+        """Shape without batch and channel axes: height and width, or empty."""
         return _positions(self.shape, self.axis)
 
 
 class CutNetwork:
-    """A frozen network that is cut at several sites, to be stitched to others.
+    """A frozen network that is cut at several sites for stitching.
 
     Args:
-        network: The network. It is put in evaluation mode, and its parameters get ``requires_grad=False``; values stay
-            as they are.
-        sites: Where; default everywhere, see ``Network.sites``.
-        example: An input, shape ``[N, C, H, W]`` or whatever the network takes, N >= 1, of the weights' dtype. Moved to
+        network: The network. It is put in evaluation mode, and its parameters get ``requires_grad=False``; values do
+            not change.
+        sites: Cut sites; default all, see ``Network.sites``.
+        example: An input, shape ``[N, C, H, W]`` or the network's own, N >= 1, in the weights' dtype. Moved to
             the network's device.
         before: Cut before the activations instead of after them.
-        like: A cut network of the same architecture, sites and ``before``, whose symmetry is taken over, as tracing
-            takes a second or so.
+        like: A cut network of the same architecture, sites and ``before`` that provides the symmetry, as tracing
+            takes about a second.
 
     Attributes:
         network: The network.
-        sites: Where it is cut, in the given order.
+        sites: The cut sites, in the given order.
 
     Raises:
-        TypeError: If the network is a module of another kind; ``Network.wrap`` makes one of it.
-        ValueError: If there is no such site, or a half does not compute what the network does.
+        TypeError: If the network is a module of another kind; wrap it with ``Network.wrap``.
+        ValueError: If there is no such site, or the halves do not reproduce the network's output.
     """
 
     def __init__(
@@ -96,9 +96,7 @@ class CutNetwork:
     ) -> None:
         if not isinstance(network, Network):
             name = type(network).__name__
-            raise TypeError(
-                f"network must be a Network, whose sites are known, got {name}; pass Network.wrap(network)."
-            )
+            raise TypeError(f"network must be a Network with known sites, got {name}; pass Network.wrap(network).")
         network.eval().requires_grad_(False)
         self.network = network
         self._cuts = network.cuts(sites, before=before)
@@ -113,32 +111,32 @@ class CutNetwork:
             for site in self.sites:
                 if not torch.allclose(self._cuts.uppers[site](values[site]), expected, rtol=0, atol=0, equal_nan=True):
                     raise ValueError(
-                        f"{architecture_name(network)} cut at {site!r} does not compute what it does in one piece; "
+                        f"{architecture_name(network)} cut at {site!r} does not reproduce its output; "
                         "look for operations that change a tensor in place, or draw random numbers in evaluation mode."
                     )
         self._shapes = {site: tuple(map(_shape, found)) for site, found in values.items()}
 
     @property
     def lower(self) -> nn.Module:
-        """The part up to the last cut: from images to a tuple for each site of all that crosses there."""
+        """The bottom layers up to the last cut: map images to one tuple per site, of all values that cross there."""
         return self._cuts.lower
 
     def to(self, *args: Any, **kwargs: Any) -> "CutNetwork":
         """Move the network and its parts, as ``nn.Module.to`` does."""
-        # The parts too: buffers that the network itself reads, not one of its modules, are theirs under the same name.
+        # Also move buffers that the network's own forward reads, which the parts hold under the same name.
         for module in (self.network, self._cuts.lower, *self._cuts.uppers.values(), self._cuts.whole):
             module.to(*args, **kwargs)
         return self
 
     def values(self, images: Tensor) -> dict[str, tuple[Any, ...]]:
-        """Return what crosses each cut, for a batch of images, on the network's device; without gradients."""
+        """Return the values that cross each cut, for a batch of images, on the network's device; without gradients."""
         with torch.no_grad(), self.network.explaining(images):
             return dict(zip(self.sites, self._cuts.lower(on_device_of(self.network, images)), strict=True))
 
     def upper(self, site: str, *, own_parameters: bool = False) -> nn.Module:
-        """Return the part after a cut.
+        """Return the top layers after a cut.
 
-        Modules and buffers are copies. Parameters are the network's own; or copies too, with gradients.
+        Modules and buffers are copies. Parameters are shared with the network, or copies with gradients.
         """
         upper = self._cuts.uppers[site]
         shared: dict[int, Any] = {} if own_parameters else {id(p): p for p in upper.parameters()}
@@ -146,17 +144,17 @@ class CutNetwork:
         return copied.requires_grad_(True) if own_parameters else copied
 
     def crossings(self, site: str) -> tuple[Crossing, ...]:
-        """Return the values that cross a cut, the site's activation first, and what the symmetry does to each."""
+        """Return the values that cross a cut, the site's activation first, with the symmetry's action on each."""
         if self._like is not None:
             return self._like.crossings(site)
-        if site not in self._crossings:  # the symmetry's groups on large values take long to find
+        if site not in self._crossings:  # computing the groups of large values takes long
             self._crossings[site] = self._crossing(site)
         return self._crossings[site]
 
     def _crossing(self, site: str) -> tuple[Crossing, ...]:
         inputs = {node.name for node in self._cuts.whole.graph.nodes if node.op == "placeholder"}  # type: ignore[union-attr]
         taps = self.symmetry.taps
-        # A value on which nothing acts has its channels where others of its shape have them, or where they usually are.
+        # Without a group, the channel axis is that of other values of the same shape, or the usual one.
         known = {tap.shape[1:]: tap.axis for tap in taps.values() if tap.axis}
         found = []
         for index, (name, shape) in enumerate(self.shapes(site)):
@@ -171,35 +169,35 @@ class CutNetwork:
         return tuple(found)
 
     def _blocks(self, tap: Tap) -> ChannelGroup | None:
-        """Return the group on a value's channels if it mixes blocks of them."""
+        """Return the group on a value's channels if it mixes blocks of channels."""
         found = self.symmetry.channels(tap)
         return found if any(kind in ("orthogonal", "invertible") for kind in found.inside) else None
 
     def shapes(self, site: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return names and shapes of the values that cross a cut, see :class:`Crossing`; asks for no symmetry."""
+        """Return names and shapes of the values that cross a cut, see :class:`Crossing`; needs no symmetry."""
         return tuple(zip(self._cuts.crossing[site], self._shapes[site], strict=True))
 
     @property
     def symmetry(self) -> Symmetry:
-        """The symmetry of the network; its taps show all that crosses the cuts, as ``site/0``, ``site/1``, ..."""
+        """The symmetry of the network, with hook points at all crossing values, ``site/0``, ``site/1``, ..."""
         if self._like is not None:
             return self._like.symmetry
         if self._symmetry is None:
             example = self._example.to(next(self.network.parameters()))
-            with seeded(0):  # the caller's random numbers do not depend on who asks first
+            with seeded(0):  # the caller's random numbers do not depend on when this is computed
                 self._symmetry = trace_symmetry(self.network, example, cuts=self._cuts)
         return self._symmetry
 
 
 class PlantedStitches:
-    r"""A network that differs from another by a symmetry only, and the stitches between the two, which are exact.
+    r"""A network that differs from another by a symmetry only, with the exact stitching matrices between the two.
 
     For :math:`B = g A` and every cut, the values of ``B`` are those of ``A`` times :math:`\varphi(g)` (Theorem 4.2 of
-    Godfrey et al. 2022); :meth:`matrices` are these, from ``Symmetry.on_activations``.
+    Godfrey et al. 2022); :meth:`matrices` returns these matrices, from ``Symmetry.on_activations``.
 
     Args:
         source: Network ``A``.
-        element: An element of ``source.symmetry``; default a random one without shifts, which no matrix does.
+        element: An element of ``source.symmetry``; default a random one without translations, which are not linear.
         generator: Generator for the random element.
         scale: Standard deviation of the logarithm of its scales, >= 0.
 
@@ -208,7 +206,7 @@ class PlantedStitches:
         network: Network ``B``.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, Theorem 4.2. A map for each port is ours.
+        Godfrey et al. (2022), arXiv:2205.14258, Theorem 4.2. Maps for several ports are an addition.
     """
 
     def __init__(
@@ -227,55 +225,55 @@ class PlantedStitches:
         self.network = moved
 
     def matrices(self, site: str) -> tuple[Tensor | None, ...]:
-        """Return for each value that crosses the cut what takes that of ``A`` to that of ``B``.
+        """Return, for each value that crosses the cut, the matrix from its channels in ``A`` to those in ``B``.
 
-        Each of shape ``[C, C]``, None where a value passes as it is.
+        Each has shape ``[C, C]``; None for a value that passes unchanged.
         """
         symmetry, like = self._source.symmetry, next(self._source.network.parameters())
         inverse = symmetry.inverse(self.element)
         matrices: list[Tensor | None] = []
         for index, crossing in enumerate(self._source.crossings(site)):
             action = symmetry.on_activations(inverse, f"{site}/{index}", self.network) if crossing.mapped else None
-            if action is None or not action.parts:  # nothing acts
+            if action is None or not action.parts:  # the group acts trivially
                 matrices.append(None if action is None else torch.eye(crossing.channels).to(like))
-            else:  # the rounded inverse is what B's next layer was multiplied by
+            else:  # use the rounded inverse that B's next layer was multiplied by
                 matrices.append(torch.linalg.inv(action.element.matrix().to(like)))
         return tuple(matrices)
 
 
 class StitchedNetwork(nn.Module):
-    """The lower part of one network, a map for each value that crosses, and the upper part of another.
+    """The bottom layers of one network, a map for each value that crosses, and the top layers of another.
 
-    Both parts are frozen (but see ``train_upper``): parameters have no gradients, the lower part is always in
-    evaluation mode and run without gradients. Batch norms of the upper part have statistics of their own, and in train
-    mode use those of the batch (``batch_norm="batch"``) or the upper network's (``"frozen"``).
+    Both parts are frozen (except with ``train_upper``): parameters have no gradients, and the bottom layers always run
+    in evaluation mode without gradients. Batch norms of the top layers have separate statistics, and in train
+    mode use those of the batch (``batch_norm="batch"``) or of network ``B`` (``"frozen"``).
 
     Args:
-        source: Network ``A``, the lower one.
-        target: Network ``B``, the upper one.
-        site: Where ``A`` is cut.
-        target_site: Where ``B`` is cut; default the same.
+        source: Network ``A``, which provides the bottom layers.
+        target: Network ``B``, which provides the top layers.
+        site: Cut site of ``A``.
+        target_site: Cut site of ``B``; default the same.
         family: Makes the map of a port: a name for :func:`lightning_sym.stitching.stitching_map`, or any callable that
             takes a :class:`lightning_sym.stitching.Port`, such as a subclass of
             :class:`lightning_sym.stitching.StitchingMap`.
-        ports: ``"all"``: a map for each value that crosses. ``"branch"``: one for the site's activation only, as the
-            paper; a skip connection then comes from ``A`` as it is.
+        ports: ``"all"``: a map for each value that crosses. ``"branch"``: a map for the site's activation only, as in
+            the paper; skip connections of ``A`` then pass unchanged.
         batch_norm: See above.
-        resize: Average the positions of a value of ``A`` where it has whole multiples of those of ``B``.
-        train_upper: Let the upper part have parameters of its own, a copy of ``B``'s, that are trained.
+        resize: Average the positions of a value of ``A`` if their numbers are whole multiples of those of ``B``.
+        train_upper: Train a copy of ``B``'s parameters in the top layers.
 
     Attributes:
         maps: The maps, in the order of the ports.
-        upper: The upper part.
-        site: Where ``A`` is cut.
-        target_site: Where ``B`` is cut.
+        upper: The top layers.
+        site: Cut site of ``A``.
+        target_site: Cut site of ``B``.
 
     Raises:
-        ValueError: If widths, positions or the number of ports do not fit.
+        ValueError: If widths, positions or the number of ports do not match.
 
     References:
         Godfrey et al. (2022), arXiv:2205.14258, section 4 and appendix D.2, after Lenc and Vedaldi (2015) and Bansal et
-        al. (2021). Maps for skip connections are ours.
+        al. (2021). Maps for skip connections are an addition.
 
     Example:
         >>> from lightning_sym.networks import MultiLayerPerceptron
@@ -306,14 +304,14 @@ class StitchedNetwork(nn.Module):
         self._ports = stitch_ports(source, target, site, target_site, ports=ports, resize=resize)
         make = stitching_map(family) if isinstance(family, str) else family
         self.site, self.target_site, self.batch_norm = site, target_site, batch_norm
-        self._lower = (source.lower, source.sites.index(site))  # in a tuple: no part of what is trained and saved
+        self._lower = (source.lower, source.sites.index(site))  # in a tuple: neither trained nor saved
         self.upper = target.upper(target_site, own_parameters=train_upper)
         self.train_upper = train_upper
         self.maps = nn.ModuleList(make(port) for port in self._ports if port is not None)
         for module in self.maps:
             if not isinstance(module, StitchingMap):
                 raise TypeError(f"A family must make a StitchingMap from a Port, got {type(module).__name__}.")
-        # The positions that values are averaged to; None where they are as the upper part has them.
+        # The positions that values are averaged to; None if they match those of the top layers.
         self._sizes = [
             crossing.positions if port and _positions(shape, port.axis) != crossing.positions else None
             for port, crossing, (_, shape) in zip(
@@ -323,7 +321,7 @@ class StitchedNetwork(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> "StitchedNetwork":
-        """Set the mode: of the maps, of the upper part if it is trained, otherwise of its batch norms only."""
+        """Set the mode of the maps, and of the top layers if these are trained, otherwise of their batch norms only."""
         super().train(mode)
         if not self.train_upper:
             self.upper.eval()  # no dropout
@@ -334,37 +332,37 @@ class StitchedNetwork(nn.Module):
 
     @property
     def trained(self) -> nn.Module:
-        """The part that is trained: the maps, or all but the lower part."""
+        """The trained part: the maps, or all but the bottom layers."""
         return self if self.train_upper else self.maps
 
     def batch_norms(self) -> dict[str, _BatchNorm]:
-        """Return the batch norms of the upper part that have statistics, by name."""
+        """Return the batch norms of the top layers that have statistics, by name."""
         return {f"upper.{name}": module for name, module in batch_norms(self.upper).items()}
 
     def set_mode(self, mode: Literal["soft", "hard"]) -> None:
-        """Use the maps as they are trained (``soft``) or as they are evaluated (``hard``: rounded, cut off)."""
+        """Use the maps in training form (``soft``) or evaluation form (``hard``: rounded, thresholded)."""
         for module in self.stitching_maps:
             module.mode = mode
 
     def mapped(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what the upper part takes, for all that crosses the cut of the lower network."""
+        """Return the inputs of the top layers, from all values that cross the cut of network ``A``."""
         maps = iter(self.maps)
         sized = zip(self._sized(values), self._ports, strict=True)
         return tuple(value if port is None else next(maps)(value) for value, port in sized)
 
     def _sized(self, values: Sequence[Any]) -> list[Any]:
-        """Return the values that are taken from the lower network, with as many positions as the upper one has."""
+        """Return the values of network ``A``, averaged to as many positions as those of ``B``."""
         return [
             _pooled(value, port.axis, size) if port and size else value
             for value, port, size in zip(values, self._ports, self._sizes, strict=False)
         ]
 
     def add_moments(self, values: Sequence[Any], wanted: Sequence[Any], moments: Sequence[FeatureMoments]) -> None:
-        """Add a batch to the moments that maps are fitted from.
+        """Add a batch to the moments that fit the maps.
 
         Args:
-            values: What crosses the cut of the lower network.
-            wanted: What crosses the cut of the upper network, for the same images.
+            values: Values that cross the cut of network ``A``.
+            wanted: Values that cross the cut of network ``B``, for the same images.
             moments: One for each map; changed in place.
         """
         sums = iter(moments)
@@ -373,7 +371,7 @@ class StitchedNetwork(nn.Module):
                 next(sums).update(x, y, port.axis)
 
     def stitched(self, values: Sequence[Any]) -> Tensor:
-        """Return logits ``[N, C]`` for what crosses the cut of the lower network."""
+        """Return logits ``[N, C]`` from the values that cross the cut of network ``A``."""
         logits: Tensor = self.upper(self.mapped(values))
         return logits
 
@@ -389,13 +387,13 @@ class StitchedNetwork(nn.Module):
         return sum((module.regularization() for module in self.stitching_maps), torch.zeros(()))
 
     def project(self) -> None:
-        """Project all maps, after an optimizer's step."""
+        """Project all maps; call it after an optimizer step."""
         for module in self.stitching_maps:
             module.project()
 
     @property
     def stitching_maps(self) -> list[StitchingMap]:
-        """The maps, as what they are."""
+        """The maps, with their type."""
         return [module for module in self.maps if isinstance(module, StitchingMap)]
 
 
@@ -408,7 +406,7 @@ def stitch_ports(
     ports: Ports = "all",
     resize: bool = False,
 ) -> list[Port | None]:
-    """Return the port of each value that crosses the target's cut; None for one that passes as it is.
+    """Return the port of each value that crosses the target's cut; None for a value that passes unchanged.
 
     Arguments and errors are those of :class:`StitchedNetwork`.
     """
@@ -418,12 +416,12 @@ def stitch_ports(
         if name not in cut.sites:
             raise ValueError(f"The network is not cut at {name!r}, only at {', '.join(cut.sites)}.")
     wanted, given = target.crossings(target_site), source.shapes(site)
-    where = f"{site!r} of the lower network and {target_site!r} of the upper one cannot be stitched"
+    where = f"{site!r} of the bottom network and {target_site!r} of the top one cannot be stitched"
     if len(given) < len(wanted):
         raise ValueError(
-            f"{where}: {len(wanted)} values cross the upper network's cut "
-            f"({', '.join(crossing.name for crossing in wanted)}), and only {len(given)} the lower network's; choose a "
-            "site at the end of a block."
+            f"{where}: {len(wanted)} values cross the top network's cut "
+            f"({', '.join(crossing.name for crossing in wanted)}), but only {len(given)} the bottom network's; choose "
+            "a site at the end of a block."
         )
     found: list[Port | None] = []
     for index, (crossing, (name, shape)) in enumerate(zip(wanted, given, strict=False)):
@@ -438,7 +436,7 @@ def stitch_ports(
 
 
 def _passing_trouble(shape: tuple[int, ...], crossing: Crossing) -> str:
-    """Say why a value of this shape cannot pass without a map; empty if it can."""
+    """Return why a value of this shape cannot pass without a map; empty if it can."""
     if shape == crossing.shape:
         return ""
     advice = 'use ports="all"' if crossing.mapped else "choose other sites"
@@ -449,7 +447,7 @@ def _passing_trouble(shape: tuple[int, ...], crossing: Crossing) -> str:
 
 
 def _mapping_trouble(name: str, shape: tuple[int, ...], crossing: Crossing, resize: bool) -> str:
-    """Say why a value of this name and shape cannot be mapped; empty if it can."""
+    """Return why a value of this name and shape cannot be mapped; empty if it can."""
     if len(shape) != len(crossing.shape):
         return (
             f"a value of shape {list(shape)} (without batch) cannot become one of shape {list(crossing.shape)}; choose "
@@ -475,6 +473,6 @@ def _positions(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def _pooled(value: Tensor, axis: int, size: tuple[int, ...]) -> Tensor:
-    """Return the means over positions such that ``size`` are left."""
+    """Average a value over positions so that ``size`` remain."""
     pool: Callable[..., Tensor] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(size) - 1]
     return pool(value.movedim(axis, 1), size).movedim(1, axis)

@@ -189,7 +189,7 @@ def first_member(tmp_path_factory):
 
 @every_monitor
 def test_resuming_with_other_settings_is_refused(first_member, tmp_path, kind):
-    says = f"The checkpoint's {kind.__name__} watched something else: members [0] there, [0, 1] here"
+    says = f"The checkpoint's {kind.__name__} had other settings: members [0] there, [0, 1] here"
     assert_refused(lambda: fit(tmp_path, zoo(), monitor(kind), ckpt_path=first_member), says=says)
 
 
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused_before_training(tmp_path, kind):
     for settings, task, says in (
         ({"network": "net"}, Plain, f'{name}(network="net") watches the network in'),
         ({"members": [0]}, Plain, f"{name}(members=[0]) is for a task with several networks"),
-        ({"members": [1, 4, 5]}, zoo, f"{name}(members=...) names member(s) 4-5, and the task has 0-1"),
+        ({"members": [1, 4, 5]}, zoo, f"{name}(members=...) names member(s) 4-5, but the task has 0-1"),
     ):
         watching = monitor(kind, **settings), Interrupt("0 0")  # where what is not refused ends
         assert_refused(fit, tmp_path, task(), *watching, says=says)

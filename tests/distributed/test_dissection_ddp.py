@@ -67,7 +67,7 @@ def test_dissection_by_two_processes_is_that_of_one(results, sharing):
 
 def test_quantile_of_more_values_than_announced_is_refused_on_every_process(results):
     for result in results:
-        assert "320 values of each unit were given and 319 were announced" in result["too many"]
+        assert "320 values of each unit were given but 319 were announced" in result["too many"]
 
 
 def test_report_of_two_processes_is_that_of_one(runs):

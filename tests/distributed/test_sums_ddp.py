@@ -160,7 +160,7 @@ def test_statistics_are_new_and_differ_between_the_ways(results):
         ("none, True", "ValueError: There are no batches"),
         ("none, barrier", "ValueError: At t = 0: There are no batches"),
         ("wrapped", "ValueError: network is wrapped for DDP.*; pass network.module"),
-        ("synchronised", r"needs as many batches on every rank, got \[1, 2\]; leave some out or use exact=True"),
+        ("synchronised", r"needs equally many batches on every rank, got \[1, 2\]; leave some out or use exact=True"),
     ],
 )
 def test_errors_of_one_rank_are_raised_on_both(results, name, message):

@@ -89,7 +89,7 @@ def scenarios(run):
     # The process without images would not validate, and the other would wait for it.
     message = "There are fewer validation samples than processes; raise val_fraction"
     fit("one image", data=digits(max_samples=None, val_fraction=0.0007), fails=message, **by_data)
-    message = "and this run trains lightning_sym.networks.MyrtleCNN"
+    message = "but this run trains lightning_sym.networks.MyrtleCNN"
     fit("other architecture", network=myrtle(), folder="data 2", fails=message, **by_data)
     for written, now, placement in ((2, 1, {}), (1, 2, by_members)):
         message = (

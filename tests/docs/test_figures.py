@@ -51,7 +51,7 @@ def test_runs_are_chosen_by_time_or_by_name() -> None:
     assert figures.chosen(RUNS, None, everything=True) == RUNS
     (run,) = figures.chosen(RUNS, "zoo_digits_mlp.png", everything=False)
     assert run.commands == ("lightning-sym fit --config zoo/digits_mlp",)
-    with pytest.raises(ValueError, match="No picture is called zoo_digits"):
+    with pytest.raises(ValueError, match="No picture is named zoo_digits"):
         figures.chosen(RUNS, "zoo_digits", everything=False)
 
 
@@ -83,5 +83,5 @@ def test_a_run_replaces_the_pictures_that_have_changed(tmp_path: Path, monkeypat
     assert figures.change(images / "other.png", tmp_path / "work" / "other.png") is None
     with pytest.raises(RuntimeError, match=r"log\.txt says why"):
         list(figures.make(figures.Run({}, ("raise SystemExit(3)",), 0.1), images, tmp_path / "work"))
-    with pytest.raises(RuntimeError, match=r"left no .*none\.png"):
+    with pytest.raises(RuntimeError, match=r"made no .*none\.png"):
         list(figures.make(figures.Run({"none": "none.png"}, ("pass",), 0.1), images, tmp_path / "work"))

@@ -120,7 +120,7 @@ def test_one_result_fails_in_a_sentence_and_the_others_go_on(tmp_path, monkeypat
     assert papers.main(["--folder", str(tmp_path / "runs"), "--jobs", "2"]) == 1
     said = capsys.readouterr()
     assert said.err.startswith("bad was not made: bad failed (fit --config no/such_recipe")
-    assert "1 of 2 results are there" in said.out
+    assert "1 of 2 results exist" in said.out
     found = json.loads((tmp_path / "measured" / "good.json").read_text())
     assert found["claims"][0]["verdict"] == "agrees"
     assert {"command", "minutes", "versions", "seeds", "cores"} <= set(found)
@@ -129,8 +129,8 @@ def test_one_result_fails_in_a_sentence_and_the_others_go_on(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--only", "rebasin-mpl"], "papers.py: No result is called 'rebasin-mpl'; did you mean rebasin-mlp"),
-        (["--only", "zzz"], "papers.py: No result is called 'zzz'; --list shows all.\n"),
+        (["--only", "rebasin-mpl"], "papers.py: No result is named 'rebasin-mpl'; did you mean rebasin-mlp"),
+        (["--only", "zzz"], "papers.py: No result is named 'zzz'; --list shows all.\n"),
         (["--jobs", "0"], "papers.py: --jobs must be at least 1, got 0.\n"),
     ],
 )

@@ -272,15 +272,13 @@ def half_frozen() -> Masked:
         refused(Curve, torch.zeros(1, 3), says="at least two weight vectors"),
         refused(Curve, torch.zeros(2, 3), kind="loop", says="loop"),
         refused(lambda: random_curve("chain")(1.5), says="t must be in [0, 1], got 1.5"),
-        refused(lambda: random_curve("chain", 2).plane(), says="has no bend"),
-        refused(lambda: Curve.straight(torch.zeros(3), torch.ones(3), 1).plane(), says="lie on the straight line"),
-        refused(
-            lambda: Curve(torch.tensor([[1.0], [2.0], [1.0]])).plane(), says="are the same weights, so that it has no"
-        ),
+        refused(lambda: random_curve("chain", 2).plane(), says="no inner control point"),
+        refused(lambda: Curve.straight(torch.zeros(3), torch.ones(3), 1).plane(), says="on the linear path"),
+        refused(lambda: Curve(torch.tensor([[1.0], [2.0], [1.0]])).plane(), says="have identical weights and span no"),
         refused(lambda: random_curve("chain").writer(nn.Linear(2, 2)), says="one entry for each trainable parameter"),
         refused(lambda: CurveNetwork(perceptron(0), perceptron(0, widths=(6,))), says="The networks differ"),
         refused(lambda: CurveNetwork(Masked(0), Masked(1)), says="differ in 'mask', which is not trained"),
-        refused(lambda: CurveNetwork(Masked(0), half_frozen()), says="which of their parameters"),
+        refused(lambda: CurveNetwork(Masked(0), half_frozen()), says="different trainable parameters"),
         refused(lambda: CurveSummary.of(torch.zeros(3), torch.zeros(3)), says="steps [T - 1]"),
     ],
 )

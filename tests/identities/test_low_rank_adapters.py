@@ -257,9 +257,9 @@ KEY = f"{START}layers.0.q_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("edit", "settings", "says"),
     [
-        (lambda held: None, {"use_dora": True}, "is no plain LoRA (use_dora, DoRA"),
+        (lambda held: None, {"use_dora": True}, "is not plain LoRA (use_dora, DoRA"),
         (lambda held: None, {"peft_type": "IA3"}, "is of peft_type 'IA3'; expected LORA."),
-        (lambda held: held.update({f"{START}q.lora_magnitude_vector": torch.ones(2)}), {}, "of DoRA, whose product"),
+        (lambda held: held.update({f"{START}q.lora_magnitude_vector": torch.ones(2)}), {}, "of DoRA, which does more"),
         (lambda held: held.pop(KEY), {}, "holds only one factor of base_model.model.layers.0.q_proj"),
         (lambda held: held.update({KEY: held[KEY] * math.nan}), {}, "values that are not finite floating numbers"),
         (lambda held: held.update({KEY: held[KEY].int()}), {}, "values that are not finite floating numbers"),
@@ -267,7 +267,7 @@ KEY = f"{START}layers.0.q_proj.lora_A.weight"
         (lambda held: None, {"r": 3}, "expected the rank 3 of its configuration between them"),
         (lambda held: None, {"lora_alpha": 0}, "lora_alpha of layers.0.q_proj is 0; expected a number > 0."),
         (lambda held: None, {"lora_alpha": "8"}, "lora_alpha of layers.0.q_proj is '8'"),
-        (lambda held: None, {"alpha_pattern": {"(": 3}}, "alpha_pattern is no mapping of patterns of names"),
+        (lambda held: None, {"alpha_pattern": {"(": 3}}, "alpha_pattern must map patterns of names"),
     ],
 )  # fmt: skip
 def test_adapters_that_are_refused(edit: Any, settings: dict[str, Any], says: str) -> None:
@@ -280,9 +280,9 @@ def test_adapters_that_do_not_fit_each_other(tmp_path: Path) -> None:
     longer = Adapter(config(1), tensors(1, rank=1), "two")
     other = Adapter(config(), {n: torch.cat([t, t], 1) if "lora_A" in n else t for n, t in tensors(1).items()}, "two")
     more = Adapter(config(), {**tensors(1), "head.weight": torch.ones(2)}, "two")
-    assert_refused(merge_adapters, [one, fewer], says=["one changes", "layers.1.q_proj, and two does not"])
+    assert_refused(merge_adapters, [one, fewer], says=["one changes", "layers.1.q_proj, but two does not"])
     assert_refused(merge_adapters, [one, other], says="has another shape in two than in one.")
-    assert_refused(merge_adapters, [one, more], says="head.weight is not in all adapters")
+    assert_refused(merge_adapters, [one, more], says="head.weight is missing in an adapter")
     assert_refused(longer.matched, one, says="has rank 1 in two and 2 in one")
     assert_refused(merge_adapters, [], says="got none")
     assert_refused(merge_adapters, [one], method="mean")
@@ -291,7 +291,7 @@ def test_adapters_that_do_not_fit_each_other(tmp_path: Path) -> None:
     assert_refused(merge_adapters, [one, one], weights=[1])
     assert_refused(merge_adapters, [one, one], weights=[1, -1])
     one.write(tmp_path / "a")
-    assert_refused(one.write, tmp_path / "a", says="is there already")
+    assert_refused(one.write, tmp_path / "a", says="exists already")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"nothing")
     assert_refused(Adapter.read, tmp_path / "a", says="is damaged or no safetensors")
     (tmp_path / "a" / "adapter_config.json").write_text("[")
@@ -299,4 +299,4 @@ def test_adapters_that_do_not_fit_each_other(tmp_path: Path) -> None:
     assert_refused(Adapter.read, tmp_path / "b", says="expected an adapter's folder, as peft saves it.")
     huge = Adapter(config(), {n: (t * 1e3).half() if "lora_A" in n else t.half() for n, t in tensors(0).items()})
     larger = {module: own.times(1e4) for module, own in huge.products.items()}
-    assert_refused(lambda: huge.with_products(larger), says="would hold numbers that torch.float16 does not")
+    assert_refused(lambda: huge.with_products(larger), says="would hold numbers outside the range of torch.float16")

@@ -273,7 +273,7 @@ def test_moments_refuse_what_does_not_fit():
     moments = FeatureMoments(3, 2)
     x, y = features(3, 0), features(2, 1)
     assert_refused(moments.update, y, y, says="x must have 3 channels along axis 1, got shape [60, 2]")
-    assert_refused(moments.update, x[:5], y, says="equal shapes but for the channels")
+    assert_refused(moments.update, x[:5], y, says="equal shapes except for the channels")
     assert_refused(moments.update, x, y, axis=2)
     assert_refused(lambda: moments.update(x, y.long()), says="y must be a floating tensor, got", error=TypeError)
     y[3, 1] = float("inf")

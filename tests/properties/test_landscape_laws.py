@@ -201,7 +201,7 @@ def test_a_curve_between_equal_ends():
     assert CurveSummary.of(torch.tensor([1.0, 2.0, 1.0]), torch.zeros(2)).integral == 1.5
     loop = Curve(torch.cat([ends[:1], normal(1, 5, seed=1), ends[1:]]), "chain")
     assert loop.length(2) == pytest.approx(2 * float((loop.points[1] - ends[0]).norm()))
-    assert_refused(loop.plane, says="has no plane")
+    assert_refused(loop.plane, says="span no plane")
     network = CurveNetwork(odd(), odd())
     assert torch.equal(network.bends[0], network.ends[0])
 

@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_is_left_out_of_a_folder_and_refused_by_name(runs: Pa
     assert "left out: runs/narrow-2 has not ended" in succeed("compare", runs).out
     error = call("compare", runs / "narrow-0", runs / "narrow-2").error
     assert error == (
-        "runs/narrow-2 has not ended: it has no results, and 1 of 3 epochs; go on with it (lightning-sym fit --config "
+        "runs/narrow-2 has not ended: it has no results, and 1 of 3 epochs; resume it (lightning-sym fit --config "
         "runs/narrow-2/config.yaml --ckpt_path last), or leave it out."
     )
     # Without a report a run has ended after its last epoch, and what was logged last is compared.

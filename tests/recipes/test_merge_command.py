@@ -208,7 +208,7 @@ def test_shards_keep_their_form_and_tied_weights_their_tie() -> None:
     indices = as_shards(a, "a", prefix="model."), as_shards(b, "b")
     common = ("merge", *indices, "--network=merge_nets.Tied")
     result = succeed(*common, "--out=merged")
-    assert "belong to no network (--recalibrate)" in " ".join(result.out.split())
+    assert "match no network (--recalibrate)" in " ".join(result.out.split())
     found = read_shards(Path("merged/model.safetensors.index.json"))
     assert found.keys() == read_shards(Path(indices[0])).keys()
     for name, tensor in a.state_dict().items():
@@ -371,7 +371,9 @@ def test_a_mean_that_alignment_makes_worse_is_said_to_be() -> None:
     data = DigitsDataModule(max_samples=80).test_dataloader()
     merge = functools.partial(merge_checkpoints, files, network=a, inputs=X, data=data, points=2)
     found = merge("m.safetensors", loss=lambda outputs, _: outputs.var())  # small where units cancel one another
-    assert "nothing was moved, as the loss of the mean on these data is lower without alignment" in found.notes[-1]
+    assert (
+        "no network was aligned, as the loss of the average on these data is lower without alignment" in found.notes[-1]
+    )
     assert "try --method activations" in found.notes[-1]
     for name, tensor in average([a, Checkpoint.read(files[1], a).network]).state_dict().items():
         assert torch.equal(load_file("m.safetensors")[name], tensor)
@@ -519,7 +521,7 @@ def test_a_network_that_is_nearer_as_it_is_stays() -> None:
     found = merge_checkpoints(files, "m.safetensors", network=a, inputs=X)
     before, after = found.distances[0]
     assert after == before
-    assert any(note.startswith("b.pt ") and note.endswith(": left as it is") for note in found.notes)
+    assert any(note.startswith("b.pt ") and note.endswith(": unchanged") for note in found.notes)
     for name, tensor in average([a, b]).state_dict().items():
         assert torch.equal(load_file("m.safetensors")[name], tensor)
 
@@ -710,12 +712,12 @@ def test_misspelt_options_do_not_wait_for_torch() -> None:
         ("a.pt wide.pt --out=m.safetensors", "wide.pt holds 'linear1.weight' of shape [13, 64], and"),
         ("a.pt bad.safetensors --out=m.safetensors", "bad.safetensors is damaged or no safetensors"),
         ("a.pt b.pt --out=m.pt", "out is m.pt; expected a file that ends in .safetensors."),
-        ("a.pt b.pt --out=there.safetensors", "there.safetensors is there already"),
+        ("a.pt b.pt --out=there.safetensors", "there.safetensors exists already"),
         ("a.pt b.pt --out=old.safetensors", "old-report is there already"),
-        ("a.pt b.pt --out=m.safetensors --recalibrate", "recalibrate needs data to run the networks on; give data"),
+        ("a.pt b.pt --out=m.safetensors --recalibrate", "recalibrate needs data to run the networks on; pass data"),
         ("a.pt b.pt --out=m.safetensors --method=activations", "method='activations' needs data"),
         ("a.pt b.pt a.pt --out=m.safetensors --align-only", "files must be two checkpoints to align, got 3."),
-        ("a.pt b.pt --out=m.safetensors --recalibrate --data=DigitsDataModule", "of which the network has none"),
+        ("a.pt b.pt --out=m.safetensors --recalibrate --data=DigitsDataModule", "but the network has none"),
         ("a.pt b.pt --out=m.safetensors --align-only --recalibrate --data=DigitsDataModule", "align_only writes none"),
         ("a.pt b.pt --out=m.safetensors --data=DiabetesDataModule", "the network does not run on the example input"),
         ("a.pt b.pt --out=m.safetensors --data=Digits", "There is no class 'Digits'."),
@@ -800,7 +802,7 @@ def test_a_full_disk_leaves_nothing_behind(
     fails_at(place, monkeypatch, disk_is_full)
     merge = functools.partial(merge_checkpoints, files, out, network=tied(), inputs=torch.randint(9, (2, 3)))
     says = "copy of the weights" if place == "copies" else f"Cannot write {out}"
-    assert_refused(merge, says=(says, "No space left on device; nothing was left behind"), error=OSError)
+    assert_refused(merge, says=(says, "No space left on device; no file remains"), error=OSError)
     assert sorted(Path().rglob("*")) == before
 
 

@@ -201,11 +201,11 @@ trainer.callbacks.burn_in must be an integer >= 1, got 0.
 $ fit SMALL --model.prior_precision=1 --trainer.callbacks+=MarginalLikelihood --trainer.callbacks.engine=foo
 trainer.callbacks.engine: Unknown engine 'foo'; expected one of: autograd, backpack.
 $ fit SMALL --trainer.callbacks+=MarginalLikelihood
-MarginalLikelihood learns the precisions of a task's prior, and ZooTask has none; set prior_precision, for example to
+MarginalLikelihood learns the precisions of a task's prior, but ZooTask has none; set prior_precision, for example to
 1.0 (--model.prior_precision 1.0).
 $ fit SMALL --trainer.callbacks+=StitchingReport
-StitchingReport works with lightning_sym.tasks.StitchingTask and its like, and ZooTask has no ... and no ... and no ...
-and ... more; remove the callback, or give the task that.
+StitchingReport works with lightning_sym.tasks.StitchingTask and similar tasks, but ZooTask has no ... and no ... and no
+... and ... more; remove the callback, or add these to the task.
 $ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/los --trainer.max_epochs=1
 trainer.callbacks.monitor must be a number that the run logs, got 'val/los'. Did you mean 'val/loss'?
 $ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/loss --trainer.callbacks.mode=lowest
@@ -247,10 +247,10 @@ $ fit SMALL --data=TensorDataModule --data.train=one_hot.pt
 ZooTask takes one class number per input, and the targets of TensorDataModule are of shape [..., 3]; of one-hot targets
 give targets.argmax(1), or name a loss of your own that takes them.
 $ fit SMALL --data=TensorDataModule --data.train=one_class.pt
-data: TensorDataModule: all targets are class 0, so that there is nothing to tell apart; give class numbers of at least
-two classes (num_classes for those that do not occur), or floats, which are values.
+data: TensorDataModule: all targets are class 0; pass class numbers of at least two classes (num_classes for those that
+do not occur), or floats for regression.
 $ test --ckpt_path=list.ckpt
-list.ckpt holds a list in place of settings by name; give a file that lightning-sym wrote.
+list.ckpt holds a list instead of settings by name; pass a file that lightning-sym wrote.
 $ fit SMALL --ckpt_path=absent.ckpt
 No checkpoint at .../absent.ckpt; give a file, or last.
 $ fit SMALL --ckpt_path=words.yaml
@@ -318,7 +318,7 @@ ValueError: burn_in must be an integer >= 1, got -1.
 $ stitching_map("full(3)")
 ValueError: The stitching map 'full' takes no argument, got 'full(3)'.
 $ CutNetwork(torch.nn.Linear(3, 3), example=images)
-TypeError: network must be a Network, whose sites are known, got Linear; pass Network.wrap(network).
+TypeError: network must be a Network, with known sites, got Linear; pass Network.wrap(network).
 $ CutNetwork(perceptron(4), ["activaton1"], example=images)
 ValueError: Unknown site 'activaton1'; expected one of: activation1. Did you mean 'activation1'?
 $ StitchedNetwork(cut(4), cut(4), "activation7")
@@ -333,7 +333,7 @@ ValueError: b is not of the traced architecture: the network has shape [5, 64] t
 [4, 64], as in the traced network.
 $ barrier(perceptron(4), perceptron(5), [(images, torch.tensor([0, 1]))])
 ValueError: The networks differ: the parameter 'linear1.weight' is of shape [4, 64] and dtype float32 in the first and
-of shape [5, 64] and dtype float32 in the second; give two of one architecture.
+of shape [5, 64] and dtype float32 in the second; pass two of one architecture.
 $ Grid(2, points=1, bound=1.0)
 ValueError: points of a grid must be an integer >= 2, got 1.
 """

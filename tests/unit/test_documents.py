@@ -15,12 +15,12 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
 )
 HOSTILE = {
-    "aliases": (LAUGHS, "holds more than 1000 values where its aliases are written out"),
+    "aliases": (LAUGHS, "holds more than 1000 values with expanded aliases"),
     "merged keys": (
         "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 9)),
-        "holds more than 1000 values where its aliases are written out",
+        "holds more than 1000 values with expanded aliases",
     ),
-    "itself": ("model: &a {b: *a}", "holds itself, by an alias within what the alias names"),
+    "itself": ("model: &a {b: *a}", "contains itself, by an alias within its own anchor"),
     "deep": ("model: " + "[" * 5000, "is nested more than 50 levels deep"),
     "deep blocks": ("".join(" " * n + "a:\n" for n in range(60)), "is nested more than 50 levels deep"),
     "many": ("model: [" + "[]," * 1_200 + "]", "holds more than 1000 values"),

@@ -39,7 +39,7 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, writer, c
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(lightning_sym._files.os, "write", fail)
-    says = rf"Cannot write .*: {os.strerror(code)}; nothing was left behind. To go on: "
+    says = rf"Cannot write .*: {os.strerror(code)}; no file remains. To go on: "
     with pytest.raises(OSError, match=says) as e:
         WRITERS[writer](tmp_path / "file")
     assert e.value.errno == code
@@ -62,7 +62,7 @@ def test_full_disk_keeps_what_was_there(tmp_path, writer):
     file = tmp_path / "file"
     file.write_text("before")
     said = subprocess.run([sys.executable, "-c", code, writer, file], capture_output=True, text=True, check=True).stdout
-    assert f"Cannot write {file}: File too large; what it held before is still good. To go on: raise the limit" in said
+    assert f"Cannot write {file}: File too large; its previous content is intact. To go on: raise the limit" in said
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert file.read_text() == "before"
 

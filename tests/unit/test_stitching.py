@@ -83,8 +83,8 @@ def test_upper_parts_share_parameters_and_own_statistics():
 
 def test_bad_sites_are_said():
     assert_refused(cnn, sites=["relu"], says="activation1, activation2, activation3, activation4")
-    assert_refused(cnn, sites=[], says="MyrtleCNN has to be cut at one site at least")
-    assert_refused(cut, Unsteady, (4,), says="Unsteady cut at 'activation' does not compute what it does in one piece")
+    assert_refused(cnn, sites=[], says="MyrtleCNN must be cut at one site at least")
+    assert_refused(cut, Unsteady, (4,), says="Unsteady cut at 'activation' does not reproduce its output")
 
 
 def test_crossings_say_what_crosses():
@@ -130,7 +130,7 @@ def test_bad_ports_are_said():
     assert_refused(stitch_ports, a, b, "activation", "activation", ports="skip")
     assert_refused(stitch_ports, a, b, "blocks.1.activation1", "activation", says="The network is not cut at")
     assert_refused(stitch_ports, a, b, "activation", "norm", says="The network is not cut at 'norm'")
-    values = "2 values cross the upper network's cut (blocks.0.activation1, activation), and only 1 the lower network's"
+    values = "2 values cross the top network's cut (blocks.0.activation1, activation), but only 1 the bottom network's"
     assert_refused(stitch_ports, a, b, "activation", "blocks.0.activation1", says=values)
     site = "blocks.3.activation1"
     wide = cut(lambda: CIFARResNet(20, width=4), (3, 8, 8), [site, "activation"])

@@ -122,14 +122,14 @@ class Touch:
         ("absent.pt", "There is no file"),
         ("whole.pt", "holds more than tensors and plain values"),
         ("harm.pt", "holds more than tensors and plain values"),
-        ("words.pt", "is damaged or cut off, or no file that torch.save wrote"),
-        ("half.pt", "is damaged or cut off, or no file that torch.save wrote"),
-        ("half_of_old.pt", "is damaged or cut off, or no file that torch.save wrote"),
+        ("words.pt", "is damaged or truncated, or no file of torch.save"),
+        ("half.pt", "is damaged or truncated, or no file of torch.save"),
+        ("half_of_old.pt", "is damaged or truncated, or no file of torch.save"),
         ("words.safetensors", "is damaged, or no safetensors file"),
         ("list.pt", "holds no tensors by name"),
         ({"hidden.weight": torch.zeros(4, 64)}, "does not hold 'hidden.bias' of Plain; it holds 'hidden.weight'"),
         ({"other": torch.zeros(2)}, "does not hold 'hidden.weight' of Plain"),
-        (Plain(5).state_dict(), ("of shape [5, 64], and Plain has it of shape [4, 64]", "give the arguments")),
+        (Plain(5).state_dict(), ("of shape [5, 64], but Plain has it of shape [4, 64]", "pass the arguments")),
         (Plain().state_dict() | {"extra": torch.zeros(2)}, "holds 'extra', which Plain has not"),
         ({"a": Plain().state_dict(), "b": Plain().state_dict()}, "several prefixes ('a.', 'b.'); choose one"),
         (Plain().state_dict() | {"hidden.bias": torch.full((4,), torch.nan)}, "has values that are not finite in"),
@@ -137,7 +137,7 @@ class Touch:
         (Plain().state_dict() | {"hidden.bias": torch.ones(4, dtype=torch.int8)}, ("as torch.int8", "not quantized")),
         (Plain().state_dict() | {"norm.running_mean": torch.ones(4).bool()}, "'norm.running_mean' as torch.bool"),
         (Plain().state_dict() | {"hidden.bias": torch.ones(4, device="meta")}, "without its numbers"),
-        ("sparse.pt", "as a tensor that is torch.sparse_coo; save hidden.weight.to_dense() in its place"),
+        ("sparse.pt", "as a tensor that is torch.sparse_coo; save hidden.weight.to_dense() instead"),
         ("script.pt", "holds a program of TorchScript (torch.jit.save), and is not opened"),
         ("itself.pt", "holds dictionaries in dictionaries, 32 deep or without end"),
         ("numpy.pt", ("holds numbers of numpy (numpy", "save them as float(x)")),
@@ -181,7 +181,7 @@ def test_the_same_weights_are_no_second_member():
 
 def test_networks_that_nothing_can_build_again_are_refused():
     add = functools.partial(assert_refused, ModelZoo.add, "zoo")
-    add([Plain()], network=Plain(), says="network must say how to build the module, got Plain", error=TypeError)
+    add([Plain()], network=Plain(), says="network must describe how to build the module, got Plain", error=TypeError)
     add([Plain()], network=lambda: Plain(), says="cannot be imported by that name")
     add("a.pt", network=Plain, says="weights must be a list of files")
     ModelZoo.add("zoo", [Plain()], network=Plain)

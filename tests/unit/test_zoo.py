@@ -126,7 +126,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path, value):
 
 @pytest.mark.parametrize("metrics", [{"val": {"loss": float("nan")}}, {"val": {"loss": torch.zeros(())}}])
 def test_records_that_are_no_json_are_not_written(tmp_path, metrics):
-    assert_refused(add, tmp_path, 0, metrics=metrics, says="What is known about member 0 cannot be stored as JSON")
+    assert_refused(add, tmp_path, 0, metrics=metrics, says="The record of member 0 cannot be stored as JSON")
     assert not list(tmp_path.iterdir())
 
 
@@ -174,7 +174,7 @@ def test_unknown_metrics_are_named(folder):
 def test_filter(folder):
     zoo = ModelZoo.open(folder)
     assert zoo.filter(lambda member: member.metric("val", "accuracy") >= 0.2).numbers == [2, 7]
-    assert_refused(zoo.filter, lambda member: False, says="is left after the filter; it holds 4 members")
+    assert_refused(zoo.filter, lambda member: False, says="remains after the filter; it holds 4 members")
 
 
 def test_summary(folder):
@@ -262,7 +262,9 @@ def test_corrupt_manifest(folder, text):
 
 def test_mixed_architectures(folder):
     add(folder, 3, perceptron(5))
-    assert_refused(ModelZoo.open, folder, says=("mixes architectures: member 0 is", "and member 3 is", "of its own"))
+    assert_refused(
+        ModelZoo.open, folder, says=("mixes architectures: member 0 is", "and member 3 is", "in a separate folder")
+    )
     assert_refused(rebuild_manifest, folder, says="mixes architectures")
 
 
@@ -323,7 +325,7 @@ def headed(header: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "it says that it is member 2"),  # a copy under another name
+        (None, "it claims to be member 2"),  # a copy under another name
         (save_safetensors({"a": torch.zeros(1)}), "it is no member of a zoo"),
         *(
             (headed(header), "is damaged or no zoo member")
@@ -392,7 +394,7 @@ def test_weights_that_are_not_finite_are_not_read_unless_that_is_meant(folder):
 def test_weights_of_another_kind_of_number_are_not_read(folder, dtype):
     name, value = next(iter(perceptron().state_dict().items()))
     edit_weights(folder / member_file(2), **{name: value.to(getattr(torch, dtype))})
-    said = f"holds {name!r} as torch.{dtype}, and the network has it as torch.float32"
+    said = f"holds {name!r} as torch.{dtype}, but the network has it as torch.float32"
     assert_refused(ModelZoo.open(folder).load, 2, says=said)
 
 
@@ -402,7 +404,7 @@ def test_headers_may_be_as_large_as_the_limit_and_no_larger(folder, monkeypatch)
     monkeypatch.setattr(zoo_module, "_LARGEST_HEADER", size)
     assert read_member(file)[0].number == 2
     monkeypatch.setattr(zoo_module, "_LARGEST_HEADER", size - 1)
-    assert_refused(read_member, file, says="it is cut short, or not a safetensors file")
+    assert_refused(read_member, file, says="it is truncated, or not a safetensors file")
 
 
 def test_no_members_and_only_damaged_ones(tmp_path):

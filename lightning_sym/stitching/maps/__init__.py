@@ -1,1 +1,1 @@
-"""The families of maps that can join two networks, from all matrices to the intertwiner group."""
+"""Families of stitching maps, from all matrices to the intertwiner group."""

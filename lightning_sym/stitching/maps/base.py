@@ -1,4 +1,4 @@
-"""What every stitching map is: a matrix between the channels of two networks, in a soft and a hard form."""
+"""Base of stitching maps: a matrix between the channels of two networks, in a soft and a hard form."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ PERMUTATIONS = IntertwinerGroup("permutations", positive_scales=False, signs=Fal
 
 @dataclass(frozen=True)
 class Port:
-    """One tensor that crosses a stitch: how wide it is on either side, and which group acts on it.
+    """A tensor that crosses a stitched cut: its widths on both sides and the group that acts on it.
 
-    The group is the image under phi of the intertwiner group of the activation in front of the stitch: for ReLU
+    The group is the image under phi of the intertwiner group of the activation before the cut: for ReLU
     permutations and positive scales, for tanh permutations and signs, for GELU permutations only, for a linear
     network all invertible matrices. :class:`~lightning_sym.stitching.GroupMap` and
-    :class:`~lightning_sym.stitching.AssignmentMap` follow it; the other families need only widths and axis.
+    :class:`~lightning_sym.stitching.AssignmentMap` use the group; other families need only widths and axis.
 
     Args:
-        in_channels: Channels of the network in front, >= 1.
-        out_channels: Channels that the network behind expects, >= 1.
+        in_channels: Channels of the bottom network, >= 1.
+        out_channels: Channels that the top network expects, >= 1.
         axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
-        group: Acts on the channels; default permutations only.
-        blocks: What acts on them where blocks of channels are mixed, as attention heads and residual streams are;
-            default none.
+        group: Group on the channels; default permutations only.
+        blocks: Group on blocks of channels, if it mixes channels within blocks, as for attention heads and residual
+            streams; default none.
 
     Raises:
         ValueError: If a width is not an integer >= 1, or ``axis`` is no integer.
@@ -52,21 +52,22 @@ class Port:
 
 
 class StitchingMap(nn.Module, ABC):
-    """A linear map without bias from the channels of one network to those of another; one family is one subclass.
+    """A linear map without bias from the channels of one network to those of another; each family is a subclass.
 
-    A family of your own needs :meth:`matrix`, and parameters made in its constructor, which takes the port first.
+    A new family implements :meth:`matrix` and makes its parameters in the constructor, with the port as the first
+    argument.
 
-    Its mode is explicit and does not follow :meth:`train` and :meth:`eval`: ``"soft"`` while it is trained,
-    ``"hard"`` for what the family stands for, for example a permutation. Families that need no rounding are the same
-    in both. The mode is not part of checkpoints.
+    The mode is explicit and does not follow :meth:`train` and :meth:`eval`: ``"soft"`` in training, ``"hard"`` for the
+    exact member of the family, for example a permutation. Families without rounding are identical in both. Checkpoints
+    do not contain the mode.
 
     Args:
         port: Widths, axis and group of the features.
 
     Attributes:
         needs_equal_widths: Class attribute: maps of this family are square.
-        fitted: Class attribute: the map is not trained, all of it comes from :meth:`init_from_moments`, and using it
-            before is a ``RuntimeError``.
+        fitted: Class attribute: the map is not trained but fitted by :meth:`init_from_moments`; use before that raises
+            a ``RuntimeError``.
         port: As given.
 
     Raises:
@@ -91,12 +92,12 @@ class StitchingMap(nn.Module, ABC):
             )
         self.port = port
         self._mode: Mode = "soft"
-        # Knows device and dtype, for families without parameters too.
+        # Tracks device and dtype, also for families without parameters.
         self.register_buffer("_zero", torch.zeros(()), persistent=False)
 
     @property
     def mode(self) -> Mode:
-        """``"soft"``, as in training, or ``"hard"``, rounded; setting ``"hard"`` calls :meth:`refresh`."""
+        """``"soft"`` for training, or ``"hard"``, rounded; setting ``"hard"`` calls :meth:`refresh`."""
         return self._mode
 
     @mode.setter
@@ -124,26 +125,26 @@ class StitchingMap(nn.Module, ABC):
             Features with ``C2`` channels along that axis and otherwise the shape of ``x``.
 
         Raises:
-            ValueError: If the channels are not there.
+            ValueError: If the number of channels along that axis is wrong.
         """
         self._check(x)
         return self._apply_matrix(self.matrix(), x)
 
     def project(self) -> None:
-        """Bring the parameters back into their set, in place; to be called after each real optimizer step."""
+        """Project the parameters to their feasible set, in place; call it after each optimizer step."""
 
     def regularization(self) -> Tensor:
-        """Return what is added to the loss: a scalar on the map's device, by default 0. The mode does not matter."""
+        """Return the regularisation loss: a scalar on the map's device, default 0, the same in both modes."""
         return self._zero.new_zeros(())
 
     def init_from_moments(self, moments: FeatureMoments) -> None:
-        """Start from the family's member that fits features best in the sense of least squares.
+        """Initialise by the family's best least squares fit to features.
 
         Args:
-            moments: Moments of the features in front of the map and of those that should come out; reduced over ranks.
+            moments: Moments of the input features and of the desired output features; reduced over ranks.
 
         Raises:
-            NotImplementedError: If the family has no such start.
+            NotImplementedError: If the family has no such initialisation.
             ValueError: If the widths are not the port's, or the moments are empty.
         """
         port, widths = self.port, (moments.in_channels, moments.out_channels)
@@ -158,22 +159,22 @@ class StitchingMap(nn.Module, ABC):
             self._fit(moments)
 
     def _fit(self, moments: FeatureMoments) -> None:
-        """Set parameters and buffers to the best that there is for moments, which were checked; without gradients."""
+        """Set parameters and buffers to the best fit of checked moments; without gradients."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot start from moments of features; leave this start out, or override "
             "init_from_moments."
         )
 
     def held_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that are held at their value in the head start, the first part of training."""
+        """Return the parameters that stay at their initial value in the head start, the first part of training."""
         return []
 
     def undecayed_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that get no weight decay."""
+        """Return the parameters without weight decay."""
         return []
 
     def refresh(self) -> None:
-        """Recompute what hard mode derives from the parameters, if they have changed."""
+        """Recompute buffers for hard mode, if the parameters have changed."""
 
     def dimension(self) -> int:
         """Return the family's degrees of freedom; by default the number of parameters."""
@@ -208,12 +209,12 @@ class StitchingMap(nn.Module, ABC):
         return f"{self.port.in_channels}, {self.port.out_channels}, axis={self.port.axis}"
 
     def _check(self, x: Tensor) -> None:
-        """Raise unless features have the port's channels."""
+        """Raise an error unless features have the port's channels."""
         axis, channels = self.port.axis, self.port.in_channels
         if not -x.ndim <= axis < x.ndim or x.shape[axis] != channels:
             raise ValueError(
                 f"{type(self).__name__} expects {channels} channels along axis {axis}, got features of shape "
-                f"{list(x.shape)}; make the port from the features that cross the stitch."
+                f"{list(x.shape)}; make the port from the features that cross the cut."
             )
 
     def _apply_matrix(self, matrix: Tensor, x: Tensor) -> Tensor:
@@ -227,10 +228,10 @@ class StitchingMap(nn.Module, ABC):
 
 
 class FittedMap(StitchingMap):
-    """A map without trainable parameters, all of which comes from moments; it keeps what it was fitted to be.
+    """A map without trainable parameters, which is fitted to moments and then constant.
 
     Raises:
-        RuntimeError: From every use before :meth:`init_from_moments`, or a checkpoint that was made after it.
+        RuntimeError: From every use before :meth:`init_from_moments` or loading the checkpoint of a fitted map.
     """
 
     fitted: ClassVar[bool] = True
@@ -240,7 +241,7 @@ class FittedMap(StitchingMap):
     def __init__(self, port: Port) -> None:
         super().__init__(port)
         self.register_buffer("_fit_done", torch.zeros((), dtype=torch.int64))
-        self._usable = False  # the buffer's value, without waiting for the GPU
+        self._usable = False  # copy of the buffer's value that needs no GPU synchronisation
 
     def init_from_moments(self, moments: FeatureMoments) -> None:
         """Fit the map; see :meth:`StitchingMap.init_from_moments`."""

@@ -1,7 +1,7 @@
-"""The Birkhoff polytope of doubly stochastic matrices: ways into it, and from it to its corners, the permutations.
+"""The Birkhoff polytope of doubly stochastic matrices: projections onto it, and rounding to permutations.
 
-Plain functions on square matrices; :class:`~lightning_sym.stitching.GroupMap` and
-:class:`~lightning_sym.stitching.SoftSortMap` are made of them.
+Functions on square matrices for :class:`~lightning_sym.stitching.GroupMap` and
+:class:`~lightning_sym.stitching.SoftSortMap`.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
 
-_LOOK = 8  # iterations between two looks at the residual: each look makes the CPU wait for the GPU
+_LOOK = 8  # iterations between checks of the residual, which synchronise with the GPU
 
 
 def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
@@ -21,11 +21,11 @@ def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
 
     One iteration divides the rows by their sums, then the columns by theirs. Only the factors are iterated:
     the result is :math:`\mathrm{diag}(r)\, K\, \mathrm{diag}(s)` with :math:`r = 1 / (K s)` and
-    :math:`s = 1 / (K^\top r)`, two matrix-vector products an iteration. Columns end exactly stochastic, rows as far
-    as the iterations have converged: to 1e-8 or better near the polytope, slowly (like one over the number of
-    iterations) where zeros leave no positive permutation.
+    :math:`s = 1 / (K^\top r)`, two matrix-vector products per iteration. Columns end exactly stochastic, rows up to
+    the convergence of the iterations. Near the polytope their error is 1e-8 or less; it falls slowly, like one over the
+    number of iterations, where zeros leave no positive permutation.
 
-    It is not the Euclidean projection, see :func:`project_to_birkhoff`, but nearest in the sense of relative entropy.
+    The result is not the Euclidean projection, see :func:`project_to_birkhoff`, but minimises relative entropy.
 
     Args:
         matrix: Entries of any sign; negative ones count as 0. Shape ``[C, C]``, floating; half precision is computed
@@ -40,7 +40,7 @@ def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
         ValueError: If the matrix is not square, or ``iterations`` < 1.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, appendix D.2. The floor is ours: there a row that is zero stays so.
+        Godfrey et al. (2022), arXiv:2205.14258, appendix D.2. The floor is an addition: without it zero rows stay zero.
 
     Example:
         >>> sinkhorn(torch.tensor([[3.0, -1.0], [0.0, 0.5]])).round(decimals=3)
@@ -52,7 +52,7 @@ def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
     size = len(matrix)
     with full_precision(matrix):
         kernel = at_least_single(matrix)
-        # A row or column that is all zero becomes all equal; elsewhere the floor is lost in the rounding.
+        # A row or column of zeros becomes constant; elsewhere the floor is below rounding.
         kernel = kernel.clamp_min(torch.finfo(kernel.dtype).eps / size)
         columns = kernel.new_ones(size)
         for _ in range(iterations):
@@ -69,9 +69,9 @@ def project_to_birkhoff(matrix: Tensor, tolerance: float = 1e-8, max_iterations:
 
     Args:
         matrix: Finite. Shape ``[C, C]``, floating.
-        tolerance: Up to which row and column sums may differ from 1, and entries from where the alternation would
-            leave them. Unitless, > 0.
-        max_iterations: >= 1. A warning says if they did not suffice.
+        tolerance: Largest deviation of row and column sums from 1, and of entries from a fixed point of the
+            alternation. Unitless, > 0.
+        max_iterations: >= 1. If they do not suffice, a warning is issued.
 
     Returns:
         A new matrix with entries >= 0. Shape ``[C, C]``, dtype and device of ``matrix``.
@@ -81,12 +81,12 @@ def project_to_birkhoff(matrix: Tensor, tolerance: float = 1e-8, max_iterations:
         ValueError: If the matrix is not square or not finite, or a setting is out of range.
 
     Note:
-        ``O(C^2)`` an iteration, of which there are tens near the polytope and hundreds far from it; not
-        differentiable. :func:`sinkhorn` is quicker by one to two orders of magnitude.
+        ``O(C^2)`` per iteration, with tens of iterations near the polytope and hundreds far from it; not
+        differentiable. :func:`sinkhorn` is faster by one to two orders of magnitude.
 
     References:
         Boyle and Dykstra (1986), "A Method for Finding Projections onto the Intersection of Convex Sets in Hilbert
-        Spaces", doi:10.1007/978-1-4613-9940-7_3; when to stop: Birgin and Raydan (2005), doi:10.1137/03060062X.
+        Spaces", doi:10.1007/978-1-4613-9940-7_3; stopping rule: Birgin and Raydan (2005), doi:10.1137/03060062X.
 
     Example:
         >>> project_to_birkhoff(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
@@ -98,7 +98,7 @@ def project_to_birkhoff(matrix: Tensor, tolerance: float = 1e-8, max_iterations:
     check_integers(max_iterations=max_iterations)
     _check_finite(matrix)
     size = len(matrix)
-    device = "cpu" if matrix.device.type == "mps" else matrix.device  # which has no float64
+    device = "cpu" if matrix.device.type == "mps" else matrix.device  # MPS has no float64
     point = matrix.detach().to(device, torch.float64)
     correction = torch.zeros_like(point)
     residual = math.inf
@@ -110,7 +110,7 @@ def project_to_birkhoff(matrix: Tensor, tolerance: float = 1e-8, max_iterations:
         point = correction.clamp_min(0)
         correction -= point
         if iteration % _LOOK == 0 or iteration == max_iterations:
-            # Where neither set moves the point the alternation has ended, also its correction.
+            # A point that neither projection moves is a fixed point, also of the correction.
             off = torch.stack([(point - affine).abs().max(), *((point.sum(k) - 1).abs().max() for k in (0, 1))])
             residual = float(off.max())
             if residual <= tolerance:
@@ -134,7 +134,7 @@ def nearest_permutation(matrix: Tensor) -> Tensor:
 
     Returns:
         The index vector ``p``: row ``i`` of the permutation matrix has its 1 in column ``p[i]``. Shape ``[C]``,
-        int64, on the device of ``matrix``. Deterministic; of several optima an arbitrary one.
+        int64, on the device of ``matrix``. Deterministic; an arbitrary one of several optima.
 
     Raises:
         TypeError: If the dtype is not floating.
@@ -156,12 +156,12 @@ def nearest_permutation(matrix: Tensor) -> Tensor:
 def soft_sort(scores: Tensor, tau: float) -> Tensor:
     r"""Return the SoftSort matrix, a relaxation of the permutation that sorts scores in descending order.
 
-    Row ``i`` is the softmax over ``j`` of :math:`-|\mathrm{sort}(q)_i - q_j| / \tau`. Rows sum to 1, columns need
-    not. If no scores are equal, the largest entries of the rows are at ``q.argsort(descending=True)``.
+    Row ``i`` is the softmax over ``j`` of :math:`-|\mathrm{sort}(q)_i - q_j| / \tau`. Rows sum to 1, columns
+    in general do not. Without ties, the largest entries of the rows are at ``q.argsort(descending=True)``.
 
     Args:
         scores: ``q``. Shape ``[C]``, floating.
-        tau: Temperature, in units of the scores, > 0; the permutation is the limit 0.
+        tau: Temperature, in units of the scores, > 0; the limit 0 is the permutation.
 
     Returns:
         Shape ``[C, C]``, dtype and device of ``scores``; differentiable where scores differ.
@@ -190,12 +190,12 @@ def soft_sort(scores: Tensor, tau: float) -> Tensor:
 
 
 def full_precision(like: Tensor) -> torch.autocast:
-    """Return the context in which autocast leaves products alone: matrices here are small, and precision counts."""
+    """Disable autocast for matrix products: the matrices are small and need precision."""
     return torch.autocast(like.device.type, enabled=False)
 
 
 def at_least_single(tensor: Tensor) -> Tensor:
-    """Return a tensor in its dtype, but half precision in float32."""
+    """Convert half precision to float32; other dtypes are unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Stitching maps where blocks of channels are mixed: heads of attention, and residual streams that rotate."""
+"""Stitching maps that mix channels within blocks: attention heads, and rotated residual streams."""
 
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, get_args
@@ -18,20 +18,20 @@ from lightning_sym.stitching.maps.moments import FeatureMoments
 
 
 class HeadMap(StitchingMap):
-    r"""Blocks of channels change places, and each is multiplied by a matrix of its own: the group of attention heads.
+    r"""Permute blocks of channels, and multiply each by its own matrix: the group of attention heads.
 
-    Block ``(i, j)`` of the matrix is :math:`P_{ij} M_j`, with ``P`` doubly stochastic in soft mode, and in hard mode
-    the nearest permutation. With one block it is any matrix.
+    Block ``(i, j)`` of the matrix is :math:`P_{ij} M_j`, with ``P`` doubly stochastic in soft mode, and the nearest
+    permutation in hard mode. With one block it is any matrix.
 
     Args:
         port: Equal widths and the axis; the group is not used.
-        blocks: Number of blocks of neighbouring channels, which divides the width.
-        projection: How ``P`` returns to the polytope, see :class:`~lightning_sym.stitching.GroupMap`.
-        alpha: Weight of the regularisation, see there; >= 0.
+        blocks: Number of blocks of consecutive channels, which divides the width.
+        projection: Projection of ``P`` to the polytope, see :class:`~lightning_sym.stitching.GroupMap`.
+        alpha: Weight of the regularisation, see :class:`~lightning_sym.stitching.GroupMap`; >= 0.
 
     Attributes:
-        weights: ``P``; starts at random. Shape ``[blocks, blocks]``; None for one block.
-        matrices: ``M``, by input block; they start as identities. Shape ``[blocks, E, E]``.
+        weights: ``P``; initialised at random. Shape ``[blocks, blocks]``; None for one block.
+        matrices: ``M``, by input block; initialised as identities. Shape ``[blocks, E, E]``.
 
     References:
         docs/theory/stitching.md, 2.2; the group is that of docs/theory/transformers.md, 1.
@@ -72,7 +72,7 @@ class HeadMap(StitchingMap):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Bring ``P`` back into the polytope, in place."""
+        """Project ``P`` to the polytope, in place."""
         if self.weights is not None and self.projection == "sinkhorn":
             self.weights.copy_(sinkhorn(self.weights))
         elif self.weights is not None:
@@ -80,16 +80,16 @@ class HeadMap(StitchingMap):
             self.weights.copy_(project_to_birkhoff(self.weights, tolerance))
 
     def regularization(self) -> Tensor:
-        """Return ``-alpha`` times the Frobenius norm of ``P``, as a :class:`GroupMap` has it; a scalar."""
+        """Return ``-alpha`` times the Frobenius norm of ``P``, as for :class:`GroupMap`; a scalar."""
         norm = super().regularization() if self.weights is None else torch.linalg.vector_norm(self.weights)
         return -self.alpha * norm
 
     def undecayed_parameters(self) -> list[nn.Parameter]:
-        """Return ``weights``, of which the projection would undo most of a decay."""
+        """Return ``weights``: the projection would undo most of a decay."""
         return [] if self.weights is None else [self.weights]
 
     def _fit(self, moments: FeatureMoments) -> None:
-        """Set the best blocks: a pair's gain is what its own least squares matrix takes off the objective."""
+        """Set the best blocks: the gain of a pair is the reduction of the objective by its least squares matrix."""
         size = self.port.in_channels // self.blocks
         parts = [torch.arange(k * size, (k + 1) * size) for k in range(self.blocks)]
         best = [[fits.least_squares(moments.part(x, y)) for x in parts] for y in parts]
@@ -113,11 +113,11 @@ class HeadMap(StitchingMap):
 
 
 class OnesFixingMap(StitchingMap):
-    r"""Orthogonal matrices that leave the vector of ones alone: the group of streams that layer norms read.
+    r"""Orthogonal matrices that fix the vector of ones: the group of streams read by layer norms.
 
-    :math:`\mathbf 1 \mathbf 1^\top / C + B Q B^\top`, where the columns of ``B`` are orthogonal to ones and to each
-    other, and ``Q`` is an :class:`~lightning_sym.stitching.OrthogonalMap` of ``C - 1`` channels. Starts from the
-    identity.
+    :math:`\mathbf 1 \mathbf 1^\top / C + B Q B^\top`, where the columns of ``B`` are an orthonormal basis of the
+    complement of ones, and ``Q`` is an :class:`~lightning_sym.stitching.OrthogonalMap` of ``C - 1`` channels.
+    Initialised as the identity.
 
     Args:
         port: Equal widths >= 2 and the axis; the group is not used.
@@ -135,7 +135,7 @@ class OnesFixingMap(StitchingMap):
         return basis @ self.inner.matrix() @ basis.T + 1 / len(basis)
 
     def _basis(self, like: Tensor) -> Tensor:
-        """Return ``B``: what a reflection that takes the first unit vector to ones makes of the others."""
+        """Return ``B``: the other unit vectors, reflected by the map from the first unit vector to ones."""
         size = self.port.in_channels
         normal = like.new_full((size,), -(size**-0.5))
         normal[0] += 1
@@ -149,15 +149,15 @@ class OnesFixingMap(StitchingMap):
 
 
 class BlockMap(StitchingMap):
-    """The group of a port where blocks of channels are mixed, put together from a map for each kind of blocks.
+    """The group of a port with blocks of channels, composed of one map for each kind of blocks.
 
-    Blocks that any matrix mixes have a :class:`HeadMap`, blocks that rotate an
-    :class:`~lightning_sym.stitching.OrthogonalMap` (:class:`OnesFixingMap` in front of layer norms), and channels that
-    change places by themselves a :class:`~lightning_sym.stitching.GroupMap`.
+    Blocks with arbitrary invertible matrices have a :class:`HeadMap`, rotated blocks an
+    :class:`~lightning_sym.stitching.OrthogonalMap` (:class:`OnesFixingMap` before layer norms), and channels that
+    are permuted one by one a :class:`~lightning_sym.stitching.GroupMap`.
 
     Args:
-        port: Equal widths, the axis, and ``blocks``: what acts on the channels.
-        projection: Of the permutations, see :class:`~lightning_sym.stitching.GroupMap`.
+        port: Equal widths, the axis, and ``blocks``: the group on the channels.
+        projection: Projection of the permutations, see :class:`~lightning_sym.stitching.GroupMap`.
 
     Attributes:
         parts: The maps.
@@ -171,7 +171,7 @@ class BlockMap(StitchingMap):
     def __init__(self, port: Port, projection: Projection = "sinkhorn") -> None:
         super().__init__(port)
         if port.blocks is None:
-            raise ValueError("BlockMap needs a port that says which blocks of channels are mixed; use GroupMap.")
+            raise ValueError("BlockMap needs a port with blocks of channels; use GroupMap.")
         made: list[StitchingMap] = []
         self._at: list[Tensor] = []
         for kind, inside in enumerate(port.blocks.inside):
@@ -184,7 +184,7 @@ class BlockMap(StitchingMap):
                 made.append(OnesFixingMap(width) if port.blocks.fixes_ones else OrthogonalMap(width))
             elif own[0].numel() == 1 and len(own) > 1:
                 made.append(GroupMap(width, projection=projection))
-            else:  # stays as it is
+            else:  # identity
                 continue
             self._at.append(channels)
         self.parts = nn.ModuleList(made)
@@ -197,7 +197,7 @@ class BlockMap(StitchingMap):
 
     @property
     def mode(self) -> Mode:
-        """As of every map; it is that of the parts, too."""
+        """Mode of this map and of its parts."""
         return self._mode
 
     @mode.setter
@@ -228,11 +228,11 @@ class BlockMap(StitchingMap):
             part.init_from_moments(moments.part(channels, channels))
 
     def held_parameters(self) -> list[nn.Parameter]:
-        """Return those of the parts."""
+        """Return the held parameters of the parts."""
         return _joined(part.held_parameters() for part, _ in self._maps)
 
     def undecayed_parameters(self) -> list[nn.Parameter]:
-        """Return those of the parts."""
+        """Return the undecayed parameters of the parts."""
         return _joined(part.undecayed_parameters() for part, _ in self._maps)
 
     def dimension(self) -> int:
@@ -245,12 +245,12 @@ def _joined(lists: Iterable[list[nn.Parameter]]) -> list[nn.Parameter]:
 
 
 def group_map(port: Port, projection: Projection = "sinkhorn") -> StitchingMap:
-    """Return the map that follows the group of a port: a :class:`BlockMap` where blocks of channels are mixed.
+    """Make the map of a port's group: a :class:`BlockMap` if the group mixes channels within blocks.
 
-    Elsewhere it is a :class:`~lightning_sym.stitching.GroupMap`.
+    Otherwise it is a :class:`~lightning_sym.stitching.GroupMap`.
 
     Args:
         port: Widths, axis and group.
-        projection: Of the permutations.
+        projection: Projection of the permutations.
     """
     return GroupMap(port, projection=projection) if port.blocks is None else BlockMap(port, projection)

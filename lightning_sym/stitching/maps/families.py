@@ -1,4 +1,4 @@
-"""Stitching maps: the families of channel maps that can join two networks, and their names in recipes."""
+"""Families of stitching maps and their names in recipes."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from lightning_sym.stitching.maps.linear_maps import (
     ProcrustesMap,
 )
 
-#: The families by the name in front of the brackets.
+#: The families by their name, without brackets.
 STITCHING_MAPS: Mapping[str, type[StitchingMap]] = MappingProxyType(
     {
         "full": FullMap,
@@ -47,19 +47,19 @@ _ACCEPTED = (
 
 
 def stitching_map(name: str) -> Callable[[Port], StitchingMap]:
-    """Return what makes a map of a family out of a port.
+    """Return a function that makes a map of a family from a port.
 
     Args:
         name: ``full``; ``rank(1)`` (any rank >= 1); ``lasso`` (penalty 0.01) or ``lasso(0.001)``; ``group`` or
-            ``group(euclidean)``, the projection, which is a :class:`BlockMap` where blocks of channels are mixed;
+            ``group(euclidean)``, with the projection, which is a :class:`BlockMap` for ports with blocks of channels;
             ``softsort``; ``orthogonal``; ``identity``; and without training
             ``least_squares``, ``assignment`` and ``procrustes``. For other options use the class.
 
     Returns:
-        A function of the :class:`Port`, to be called once for each.
+        A function of the :class:`Port`; call it once per port.
 
     Raises:
-        ValueError: If the name is not one of these, or its argument is missing, superfluous or out of range.
+        ValueError: If the name is unknown, or its argument is missing, superfluous or out of range.
 
     Example:
         >>> stitching_map("rank(2)")(Port(8, 4)).dimension()
@@ -79,14 +79,14 @@ def stitching_map(name: str) -> Callable[[Port], StitchingMap]:
 
 
 def _rank(text: str, name: str) -> int:
-    """Return the rank, an integer >= 1."""
+    """Parse the rank, an integer >= 1."""
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ValueError(f"rank needs an integer >= 1, as in rank(1), got {name!r}.")
     return int(text)
 
 
 def _penalty(text: str, name: str) -> float:
-    """Return the penalty of the lasso, a finite number >= 0."""
+    """Parse the penalty of the lasso, a finite number >= 0."""
     try:
         penalty = float(text)
     except ValueError:
@@ -97,13 +97,13 @@ def _penalty(text: str, name: str) -> float:
 
 
 def _projection(text: str, name: str) -> str:
-    """Return the projection of the group's relaxation."""
+    """Parse the projection of the group's relaxation."""
     if text not in get_args(Projection):
         raise ValueError(unknown("projection of group", text, get_args(Projection)))
     return text
 
 
-# By family, the option that stands in brackets, and what reads it.
+# By family, the option in brackets and its parser.
 _ARGUMENTS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "rank": ("rank", _rank),
     "lasso": ("penalty", _penalty),

@@ -1,6 +1,6 @@
-"""The maps of each family that are best for given moments: all in float64 on the CPU, exact but for rounding.
+"""The best map of each family for given moments, exact up to rounding, in float64 on the CPU.
 
-The objective is everywhere the sum over positions of ``|y - s x|^2 = tr(s xx s') - 2 tr(s yx') + const``.
+The objective is always the sum over positions of ``|y - s x|^2 = tr(s xx s') - 2 tr(s yx') + const``.
 """
 
 import torch
@@ -14,8 +14,8 @@ from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 def least_squares(moments: FeatureMoments) -> Tensor:
     """Return the best matrix, ``yx`` times the inverse of ``xx``. Shape ``[C2, C1]``.
 
-    Channels of ``x`` are scaled to unit norm before and back after, so that a quiet channel is not mistaken for a
-    dependent one. Where channels depend on one another, the matrix of least norm in these units; 0 for dead ones.
+    Channels of ``x`` are scaled to unit norm before and back after, to distinguish weak channels from
+    dependent ones. For dependent channels, returns the matrix of least norm in these units; 0 for dead channels.
     """
     xx, yx = _double(moments.xx), _double(moments.yx)
     norms = xx.diagonal().sqrt()
@@ -30,9 +30,9 @@ def least_squares(moments: FeatureMoments) -> Tensor:
 def reduced_rank(moments: FeatureMoments, rank: int) -> tuple[Tensor, Tensor]:
     """Return the factors, shapes ``[C2, rank]`` and ``[rank, C1]``, of the best matrix of this rank.
 
-    The residual of the least squares fit is orthogonal to everything linear in ``x``, so what remains is the best
+    The residual of the least squares fit is orthogonal to everything linear in ``x``. The optimum is therefore the best
     approximation of the fitted values ``s x`` of lower rank: ``s`` projected on their leading ``rank`` left singular
-    vectors (Eckart and Young). These are eigenvectors of ``s xx s'``.
+    vectors (Eckart and Young), which are eigenvectors of ``s xx s'``.
     """
     full = least_squares(moments)
     vectors = torch.linalg.eigh(full @ _double(moments.xx) @ full.T).eigenvectors[:, -rank:]
@@ -42,13 +42,13 @@ def reduced_rank(moments: FeatureMoments, rank: int) -> tuple[Tensor, Tensor]:
 def assign(moments: FeatureMoments, group: IntertwinerGroup) -> tuple[Tensor, Tensor]:
     """Return ``p`` and ``d`` of the group's best element ``P D``: output ``i`` is ``d[p[i]]`` times input ``p[i]``.
 
-    With the scales free, the pair (i, j) is best at ``d = <y_i, x_j> / |x_j|^2`` and lowers the objective by
-    ``<y_i, x_j>^2 / |x_j|^2``; with ``d >= 0`` by nothing if the product is negative. With unit scales it lowers it by
-    ``2 <y_i, x_j>``, or its absolute value if signs are free, up to terms that every permutation has alike.
+    With independent scales, the pair (i, j) is best at ``d = <y_i, x_j> / |x_j|^2`` and lowers the objective by
+    ``<y_i, x_j>^2 / |x_j|^2``; with ``d >= 0`` by 0 if the product is negative. With unit scales it lowers it by
+    ``2 <y_i, x_j>``, or its absolute value with signs, up to terms common to all permutations.
 
     Returns:
-        ``p`` (int64) and ``d`` (float64), both of shape ``[C]``. ``d`` is >= 0, of any sign, 1 or -1, or all 1, as
-        the group allows; a dead input, for which every scale is as good, gets 1.
+        ``p`` (int64) and ``d`` (float64), both of shape ``[C]``. Depending on the group, ``d`` is >= 0, of any sign,
+        1 or -1, or all 1; a dead input, for which every scale is optimal, gets 1.
     """
     products, norms = _double(moments.yx), _double(moments.xx).diagonal()
     if group.positive_scales:

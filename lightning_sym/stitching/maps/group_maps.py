@@ -1,4 +1,4 @@
-"""Stitching maps that follow the intertwiner group: permutations with scales or signs, trained or fitted."""
+"""Stitching maps in the intertwiner group: permutations with scales or signs, trained or fitted."""
 
 from abc import abstractmethod
 from dataclasses import replace
@@ -16,11 +16,11 @@ from lightning_sym.stitching.maps.moments import FeatureMoments
 
 Projection = Literal["sinkhorn", "euclidean"]
 
-_SMALLEST_SCALE = 1e-3  # of the largest: where SoftSort's logarithm starts for units that a fit switches off
+_SMALLEST_SCALE = 1e-3  # relative to the largest: initial scale in SoftSort of units with fitted scale 0
 
 
 class _ElementMap(StitchingMap):
-    """A product ``P diag(d)``, applied by indices instead of as a matrix once ``P`` is a permutation."""
+    """A product ``P diag(d)``, applied by indices instead of a matrix product if ``P`` is a permutation."""
 
     needs_equal_widths: ClassVar[bool] = True
     _for_dense_groups: ClassVar[str] = "FullMap"
@@ -57,7 +57,7 @@ class _ElementMap(StitchingMap):
             return self._apply_matrix(p if d is None else p * d, x)
         axis = self.port.axis % x.ndim
         if d is not None:
-            d = d.to(x.dtype)  # else autocast's half precision features would come out single
+            d = d.to(x.dtype)  # otherwise autocast's half precision features would become single
             x = x * d.view([-1 if k == axis else 1 for k in range(x.ndim)])
         return x if p is None else x.index_select(axis, p)
 
@@ -72,46 +72,45 @@ class GroupMap(_ElementMap):
     r"""The group of the port, relaxed: :math:`s = P\,\mathrm{diag}(d)` with ``P`` doubly stochastic.
 
     Soft mode is this matrix; :meth:`project` keeps ``P`` in the Birkhoff polytope, and the regularisation
-    :math:`-\alpha \|P\|_F` is to draw it to the corners, where it is a permutation (but see the note). Hard mode is the
-    group element itself: ``P`` rounded to the nearest permutation, applied by indices. The scales follow the port:
+    :math:`-\alpha \|P\|_F` is meant to attract it to the corners, the permutations (but see the note). Hard mode is the
+    group element: ``P`` rounded to the nearest permutation, applied by indices. The scales follow the port:
 
     * positive scales only: ``d >= 0``;
     * signs only: ``d`` relaxed to [-1, 1], and in hard mode 1 or -1 (1 for 0);
     * both: any ``d``;
     * neither: there is no ``d``.
 
-    Without permutations ``P`` is the identity and only ``d`` is there.
+    Without permutations ``P`` is the identity and only ``d`` exists.
 
-    The hard permutation is the int64 buffer ``assignment``: output ``i`` gets input ``assignment[i]``. Before each
-    use in hard mode ``weights`` are compared with a copy of what was last rounded, so that it is never stale, however
-    they were changed; when a checkpoint is loaded it is recomputed anyway. Rounding is deterministic, hence
-    equal on all ranks.
+    The hard permutation is the int64 buffer ``assignment``: output ``i`` gets input ``assignment[i]``. Each use in hard
+    mode compares ``weights`` with a copy of the last rounded ones, so that the buffer is never stale; loading a
+    checkpoint also recomputes it. Rounding is deterministic, and hence equal on all ranks.
 
     Args:
         port: Equal widths, the axis, and the group, which must not be ``dense``.
         alpha: Weight of the regularisation, >= 0. The default is that of Godfrey et al.
-        projection: How ``P`` returns to the polytope: ``"sinkhorn"`` as there, or ``"euclidean"``, the nearest point.
+        projection: Projection of ``P`` to the polytope: ``"sinkhorn"`` as there, or ``"euclidean"``, the nearest point.
         iterations: Iterations of Sinkhorn at each projection, >= 1.
-        initial_iterations: Iterations of Sinkhorn for the start, from uniform random entries, >= 1.
+        initial_iterations: Iterations of Sinkhorn for the initial weights, from uniform random entries, >= 1.
 
     Attributes:
         weights: ``P``. Shape ``[C, C]``; None without permutations.
-        scale: ``d``, by input channel; starts as ones. Shape ``[C]``; None without scales and signs.
+        scale: ``d``, by input channel; initialised as ones. Shape ``[C]``; None without scales and signs.
         assignment: See above. Shape ``[C]``, int64.
 
     Raises:
         ValueError: If widths differ, the port's group is dense, or an option is out of range.
 
     Note:
-        The gradient of the regularisation is along ``P``, and Sinkhorn's iterations undo any change of ``P`` by a
-        factor: it has an effect with the Euclidean projection only.
+        The gradient of the regularisation is parallel to ``P``, and Sinkhorn's iterations undo any scaling of ``P``:
+        the regularisation has an effect with the Euclidean projection only.
 
-        The head start holds ``scale`` at 1, but not where the port has signs: with these fixed, half of the pairs
+        The head start holds ``scale`` at 1, except for ports with signs: with fixed signs, half of the pairs
         would look worse than no match. Rounding is ``O(C^3)`` at worst on the CPU, 10 to 20 ms for 512 channels.
 
     References:
         Godfrey et al. (2022), arXiv:2205.14258, appendix D.2; docs/theory/stitching.md, 2.2 to 2.4. The floor in
-        Sinkhorn, the Euclidean projection, signs and ports without scales are ours.
+        Sinkhorn, the Euclidean projection, signs and ports without scales are additions.
     """
 
     weights: nn.Parameter | None
@@ -142,16 +141,16 @@ class GroupMap(_ElementMap):
         if port.group.positive_scales or port.group.signs:
             self.scale = nn.Parameter(torch.ones(size))
         self.register_buffer("assignment", torch.arange(size))
-        self._rounded: Tensor | None = None  # the weights that assignment belongs to
+        self._rounded: Tensor | None = None  # the weights of the current assignment
 
     @torch.no_grad()
     def project(self) -> None:
-        """Bring ``P`` back into the polytope and ``d`` into its range, in place; no gradients."""
+        """Project ``P`` to the polytope and ``d`` to its range, in place; without gradients."""
         if self.weights is not None:
             if self.projection == "sinkhorn":
                 self.weights.copy_(sinkhorn(self.weights, self.iterations))
             else:
-                # What the weights' own rounding leaves of sums that are exact.
+                # Rounding to the weights' dtype perturbs exact sums.
                 tolerance = max(1e-8, 10 * torch.finfo(self.weights.dtype).eps)
                 self.weights.copy_(project_to_birkhoff(self.weights, tolerance))
         if self.scale is not None:
@@ -161,7 +160,7 @@ class GroupMap(_ElementMap):
                 self.scale.clamp_(-1, 1)
 
     def regularization(self) -> Tensor:
-        """Return ``-alpha`` times the Frobenius norm of ``P``, of the relaxed one in both modes; a scalar."""
+        """Return ``-alpha`` times the Frobenius norm of the relaxed ``P``, in both modes; a scalar."""
         if self.weights is None:
             return super().regularization()
         norm: Tensor = torch.linalg.vector_norm(self.weights)
@@ -176,27 +175,27 @@ class GroupMap(_ElementMap):
         self.refresh()
 
     def held_parameters(self) -> list[nn.Parameter]:
-        """Return ``scale``, unless it holds signs; see the note above."""
+        """Return ``scale``, unless it contains signs; see the note above."""
         return [] if self.scale is None or self.port.group.signs else [self.scale]
 
     def undecayed_parameters(self) -> list[nn.Parameter]:
-        """Return ``weights``: the projection would undo most of a decay, so that it acts on the scales only."""
+        """Return ``weights``: the projection would undo most of a decay, which then acts on the scales only."""
         return [] if self.weights is None else [self.weights]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round ``P`` to ``assignment`` if it changed since the last time, or a checkpoint was loaded."""
+        """Round ``P`` to ``assignment`` if it has changed, or a checkpoint was loaded."""
         if self.weights is None:
             return
         last, now = self._rounded, self.weights.detach()
-        # Values, not version counters: those miss writes through .data.
+        # Compare values rather than version counters, which miss writes through .data.
         if last is not None and (last.device, last.dtype) == (now.device, now.dtype) and torch.equal(last, now):
             return
         self.assignment.copy_(nearest_permutation(now))
         self._rounded = now.clone()
 
     def dimension(self) -> int:
-        """Return the number of free scales, ``C`` or 0; permutations and signs are discrete."""
+        """Return the number of independent scales, ``C`` or 0; permutations and signs are discrete."""
         return self.port.in_channels if self.port.group.positive_scales else 0
 
     def extra_repr(self) -> str:
@@ -223,17 +222,17 @@ class SoftSortMap(_ElementMap):
     r"""A permutation relaxed by sorting scores: :math:`s = \mathrm{SoftSort}(q)\,\mathrm{diag}(e^{l})`.
 
     ``2 C`` degrees of freedom, or ``C`` if the port has no positive scales and there is no ``l``. Hard mode is the
-    permutation that sorts the scores in descending order, which is the largest entry of each row (ties in the order of
-    the channels). Signs of a port are not used.
+    permutation that sorts the scores in descending order, the largest entry of each row (ties in the order of
+    the channels). Signs of a port are ignored.
 
     Args:
         port: Equal widths, the axis, and the group: with permutations, not dense.
-        tau: Temperature of the sort, in units of the scores, > 0. By default ``1/C``: scores start uniformly
+        tau: Temperature of the sort, in units of the scores, > 0. Default ``1/C``: initial scores are uniform
             in [-1, 1], so that about one neighbour on either side has weight.
 
     Attributes:
         scores: ``q``. Shape ``[C]``.
-        log_scale: ``l``, by input channel; starts as zeros. Shape ``[C]``; None without positive scales.
+        log_scale: ``l``, by input channel; initialised as zeros. Shape ``[C]``; None without positive scales.
 
     Raises:
         ValueError: If widths differ, the group is dense or without permutations, or ``tau`` is out of range.
@@ -248,7 +247,7 @@ class SoftSortMap(_ElementMap):
     def __init__(self, port: Port, tau: float | None = None) -> None:
         super().__init__(port)
         if not port.group.permutations:
-            raise ValueError("SoftSortMap needs a port with permutations; use GroupMap, which does without.")
+            raise ValueError("SoftSortMap needs a port with permutations; use GroupMap, which works without.")
         if tau is not None:
             check_numbers("> 0", of="SoftSortMap", tau=tau)
         size = port.in_channels
@@ -266,13 +265,13 @@ class SoftSortMap(_ElementMap):
         scale = None if self.log_scale is None else self.log_scale.exp()
         if self.mode == "soft":
             return soft_sort(self.scores, self.tau), scale
-        # Not argmax of the rows, which ties would turn into a map that is no permutation.
+        # Not the argmax of the rows, which is not a permutation if there are ties.
         return self.scores.detach().argsort(descending=True, stable=True), scale
 
     def _fit(self, moments: FeatureMoments) -> None:
-        """Start from evenly spaced scores that sort into the best permutation, and from scales that are not 0."""
+        """Initialise with evenly spaced scores that sort into the best permutation, and with nonzero scales."""
         assignment, scale = fits.assign(moments, replace(self.port.group, signs=False))
-        # The range of the random start; row i of the sort picks the i-th largest score.
+        # The range of the random initialisation; row i of the sort picks the i-th largest score.
         self.scores[assignment.to(self.scores.device)] = torch.linspace(1, -1, len(scale)).to(self.scores)
         if self.log_scale is not None:
             largest = scale.max() if scale.max() > 0 else scale.new_ones(())
@@ -282,9 +281,9 @@ class SoftSortMap(_ElementMap):
 class AssignmentMap(_ElementMap, FittedMap):
     r"""The untrained group element ``P D`` that minimises :math:`\sum_m \|y_m - s x_m\|^2`, by linear assignment.
 
-    It follows the port: with positive scales ``d >= 0`` (0 for a pair whose features have a negative product, which
-    no positive scale helps), with signs too any ``d``, with signs only 1 or -1, otherwise 1. The scale of a dead input
-    is 1. Exact among all elements.
+    The port determines ``d``: with positive scales ``d >= 0`` (0 for a pair with a negative inner product, which
+    no positive scale improves), with scales and signs any ``d``, with signs only 1 or -1, otherwise 1. The scale of a
+    dead input is 1. The optimum over all elements is exact.
 
     Args:
         port: Equal widths, the axis, and the group, which must not be ``dense``.
@@ -297,7 +296,7 @@ class AssignmentMap(_ElementMap, FittedMap):
         ValueError: If widths differ or the group is dense.
 
     References:
-        docs/theory/stitching.md, 2.5; for permutations alone it is the matching of activations of Ainsworth et al.
+        docs/theory/stitching.md, 2.5; for permutations alone it is the activation matching of Ainsworth et al.
         (2023), arXiv:2209.04836, section 3.1.
     """
 
@@ -312,7 +311,7 @@ class AssignmentMap(_ElementMap, FittedMap):
         self.register_buffer("scale", torch.ones(port.in_channels))
 
     def dimension(self) -> int:
-        """Return the number of free scales, ``C`` or 0, all of them fitted."""
+        """Return the number of fitted scales, ``C`` or 0."""
         return self.port.in_channels if self.port.group.positive_scales else 0
 
     def _element(self) -> tuple[Tensor | None, Tensor | None]:

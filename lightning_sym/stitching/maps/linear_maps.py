@@ -1,4 +1,4 @@
-"""Stitching maps that follow no intertwiner group: all matrices, sparse, of low rank, orthogonal, the identity."""
+"""Stitching maps without an intertwiner group: all matrices, sparse, low-rank, orthogonal, the identity."""
 
 import math
 from typing import ClassVar
@@ -13,11 +13,11 @@ from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
 from lightning_sym.stitching.maps.birkhoff import at_least_single, full_precision
 from lightning_sym.stitching.maps.moments import FeatureMoments
 
-_LASSO_ZERO = 1e-4  # entries below count as zero in hard mode; Godfrey et al. (2022), in their code
+_LASSO_ZERO = 1e-4  # smaller entries count as zero in hard mode; Godfrey et al. (2022), in their code
 
 
 class FullMap(StitchingMap):
-    """Any matrix, ``C1 C2`` degrees of freedom; starts as PyTorch's convolutions do.
+    """Any matrix, ``C1 C2`` degrees of freedom; initialised like PyTorch's convolutions.
 
     Args:
         port: Widths and axis; the group is not used.
@@ -39,7 +39,7 @@ class FullMap(StitchingMap):
 
 
 class LassoMap(FullMap):
-    """Any matrix, drawn to few entries by their absolute values; hard mode zeroes those below 1e-4.
+    """A matrix with an L1 penalty; hard mode zeroes entries below 1e-4.
 
     Args:
         port: Widths and axis; the group is not used.
@@ -75,7 +75,7 @@ class LassoMap(FullMap):
 class LowRankMap(StitchingMap):
     r"""Matrices :math:`U V` of at most a given rank: :math:`r (C_1 + C_2 - r)` degrees of freedom.
 
-    Applied as two maps, ``r`` channels in between; each starts as PyTorch's convolutions do.
+    Applied as two maps with ``r`` channels in between; each is initialised like PyTorch's convolutions.
 
     Args:
         port: Widths and axis; the group is not used.
@@ -106,7 +106,7 @@ class LowRankMap(StitchingMap):
             return self.left @ self.right
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply both factors one after the other; see :meth:`StitchingMap.forward`."""
+        """Apply both factors in turn; see :meth:`StitchingMap.forward`."""
         self._check(x)
         return self._apply_matrix(self.left, self._apply_matrix(self.right, x))
 
@@ -116,7 +116,7 @@ class LowRankMap(StitchingMap):
         self.right.copy_(right)
 
     def dimension(self) -> int:
-        """Return ``r (C1 + C2 - r)``: of the ``r (C1 + C2)`` entries, ``r * r`` undo one another."""
+        """Return ``r (C1 + C2 - r)``: the ``r (C1 + C2)`` entries minus the ``r * r`` of GL(r) between the factors."""
         return self.rank * (self.port.in_channels + self.port.out_channels - self.rank)
 
     def extra_repr(self) -> str:
@@ -125,12 +125,12 @@ class LowRankMap(StitchingMap):
 
 
 class OrthogonalMap(StitchingMap):
-    r"""Orthogonal matrices, :math:`C (C - 1) / 2` degrees of freedom; starts from the identity.
+    r"""Orthogonal matrices, :math:`C (C - 1) / 2` degrees of freedom; initialised as the identity.
 
     :math:`(I + A)^{-1} (I - A)\, Q_0` with a skew-symmetric parameter ``A`` (Cayley) and a fixed orthogonal matrix
-    ``Q_0``, which :meth:`init_from_moments` sets. The determinant is that of ``Q_0``, as training cannot pass from 1
-    to -1. Of the rotations only those by 180 degrees away from ``Q_0`` are limits rather than members. One solve a
-    step; the matrix exponential, which reaches these, costs several times as much.
+    ``Q_0``, which :meth:`init_from_moments` sets. Training preserves the determinant of ``Q_0``. Rotations by 180
+    degrees relative to ``Q_0`` are limits rather than members. Each step solves one linear system; the matrix
+    exponential, which reaches these rotations, costs several times as much.
 
     Args:
         port: Equal widths, and the axis; the group is not used.
@@ -149,7 +149,7 @@ class OrthogonalMap(StitchingMap):
         size = port.in_channels
         self.skew = nn.Parameter(torch.zeros(size * (size - 1) // 2))
         self.register_buffer("base", torch.eye(size))
-        # Where the parameter's entries are in the flattened matrix: above its diagonal, row by row.
+        # Indices of the parameter's entries in the flattened matrix: above its diagonal, row by row.
         rows, columns = torch.triu_indices(size, size, 1)
         self.register_buffer("_above", rows * size + columns, persistent=False)
 
@@ -166,12 +166,12 @@ class OrthogonalMap(StitchingMap):
         return rotated.to(self.skew.dtype)
 
     def _fit(self, moments: FeatureMoments) -> None:
-        self.base.copy_(polar_factor(moments.yx))  # of either determinant
+        self.base.copy_(polar_factor(moments.yx))  # either determinant
         self.skew.zero_()
 
 
 class IdentityMap(StitchingMap):
-    """Features as they are: the baseline without any freedom. It has no parameters.
+    """The identity, a baseline without degrees of freedom or parameters.
 
     Args:
         port: Equal widths, and the axis; the group is not used.
@@ -184,20 +184,20 @@ class IdentityMap(StitchingMap):
         return torch.eye(self.port.in_channels, dtype=self._zero.dtype, device=self._zero.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` itself, once its channels are checked."""
+        """Return ``x`` after checking its channels."""
         self._check(x)
         return x
 
     def _fit(self, moments: FeatureMoments) -> None:
-        """Do nothing: the family's only member is its best."""
+        """Do nothing: the family has a single member."""
 
 
 class FixedMap(StitchingMap):
-    """A given matrix, which is not trained; it is kept in checkpoints. The map has no parameters.
+    """A fixed matrix, stored in checkpoints. The map has no parameters.
 
     Args:
         port: Widths and axis; the group is not used.
-        matrix: Takes input to output channels. Shape ``[C2, C1]``, floating, finite; copied.
+        matrix: Maps input to output channels. Shape ``[C2, C1]``, floating, finite; copied.
 
     Raises:
         ValueError: If the matrix has another shape, or an entry is not finite.
@@ -214,7 +214,7 @@ class FixedMap(StitchingMap):
         shape = (port.out_channels, port.in_channels)
         if tuple(matrix.shape) != shape or not matrix.is_floating_point() or not bool(torch.isfinite(matrix).all()):
             raise ValueError(
-                f"matrix of FixedMap must have finite floating numbers and shape {list(shape)}, as the port is, got "
+                f"matrix of FixedMap must have finite floating numbers and the port's shape {list(shape)}, got "
                 f"shape {list(matrix.shape)}, {matrix.dtype}."
             )
         self.register_buffer("fixed", matrix.detach().clone())
@@ -225,7 +225,7 @@ class FixedMap(StitchingMap):
 
 
 class _FittedMatrix(FittedMap):
-    """A fitted map that is kept as a matrix."""
+    """A fitted map stored as a matrix."""
 
     weight: Tensor
 
@@ -237,7 +237,7 @@ class _FittedMatrix(FittedMap):
         """Return the fitted matrix. Shape ``[C2, C1]``.
 
         Raises:
-            RuntimeError: If it is not fitted yet.
+            RuntimeError: If it is not fitted.
         """
         self._check_fitted()
         return self.weight
@@ -246,8 +246,8 @@ class _FittedMatrix(FittedMap):
 class LeastSquaresMap(_FittedMatrix):
     r"""The untrained matrix that minimises :math:`\sum_m \|y_m - s x_m\|^2`.
 
-    Where channels of ``x`` depend on one another, of all such matrices the one of least norm in units in which each
-    channel has norm 1; dead channels get 0.
+    For dependent channels of ``x``, returns the solution of least norm in units with unit norm of each channel; dead
+    channels get 0.
 
     Args:
         port: Widths and axis; the group is not used.
@@ -260,12 +260,12 @@ class LeastSquaresMap(_FittedMatrix):
         self.weight.copy_(fits.least_squares(moments))
 
     def dimension(self) -> int:
-        """Return ``C1 C2``, all of it fitted."""
+        """Return ``C1 C2``, all of them fitted."""
         return self.port.in_channels * self.port.out_channels
 
 
 class ProcrustesMap(_FittedMatrix):
-    r"""The untrained orthogonal matrix that minimises :math:`\sum_m \|y_m - s x_m\|^2`, of either determinant.
+    r"""The untrained orthogonal matrix that minimises :math:`\sum_m \|y_m - s x_m\|^2`, with either determinant.
 
     Args:
         port: Equal widths, and the axis; the group is not used.
@@ -280,12 +280,12 @@ class ProcrustesMap(_FittedMatrix):
         self.weight.copy_(polar_factor(moments.yx))
 
     def dimension(self) -> int:
-        """Return ``C (C - 1) / 2``, all of it fitted."""
+        """Return ``C (C - 1) / 2``, all of them fitted."""
         return self.port.in_channels * (self.port.in_channels - 1) // 2
 
 
 def _as_convolution(rows: int, columns: int) -> Tensor:
-    """Return a random matrix, distributed as the weights of ``nn.Conv2d`` with kernel size 1 at the start."""
+    """Return a random matrix with the initial distribution of an ``nn.Conv2d`` with kernel size 1."""
     weight = torch.empty(rows, columns)
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # the slope that PyTorch's layers pass: +- 1 / sqrt(columns)
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # the slope of PyTorch's layers: +- 1 / sqrt(columns)
     return weight

@@ -1,4 +1,4 @@
-"""Second moments of paired features, in one pass, and the best stitching maps that follow from them."""
+"""Second moments of paired features in one pass, from which the best stitching maps follow."""
 
 import torch
 from torch import Tensor
@@ -6,26 +6,26 @@ from torch import Tensor
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import summed, wide
 
-_ROWS = 65_536  # positions cast to double precision at a time, so that this copy stays small
+_ROWS = 65_536  # positions per cast to double precision, which bounds its memory
 
 
 class FeatureMoments:
-    r"""Streaming sums of products of features ``x``, into a map, and ``y``, what should come out of it.
+    r"""Streaming sums of products of features ``x``, the input of a map, and ``y``, its desired output.
 
-    Everything that the least squares problem :math:`\min_s \sum_m \|y_m - s\,x_m\|^2` depends on, for every family
-    of maps ``s``: exact in one pass, whatever the batches. Nothing is centred, as the maps have no bias.
+    They determine the least squares problem :math:`\min_s \sum_m \|y_m - s\,x_m\|^2` for every family of maps ``s``,
+    exactly and in one pass for any batches. Features are not centred, as the maps have no bias.
 
     Args:
         in_channels: Channels ``C1`` of ``x``, >= 1.
         out_channels: Channels ``C2`` of ``y``, >= 1.
-        device: Where the sums are; by default the CPU. Features are moved there.
+        device: Device of the sums; default the CPU. Features are moved there.
 
     Attributes:
         xx: :math:`\sum_m x_m x_m^\top`. Shape ``[C1, C1]``, float64 (float32 on MPS, which has no float64).
-        yx: :math:`\sum_m y_m x_m^\top`. Shape ``[C2, C1]``, likewise.
-        yy: Diagonal of :math:`\sum_m y_m y_m^\top`. Shape ``[C2]``, likewise.
+        yx: :math:`\sum_m y_m x_m^\top`. Shape ``[C2, C1]``, same dtype.
+        yy: Diagonal of :math:`\sum_m y_m y_m^\top`. Shape ``[C2]``, same dtype.
         count: Number of positions ``m`` (samples times pixels or tokens) seen.
-        reduced: Whether the sums are over all ranks already.
+        reduced: Whether the sums are already over all ranks.
 
     Raises:
         ValueError: If a width is not an integer >= 1.
@@ -58,25 +58,25 @@ class FeatureMoments:
 
         Args:
             x: Features with ``C1`` channels along ``axis``; floating, any number of axes.
-            y: Features with ``C2`` channels along ``axis`` and otherwise the shape of ``x``; row by row of the same
-                inputs.
+            y: Features with ``C2`` channels along ``axis`` and otherwise the shape of ``x``; from the same inputs,
+                row by row.
             axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
 
         Raises:
-            RuntimeError: If the sums were reduced over ranks already.
+            RuntimeError: If the sums were already reduced over ranks.
             TypeError: If a dtype is not floating.
-            ValueError: If shapes do not fit, or a value is not finite; the sums then stay as they were.
+            ValueError: If shapes do not match, or a value is not finite; the sums are then unchanged.
         """
         if self.reduced:
             raise RuntimeError(
-                "FeatureMoments.update was called after reduce, so that one rank's batch would be added to the sum "
+                "FeatureMoments.update was called after reduce, and would add one rank's batch to the sum "
                 "over all; update first, or start new moments."
             )
         x, y = self._rows("x", x, self.in_channels, axis), self._rows("y", y, self.out_channels, axis)
         if x.shape[:-1] != y.shape[:-1]:
             raise ValueError(
-                "x and y must have equal shapes but for the channels, got (channels moved to the end) "
-                f"{list(x.shape)} and {list(y.shape)}; give both networks the same inputs and cut where the "
+                "x and y must have equal shapes except for the channels, got (channels moved to the end) "
+                f"{list(x.shape)} and {list(y.shape)}; give both networks the same inputs and cut them where the "
                 "resolution is the same."
             )
         x, y = x.reshape(-1, self.in_channels), y.reshape(-1, self.out_channels)
@@ -87,7 +87,7 @@ class FeatureMoments:
                 sums[0] += a.T @ a
                 sums[1] += b.T @ a
                 sums[2] += b.square().sum(0)
-        # The diagonals: a value that is not finite makes its own channel's square so.
+        # The diagonals suffice: a value that is not finite makes its channel's square so.
         for name, squares in (("x", sums[0].diagonal()), ("y", sums[2])):
             if not bool(squares.isfinite().all()):
                 channel = int((~squares.isfinite()).nonzero()[0])
@@ -101,11 +101,11 @@ class FeatureMoments:
         self.count += len(x)
 
     def part(self, x: Tensor, y: Tensor) -> "FeatureMoments":
-        """Return the moments of some channels of ``x`` and some of ``y``.
+        """Return the moments of selected channels of ``x`` and ``y``.
 
         Args:
-            x: Numbers of channels. int64, on any device.
-            y: Likewise.
+            x: Indices of channels. int64, on any device.
+            y: Indices of channels. int64, on any device.
         """
         part = FeatureMoments(len(x), len(y), self.xx.device)
         x, y = x.to(self.xx.device), y.to(self.xx.device)
@@ -114,9 +114,9 @@ class FeatureMoments:
         return part
 
     def reduce(self) -> None:
-        """Replace the sums by those over all ranks of ``torch.distributed``, in place; a second call does nothing.
+        """Sum over all ranks of ``torch.distributed``, in place; a second call has no effect.
 
-        To be called on every rank, also with one process, after the last update. With NCCL the sums must be on a GPU.
+        Call it on every rank, also with one process, after the last update. With NCCL the sums must be on a GPU.
         """
         if self.reduced:
             return
@@ -129,7 +129,7 @@ class FeatureMoments:
         self.count = round(float(count))
 
     def _rows(self, name: str, features: Tensor, channels: int, axis: int) -> Tensor:
-        """Return features with the channels as the last axis, after checking that they are there."""
+        """Move the channels to the last axis, after checking their number."""
         if not features.dtype.is_floating_point:
             raise TypeError(f"{name} must be a floating tensor, got {features.dtype}.")
         if not -features.ndim <= axis < features.ndim:

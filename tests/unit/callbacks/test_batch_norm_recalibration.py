@@ -494,14 +494,14 @@ ZOO = MultiLayerPerceptron(widths=(8, 6), image_size=8)
 @pytest.mark.parametrize(
     ("task", "callbacks", "data", "error", "says"),
     [
-        (Normed, [{}], Empty(max_samples=90, batch_size=16), ValueError, "needs training data, and"),
+        (Normed, [{}], Empty(max_samples=90, batch_size=16), ValueError, "needs training data, but"),
         (Normed, [{}], None, TypeError, "needs a datamodule of lightning_sym.datamodules"),
-        (Formless, [{}], digits(), ValueError, "Formless with inputs, and it has no forward method; define forward"),
+        (Formless, [{}], digits(), ValueError, "Formless with inputs, but it has no forward method; define forward"),
         (lambda: Choosing(lambda task: [(task.features, ["1", "4"])]), [{}], digits(), ValueError, "batch norm '4'"),
         (lambda: ZooTask(ZOO, members=2), [{}], digits(), TypeError, "ZooTask evaluates the members of a population"),
         (Normed, [WeightAveraging, {}], digits(), ValueError,
-         "keep=False) cannot put statistics back that WeightAveraging has swapped"),
-        (Normed, [{"keep": True}, WeightAveraging], digits(), ValueError, "stands before WeightAveraging and would"),
+         "keep=False) cannot restore statistics that WeightAveraging has swapped"),
+        (Normed, [{"keep": True}, WeightAveraging], digits(), ValueError, "precedes WeightAveraging and would"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(tmp_path, task, callbacks, data, error, says):

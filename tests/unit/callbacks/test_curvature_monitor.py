@@ -132,7 +132,7 @@ def test_what_is_not_found_is_left_out_with_a_warning(tmp_path, monkeypatch) -> 
     search = functools.partial(curvature_monitor.top_eigenpairs, max_products=70)
     monkeypatch.setattr(curvature_monitor, "top_eigenpairs", search)
     monitor = CurvatureMonitor(probes=2, tolerance=1e-15)
-    with pytest.warns(UserWarning, match="leaves out what it could not measure: 1 eigenpairs"):
+    with pytest.warns(UserWarning, match="leaves out a measurement: 1 eigenpairs"):
         fit(tmp_path, Plain(), monitor, max_epochs=1)
     assert set(monitor.points[0]["members"][0]) == {"loss", "trace", "trace_error"}
 

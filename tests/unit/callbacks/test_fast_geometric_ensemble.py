@@ -193,7 +193,7 @@ class Poison(Callback):
 
 
 def test_a_fit_that_diverges_ends_with_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match="leaves out network 0, whose weights are no longer finite"):
+    with pytest.warns(UserWarning, match="leaves out network 0 with weights that are not finite"):
         fit_plain(tmp_path, FastGeometricEnsemble(0.2, 0.001, cycle_epochs=2, points=2), Poison(), max_epochs=4)
     assert not (tmp_path / "results" / "ensembles.csv").exists()
 

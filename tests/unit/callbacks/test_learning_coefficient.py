@@ -109,10 +109,10 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("data", "changes", "says"),
     [
-        (Given(*pairs().tensors), {"loss": None}, "needs the loss of outputs and targets, and Regression has no loss"),
+        (Given(*pairs().tensors), {"loss": None}, "needs the loss of outputs and targets, but Regression has no loss"),
         (Given(*pairs().tensors), {"loss": F.cross_entropy}, "the cross-entropy needs class indices"),
-        (DataLoader(Endless(), 4), {}, "in their own order"),
-        (Given(*pairs().tensors), {"network": "head"}, 'say where it is: network="body"'),
+        (DataLoader(Endless(), 4), {}, "in a fixed order"),
+        (Given(*pairs().tensors), {"network": "head"}, 'set network to its path: network="body"'),
     ],
     ids=["loss", "cross-entropy", "endless", "network"],
 )

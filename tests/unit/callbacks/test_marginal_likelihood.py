@@ -149,7 +149,7 @@ def test_schedule(tmp_path, capsys, burn_in, every, expected):
 
     callback = Spy(burn_in=burn_in, every_n_epochs=every, steps=3)
     never = burn_in is not None and not expected
-    with pytest.warns(UserWarning, match="so that they will never be updated") if never else nullcontext():
+    with pytest.warns(UserWarning, match="they will never be updated") if never else nullcontext():
         task, _ = fit(tmp_path, callback, max_epochs=7)
     assert ("not updated" in " ".join(capsys.readouterr().out.split())) == (not expected)
     assert seen == expected
@@ -206,7 +206,7 @@ class Break(MarginalLikelihood):
 
 def test_updates_that_are_not_finite_are_skipped_and_said_once(tmp_path):
     callback = Break(2, 3, 5)
-    with pytest.warns(UserWarning, match="after epoch 2 was skipped, and training goes on: .*not finite") as seen:
+    with pytest.warns(UserWarning, match="after epoch 2 was skipped, and training continues: .*not finite") as seen:
         fit(tmp_path, callback, max_epochs=6)
     assert len([warning for warning in seen if "skipped" in str(warning.message)]) == 1
     assert [record["epoch"] for record in callback.records] == [1, 4, 6]
@@ -338,7 +338,7 @@ def test_a_state_is_taken_over_by_what_it_is_of_and_refused_by_others(tmp_path):
         one.setup(trainer, task, "fit")
     same.load_state_dict(state)
     assert same.records == callback.records
-    assert_refused(other.load_state_dict, state, says="The checkpoint has precisions per_path and this run has them")
+    assert_refused(other.load_state_dict, state, says="The checkpoint has precisions per_path but this run has them")
     of_a_zoo = {**state, "optimizers": {"member-0001": state["optimizers"][""]}}
     assert_refused(same.load_state_dict, of_a_zoo, says="The checkpoint has precisions of other networks than this run")
 

@@ -143,7 +143,7 @@ class Blind(DigitsDataModule):
 
 def test_passes_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_run(tmp_path):
     with (
-        pytest.warns(UserWarning, match="of member 0 after epoch 2 was skipped, and training goes on: .*not finite"),
+        pytest.warns(UserWarning, match="of member 0 after epoch 2 was skipped, and training continues: .*not finite"),
         pytest.raises(CurvatureError, match="3 updates of the precisions of member 0 in a row failed, the last after"),
     ):
         fit(tmp_path, zoo(), data=Blind(max_samples=80, **DATA))

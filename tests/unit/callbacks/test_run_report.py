@@ -113,7 +113,7 @@ def test_what_a_report_needs_is_what_it_uses(kind):
 def test_other_tasks_and_data_are_refused_before_a_fit_and_nothing_is_done_in_a_trial(kind):
     report, trainer = kind(), quiet_trainer()
     says = [
-        f"{kind.__name__} works with lightning_sym.tasks.{kind.example} and its like",
+        f"{kind.__name__} works with lightning_sym.tasks.{kind.example} and similar tasks",
         f"has no {kind.needs[0]} and ",
     ]
     assert_refused(report.setup, trainer, LightningModule(), "fit", error=TypeError, says=says)

@@ -210,7 +210,7 @@ class Endless(IterableDataset):
         ({"reference": MultiLayerPerceptron(widths=(4,), image_size=8)}, zoo, digits, ValueError,
          "the reference has 1 sites, activation1, and there are 2"),
         ({}, zoo, lambda: digits(val_fraction=0.0), ValueError, "compares networks on validation data"),
-        ({}, Plain, lambda: DataLoader(Endless(), 4), ValueError, "validation data, and there are none"),
+        ({}, Plain, lambda: DataLoader(Endless(), 4), ValueError, "validation data, but there are none"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
@@ -221,7 +221,7 @@ def test_errors_before_training(tmp_path, monitor, task, data, error, says):
 def test_validation_data_that_cannot_be_indexed_are_refused(tmp_path):
     trainer = fits.quiet_trainer(SimilarityMonitor(), folder=tmp_path, num_sanity_val_steps=0)
     loaders = DataLoader(Endless(), 4), DataLoader(Endless(), 4)
-    says = "whose dataset can be indexed, and the validation data are a DataLoader"
+    says = "with an indexable dataset, but the validation data are a DataLoader"
     assert_refused(lambda: trainer.fit(Plain(), *loaders), says=says, error=TypeError)
 
 

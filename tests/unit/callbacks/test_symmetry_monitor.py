@@ -184,7 +184,7 @@ def with_example(example) -> Other:
 @pytest.mark.parametrize(
     ("task", "settings", "data", "says"),
     [
-        (Other, {}, loader, ['network="network")', 'no such attribute; say where it is: network="parts", network="" ']),
+        (Other, {}, loader, ['network="network")', 'attribute; set network to its path: network="parts", network="" ']),
         (Plain, {"network": "lr"}, loader, "Plain has a float there, not an nn.Module"),
         (Other, {"network": "parts.body"}, dictionaries, "a batch that is a dict; set example_input_array in Other.__"),
         (lambda: with_example({"x": torch.zeros(1, 4)}), {"network": "parts.body"}, loader,

@@ -100,7 +100,7 @@ def test_other_architectures_and_data_are_refused(tmp_path, manifest):
         fit(tmp_path, ZooExport(), task=task, data=digits(**changes))
 
     assert_refused(
-        lambda: export(9), says=["widths=[8]", "and this run trains", "widths=[9]", "; choose another folder"]
+        lambda: export(9), says=["widths=[8]", "but this run trains", "widths=[9]", "; choose another folder"]
     )
     assert_refused(
         lambda: export(data_seed=1), says=["Member 0 of the zoo at", "other data: --data.data_seed is 1, and was 0; "]

@@ -177,22 +177,22 @@ def test_files_data_sets_and_subclasses_give_the_same_data(tmp_path):
     [
         ({"targets": LABELS[:-1]}, "train: there must be one target per input, got 59 for 60"),
         ({"inputs": SPECTRA[:, 0, 0]}, "inputs must be floats or int64 of shape"),
-        ({"inputs": SPECTRA * 1j}, "train: inputs must be real numbers, got torch.complex64; give real and imaginary"),
+        ({"inputs": SPECTRA * 1j}, "train: inputs must be real numbers, got torch.complex64; pass real and imaginary"),
         ({"inputs": SPECTRA.to_sparse()}, "train holds 'inputs' as a tensor that is torch.sparse_coo"),
         ({"targets": VALUES * 1j}, "train: targets must be real numbers"),
         ({"inputs": SPECTRA / 0}, "train: inputs must be finite"),
         ({"targets": VALUES * math.nan}, "train: targets must be finite"),
         ({"targets": LABELS - 1}, "class numbers must be >= 0, got -1"),
-        ({"targets": LABELS * 0}, "all targets are class 0, so that there is nothing to tell apart"),
+        ({"targets": LABELS * 0}, "all targets are class 0; pass class numbers"),
         ({"targets": LABELS * 0, "num_classes": 1}, "all targets are class 0"),
-        ({"targets": LABELS * 1_000_000}, "class numbers go up to 2000000, and there are 60 targets"),
-        ({"inputs": LABELS[:, None] * 2_000_000}, "inputs of integers are tokens, which go up to 4000000"),
+        ({"targets": LABELS * 1_000_000}, "class numbers go up to 2000000, but there are 60 targets"),
+        ({"inputs": LABELS[:, None] * 2_000_000}, "integer inputs are tokens, and these go up to 4000000"),
         ({"num_classes": 2}, "num_classes 2 is too small for class number 2"),
         ({"class_names": ["a", "b"]}, "class_names must have 3 names, got 2"),
         ({"batch_size": 60}, "batch_size 60 is more than the 43 training inputs"),
         ({"val_fraction": 0.001}, "val_fraction 0.001 of 48 training inputs leaves a split empty"),
         ({"test": (SPECTRA[:, :1], LABELS)}, r"test: inputs must be like those for training, .*\['N', 2, 7\]"),
-        ({"inputs": LABELS[:, None], "standardize": True}, "standardize is for floats"),
+        ({"inputs": LABELS[:, None], "standardize": True}, "standardize applies to floats"),
         ({"inputs": torch.ones(60, 1), "standardize": True}, "Channel 0 is constant"),
         ({"augmentations": ["noisy"]}, r"augmentations must be a list of functions .*, got \['noisy'\]"),
         (
@@ -212,9 +212,9 @@ def test_files_and_data_sets_that_cannot_be_used_are_refused(tmp_path):
     torch.save({"x": SPECTRA, "y": Points()}, tmp_path / "objects.pt")
     np.savez(tmp_path / "objects.npz", x=np.array([Points()], dtype=object), y=LABELS.numpy())
     for name, says in (
-        ("names.pt", "targets, called y or targets; it holds x, labels"),
-        ("objects.pt", "holds other objects than tensors by name, and is not opened"),
-        ("objects.npz", "holds other objects than arrays of numbers"),
+        ("names.pt", "targets, named y or targets; it holds x, labels"),
+        ("objects.pt", "holds objects other than tensors by name, and is not opened"),
+        ("objects.npz", "holds objects other than arrays of numbers"),
         ("data.csv", "train must be a .pt, .safetensors or .npz file"),
     ):
         assert_refused(TensorDataModule, str(tmp_path / name), says=says)

@@ -236,8 +236,8 @@ def test_names_of_paths():
         (lambda: ResidualPathways(), "needs one path at least"),
         (lambda: ResidualPathways({}), "needs one path at least"),
         (lambda: ResidualPathways("conv"), "must be a module, got 'conv'"),
-        (lambda: ResidualPathways({"scale": nn.Identity()}), "cannot be called 'scale'"),
-        (lambda: ResidualPathways({"a.b": nn.Identity()}), "cannot be called 'a.b'"),
+        (lambda: ResidualPathways({"scale": nn.Identity()}), "cannot be named 'scale'"),
+        (lambda: ResidualPathways({"a.b": nn.Identity()}), "cannot be named 'a.b'"),
     ],
 )
 def test_relaxed_layers_name_arguments_out_of_range(make, text):

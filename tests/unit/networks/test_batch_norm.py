@@ -77,7 +77,7 @@ def test_batch_norms_are_found_by_name():
 
 def test_lazy_batch_norm_is_an_error_until_it_is_called():
     network = nn.Sequential(nn.LazyBatchNorm1d())
-    assert_refused(batch_norms, network, says="'0' is not initialised yet")
+    assert_refused(batch_norms, network, says="'0' is not initialised")
     network(torch.randn(3, 2))
     assert list(batch_norms(network)) == ["0"]
 
@@ -270,8 +270,8 @@ def test_preserved_statistics_come_back():
         ([], "There are no batches", True),
         ([images(), images() * torch.nan], "of the batch norm '1' are not finite", False),
         ([images(), images() * torch.inf], "of the batch norm '1' are not finite", True),
-        ([{"image": images()}], "batches must give tensors.*got dict", False),
-        ([()], "batches must give tensors.*got tuple", True),
+        ([{"image": images()}], "batches must yield tensors.*got dict", False),
+        ([()], "batches must yield tensors.*got tuple", True),
         (iter([images()]), "can be read only once", True),
     ],
 )

@@ -102,9 +102,9 @@ def entry(kept: object) -> dict[str, object]:
         *(
             refused(build, entry(kept), says=says)
             for kept, says in [
-                ({"linear1": [0]}, "must say axes and positions"),
-                ([{"axes": "linear1.bias[0]", "positions": [0]}], "must say axes and positions"),
-                ([{"axes": ["linear1.bias[0]"], "positions": ["0"]}], "must say axes and positions"),
+                ({"linear1": [0]}, "need axes and positions"),
+                ([{"axes": "linear1.bias[0]", "positions": [0]}], "need axes and positions"),
+                ([{"axes": ["linear1.bias[0]"], "positions": ["0"]}], "need axes and positions"),
                 ([{"axes": ["linear1.bias"], "positions": [0]}], "'linear1.bias', which is no axis"),
                 ([{"axes": ["linear1.bias[0]"], "positions": [7]}], "different numbers from 0 to 5"),
             ]

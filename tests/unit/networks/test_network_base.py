@@ -359,7 +359,7 @@ def test_a_wrapped_module_is_owned_and_keeps_its_names() -> None:
     assert module.relu.inplace is False
     assert list(network.state_dict()) == ["module.linear.weight", "module.linear.bias"]
     for call, message in (
-        (lambda: network.fresh(0), "wrapped as a module and cannot have fresh weights; pass Network.wrap what builds"),
+        (lambda: network.fresh(0), "wrapped as a module and cannot have fresh weights; pass Network.wrap a callable"),
         (lambda: network.architecture, "cannot have its architecture recorded"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -427,7 +427,10 @@ OF_A_CLASS = Network.wrap(functools.partial(torchvision.models.resnet18, norm_la
                 (CIFARResNet(width=1), [2, 1, 32, 32], "[N, 3, 32, 32]"),
             )
         ),
-        *(refused(Network.wrap, bad, says="Only a module or what builds one can be wrapped") for bad in (3, list)),
+        *(
+            refused(Network.wrap, bad, says="Only a module or a callable that builds one can be wrapped")
+            for bad in (3, list)
+        ),
         *(refused(Network.wrap, bad, says="LeNet5 is a Network already") for bad in (LeNet5(), LeNet5)),
     ],
 )

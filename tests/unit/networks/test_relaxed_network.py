@@ -198,7 +198,7 @@ def test_the_grid_follows_from_the_data_under_its_other_name():
         ({"paths": ["conv", "conv"]}, "paths of RelaxedNetwork must differ from one another, got ['conv', 'conv']"),
         ({"paths": [["conv"]] * 4}, "one for each of its 8 blocks on this grid, got [['conv'], "),
         ({"paths": [["conv"], "conv"], "grid": 8}, "one list for all blocks, or one for each of its 4 blocks"),
-        ({"grid": 12}, "takes images whose sides are powers of two, 8 at least, got 12x12; pad or resize them."),
+        ({"grid": 12}, "takes images with sides that are powers of two, 8 at least, got 12x12; pad or resize them."),
         ({"grid": 4}, "8 at least, got 4x4"),
         ({"grid": (8, 24)}, "8 at least, got 8x24"),
         ({"image_size": 28}, "8 at least, got 28x28"),

@@ -106,7 +106,7 @@ def test_a_block_map_is_put_together_of_its_parts(fixes_ones):
 
 
 def test_block_maps_need_blocks():
-    assert_refused(lambda: BlockMap(Port(4, 4)), says="needs a port that says which blocks of channels are mixed")
+    assert_refused(lambda: BlockMap(Port(4, 4)), says="needs a port with blocks of channels")
     assert_refused(lambda: HeadMap(Port(6, 6), 4), says="blocks that divide 6 channels and a projection of")
     assert_refused(lambda: HeadMap(Port(6, 6), 3, "nearest"), says="got blocks=3 and projection='nearest'")
     assert_refused(lambda: BlockMap(Port(10, 9, blocks=mixed())), says="needs equal widths, got 10 channels")

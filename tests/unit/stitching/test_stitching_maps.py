@@ -353,7 +353,7 @@ def test_names():
         refused(LassoMap, RELU, -1, says="penalty of LassoMap must be a number >= 0, got -1"),
         *(refused(LowRankMap, Port(6, 4), bad, says="rank of LowRankMap must be") for bad in (0, 5, True, 1.0)),
         *(
-            refused(FixedMap, Port(3, 2), bad, says="FixedMap must have finite floating numbers and shape")
+            refused(FixedMap, Port(3, 2), bad, says="FixedMap must have finite floating numbers and the")
             for bad in (MATRIX.T, MATRIX.long(), MATRIX / 0, MATRIX[None])
         ),
     ],

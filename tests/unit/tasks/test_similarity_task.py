@@ -186,7 +186,7 @@ def test_a_kernel_is_that_of_the_metric_also_where_batches_are_added_up():
                 matrix.update(now[link.first], {"low": second[order] if link.shuffled else second})
         expected = torch.stack([matrix.compute().view(1, 1) for matrix in single])
         torch.testing.assert_close(several.compute(), expected, atol=1e-10, rtol=1e-10)
-        with pytest.raises(ValueError, match="give the order"):
+        with pytest.raises(ValueError, match="pass the order"):
             several.update({name: {"low": Features(own[0])} for name, own in features.items()})
         several.reset()
         several.update({name: {"low": Features(own[0][:1])} for name, own in features.items()}, order[:1] * 0)

@@ -462,7 +462,7 @@ def test_skip_connections_have_maps_of_their_own(residual_zoo):
         fit(task, fast_dev_run=True)
         assert [len(branch.maps) for branch in task.branches] == counts
     task = StitchingTask(str(residual_zoo), sites=[["activation", "blocks.0.activation1"]], maps=["full"])
-    assert_refused(fit, task, says=("2 values cross the upper network's cut", "and only 1 the lower network's"))
+    assert_refused(fit, task, says=("2 values cross the top network's cut", "but only 1 the bottom network's"))
 
 
 # ---- bad input
