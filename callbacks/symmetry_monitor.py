@@ -39,7 +39,7 @@ class SymmetryMonitor(TrainingMonitor):
       to the norm of the start. The first compares the parameters. The second compares balanced networks without
       permuting units, and so cancels rescaling. The third compares canonical forms, with fixed signs and sorted units:
       it is zero for two points of one orbit, but jumps when the sorting of two units changes
-      (docs/theory/intertwiners.md, 5.4).
+      (docs/theory/canonical.md, 4).
 
     ``symmetry/<quantity>`` is the mean over groups; with more than two or three groups, values of groups are details.
 
