@@ -489,18 +489,6 @@ def learning_coefficients(side):
 
 
 @case
-def sampled_sets(side):
-    network, losses = surface(side, small, side.few)
-    evaluate = functools.partial(losses.on, landscape.WeightPlane.through(vectors(network)))
-    options = {"dimension": 2, "bound": 1.0, "epsilon": 5.0, "samples": 64}
-    start = torch.zeros(1, 2, dtype=torch.float64, device=side.inputs)
-    found = [landscape.sample_set(evaluate, **options, method="sobol")]
-    found += [landscape.sample_set(evaluate, **options, method="walk", start=given) for given in (None, start)]
-    landscape.neighbour_graph(evaluate, found[0].coefficients, epsilon=5.0)
-    return [sample.values for sample in found]
-
-
-@case
 def quotients(side):
     network = side.net(small)
     points = vectors(network)

@@ -21,10 +21,8 @@ from lightning_sym.landscape import (
     function_distances,
     independent,
     joining_levels,
-    neighbour_graph,
     orbit_distances,
     resolution,
-    sample_set,
     sample_sgld,
     surfaces,
     umap_embedding,
@@ -61,14 +59,6 @@ def walk(**options):
 
 def chains(**options):
     return sample_sgld(TWO, LINE, **{"chains": 2, "steps": 5, "burn_in": 0, "inverse_temperature": 1e4, **options})
-
-
-def sample(**options):
-    return sample_set(ring, **{"dimension": 2, "bound": 1.0, "epsilon": 0.1, "samples": 10, **options})
-
-
-def graph(points=((1.0, 0.0), (3.0, 0.0)), epsilon=9.0, **options):
-    return neighbour_graph(ring, torch.tensor(points), epsilon, **options)
 
 
 def embedded(rows=9, width=3, value=0.0, **options):
@@ -154,17 +144,6 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: chains(step=0.0), "step must be a number > 0"),
         (lambda: chains(localisation=-1.0), "localisation"),
         (lambda: chains(start=torch.zeros(4)), "no curvature at the start"),
-        (lambda: sample(dimension=0), "dimension must be an integer >= 1"),
-        (lambda: sample(bound=0.0), "bound must be"),
-        (lambda: sample(epsilon=0.0), "epsilon must be"),
-        (lambda: sample(samples=0), "samples must be"),
-        (lambda: sample(method="sobel"), "Unknown method 'sobel'"),
-        (lambda: sample(dimension=30_000), "at most 21201"),
-        (lambda: sample(method="walk"), "1 of 1 starts are outside"),
-        (lambda: sample(method="walk", start=torch.zeros(3)), "start must have shape"),
-        (lambda: graph(epsilon=0.1), "1 of 2 points have J >= epsilon"),
-        (lambda: graph(points=(1.0, 0.0)), "coefficients must have shape"),
-        (lambda: graph(checks=0), "checks must be"),
         (lambda: embedded(width=2), r"shapes \[k, m\] and \[q, m\], got \[9, 3\] and \[1, 2\]"),
         (lambda: embedded(value=NAN), "must be finite"),
         (lambda: embedded(rows=2), "at least 4 points, got 3"),
