@@ -81,7 +81,7 @@ class EquivalenceReport(RunReport):
 
     needs = (
         *("teacher", "network", "about_teacher", "points", "seed", "members", "tolerance", "held_out", "milestones"),
-        *("independence", "scales", "found_points", "orbit_points", "all_outcomes", "success_fraction", "curves"),
+        *("scales", "found_points", "orbit_points", "all_outcomes", "success_fraction", "curves"),
         *("title", "copy_of_teacher", "sample_inputs", "held_out_surface"),
     )
     example = "EquivalenceTask"
@@ -204,7 +204,6 @@ class EquivalenceReport(RunReport):
                 on_grid,
                 epsilon=self.epsilon,
                 unit=scale.zero if self.epsilon_unit == "J0" else 1.0,
-                tolerance=task.independence,
                 advice=_what_to_change(task, through),
             )
         ]
@@ -304,7 +303,7 @@ class EquivalenceReport(RunReport):
             images = task.orbit_points(max(1, needed // 2))
             points = [point for pair in zip_longest(searched, images) for point in pair if point is not None]
         vectors = torch.stack([point.weights.double() for point in points])
-        accepted = independent(vectors[1:] - vectors[0], task.independence)
+        accepted = independent(vectors[1:] - vectors[0])
         return [points[0], *(points[1 + index] for index in accepted)][:needed]
 
     def _point_rows(

@@ -66,7 +66,7 @@ class MatchingReport(RunReport):
 
     needs = (
         *("pairs", "methods", "elements", "member", "matched", "model_zoo", "symmetry"),
-        *("matching_seed", "restarts", "scales", "signs", "loss_function", "classifies"),
+        *("restarts", "scales", "signs", "loss_function", "classifies"),
     )
     example = "MatchingTask"
 
@@ -154,7 +154,7 @@ class MatchingReport(RunReport):
             "pairs": [list(pair) for pair in task.pairs],
             "points": self.points,
             "images": {line.split: next(iter(found.values())).samples for line, found in curves.items()},
-            "seeds": {"members": members, "matching_seed": task.matching_seed},
+            "seeds": {"members": members},
             "settings": picked(task, "restarts", "scales", "signs"),
             "symmetry": picked(task.symmetry, "dimension", "log10_permutations"),
             **self.source(data),

@@ -247,7 +247,6 @@ def learning_coefficient(
     execution: Literal["vmap", "loop"] = "vmap",
     dtype: torch.dtype | None = None,
     seed: int = 0,
-    share_chains: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> LearningCoefficientEstimate:
     r"""Estimate the local learning coefficient of a network at its weights (docs/theory/learning_coefficients.md).
@@ -286,8 +285,6 @@ def learning_coefficient(
             ``torch.func.vmap`` cannot run.
         dtype: Dtype of weights and arithmetic; default that of the network, single precision at least.
         seed: Seed of noise and batches; each chain has its own. The caller's generators are not touched.
-        share_chains: Whether processes share out the chains, when all of them call this together; otherwise the one
-            that calls it runs all.
         progress: Called with (steps done, steps) after every step; where more chains begin, with more steps to do.
 
     Returns:
@@ -339,9 +336,9 @@ def learning_coefficient(
     heat = (inverse_temperature, localisation)
 
     def run(number: int, before: int) -> LearningCoefficientEstimate:
-        numbers = list(range(number))[rank() :: ranks()] if share_chains else list(range(number))
+        numbers = list(range(number))[rank() :: ranks()]
         told = progress and (lambda done, of: progress(before + done, before + of))
-        return _Run(function, numbers, *heat, method, batch_size, seed, share_chains)(steps, burn_in, step, told)
+        return _Run(function, numbers, *heat, method, batch_size, seed)(steps, burn_in, step, told)
 
     found = run(FIRST_CHAINS if chains is None else chains, 0)
     if chains is None:
@@ -381,9 +378,8 @@ class _Run:
         method: Method,
         batch_size: int | None,
         seed: int,
-        together: bool,
     ) -> None:
-        self.function, self.numbers, self.seed, self.together = function, numbers, seed, together
+        self.function, self.numbers, self.seed = function, numbers, seed
         self.inverse_temperature, self.localisation, self.method = inverse_temperature, localisation, method
         self.batch_size = batch_size
         self.batches = [generator("langevin batches", seed, number) for number in numbers]
@@ -422,7 +418,7 @@ class _Run:
             if progress is not None:
                 progress(index + 1, steps)
         steepest = self._steepest(vectors)
-        escaped = {number: at for part in self._everyone(self.escaped) for number, at in part.items()}
+        escaped = {number: at for part in gathered(self.escaped) for number, at in part.items()}
         gone = {number: -(-at // every) for number, at in escaped.items()}
         return LearningCoefficientEstimate(
             losses=self._of_all(torch.stack(losses).cpu(), gone),
@@ -438,7 +434,7 @@ class _Run:
             step=dynamics.step,
             curvature=curvature,
             farthest_curvature=max(
-                float(part.amax()) if len(part) else 0.0 for part in self._everyone(steepest.nan_to_num(0))
+                float(part.amax()) if len(part) else 0.0 for part in gathered(steepest.nan_to_num(0))
             ),
             escaped=escaped,
         )
@@ -451,7 +447,7 @@ class _Run:
         """
         steepness = self.inverse_temperature * self._steepest(vectors) + self.localisation
         too_steep = ~(dynamics.step * steepness <= _UNSTABLE * LARGEST_STEP)
-        parts = self._everyone(
+        parts = gathered(
             (float(steepness.nan_to_num(math.inf).amax()) if len(steepness) else 0.0, bool(too_steep.any()))
         )
         largest, again = max(one for one, _ in parts), any(one for _, one in parts)
@@ -506,12 +502,9 @@ class _Run:
         for row in (~torch.isfinite(values)).nonzero().flatten().tolist():
             self.escaped.setdefault(self.numbers[row], index)
 
-    def _everyone(self, value: Any) -> list[Any]:
-        return gathered(value) if self.together else [value]
-
     def _of_all(self, columns: Tensor, gone: dict[int, int]) -> Tensor:
         """Return the columns of the chains of all processes, in order; NaN from the rows at which they left."""
-        parts = self._everyone((self.numbers, columns))
+        parts = gathered((self.numbers, columns))
         whole = columns.new_empty(len(columns), sum(len(numbers) for numbers, _ in parts))
         for numbers, part in parts:
             whole[:, numbers] = part

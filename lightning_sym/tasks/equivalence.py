@@ -97,12 +97,9 @@ class EquivalenceTask(PopulationTask):
         max_rounds: How often candidates are started, >= 1.
         stop_when_found: Whether the fit ends when there are enough points.
         milestones: J at which steps are counted, in units of J0: the first step whose batch has a lower J. All > 0.
-        orbit_scale: Standard deviation of the logarithms of the scales of random group elements, see
-            :meth:`orbit_points`.
         execution: ``"loop"`` runs one candidate after another, ``"vmap"`` all in one vectorised call; ``"auto"`` is
             loop for networks with convolutions, which are slower vectorised on a CPU, else vmap.
         optimizer: Makes the optimizer; default Adam with its defaults. With ``"vmap"`` it must act entry by entry.
-        independence: Smallest part of a difference of weights that must be off the span of the others, in (0, 1).
         allow: Packages of your own whose networks the zoo may hold, and whose modules ``network`` may name on the
             command line, see ``ModelZoo.open``.
 
@@ -145,20 +142,17 @@ class EquivalenceTask(PopulationTask):
         max_rounds: int = 1,
         stop_when_found: bool = True,
         milestones: Sequence[float] = (1e-2, 1e-4, 1e-6, 1e-8),
-        orbit_scale: float = 0.5,
         execution: Literal["auto", "loop", "vmap"] = "auto",
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
-        independence: float = 1e-3,
         allow: Sequence[str] | None = None,
     ) -> None:
         network = None if network is None else given_network(network, allow)
         given = {"members": members, "points": points, "round_steps": round_steps, "max_rounds": max_rounds}
         check_integers(**{name: number for name, number in given.items() if number is not None})
         check_integers(0, seed=seed)
-        check_numbers("> 0", tolerance=tolerance, held_out=held_out, orbit_scale=orbit_scale)
+        check_numbers("> 0", tolerance=tolerance, held_out=held_out)
         for milestone in milestones:
             check_numbers("> 0", **{"each of milestones": milestone})
-        check_numbers("in (0, 1)", independence=independence)
         check_words(("execution", execution, ("auto", "loop", "vmap")))
         if max_rounds > 1 and round_steps is None:
             raise ValueError(f"max_rounds {max_rounds} needs round_steps: after how many steps candidates start anew.")
@@ -177,8 +171,6 @@ class EquivalenceTask(PopulationTask):
         self.max_rounds = max_rounds
         self.stop_when_found = stop_when_found
         self.milestones = [float(value) for value in milestones]
-        self.orbit_scale = orbit_scale
-        self.independence = independence
         self.save_hyperparameters(ignore=["network", "optimizer"])
         architecture = None if network is None else network.architecture
         self.save_hyperparameters({"network": architecture, "_class_path": self.describe()["_class_path"]})
@@ -479,7 +471,7 @@ class EquivalenceTask(PopulationTask):
         if len(numbers) < 2:
             return numbers
         weights = torch.stack([self.found[number]["weights"].double() for number in numbers])
-        accepted = independent(weights[1:] - weights[0], self.independence)
+        accepted = independent(weights[1:] - weights[0])
         return [numbers[0], *(numbers[1 + index] for index in accepted)]
 
     @property
@@ -608,7 +600,7 @@ class EquivalenceTask(PopulationTask):
         for index in range(8 * count):  # of a small group some are the identity
             if len(found) == count:
                 break
-            element = symmetry.sample(generator("orbit", self.seed, index), scale=self.orbit_scale)
+            element = symmetry.sample(generator("orbit", self.seed, index))
             moved = symmetry.act(element, self.teacher)
             buffers = dict(moved.named_buffers())
             if not all(torch.equal(value, buffers[name]) for name, value in self.teacher.named_buffers()):

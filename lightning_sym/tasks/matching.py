@@ -115,7 +115,6 @@ class MatchingTask(ZooUserTask):
         methods: Some of those above; default ``"weights"``, ``"activations"``, ``"straight_through"``.
         restarts: From how many starting points weight matching is tried (the identity, then random ones); the best
             is kept. >= 1.
-        matching_seed: Seed of the orders and starting points in weight matching. >= 0.
         scales: Whether units may be rescaled, where the activation allows it.
         signs: Whether units may change sign, where the activation allows it.
         keep_function: Weight of the change of outputs in the loss of ``soft_maps``. >= 0; 0 lets the function go.
@@ -157,7 +156,6 @@ class MatchingTask(ZooUserTask):
         pairs: Literal["all"] | list[list[int]] = "all",
         methods: Sequence[Method] | None = None,
         restarts: int = 1,
-        matching_seed: int = 0,
         scales: bool = True,
         signs: bool = True,
         keep_function: float = 1.0,
@@ -180,13 +178,11 @@ class MatchingTask(ZooUserTask):
                 "fit twice."
             )
         check_integers(restarts=restarts)
-        check_integers(0, matching_seed=matching_seed)
         check_numbers(">= 0", keep_function=keep_function)
         self.pairs = [] if pairs == "all" else check_pairs(pairs)
         self.zoo = str(zoo)
         self.methods: tuple[Method, ...] = tuple(method for method in METHODS if method in methods)
         self.restarts = restarts
-        self.matching_seed = matching_seed
         self.scales = scales
         self.signs = signs
         self.keep_function = keep_function
@@ -353,7 +349,7 @@ class MatchingTask(ZooUserTask):
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"signs": self.signs, "seed": self.matching_seed}
+        return {"signs": self.signs}
 
     def _match_weights(self, pair: Pair, method: Method) -> Element:
         a, b = map(self.member, pair)

@@ -65,7 +65,6 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         pairs: Numbers of the members of each pair. ``"all"``: every two members once, or with another zoo each of one
             with each of the other. A number: so many of these, drawn.
         sites: Names of the layers to be compared, or ``"all"``: the networks' sites.
-        other_sites: The same for the members of the other zoo.
         measures: Names of measures, or settings by name; a measure under a name of one's own says which it is with
             ``measure``. Default group, orthogonal, cka_linear, cka_max.
         split: The images: ``"train"``, ``"val"`` or ``"test"``.
@@ -107,7 +106,6 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         other_zoo: str | None = None,
         pairs: Literal["all"] | int | list[list[int]] = "all",
         sites: Literal["all"] | list[str] = "all",
-        other_sites: Literal["all"] | list[str] = "all",
         measures: list[str] | dict[str, dict[str, Setting] | None] | None = None,
         split: Literal["train", "val", "test"] = "test",
         nulls: Sequence[Null] = NULLS,
@@ -122,8 +120,6 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         for null in nulls:
             if null not in NULLS:
                 raise ValueError(unknown("null", null, NULLS))
-        if other_zoo is None and other_sites != "all":
-            raise ValueError(f"other_sites {other_sites} are those of another zoo; give other_zoo, or use sites.")
         self._measures = named_measures(DEFAULT_MEASURES if measures is None else measures)
         self.zoo = str(zoo)
         self.other_zoo = None if other_zoo is None else str(other_zoo)
@@ -137,7 +133,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         self.nulls: tuple[Null, ...] = tuple(null for null in NULLS if null in nulls)
         self.allow = tuple(allow or ())
         self.save_hyperparameters()
-        self._sites = checked_sites("sites", sites), checked_sites("other_sites", other_sites)
+        self._sites = checked_sites(sites), "all"
         self.nothing = nn.Parameter(torch.zeros(1))  # an optimizer, and DDP, want a parameter
 
         self.layers: tuple[list[str], list[str]] = ([], [])
