@@ -272,13 +272,6 @@ class SpectralDensity:
         squared = self.size * self.moment(2)
         return TraceEstimate(float(values.mean()), error, squared, self.products, max(1, len(values) - 1))
 
-    def share_within(self, bound: float) -> float:
-        """Return which share of eigenvalues has magnitudes up to a bound, by the weights of the nodes.
-
-        It is good where the bound is in a gap of the spectrum, and a node's weight wrong elsewhere.
-        """
-        return float((self.weights * (self.nodes.abs() <= bound)).sum(1).mean())
-
 
 def smoothed(values: Tensor, points: Tensor, width: float, weights: Tensor | None = None) -> Tensor:
     """Return the density of values of which each is made a Gaussian.
