@@ -14,7 +14,7 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.figures import isosurface_mesh
@@ -105,12 +105,7 @@ class EquivalenceReport(RunReport):
         kinds = ("search", "orbit", "mixed")
         if isinstance(through, str) or not through or not set(through) <= set(kinds):
             raise ValueError(f"through must be a list of some of {', '.join(kinds)}, got {through!r}.")
-        for name, value, accepted in (
-            ("epsilon_unit", epsilon_unit, ("J0", "J")),
-            ("precision", precision, ("double", "single")),
-        ):
-            if value not in accepted:
-                raise ValueError(f'{name} must be "{accepted[0]}" or "{accepted[1]}", got {value!r}.')
+        check_words(("epsilon_unit", epsilon_unit, ("J0", "J")), ("precision", precision, ("double", "single")))
         self.grids = [PlaneGrid(2, 101), PlaneGrid(3, 51)] if grids is None else list(grids)
         self.epsilon = epsilon
         self.epsilon_unit = epsilon_unit

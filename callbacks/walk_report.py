@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from pytorch_lightning import Trainer
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.callbacks.equivalence_report import first_inputs
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
@@ -70,8 +70,7 @@ class WalkReport(RunReport):
         check_integers(steps=steps, inputs=inputs)
         check_integers(0, chains=chains, seed=seed)
         check_numbers("> 0", step_size=step_size, temperature=temperature)
-        if direction not in ("carried", "random"):
-            raise ValueError(f'direction must be "carried" or "random", got {direction!r}.')
+        check_words(("direction", direction, ("carried", "random")))
         self.steps = steps
         self.step_size = step_size
         self.direction = direction

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ SETTINGS = (
     *("run_dir", "overwrite", "zoo_dir", "log_details", "requires", "seed_everything", "ckpt_path", "config"),
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
+_HELP = ("-h", "--help", "--print_config")  # take no value
 # Sizes that follow from the data, and are linked from a datamodule into a task's network.
 LINKED = ("in_channels", "image_size", "num_classes")
 # Classes that are not named, because nothing else may stand there.
@@ -39,17 +39,32 @@ def read_given(args: Sequence[str]) -> list[Tree]:
         ValueError: If a text is too long or too deeply nested to be read.
     """
     trees: list[Tree] = []
-    for arg, following in pairwise([*args, ""]):
-        option, given, value = arg.partition("=")
-        if not given:
-            value = "" if following.startswith("--") else following
+    for option, value in _pairs(args):
         if option in ("--config", "-c"):
-            trees.append(_config(value))
+            trees.append(_config(value or ""))
         elif option.startswith("--"):
             tree: Tree = {}
-            _place(tree, option.removeprefix("--").split("."), _yaml(value, f"What {option} is given"))
+            _place(tree, option.removeprefix("--").split("."), _yaml(value or "", f"What {option} is given"))
             trees.append(tree)
     return trees
+
+
+def _pairs(args: Sequence[str], flags: Sequence[str] = ()) -> Iterator[tuple[str, str | None]]:
+    """Yield every option with its value, None without one; a word that no option takes comes with an empty option."""
+    waiting = ""
+    for arg in args:
+        if not arg.startswith("-"):
+            yield waiting, arg
+            waiting = ""
+            continue
+        if waiting:
+            yield waiting, None
+        option, given, value = arg.partition("=")
+        waiting = "" if given or option in flags else option
+        if not waiting:
+            yield option, value if given else None
+    if waiting:
+        yield waiting, None
 
 
 def separated(args: Sequence[str], flags: Sequence[str] = ()) -> tuple[list[str], list[str]]:
@@ -61,16 +76,49 @@ def separated(args: Sequence[str], flags: Sequence[str] = ()) -> tuple[list[str]
     """
     options: list[str] = []
     names: list[str] = []
-    waiting = False
-    for arg in args:
-        is_flag = arg.removeprefix("--") in flags and arg.startswith("--")
-        is_option = arg.startswith("--")
-        if is_option or waiting:
-            options.append(f"{arg}=true" if is_flag else arg)
+    named = [f"--{name}" for name in flags]
+    for option, value in _pairs(args, named):
+        if not option:
+            names.append(str(value))
+        elif value is None:
+            options.append(f"{option}=true" if option in named else option)
         else:
-            names.append(arg)
-        waiting = is_option and "=" not in arg and not is_flag
+            options.append(f"{option}={value}")
     return options, names
+
+
+def read_own(
+    command: str, args: Sequence[str], known: Sequence[str], flags: Sequence[str] = ()
+) -> tuple[Tree, list[str]]:
+    """Read the options of a command that is none of Lightning's, and the words that stand alone.
+
+    Args:
+        command: Name of the command, for errors.
+        args: Arguments after the command.
+        known: Names of its options.
+        flags: Names of those that take no value.
+
+    Raises:
+        ValueError: If an option is unknown.
+    """
+    options, names = separated(args, flags)
+    given = merge(read_given(options))
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{command} has no option '{name}'.{nearest(name, known)}")
+    return given, names
+
+
+def whole(given: Tree, name: str, least: int, default: Any = None) -> Any:
+    """Return a whole number that was given, or the default.
+
+    Raises:
+        ValueError: If it is none, or too small.
+    """
+    value = given.get(name, default)
+    if name in given and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"--{name} takes a whole number >= {least}, got {value!r}.")
+    return value
 
 
 def shape_of(given: Any) -> tuple[int, ...]:
@@ -91,15 +139,7 @@ def standing_alone(args: Sequence[str]) -> str:
     Args:
         args: Options after the command.
     """
-    waiting = False
-    for arg in args:
-        if not arg.startswith("-"):
-            if not waiting:
-                return arg
-            waiting = False
-        else:
-            waiting = "=" not in arg and arg not in ("-h", "--help", "--print_config")
-    return ""
+    return next((str(value) for option, value in _pairs(args, _HELP) if not option), "")
 
 
 def without_value(args: Sequence[str]) -> str:
@@ -108,11 +148,8 @@ def without_value(args: Sequence[str]) -> str:
     Args:
         args: Options after the command.
     """
-    for arg, following in pairwise([*args, "--"]):
-        option, given, value = arg.partition("=")
-        if option in ("-h", "--help", "--print_config") or option.endswith(".help") or not option.startswith("-"):
-            continue
-        if not (value if given else not following.startswith("--")):
+    for option, value in _pairs(args, _HELP):
+        if option and not value and option not in _HELP and not option.endswith(".help"):
             return f"Option '{option.lstrip('-')}' has no value; give one, as in {option} VALUE."
     return ""
 
@@ -169,8 +206,8 @@ def owned(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
     Args:
         tree: As :func:`merge` returns it.
     """
-    for section, node in tree.items():
-        yield from _owned(section, node, _FIXED.get(section, ""))
+    for path, kind, options in classes(tree):
+        yield from ((path, kind, name, value) for name, value in options.items() if name != "help")
 
 
 def unknown_option(tree: Mapping[str, Any], options_of: Callable[[str], frozenset[str] | None]) -> str:
@@ -274,21 +311,6 @@ def _classes(path: str, node: Any, kind: str = "") -> Iterator[tuple[str, str, T
         yield path, kind, options
     for name, value in options.items():
         yield from _classes(f"{path}.{name}", value)
-
-
-def _owned(path: str, node: Any, kind: str = "") -> Iterator[tuple[str, str, str, Any]]:
-    if isinstance(node, list):
-        for entry in node:
-            yield from _owned(path, entry)
-    if not isinstance(node, Mapping):
-        return
-    kind = kind or class_of(node)
-    for name, value in node.items():
-        if name in (_CLASS, "help"):
-            continue
-        if kind:
-            yield path, kind, name, value
-        yield from _owned(f"{path}.{name}", value)
 
 
 def _config(value: str) -> Tree:

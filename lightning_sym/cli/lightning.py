@@ -3,7 +3,6 @@
 import atexit
 import inspect
 import logging
-import os
 import re
 import shutil
 import signal
@@ -21,7 +20,7 @@ from typing import Any, ClassVar, NoReturn
 import jsonargparse
 import torch
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, _typehints
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
@@ -39,7 +38,7 @@ from lightning_sym._trust import SETTINGS, check_settings, resolve
 from lightning_sym.callbacks import ZooExport, publish_text
 from lightning_sym.cli.annotations import fitting_size, takes_anything, unsaid_pair, unsubscripted
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
-from lightning_sym.cli.given import LINKED, class_of, classes, full_path, merge, read_given
+from lightning_sym.cli.given import LINKED, classes, full_path, merge, read_given
 from lightning_sym.cli.messages import class_at, explain, first_missing, object_at, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.processes import watch_over
@@ -213,7 +212,7 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
-        options = _with_resets(_without_replaced_network(_with_checkpoint_settings(args)))
+        options = _with_checkpoint_settings(args)
         self._given = read_given(options[1:])
         RecipeParser.given = merge(self._given)  # of the class: errors come from nested parsers, too
         RecipeParser.refused = ""
@@ -564,85 +563,23 @@ def _is_class(kind: str) -> bool:
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*\.[A-Z]\w*", kind) is not None
 
 
-def _without_replaced_network(args: list[str]) -> list[str]:
-    """Leave out the network of a recipe, with its arguments, where a later option names another class.
+def _discard_arguments(parser: Any, before: Any, chosen: Any) -> None:
+    """Drop the arguments of an optimizer, scheduler or network whose class a later option replaces.
 
-    Otherwise jsonargparse hands arguments of the same name on, for example the width that a recipe chose for its own
-    class.
-
-    Args:
-        args: Command and options.
+    jsonargparse would hand arguments of the same name on, for example the weight decay that a recipe chose for Adam to
+    the SGD of the command line, or the width of its network to another network.
     """
-    chosen = class_of(_section(merge(read_given(args[1:])), "model").get("network")).rpartition(".")[2]
-    result = []
-    for before, arg in pairwise(["", *args]):
-        if before in ("--config", "-c"):
-            arg = _config_without_network(arg, chosen)
-        elif arg.startswith("--config="):
-            arg = "--config=" + _config_without_network(arg.removeprefix("--config="), chosen)
-        result.append(arg)
-    return result
+    kind = class_at(chosen["class_path"])
+    if before and kind is not None and issubclass(kind, _MADE_ANEW) and not issubclass(kind, LightningModule):
+        if before["class_path"] != chosen["class_path"]:
+            before["init_args"] = Namespace()
+    else:
+        _DISCARD(parser, before, chosen)
 
 
-def _config_without_network(config: str, chosen: str) -> str:
-    """Return a file's name or YAML text, or text that does not say which network, if that is of another class.
-
-    Args:
-        config: What stands after ``--config``.
-        chosen: The name of the class that is used in the end; empty if there is none.
-    """
-    content = _yaml(_text(config))
-    settings = _section(_section(content, "model"), "init_args")
-    replaced = class_of(settings.get("network")).rpartition(".")[2]
-    if not chosen or replaced in ("", chosen):
-        return config
-    del settings["network"]
-    return yaml.safe_dump(content, sort_keys=False)
-
-
-def _text(config: str) -> str:
-    return Path(config).read_text(encoding="utf-8") if os.path.isfile(config) else config
-
-
-def _with_resets(args: list[str]) -> list[str]:
-    """Put ``--model.optimizer=null`` before an optimizer that replaces one of another class; schedulers likewise.
-
-    Otherwise jsonargparse hands arguments of the same name on, for example the weight decay that a recipe chose for
-    Adam to the SGD of the command line.
-
-    Args:
-        args: Command and options.
-    """
-    chosen: dict[str, str] = {}
-    result: list[str] = []
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        option, given, value = arg.partition("=")
-        value = value if given else following
-        named: dict[str, str] = {}
-        if option in ("--config", "-c"):
-            named = _callables(_section(_yaml(_text(value)), "model"))
-        elif match := re.fullmatch(rf"--model\.(?:init_args\.)?({_CALLABLE})", option):
-            named = _callables({"init_args": {match[1]: _yaml(value)}})
-        for name, kind in named.items():
-            if chosen.setdefault(name, kind) != kind:
-                result.append(f"--model.{name}=null")
-            chosen[name] = kind
-        result.append(arg)
-    return result
-
-
-# Arguments of tasks that are classes still to be called.
-_CALLABLE = r"\w*(?:optimizer|scheduler)"
-
-
-def _callables(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the classes, without modules, that a model's settings choose for optimizer and scheduler."""
-    classes = {
-        name: value.get("class_path") if isinstance(value, dict) else value
-        for name, value in _section(model, "init_args").items()
-        if re.fullmatch(_CALLABLE, name)
-    }
-    return {name: kind.rsplit(".")[-1] for name, kind in classes.items() if isinstance(kind, str)}
+_MADE_ANEW = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_DISCARD = _typehints.discard_init_args_on_class_path_change
+_typehints.discard_init_args_on_class_path_change = _discard_arguments
 
 
 def _load_within_limits(text: str) -> Any:
@@ -661,13 +598,6 @@ def _load_within_limits(text: str) -> Any:
 _HARMLESS = 100  # characters
 _LOAD = jsonargparse.get_loader("yaml")
 jsonargparse.set_loader("yaml", _load_within_limits, (yaml.YAMLError,))
-
-
-def _yaml(text: str) -> Any:
-    try:
-        return load_yaml(text, "The configuration")
-    except yaml.YAMLError:  # the parser says what is wrong
-        return None
 
 
 def _section(settings: Any, name: str) -> dict[str, Any]:

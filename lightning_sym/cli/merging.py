@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sym._files import write_atomically
-from lightning_sym._text import nearest
-from lightning_sym.cli.given import class_of, merge, read_given, separated, shape_of
+from lightning_sym.cli.given import class_of, read_own, shape_of, whole
 
 USAGE = (
     "usage: lightning-sym merge {ZOO | FOLDER FOLDER | A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...]} "
     "--out FILE.safetensors [--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] "
     "[--recalibrate] [--align-only]"
 )
+NEEDS = "lightning_sym.cli.models"  # what it imports of PyTorch
 HELP = f"""{USAGE}
 
 Brings checkpoints of one network into one order (units change places, with scales, signs and matrices where the network
@@ -92,7 +92,7 @@ class Asked:
         return self.out.with_name(f"{self.out.name.removesuffix('.safetensors')}-report")
 
 
-def read_merge_options(args: Sequence[str]) -> Asked:
+def read_options(args: Sequence[str]) -> Asked:
     """Return what the arguments ask for.
 
     Args:
@@ -101,11 +101,7 @@ def read_merge_options(args: Sequence[str]) -> Asked:
     Raises:
         ValueError: If an option is not known, missing or has a wrong value, or there are not enough checkpoints.
     """
-    options, files = separated(args, _FLAGS)
-    given = merge(read_given(options))
-    for name in given:
-        if name not in _OPTIONS:
-            raise ValueError(f"merge has no option '{name}'.{nearest(name, _OPTIONS)}")
+    given, files = read_own("merge", args, _OPTIONS, _FLAGS)
     zoos = [file for file in files if Path(file).is_dir()]
     for name in ("network", "out"):
         if not class_of(given.get(name)) and not (name == "network" and name not in given and zoos):
@@ -113,11 +109,6 @@ def read_merge_options(args: Sequence[str]) -> Asked:
     for name in _FLAGS:
         if given.get(name, True) is not True:
             raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
-    numbers = {"points": (11, 2), "seed": (0, 0), "tokens": (None, 1)}
-    for name, (default, least) in numbers.items():
-        value = given.get(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"--{name} takes a whole number >= {least}, got {value!r}.")
     method = given.get("method", "weights")
     if method not in ("weights", "activations"):
         raise ValueError(f"--method takes weights or activations, got {method!r}.")
@@ -131,19 +122,19 @@ def read_merge_options(args: Sequence[str]) -> Asked:
         method=method,
         align_only="align-only" in given,
         recalibrate="recalibrate" in given,
-        points=given.get("points", 11),
+        points=whole(given, "points", 2, 11),
         prefix=None if given.get("prefix") is None else str(given["prefix"]),
         shape=shape_of(given["input"]) if "input" in given else None,
-        tokens=given.get("tokens"),
-        seed=given.get("seed", 0),
+        tokens=whole(given, "tokens", 1),
+        seed=whole(given, "seed", 0, 0),
     )
 
 
-def merge_files(asked: Asked) -> None:
+def run(asked: Asked) -> None:
     """Merge, write the result and its report, and print what it is worth.
 
     Args:
-        asked: As :func:`read_merge_options` returns it.
+        asked: As :func:`read_options` returns it.
 
     Raises:
         ValueError: If something does not fit; nothing is written then.

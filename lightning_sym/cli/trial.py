@@ -223,16 +223,15 @@ def now() -> Times:
     return Times(time.perf_counter(), time.process_time())
 
 
-def print_estimate(asked: Asked, began: float) -> None:
+def print_estimate(asked: Asked) -> None:
     """Run a few steps, and print what the whole run would cost.
 
     Args:
         asked: What to estimate.
-        began: Value of ``time.perf_counter`` when the command began.
     """
     with tempfile.TemporaryDirectory(prefix="lightning-sym-") as folder, _quiet():
         cli = TrialCLI(asked, Path(folder) / "run")
-        costs = cli.costs(Times(began, 0.0), now())
+        costs = cli.costs(Times(asked.began, 0.0), now())
         disk = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     device = str(cli.trainer.strategy.root_device)
     threads = f", {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}" if device == "cpu" else ""

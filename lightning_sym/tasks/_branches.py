@@ -288,7 +288,7 @@ class BranchTask(ZooUserTask):
         super().optimizer_step(*args, **kwargs)
         with torch.no_grad():
             for index, branch in enumerate(self.branches):
-                if index in self._stopped:
+                if index in self.stopping.records:
                     continue
                 try:
                     branch.project()
@@ -369,11 +369,11 @@ class BranchTask(ZooUserTask):
 
     # ---- what is kept
 
-    def _keep(self, values: Mapping[str, list[float]]) -> None:
+    def keep_weights(self, values: Mapping[str, list[float]]) -> None:
         if not values:
             for index in self.numbers:
                 self._stop_unless_finite(index)
-        super()._keep(values)
+        super().keep_weights(values)
 
     def state_to_keep(self, number: int) -> dict[str, Tensor]:
         """Return a branch's state, with statistics as training left them, not as recalibrated for this validation."""

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.connectivity import Curve, CurveNetwork, curve_coefficients
 from lightning_sym.connectivity.curves import KINDS, CurveKind
 from lightning_sym.landscape import weight_vector
@@ -35,7 +35,6 @@ from lightning_sym.tasks._members import (
     require_two,
 )
 from lightning_sym.tasks.metrics import PopulationLoss
-from lightning_sym.tasks.population import check_words
 from lightning_sym.zoo import ModelZoo
 
 Matched = Literal["as_is", "weights", "activations"]

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._random import derive_seed, generator
 from lightning_sym.landscape import (
     FunctionScale,
@@ -29,7 +29,7 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks._members import given_network
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
 from lightning_sym.tasks.losses import SquaredDistance
-from lightning_sym.tasks.population import PopulationTask, check_words
+from lightning_sym.tasks.population import PopulationTask
 
 # What a checkpoint holds of a search, beside its candidates.
 _SAVED = ("found", "outcomes", "latest", "checks", "round", "round_start")
@@ -255,8 +255,7 @@ class EquivalenceTask(PopulationTask):
         """Give every candidate of this rank new initial weights."""
         for slot in self.slots:
             self.population.set_member_state(slot, self.initial_state(self.number(slot)))
-        self._divergence.forget()
-        self._stopped = {}
+        self.stopping.restart({})
         self._first_steps = torch.full((len(self.milestones), len(self.slots)), -1, dtype=torch.int64)
 
     def setup(self, stage: str) -> None:

@@ -431,12 +431,12 @@ class MatchingTask(ZooUserTask):
         if not self.trained:
             self.trainer.should_stop = True
 
-    def _keep(self, values: Mapping[str, list[float]]) -> None:
+    def keep_weights(self, values: Mapping[str, list[float]]) -> None:
         """Keep the elements whose midpoint is the best so far; without validation by the training loss."""
         if not self.trained:
             return
         before = set(self.kept)
-        super()._keep(values or {"loss": self.history["train/loss"][-1]})
+        super().keep_weights(values or {"loss": self.history["train/loss"][-1]})
         for number, record in self.kept.items():
             pair, method = self.trainings[number]
             if number not in before:  # where it begins counts, too

@@ -354,7 +354,7 @@ class RashomonPruning(ZooUserTask):
     @property
     def active(self) -> list[int]:
         """The jobs that go on."""
-        return [job for job, own in self.prunings.items() if not own.finished and job not in self._stopped]
+        return [job for job, own in self.prunings.items() if not own.finished and job not in self.stopping.records]
 
     @property
     def skipped(self) -> frozenset[int]:
@@ -440,7 +440,7 @@ class RashomonPruning(ZooUserTask):
         if not self.active:
             self.trainer.should_stop = True
 
-    def _keep(self, values: Mapping[str, list[float]]) -> None:
+    def keep_weights(self, values: Mapping[str, list[float]]) -> None:
         """Nothing: what is kept is what was accepted last."""
 
     def summary(

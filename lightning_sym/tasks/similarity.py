@@ -10,7 +10,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_words
 from lightning_sym._distributed import summed, wide_device
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
@@ -21,7 +21,7 @@ from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity
 from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting, checked_sites, named_measures
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, require_members, require_two
-from lightning_sym.tasks.population import check_words, first_difference
+from lightning_sym.tasks._population_checkpoint import first_difference
 from lightning_sym.zoo import ModelZoo
 
 Null = Literal["untrained", "shuffled"]
@@ -133,7 +133,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         self.nulls: tuple[Null, ...] = tuple(null for null in NULLS if null in nulls)
         self.allow = tuple(allow or ())
         self.save_hyperparameters()
-        self._sites = checked_sites(sites), "all"
+        self._sites: tuple[Literal["all"] | list[str], ...] = (checked_sites(sites), "all")
         self.nothing = nn.Parameter(torch.zeros(1))  # an optimizer, and DDP, want a parameter
 
         self.layers: tuple[list[str], list[str]] = ([], [])
@@ -219,7 +219,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
             number = self._numbers(side)[0]
             network = networks[self._name(side, number)]
             sites, wanted = network.sites(), self._sites[side]
-            names = sites if wanted == "all" else wanted
+            names = sites if wanted == "all" else list(wanted)
             if unknown_names := [name for name in names if name not in sites]:
                 raise ValueError(unknown("site", unknown_names[0], sites))
             example = example_input(zoo, number, network, data)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_words
 from lightning_sym._distributed import together
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
@@ -29,7 +29,6 @@ from lightning_sym.stitching import (
 )
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_name, require_members, require_two
-from lightning_sym.tasks.population import check_words
 from lightning_sym.zoo import ModelZoo
 
 _IMAGES_AT_ONCE = 125  # when maps are fitted to features

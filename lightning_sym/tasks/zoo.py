@@ -12,6 +12,7 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.tasks._members import check_data, given_network
+from lightning_sym.tasks._optimizers import describe_optimizer
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.population import PopulationTask
@@ -146,7 +147,7 @@ class ZooTask(PopulationTask):
                 likelihood="regression" if regression else "classification",
                 members=self.numbers,
             )
-            self._describe_optimizer()  # refuses weight decay now
+            describe_optimizer(self)  # refuses weight decay now
             if type(self).training_batch is not PopulationTask.training_batch:
                 warnings.warn(
                     f"{type(self).__name__} changes training batches (training_batch), and the evidence of "

@@ -41,7 +41,7 @@ def together(optimizer=Whole, **settings):
         refused(ZooTask, NETWORK, members=0),
         refused(ZooTask, NETWORK, label_smoothing=1.0),
         refused(ZooTask, NETWORK, channels_last=True, execution="vmap", says='works with execution="loop" only'),
-        refused(ZooTask, NETWORK, lr_scheduler=ReduceLROnPlateau, says="ReduceLROnPlateau would tie the members'"),
+        refused(ZooTask, NETWORK, lr_scheduler=ReduceLROnPlateau, says="ReduceLROnPlateau waits for one metric"),
         refused(ZooTask, NETWORK, loss=mse_loss, label_smoothing=0.1, says="is of the cross-entropy"),
         refused(
             ZooTask,
@@ -88,7 +88,7 @@ def together(optimizer=Whole, **settings):
         refused(StitchingTask, "zoo", maps=["full", "full"], says="maps must be different, got 'full' twice"),
         refused(StitchingTask, "zoo", maps=["rank(0)"], says="rank needs an integer >= 1"),
         refused(StitchingTask, "zoo", optimizer=torch.optim.LBFGS, says="LBFGS searches along one direction"),
-        refused(StitchingTask, "zoo", lr_scheduler=ReduceLROnPlateau, says="ReduceLROnPlateau would tie the members'"),
+        refused(StitchingTask, "zoo", lr_scheduler=ReduceLROnPlateau, says="ReduceLROnPlateau waits for one metric"),
     ],
 )
 def test_settings_out_of_range_are_refused(refusal):
