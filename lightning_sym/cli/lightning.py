@@ -572,9 +572,9 @@ def _discard_arguments(parser: Any, before: Any, chosen: Any) -> None:
     kind = class_at(chosen["class_path"])
     if before and kind is not None and issubclass(kind, _MADE_ANEW) and not issubclass(kind, LightningModule):
         if before["class_path"] != chosen["class_path"]:
-            before["init_args"] = Namespace()
+            before["init_args"] = Namespace()  # type: ignore[no-untyped-call]
     else:
-        _DISCARD(parser, before, chosen)
+        _DISCARD(parser, before, chosen)  # type: ignore[no-untyped-call]
 
 
 _MADE_ANEW = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
