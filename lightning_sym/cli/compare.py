@@ -16,7 +16,7 @@ USAGE = (
     "usage: lightning-sym compare RUN RUN [RUN ...] [--metrics PATTERNS] [--table NAME] [--ignore OPTIONS] "
     "[--out FOLDER]"
 )
-NEEDS = "lightning_sym.reports"  # what it imports of PyTorch
+NEEDS = "lightning_sym.reports"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Prints the settings in which runs differ and what each of them ended with. Runs that differ by seed only are one
@@ -33,7 +33,7 @@ _OPTIONS = ("metrics", "table", "ignore", "out")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Options of the command.
 
     Attributes:
         places: Folders of runs, or of several.
@@ -55,7 +55,7 @@ class Asked:
 
 
 def read_options(args: Sequence[str]) -> Asked:
-    """Return what the arguments ask for.
+    """Read the options.
 
     Args:
         args: The arguments after the command; not those that ask for help.

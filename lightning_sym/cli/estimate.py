@@ -1,6 +1,6 @@
-"""``lightning-sym estimate``: what a recipe would cost, from a few of its real steps.
+"""``lightning-sym estimate``: predict the cost of a recipe from a few of its steps.
 
-What was asked is read here, without importing torch; :mod:`lightning_sym.cli.trial` runs the steps.
+This module reads the options without importing torch; :mod:`lightning_sym.cli.trial` runs the steps.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from lightning_sym.cli.given import merge, read_given, whole
 USAGE = (
     "usage: lightning-sym estimate --config RECIPE_OR_FILE [--SECTION.NAME VALUE ...] [--devices N] [--bandwidth GB/S]"
 )
-NEEDS = "lightning_sym.cli.trial"  # what it imports of PyTorch
+NEEDS = "lightning_sym.cli.trial"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Runs a few steps, a validation, and all that comes after training of a recipe, in a folder that is removed, and says how
@@ -31,12 +31,12 @@ _OWN = ("devices", "bandwidth", "steps")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Options of the command.
 
     Attributes:
         args: Options of fit.
         devices: Over how many devices the run is shared out; 0 for one.
-        bandwidth: Of the network, in bytes per second.
+        bandwidth: Bandwidth of the network, in bytes per second.
         steps: Steps that are run.
         began: Value of ``time.perf_counter`` when the command began.
     """
@@ -49,7 +49,7 @@ class Asked:
 
 
 def read_options(args: Sequence[str]) -> Asked:
-    """Return what the arguments ask for.
+    """Read the options.
 
     Args:
         args: The arguments after the command; not those that ask for help.

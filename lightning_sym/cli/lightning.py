@@ -49,7 +49,7 @@ from lightning_sym.networks import Network, build
 
 
 class RecipeParser(LightningArgumentParser):
-    """A parser whose errors are one line, with the nearest valid name.
+    """A parser that reports errors in one line, with the nearest valid name.
 
     Args:
         kwargs: Passed on.
@@ -74,7 +74,7 @@ class RecipeParser(LightningArgumentParser):
         return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print what was wrong and exit with status 2."""
+        """Print the error and exit with status 2."""
         if ex is not None and show_traceback():
             raise ex
         print(f"lightning-sym: error: {self.refused or explain(message, self.given)}", file=sys.stderr)
@@ -84,15 +84,15 @@ class RecipeParser(LightningArgumentParser):
     def _add_signature_parameter(
         self, container: Any, nested_key: str | None, param: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Add an argument of a class or function, whose annotation jsonargparse can follow."""
+        """Add an argument of a class or function, with an annotation that jsonargparse supports."""
         param = replace(param, annotation=unsubscripted(param.annotation))
         return super()._add_signature_parameter(container, nested_key, param, *args, **kwargs)
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Add an instantiator that is not told of sizes which the class it builds does not take.
 
-        jsonargparse reports every link to Lightning's instantiator, also those whose target does not exist, and that
-        would store them in the checkpoint or fail: tasks need not have a network, nor networks all sizes.
+        jsonargparse reports every link to Lightning's instantiator, even without a target. Lightning would store these
+        links in the checkpoint or fail: tasks need not have a network, nor networks all sizes.
         """
 
         def instantiate(
@@ -110,8 +110,7 @@ class RunConfig(SaveConfigCallback):
     """Write the settings of a command into the run folder: ``config.yaml`` of a fit, else ``config_<command>.yaml``.
 
     ``fit --config config.yaml`` repeats the run: the file does not say that the run was resumed or that it replaced
-    another one. It is written when training can start: what is wrong with settings or data comes to light before the
-    run that is to be replaced is removed.
+    another one. It is written when training can start, so that errors in settings or data do not cost the earlier run.
 
     Args:
         settings: As for ``SaveConfigCallback``: the parser, the settings, and how they are written.
@@ -143,7 +142,7 @@ class RunConfig(SaveConfigCallback):
                 logger.headline = logger.headline or getattr(pl_module, "shown", None)
                 logger.show_first(pl_module, *trainer.callbacks)  # type: ignore[attr-defined]
         if trainer.is_global_zero:
-            text = self.parser.dump(self.config, skip_none=False, skip_default=True)  # it repeats the run, too
+            text = self.parser.dump(self.config, skip_none=False, skip_default=True)  # also repeats the run
             publish_text(trainer, text, "config")
 
 
@@ -165,7 +164,7 @@ class RecipeCLI(LightningCLI):
         warnings.filterwarnings("ignore", category=PossibleUserWarning)
         # Lightning 2.6 on torch >= 2.13; nothing that a user could act on.
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-        # A validation split of nothing is what val_fraction 0 asks for.
+        # val_fraction 0 asks for an empty validation split.
         warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
         # Going on with a run, or testing its checkpoint from another folder, is nothing to warn of.
         warnings.filterwarnings("ignore", message="(Checkpoint directory .* is not empty|The dirpath has changed from)")
@@ -214,7 +213,7 @@ class RecipeCLI(LightningCLI):
         """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
         options = _with_checkpoint_settings(args)
         self._given = read_given(options[1:])
-        RecipeParser.given = merge(self._given)  # of the class: errors come from nested parsers, too
+        RecipeParser.given = merge(self._given)  # on the class, as nested parsers report errors, too
         RecipeParser.refused = ""
         self.config = parser.parse_args(options)
         if missing := first_missing(RecipeParser.given):
@@ -295,7 +294,7 @@ class RecipeCLI(LightningCLI):
     def _make_module(
         self, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
     ) -> object:
-        """Make a module; what stands in the place of a network and is none is wrapped, if its package is allowed."""
+        """Make a module; wrap one that is given as network and is no ``Network``, if its package is allowed."""
         settings = self._get(self.config, "model").get("init_args") or {}
         path = (settings.get("network") or {}).get("class_path", "")
         try:
@@ -304,7 +303,7 @@ class RecipeCLI(LightningCLI):
             return build({"class_path": path, "init_args": named}, settings.get("allow") or ())
         except TypeError as error:
             if pair := unsaid_pair(kind, named):
-                reason = str(error).partition(", but")[0]  # torch goes on with all that it would have taken
+                reason = str(error).partition(", but")[0]  # torch adds all signatures
                 raise ValueError(
                     f"{kind.__name__} does not take the data's {pair}, height and width of the images ({reason}); "
                     "if it takes the side of square ones, annotate the argument as int."
@@ -312,7 +311,7 @@ class RecipeCLI(LightningCLI):
             raise
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the settings as given: those of a checkpoint came first, so that the command line wins."""
+        """Do nothing: settings of a checkpoint have been read already, before those of the command line."""
 
     @property
     def _first_rank(self) -> bool:
@@ -354,7 +353,7 @@ class RecipeCLI(LightningCLI):
                 self._try_requirements(config)
 
     def _try_requirements(self, config: Namespace) -> None:
-        """Let a trial of this run try what it requires too, in a folder that is removed when the process ends."""
+        """Run the requirements of a trial as trials, too, in a temporary folder."""
         self._trial = Path(tempfile.mkdtemp(prefix="lightning-sym-"))
         atexit.register(shutil.rmtree, self._trial, ignore_errors=True)
         for number, requirement in enumerate(self._required):
@@ -362,7 +361,7 @@ class RecipeCLI(LightningCLI):
             redirect(config, requirement.option, self._required[number].folder)
 
     def _earlier_run(self) -> list[Path]:
-        """Return what earlier commands left in the run folder; the zoo is no part of it.
+        """Return the files of earlier commands in the run folder, without the zoo.
 
         Event files alone are none.
         """
@@ -447,7 +446,7 @@ class RecipeCLI(LightningCLI):
                 )
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Make what the run requires and run the command.
+        """Meet the requirements of the run and run the command.
 
         If it fails, the processes that it started, which would wait for this one, are ended.
         """
@@ -462,10 +461,10 @@ class RecipeCLI(LightningCLI):
             raise
 
     def predict(self, **kwargs: Any) -> None:
-        """Run ``Trainer.predict`` and write what the task returns to ``results/predictions.safetensors``.
+        """Run ``Trainer.predict`` and write the predictions to ``results/predictions.safetensors``.
 
         Raises:
-            ValueError: If there are several processes, each of which would see a share of the images.
+            ValueError: If there are several processes: each would see a share of the images.
         """
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs in one process, got {self.trainer.world_size}; set --trainer.devices 1.")
@@ -564,9 +563,9 @@ def _is_class(kind: str) -> bool:
 
 
 def _discard_arguments(parser: Any, before: Any, chosen: Any) -> None:
-    """Drop the arguments of an optimizer, scheduler or network whose class a later option replaces.
+    """Drop the arguments of an optimizer, scheduler or network when a later option replaces its class.
 
-    jsonargparse would hand arguments of the same name on, for example the weight decay that a recipe chose for Adam to
+    jsonargparse would keep arguments of the same name, for example the weight decay that a recipe chose for Adam to
     the SGD of the command line, or the width of its network to another network.
     """
     kind = class_at(chosen["class_path"])

@@ -22,16 +22,16 @@ _COMMANDS = {
     "validate": "evaluate on the validation split",
     "test": "evaluate the run that a recipe made on the test split: lightning-sym test --config zoo/mnist5k",
     "predict": "predict the test split",
-    "import": "make a zoo of checkpoints of yours: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
-    "merge": "the mean of checkpoints in one order: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
-    "symmetry": "what leaves a network's function alone: lightning-sym symmetry torchvision:resnet50",
-    "compare": "numbers of several runs side by side, seeds grouped: lightning-sym compare runs/a runs/b",
-    "estimate": "what a recipe would cost, before it is run: lightning-sym estimate --config zoo/mnist5k --devices 8",
+    "import": "make a zoo of your checkpoints: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
+    "merge": "align and average checkpoints: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
+    "symmetry": "derive the symmetry group of a network: lightning-sym symmetry torchvision:resnet50",
+    "compare": "compare the results of runs, with seeds grouped: lightning-sym compare runs/a runs/b",
+    "estimate": "predict the cost of a recipe: lightning-sym estimate --config zoo/mnist5k --devices 8",
     "recipes": "list the shipped recipes; with a name, show one",
 }
 
 
-# Commands beside Lightning's, and the modules that read their options without PyTorch.
+# Commands that Lightning does not have, and the modules that read their options without PyTorch.
 _MODULES = {"merge": "merging", "symmetry": "symmetry", "compare": "compare", "estimate": "estimate"}
 
 
@@ -98,7 +98,7 @@ def _help() -> str:
         f"{USAGE}\n\n"
         f"{commands}\n\n"
         "Options after --config win over it. All of them: lightning-sym fit --help; of one class:\n"
-        "lightning-sym fit --model.help lightning_sym.tasks.ZooTask. What would run:\n"
+        "lightning-sym fit --model.help lightning_sym.tasks.ZooTask. To print all settings of a run:\n"
         "lightning-sym fit --config zoo/mnist5k --print_config=skip_default."
     )
 
@@ -180,11 +180,11 @@ def _no_collection() -> Iterator[None]:
 
 
 def _guarded(start: Callable[[], None], *, resumes: bool = False) -> int:
-    """Call a function; what goes wrong is one sentence and an exit status.
+    """Call a function, and report an error as one sentence and an exit status.
 
     Args:
         start: The function.
-        resumes: Whether it writes checkpoints, from which it can go on.
+        resumes: Whether it writes checkpoints that a later call can resume from.
     """
     try:
         start()

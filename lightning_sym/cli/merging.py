@@ -1,6 +1,6 @@
 """``lightning-sym merge``: checkpoints of one network, aligned up to its symmetry, become their mean.
 
-What was asked is read here, without importing torch.
+Options are read without importing torch.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ USAGE = (
     "--out FILE.safetensors [--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] "
     "[--recalibrate] [--align-only]"
 )
-NEEDS = "lightning_sym.cli.models"  # what it imports of PyTorch
+NEEDS = "lightning_sym.cli.models"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Brings checkpoints of one network into one order (units change places, with scales, signs and matrices where the network
@@ -56,7 +56,7 @@ _OPTIONS = ("network", "out", "data", "method", "points", "prefix", "input", "to
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Options of the command.
 
     Attributes:
         files: The checkpoints, and folders of zoos.
@@ -67,10 +67,10 @@ class Asked:
         align_only: Whether to write the second in the order of the first.
         recalibrate: Whether to measure statistics of batch norms.
         points: On a line.
-        prefix: Of the names of the weights.
-        shape: Of one input.
+        prefix: Prefix of the names of the weights.
+        shape: Shape of one input.
         tokens: The input is integers below this number.
-        seed: Of the matching.
+        seed: Seed of the matching.
     """
 
     files: tuple[str, ...]
@@ -93,7 +93,7 @@ class Asked:
 
 
 def read_options(args: Sequence[str]) -> Asked:
-    """Return what the arguments ask for.
+    """Read the options.
 
     Args:
         args: The arguments after the command; not those that ask for help.
@@ -131,7 +131,7 @@ def read_options(args: Sequence[str]) -> Asked:
 
 
 def run(asked: Asked) -> None:
-    """Merge, write the result and its report, and print what it is worth.
+    """Merge checkpoints, write the result and its report, and print the comparison.
 
     Args:
         asked: As :func:`read_options` returns it.
@@ -213,7 +213,7 @@ def _arguments(node: Any) -> Mapping[str, Any]:
 
 
 def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any], str | None]:
-    """Return the checkpoints, those in folders among them, and what the folders say of the network.
+    """Return the checkpoints, also those in folders, and the network that the folders name.
 
     Returns:
         The files; the architecture of the first zoo (empty without one); the first folder of a model of transformers.
@@ -286,7 +286,7 @@ def _needs_no_values(network: Any) -> bool:
 
 @contextlib.contextmanager
 def _named(network: str, data: Any) -> Iterator[None]:
-    """Say of what torch refuses which network was run on which data."""
+    """Add network and data to the errors of torch."""
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:

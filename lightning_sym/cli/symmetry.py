@@ -1,6 +1,6 @@
 """``lightning-sym symmetry``: the table of a network's symmetries, of any model by its name.
 
-What was asked is read here, without importing torch; :mod:`lightning_sym.cli.models` builds the model.
+This module reads the options without importing torch; :mod:`lightning_sym.cli.models` builds the model.
 """
 
 import json
@@ -17,7 +17,7 @@ from lightning_sym.cli.given import read_own, shape_of, whole
 USAGE = (
     "usage: lightning-sym symmetry NETWORK [--input SHAPE] [--tokens NUMBER] [--output NAME] [--meta] [--out FILE.json]"
 )
-NEEDS = "lightning_sym.cli.models"  # what it imports of PyTorch
+NEEDS = "lightning_sym.cli.models"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Finds the changes of weights that leave a network's function alone, tries random ones, and prints a table.
@@ -40,12 +40,12 @@ _OPTIONS = ("network", "input", "tokens", "output", "meta", "out")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Options of the command.
 
     Attributes:
         network: The network's name.
-        arguments: Of its class, by name.
-        shape: Of one input, without the batch.
+        arguments: Arguments of its class, by name.
+        shape: Shape of one input, without the batch.
         tokens: The input is integers below this number; None for floating numbers, or as the model says.
         output: Which output counts.
         meta: Whether to build it without weights.
@@ -62,7 +62,7 @@ class Asked:
 
 
 def read_options(args: Sequence[str]) -> Asked:
-    """Return what the arguments ask for.
+    """Read the options.
 
     Args:
         args: The arguments after the command; not those that ask for help.
@@ -111,7 +111,7 @@ def run(asked: Asked) -> None:
         raise ValueError(f"{asked.out} is a folder; expected a file that ends in .json.")
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is worth knowing is in the notes
+        warnings.simplefilter("ignore")  # the notes contain what matters
         model = build_model(asked.network, asked.arguments, meta=asked.meta)
         example = example_of(model, asked.shape, asked.tokens)
         symmetry = trace_symmetry(model.network, example.positional, output=asked.output, **example.keywords)
@@ -130,7 +130,7 @@ def run(asked: Asked) -> None:
 
 
 def _numbers(symmetry: Any) -> dict[str, Any]:
-    """Return what the table says, as data."""
+    """Return the table as data."""
     tested = symmetry.elements_tried > 0
     return {
         "dimension": symmetry.dimension,
