@@ -1,4 +1,9 @@
-"""Hessian and Gauss-Newton matrix of a mean loss as linear operators, over data that stream and over processes."""
+"""Hessian and Gauss-Newton matrix of a mean loss as linear operators, over streamed data and over processes.
+
+Products with many vectors, and traces, are those of curvlinops. What it lacks is here: sums over processes with unequal
+shares, ignored samples, products on a subspace, and the checks of data, network and loss. A Hessian times a few vectors
+is ours as well, since one gradient graph for all of them halves the time.
+"""
 
 import contextlib
 import copy

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def keep_best(task: "PopulationTask", values: Mapping[str, list[float]]) -> None:
-    """Keep the current weights of the members for which they are the best; without metrics, of all."""
+    """Keep the current weights of each member if they are its best; without metrics, of all members."""
     for number in task.population.numbers:
         if number in task.stopped:
             continue
@@ -31,7 +31,7 @@ def keep_best(task: "PopulationTask", values: Mapping[str, list[float]]) -> None
 
 
 def epochs_trained(task: "PopulationTask") -> float:
-    """Return how many epochs have been trained by now, with the part of the current one."""
+    """Return the number of epochs trained by now, with the fraction of the current one."""
     progress = task.trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return task.current_epoch + min(1.0, progress / max(1, int(task.trainer.num_training_batches)))
 

@@ -109,14 +109,14 @@ def make_scheduler(
 
 
 def steps_of_run(task: LightningModule, interval: str) -> int | None:
-    """Return how often a scheduler steps until training ends; None if it never does."""
+    """Return the number of steps of a scheduler until training ends; None if it never ends."""
     trainer = task.trainer
     steps = trainer.estimated_stepping_batches if interval == "step" else trainer.max_epochs
     return None if steps in (None, -1, float("inf")) else int(steps)
 
 
 def scheduled(task: LightningModule, optimizer: Optimizer, scheduler: LRScheduler | None, interval: str) -> Any:
-    """Return what ``configure_optimizers`` returns; warn if the learning rate comes to its lowest at another time.
+    """Make the result of ``configure_optimizers``; warn if the learning rate is lowest before or after the end.
 
     Args:
         task: The task; has a trainer by now if there is a scheduler.
@@ -125,7 +125,7 @@ def scheduled(task: LightningModule, optimizer: Optimizer, scheduler: LRSchedule
         interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.
 
     Raises:
-        ValueError: If the scheduler comes to its end before training does, and would stop the run there.
+        ValueError: If the scheduler ends before training does, which would stop the run there.
     """
     if scheduler is None:
         return optimizer

@@ -1,5 +1,6 @@
-"""What a checkpoint holds of a population beside the weights."""
+"""The part of a checkpoint for a population, without the current weights."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_sym.tasks.strategy import gather
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def population_state(task: "PopulationTask") -> dict[str, Any]:
-    """Return what was kept and recorded of the members of all ranks; to be called on every rank."""
+    """Collect the kept weights and records of the members of all ranks; to be called on every rank."""
     mine = task.kept, task.stopped, task.member_records()
     parts = gather(mine) if task.member_parallel else [mine]
     kept, stopped, records = ({n: one for part in parts for n, one in part[i].items()} for i in range(3))
@@ -26,7 +27,7 @@ def population_state(task: "PopulationTask") -> dict[str, Any]:
 
 
 def load_population_state(task: "PopulationTask", saved: dict[str, Any] | None) -> None:
-    """Restore what :func:`population_state` returned, of this rank's members.
+    """Restore this rank's members from the result of :func:`population_state`.
 
     Raises:
         ValueError: If the checkpoint is of other members or settings, or training resumes with another placement of
@@ -35,13 +36,7 @@ def load_population_state(task: "PopulationTask", saved: dict[str, Any] | None) 
     identity = task.identity()
     if saved is None or not identity.keys() <= saved.keys():
         raise ValueError(f"The checkpoint holds no population: it was not written by a {type(task).__name__}.")
-    for name, mine in identity.items():
-        if saved[name] != mine:
-            theirs, ours = first_difference(saved[name], mine)
-            raise ValueError(
-                f"The checkpoint has {name} {theirs} and this run has {ours}; use the settings that it was trained "
-                "with, which the config.yaml of its run holds."
-            )
+    require_same(saved, identity)
     processes = task.trainer.world_size if task.member_parallel else 1
     if saved["processes"] != processes and task._trainer is not None and task.trainer.state.fn == "fit":
         raise ValueError(
@@ -59,6 +54,17 @@ def load_population_state(task: "PopulationTask", saved: dict[str, Any] | None) 
     task.history, task.history_epochs = saved["history"], saved["history_epochs"]
     if task._trainer is None or task.trainer.is_global_zero:  # sums over ranks now belong to one rank
         task.train_metrics.set_totals(saved["train_sums"])
+
+
+def require_same(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raise unless a checkpoint has the settings of this run."""
+    for name, mine in identity.items():
+        if saved[name] != mine:
+            theirs, ours = first_difference(saved[name], mine)
+            raise ValueError(
+                f"The checkpoint has {name} {theirs} and this run has {ours}; use the settings that it was made with, "
+                "which the config.yaml of its run holds."
+            )
 
 
 def first_difference(a: Any, b: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Stopping:
-    """Stops the members of one rank whose losses are not finite.
+    """Stops members of one rank after losses that are not finite.
 
     Args:
         task: The task with these members.
@@ -28,12 +28,12 @@ class Stopping:
         self.records: dict[int, dict[str, Any]] = {}
 
     def restart(self, records: dict[int, dict[str, Any]]) -> None:
-        """Forget what was found, and begin with the given records."""
+        """Start again with the given records."""
         self._divergence.forget()
         self.records = records
 
     def without_diverged(self, losses: Tensor, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return losses and gradients, 0 for members that do not go on, and which members do, shape ``[m]``, bool."""
+        """Zero the losses and gradients of diverged members; also return a mask of the running ones, ``[m]``, bool."""
         task = self._task
         finite = torch.isfinite(losses)
         if task.trainer.world_size > 1 and not task.member_parallel:

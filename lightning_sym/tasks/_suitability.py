@@ -39,7 +39,7 @@ def check_suits(task: "PopulationTask", *, overrides: bool) -> None:
     data = getattr(task.trainer, "datamodule", None)
     if task.classifies and not overrides and not getattr(data, "regression", False):
         _check_class_numbers(task, data)
-    # Of a single output, a value each, every cross-entropy is 0; of several they may be probabilities.
+    # With a single output every cross-entropy is 0; with several outputs values may be probabilities.
     single = getattr(data, "num_classes", None) == 1 and is_cross_entropy(task.loss_function)
     if (task.classifies or single) and not overrides and getattr(data, "regression", False):
         takes_loss = "loss" in inspect.signature(type(task)).parameters

@@ -167,7 +167,7 @@ class PopulationTask(PopulationInterface):
 
     @property
     def member_parallel(self) -> bool:
-        """Whether every rank holds members of its own."""
+        """Whether every rank holds different members."""
         trainer = self._trainer
         return trainer is not None and isinstance(trainer.strategy, strategy.MemberParallelStrategy)
 
@@ -269,7 +269,7 @@ class PopulationTask(PopulationInterface):
         return carry_gradients(losses.sum() / alive.sum().clamp(min=1), gradients, self.population.trainable())
 
     def _draw(self, batch_idx: int, per_process: bool = True) -> int:
-        # Not the global step, which stands still while gradients accumulate. Ranks that share out the data draw
+        # Not the global step, which is constant while gradients accumulate. Ranks that share out the data draw
         # different masks.
         place = self.global_rank if per_process and not self.member_parallel else 0
         return derive_seed(self.current_epoch, batch_idx, place)
@@ -312,7 +312,7 @@ class PopulationTask(PopulationInterface):
         if self.trainer.world_size > 1 and not self.member_parallel:
             strategy.average_over_ranks(self.trainer.strategy, list(self.shared_buffers()))
 
-    # ---- what is logged and kept
+    # ---- logging and kept weights
 
     def _log_epoch(self, split: str, metric: PopulationLoss) -> dict[str, list[float]]:
         """Log a metric of each member and their summary; return its values and reset it."""
@@ -345,7 +345,7 @@ class PopulationTask(PopulationInterface):
                 logger.log_metrics(details(values), step=max(self.global_step - 1, 0))
 
     def keep_weights(self, values: Mapping[str, list[float]]) -> None:
-        """Keep the current weights of all members whose score is the best so far.
+        """Keep the current weights of all members with their best score so far.
 
         Args:
             values: Metrics by name, a value for each member; none to keep the weights of all members.

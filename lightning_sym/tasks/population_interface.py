@@ -71,11 +71,11 @@ class PopulationInterface(LoadsTrusted, LightningModule):
         """Observe the losses of a training step; an override must not wait for the device.
 
         Args:
-            losses: This rank's members' losses, 0 for those that do not go on. Shape ``[m]``.
-            alive: Which members go on. Shape ``[m]``, bool.
+            losses: Losses of this rank's members, 0 for stopped ones. Shape ``[m]``.
+            alive: Whether each member continues. Shape ``[m]``, bool.
         """
 
-    # ---- metrics, optimizer, and what is logged
+    # ---- metrics, optimizer and logging
 
     def make_metric(self, split: str) -> PopulationLoss:
         """Make the metric for the losses of all members, and for accuracies if the loss is a cross-entropy.
@@ -179,7 +179,7 @@ class PopulationInterface(LoadsTrusted, LightningModule):
             return []
         return [parameter for name, parameter in self.population.named_trainable() if "weight" not in name]
 
-    # ---- what is kept
+    # ---- kept weights
 
     def state_to_keep(self, number: int) -> dict[str, Tensor]:
         """Return the state to keep of a member that is the best so far."""

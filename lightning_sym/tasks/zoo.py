@@ -71,8 +71,8 @@ class ZooTask(PopulationTask):
         prior_precision: Precision of the Gaussian prior of all weights at the start, > 0; it needs an optimizer without
             weight decay, and the plain cross-entropy or, for a regression, the loss
             :class:`lightning_sym.tasks.SquaredDistance`. Default: members have no prior.
-        initial: Folder of a zoo whose members of these numbers are where training begins. Default: with random weights.
-        allow: Packages of your own whose modules ``network`` may name, and whose networks the zoo ``initial`` may hold,
+        initial: Folder of a zoo with the initial weights of members with these numbers. Default: random weights.
+        allow: Your own packages with modules of ``network``, and with networks of the zoo ``initial``,
             see ``ModelZoo.open``.
 
     Attributes:
