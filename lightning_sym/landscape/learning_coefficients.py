@@ -18,7 +18,7 @@ from lightning_sym.landscape.langevin import METHODS, Dynamics, Method, Noise, e
 from lightning_sym.landscape.loss_on_data import BatchLoss, LossOnData
 
 LARGEST_STEP = 0.1
-"""What the step times the largest curvature of the chains' potential should not exceed."""
+"""Limit of the step times the largest curvature of the chains' potential."""
 SAME = 0.05
 """How far from 1 the ratio of the last to the second quarter of stationary chains may be, and how uncertain."""
 AGREEMENT = 1.1
@@ -29,7 +29,7 @@ FIRST_CHAINS = 8
 """How many chains are run by default before their spread says how many decide."""
 _MOST_CHAINS = 2048  # by default
 _MOST_WORK = 2**33  # of chains by default: their number times steps, samples, and weights and inputs of a sample
-_CERTAIN = 0.6 * SAME  # what error of a ratio the default chains aim at
+_CERTAIN = 0.6 * SAME  # target error of a ratio for the default number of chains
 _FEWEST = 3  # chains
 _FEWEST_DRAWS = 8  # two in each quarter
 _TRACE_EVERY = 10  # steps, where the loss on all data is not known anyway
@@ -39,7 +39,7 @@ _UNSTABLE = 4  # times the step that fits: chains that have taken such steps beg
 
 @dataclass(frozen=True, eq=False)
 class LearningCoefficientEstimate:
-    r"""What Langevin chains around some weights say about their learning coefficient, and whether to believe it.
+    r"""An estimate of the learning coefficient at some weights by Langevin chains, with checks of its validity.
 
     Attributes:
         losses: L on all data along each chain, the burn-in included; NaN from where a chain left to infinity. Shape
@@ -170,7 +170,7 @@ class LearningCoefficientEstimate:
 
     @property
     def cautions(self) -> list[str]:
-        """What to know about an estimate, in sentences."""
+        """Notes on an estimate, in sentences."""
         found = []
         if self.step_curvature > (2 * LARGEST_STEP if self.method == "sgld" else 2.0):
             found.append(f"step * h_max is {self.step_curvature:.2g}, so large that it biases the estimate.")
@@ -204,7 +204,7 @@ class LearningCoefficientEstimate:
         return None if self.refusal else student_interval(self.chain_means.numpy(), level=level)
 
     def regular(self, eigenvalues: Tensor) -> float:
-        """Return what the mean of these chains would be in a quadratic loss, with their step and localisation.
+        """Return the mean of such chains in a quadratic loss, with their step and localisation.
 
         See :func:`lightning_sym.landscape.langevin.expected_energy`.
 
@@ -351,12 +351,12 @@ def learning_coefficient(
 
 
 def _wanted(found: LearningCoefficientEstimate, fitted: bool) -> int:
-    """Return how many chains to run next by default; as many as there are to stop.
+    """Return the default number of chains for the next run; the current number to stop.
 
     A fitted step knows the curvature where the chains were early on. If few of them left, others would have seen more.
 
     Args:
-        found: What the last ones say.
+        found: The latest estimate.
         fitted: Whether their step was fitted.
     """
     chains, gone = len(found.chain_means), len(found.escaped)
@@ -496,7 +496,7 @@ class _Run:
         return self.function.values(vectors) if self.numbers else vectors.new_zeros(0)
 
     def _leave(self, values: Tensor, index: int) -> None:
-        """Note which chains are no longer finite; what they do from here on is NaN."""
+        """Record the chains that are no longer finite; their values are NaN from here on."""
         if bool(torch.isfinite(values).all()):
             return
         for row in (~torch.isfinite(values)).nonzero().flatten().tolist():

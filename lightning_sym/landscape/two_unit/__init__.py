@@ -1,4 +1,4 @@
-"""What is known exactly about ReLU networks of one input and one output without biases, of two units above all."""
+"""Exact theory of ReLU networks with one input, one output and no biases, mainly with two units."""
 
 from lightning_sym.landscape.two_unit.equivalence_class import (
     Stratum,

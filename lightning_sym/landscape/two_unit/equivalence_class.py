@@ -25,7 +25,7 @@ class Stratum:
     Attributes:
         name: As in the docs: ``"S"``, ``"A"``, ``"B1"``, ...
         signs: Signs of a and b: -1, 0 or 1 each.
-        condition: What else the weights satisfy, for captions.
+        condition: Further condition on the weights, for captions.
         dimension: 2 or 3.
     """
 
@@ -99,7 +99,7 @@ class TwoUnitClass:
 
     @property
     def local_minima(self) -> dict[str, float]:
-        """Distances J at which a search from default initial weights gets stuck, by what died."""
+        """Distances J at which a search from default initial weights gets stuck, by the dead unit."""
         minima = {
             "negative side lost": self.moments.negative * self._q**2,
             "positive side lost": self.moments.positive * self._p**2,
@@ -110,7 +110,7 @@ class TwoUnitClass:
         return {"both sides lost": self.zero_distance} if self.kind == "same_sign" else {}
 
     def diagnose(self, distances: Tensor, reached: float, tolerance: float = 0.01) -> list[str]:
-        """Say what became of each restart of a search.
+        """Classify the outcome of each restart of a search.
 
         Args:
             distances: J at the end, on the class's moments. Shape ``[R]``.
