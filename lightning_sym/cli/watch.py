@@ -181,7 +181,7 @@ class Watch:
             self._stop(f"{self._me} was stopped by {name}", 128 + signum)
             self._tell(f"was stopped by {name}")
 
-    def _tell(self, what: str, but: socket.socket | None = None) -> None:
+    def _tell(self, what: str) -> None:
         """Tell the other ranks how this one ended; processes that have not joined yet are ended."""
         for peer in list(self._peers):
             _send(peer, f"{_END}{self._me} {what}")

@@ -15,8 +15,6 @@ from lightning_sym._random import generator
 from lightning_sym.landscape.learning_coefficients import LearningCoefficientEstimate, learning_coefficient
 from lightning_sym.landscape.loss_on_data import LossOnData
 
-INPUTS = 3
-"""How many numbers the inputs of :func:`analytic_landscapes` have."""
 _FARTHEST, _NODES = 8.0, 4000  # of the quadrature, in standard deviations of the localisation and per axis
 
 

@@ -32,7 +32,6 @@ class SimilarityMetric(Metric):
 
     full_state_update = True
     higher_is_better: bool | None = True
-    is_differentiable = False
 
     def __init__(self) -> None:
         # A process that was given no further data must still meet the others.

@@ -27,8 +27,6 @@ class PopulationLoss(Metric):
     """
 
     full_state_update = False
-    higher_is_better = None
-    is_differentiable = False
     sums: tuple[str, ...] = ("loss_sum", "count")
 
     loss_sum: Tensor
