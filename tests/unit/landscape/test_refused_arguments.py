@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import assert_refused
 from torch import nn
+from two_unit_class import optimal_path
 
 from lightning_sym.landscape import (
     FunctionScale,
@@ -30,7 +31,7 @@ from lightning_sym.landscape import (
     walk_level_set,
     weight_tensors,
 )
-from lightning_sym.landscape.two_unit import Moments, class_dimension, slopes, straight_legs, target_slopes
+from lightning_sym.landscape.two_unit import Moments, slopes, target_slopes
 from lightning_sym.networks import MultiLayerPerceptron
 
 NAN, INF = math.nan, math.inf
@@ -154,10 +155,8 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: target_slopes([0.1, 0.2, 0.3]), "finite slopes"),
         (lambda: TwoUnitClass((NAN, 1.0)), "finite slopes"),
         (lambda: TwoUnitClass(torch.ones(6)), "6 numbers"),
-        (lambda: straight_legs([torch.zeros(2)] * 2, 0), "points must be"),
-        (lambda: class_dimension(-1, 2), "positive must be an integer >= 0"),
-        (lambda: TwoUnitClass(SAME_SIGN).optimal_path(), "only mixed classes"),
-        (lambda: TwoUnitClass(MIXED).optimal_path(start=torch.ones(4)), "start must be a member"),
+        (lambda: optimal_path(TwoUnitClass(SAME_SIGN)), "only mixed classes"),
+        (lambda: optimal_path(TwoUnitClass(MIXED), start=torch.ones(4)), "start must be a member"),
         (lambda: TwoUnitClass(MIXED).quadric(SPACE), "same-sign classes"),
         (lambda: TwoUnitClass(SAME_SIGN).quadric(PLANE), r"dimension 3 in R\^4"),
     ],
