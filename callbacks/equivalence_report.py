@@ -14,7 +14,7 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.figures import isosurface_mesh
@@ -81,7 +81,7 @@ class EquivalenceReport(RunReport):
 
     needs = (
         *("teacher", "network", "about_teacher", "points", "seed", "members", "tolerance", "held_out", "milestones"),
-        *("independence", "scales", "found_points", "orbit_points", "all_outcomes", "success_fraction", "curves"),
+        *("scales", "found_points", "orbit_points", "all_outcomes", "success_fraction", "curves"),
         *("title", "copy_of_teacher", "sample_inputs", "held_out_surface"),
     )
     example = "EquivalenceTask"
@@ -105,12 +105,7 @@ class EquivalenceReport(RunReport):
         kinds = ("search", "orbit", "mixed")
         if isinstance(through, str) or not through or not set(through) <= set(kinds):
             raise ValueError(f"through must be a list of some of {', '.join(kinds)}, got {through!r}.")
-        for name, value, accepted in (
-            ("epsilon_unit", epsilon_unit, ("J0", "J")),
-            ("precision", precision, ("double", "single")),
-        ):
-            if value not in accepted:
-                raise ValueError(f'{name} must be "{accepted[0]}" or "{accepted[1]}", got {value!r}.')
+        check_words(("epsilon_unit", epsilon_unit, ("J0", "J")), ("precision", precision, ("double", "single")))
         self.grids = [PlaneGrid(2, 101), PlaneGrid(3, 51)] if grids is None else list(grids)
         self.epsilon = epsilon
         self.epsilon_unit = epsilon_unit
@@ -204,7 +199,6 @@ class EquivalenceReport(RunReport):
                 on_grid,
                 epsilon=self.epsilon,
                 unit=scale.zero if self.epsilon_unit == "J0" else 1.0,
-                tolerance=task.independence,
                 advice=_what_to_change(task, through),
             )
         ]
@@ -304,7 +298,7 @@ class EquivalenceReport(RunReport):
             images = task.orbit_points(max(1, needed // 2))
             points = [point for pair in zip_longest(searched, images) for point in pair if point is not None]
         vectors = torch.stack([point.weights.double() for point in points])
-        accepted = independent(vectors[1:] - vectors[0], task.independence)
+        accepted = independent(vectors[1:] - vectors[0])
         return [points[0], *(points[1 + index] for index in accepted)][:needed]
 
     def _point_rows(

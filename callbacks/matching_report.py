@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pytorch_lightning import Trainer
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_words
 from lightning_sym._text import name_of_callable
 from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
@@ -66,7 +66,7 @@ class MatchingReport(RunReport):
 
     needs = (
         *("pairs", "methods", "elements", "member", "matched", "model_zoo", "symmetry"),
-        *("matching_seed", "restarts", "scales", "signs", "loss_function", "classifies"),
+        *("restarts", "scales", "signs", "loss_function", "classifies"),
     )
     example = "MatchingTask"
 
@@ -80,8 +80,7 @@ class MatchingReport(RunReport):
     ) -> None:
         check_integers(2, points=points)
         check_integers(train_batches=1 if train_batches is None else train_batches)
-        if recalibrate not in ("both", "auto"):
-            raise ValueError(f'recalibrate must be "both" or "auto", got {recalibrate!r}.')
+        check_words(("recalibrate", recalibrate, ("both", "auto")))
         self.points = points
         self.train_batches = train_batches
         self.recalibrate = recalibrate
@@ -154,7 +153,7 @@ class MatchingReport(RunReport):
             "pairs": [list(pair) for pair in task.pairs],
             "points": self.points,
             "images": {line.split: next(iter(found.values())).samples for line, found in curves.items()},
-            "seeds": {"members": members, "matching_seed": task.matching_seed},
+            "seeds": {"members": members},
             "settings": picked(task, "restarts", "scales", "signs"),
             "symmetry": picked(task.symmetry, "dimension", "log10_permutations"),
             **self.source(data),

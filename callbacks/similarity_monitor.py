@@ -87,7 +87,7 @@ class SimilarityMonitor(TrainingMonitor):
         check_integers(4, images=images)
         check_integers(0, reference_member=reference_member)
         self.measures = None if measures is None else list(named_measures(measures).values())
-        self.sites = checked_sites("sites", sites)
+        self.sites = checked_sites(sites)
         # In a tuple, as a module is not one of the settings that Lightning copies or compares.
         self._reference = (reference,)
         self.reference_member = reference_member

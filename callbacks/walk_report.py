@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from pytorch_lightning import Trainer
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.callbacks.equivalence_report import first_inputs
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
@@ -15,6 +15,7 @@ from lightning_sym.reports.cells import picked
 from lightning_sym.reports.walk import walk_results
 from lightning_sym.tasks import EquivalenceTask
 
+_CHAIN_STEPS, _CHAIN_BURN_IN = 2000, 400  # of each Langevin chain
 _ORBIT_POINTS = 100  # of a walk at which the distance to the orbit is measured
 
 
@@ -38,7 +39,6 @@ class WalkReport(RunReport):
         inputs: How many inputs of the search the function is compared on, >= 1. A Jacobian has a row for each output
             of each.
         chains: Langevin chains; 0 for none.
-        chain_steps: Number of steps of each chain, of which the first fifth is not counted. >= 10.
         temperature: Temperature of the chains: the J about which they fluctuate, in units of J0. > 0.
         seed: Seed of directions and noise.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -62,7 +62,6 @@ class WalkReport(RunReport):
         direction: Literal["carried", "random"] = "carried",
         inputs: int = 100,
         chains: int = 0,
-        chain_steps: int = 2000,
         temperature: float = 1e-5,
         seed: int = 0,
         dirpath: str | None = None,
@@ -70,16 +69,13 @@ class WalkReport(RunReport):
         super().__init__(dirpath)
         check_integers(steps=steps, inputs=inputs)
         check_integers(0, chains=chains, seed=seed)
-        check_integers(10, chain_steps=chain_steps)
         check_numbers("> 0", step_size=step_size, temperature=temperature)
-        if direction not in ("carried", "random"):
-            raise ValueError(f'direction must be "carried" or "random", got {direction!r}.')
+        check_words(("direction", direction, ("carried", "random")))
         self.steps = steps
         self.step_size = step_size
         self.direction = direction
         self.inputs = inputs
         self.chains = chains
-        self.chain_steps = chain_steps
         self.temperature = temperature
         self.seed = seed
 
@@ -109,14 +105,14 @@ class WalkReport(RunReport):
                     teacher,
                     inputs,
                     chains=self.chains,
-                    steps=self.chain_steps - self.chain_steps // 5,
-                    burn_in=self.chain_steps // 5,
+                    steps=_CHAIN_STEPS - _CHAIN_BURN_IN,
+                    burn_in=_CHAIN_BURN_IN,
                     dimension=int(walk.ranks[0]),
                     target_loss=self.temperature * zero,
                     seed=self.seed,
                     progress=progress,
                 )
-        names = ("steps", "step_size", "direction", "inputs", "chains", "chain_steps", "temperature", "seed")
+        names = ("steps", "step_size", "direction", "inputs", "chains", "temperature", "seed")
         return walk_results(
             walk,
             places,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -318,18 +318,3 @@ def glyph_masks(glyph: NDArray[np.uint8]) -> NDArray[np.bool_]:
     loops = (parts > 0) & ~np.isin(parts, edge)
     found: NDArray[np.bool_] = np.stack([*strokes, ink & ~straight, loops])
     return found
-
-
-def concept_table(concepts: tuple[Concept, ...], masks: Tensor) -> list[dict[str, Any]]:
-    """Return one row per concept: its number of images and its fraction of all pixels.
-
-    Args:
-        concepts: The concepts.
-        masks: Shape ``[N, concepts, H, W]``, bool.
-    """
-    present = masks.flatten(2).any(2).sum(0).tolist()
-    coverage = masks.double().mean((0, 2, 3)).tolist()
-    return [
-        {**concept._asdict(), "images": images, "coverage": part}
-        for concept, images, part in zip(concepts, present, coverage, strict=True)
-    ]

@@ -1,6 +1,6 @@
 """Three ReLU units of one input have no barrier: a path between equivalent weights along which J stays 0.
 
-Two units that exchange their slopes must cross a barrier (``TwoUnitClass.optimal_path``). An additional unit allows a
+Two units that exchange their slopes must cross a barrier (``optimal_path`` of ``two_unit_class.py``). An additional unit allows a
 path around it, which is built here segment by segment:
 
     python examples/path_without_barrier.py
@@ -8,8 +8,9 @@ path around it, which is built here segment by segment:
 
 import torch
 from torch import Tensor
+from two_unit_class import optimal_path, straight_legs
 
-from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, distance, slopes, straight_legs
+from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, distance, slopes
 
 _EQUAL = 1e-9  # largest relative error of slopes of equal functions
 
@@ -46,7 +47,7 @@ def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
     if units <= len(carried):
         raise ValueError(
             f"{units} units that carry {len(carried)} slopes cannot spare one; take {len(carried) + 1} units or more, "
-            "or TwoUnitClass.optimal_path, which crosses the barrier."
+            "or optimal_path of two_unit_class.py, which crosses the barrier."
         )
 
     def concentrate(weights: Tensor) -> tuple[Tensor, dict[int, int]]:
@@ -90,7 +91,7 @@ def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
 def main() -> None:
     """Exchange the slopes of two units with and without a third one, and print the largest J on the path."""
     two = TwoUnitClass(torch.tensor([0.8, -0.6, 0.7, 0.5]))
-    print(f"two units:   {float(distance(two.optimal_path(), two.target, two.moments).max()):.2e}, the barrier")
+    print(f"two units:   {float(distance(optimal_path(two), two.target, two.moments).max()):.2e}, the barrier")
     start = torch.tensor([0.8, -0.6, 0.3, 0.7, 0.5, 0.0])  # the third unit has no effect
     path = connecting_path(start, start[[1, 0, 2, 4, 3, 5]])
     print(f"three units: {float(distance(path, two.target, Moments()).max()):.2e}")

@@ -55,6 +55,14 @@ def check_numbers(allowed: str, *, of: object = "", **values: object) -> None:
             )
 
 
+def check_words(*checks: tuple[str, object, tuple[str, ...]]) -> None:
+    """Raise unless each argument, given as a name, a value and the accepted words, is one of these words."""
+    for name, value, accepted in checks:
+        if value not in accepted:
+            options = " or ".join(f'"{word}"' for word in accepted)
+            raise ValueError(f"{name} must be {options}, got {value!r}.")
+
+
 def _within(value: float, allowed: str) -> bool:
     if not math.isfinite(value):
         return False

@@ -1,4 +1,4 @@
-"""Annotations of constructors: in a form that jsonargparse follows, and what they say about sizes of the data."""
+"""Annotations of constructors: a form that jsonargparse supports, and the sizes of the data that they declare."""
 
 import dataclasses
 import inspect
@@ -18,13 +18,13 @@ from lightning_sym.cli.given import LINKED
 
 
 def unsubscripted(annotation: Any) -> Any:
-    """Return an annotation in which generic classes stand without their parameters: ``Dataset`` for ``Dataset[Any]``.
+    """Remove the parameters of generic classes from an annotation: ``Dataset[Any]`` becomes ``Dataset``.
 
     jsonargparse (4.53) accepts a subclass where it finds ``Dataset[Any]``, but then reads the arguments of ``Dataset``
     itself, and builds that, without a word. Protocols and data classes it follows.
 
     Args:
-        annotation: Of an argument of a constructor; text is left as it is.
+        annotation: Annotation of a constructor's argument; text is not changed.
     """
     if isinstance(annotation, list):  # the arguments of a Callable
         return [unsubscripted(one) for one in annotation]
@@ -47,7 +47,7 @@ def _is_base(kind: type) -> bool:
 
 
 def fitting_size(kind: Any, name: str, size: Any) -> Any:
-    """Return a size of the data in the form in which a network's constructor takes it.
+    """Convert a size of the data to the form that a network's constructor takes.
 
     Args:
         kind: The network's class, or a function that makes it.
@@ -62,7 +62,7 @@ def fitting_size(kind: Any, name: str, size: Any) -> Any:
         ValueError: If the annotation takes none of these.
     """
     parameter = next((one for one in get_signature_parameters(kind) if one.name == name), None)
-    if parameter is None:  # it is not handed over
+    if parameter is None:  # the data do not set it
         return size
     forms = [size]
     if isinstance(size, tuple):
@@ -94,17 +94,17 @@ def _parsed(annotation: Any, value: Any) -> Any:
     except ValueError:  # a type that the parser does not know: it takes anything
         return value
     parsed = parser.parse_object({"size": value}).size
-    if isinstance(parsed, set | frozenset):  # height and width would change places
+    if isinstance(parsed, set | frozenset):  # it would lose the order of height and width
         raise ArgumentError(None, "a set has no order")
     return parsed
 
 
 def unsaid_pair(kind: Any, arguments: Mapping[str, Any]) -> str:
-    """Return which pair an argument without an annotation was given, as ``image_size=(8, 8)``; empty if none was.
+    """Name the argument without annotation that was given a pair, as ``image_size=(8, 8)``; empty if there is none.
 
     Args:
         kind: The network's class.
-        arguments: Of its constructor, by name.
+        arguments: Arguments of its constructor, by name.
     """
     for parameter in get_signature_parameters(kind):
         value = arguments.get(parameter.name)

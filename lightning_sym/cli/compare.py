@@ -5,18 +5,18 @@ What was asked, and the runs' own files, are read without importing torch.
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_sym._files import write_atomically
 from lightning_sym._runs import FinishedRun, find_runs
-from lightning_sym._text import nearest
-from lightning_sym.cli.given import merge, read_given, separated
+from lightning_sym.cli.given import read_own
 
 USAGE = (
     "usage: lightning-sym compare RUN RUN [RUN ...] [--metrics PATTERNS] [--table NAME] [--ignore OPTIONS] "
     "[--out FOLDER]"
 )
+NEEDS = "lightning_sym.reports"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Prints the settings in which runs differ and what each of them ended with. Runs that differ by seed only are one
@@ -33,7 +33,7 @@ _OPTIONS = ("metrics", "table", "ignore", "out")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Options of the command.
 
     Attributes:
         places: Folders of runs, or of several.
@@ -41,6 +41,8 @@ class Asked:
         table: Whose rows are compared.
         ignore: Patterns of options.
         out: Folder of the files.
+        runs: The runs; by :func:`look`, like ``left_out``.
+        left_out: Reasons for leaving runs out.
     """
 
     places: tuple[str, ...]
@@ -48,10 +50,12 @@ class Asked:
     table: str | None = None
     ignore: tuple[str, ...] = ()
     out: Path | None = None
+    runs: tuple[FinishedRun, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
-def read_compare_options(args: Sequence[str]) -> Asked:
-    """Return what the arguments ask for.
+def read_options(args: Sequence[str]) -> Asked:
+    """Read the options.
 
     Args:
         args: The arguments after the command; not those that ask for help.
@@ -59,11 +63,8 @@ def read_compare_options(args: Sequence[str]) -> Asked:
     Raises:
         ValueError: If an option is not known or has no value, or there is no run.
     """
-    options, places = separated(args)
-    given = merge(read_given(options))
+    given, places = read_own("compare", args, _OPTIONS)
     for name, value in given.items():
-        if name not in _OPTIONS:
-            raise ValueError(f"compare has no option '{name}'.{nearest(name, _OPTIONS)}")
         if value in (None, "", [], {}):
             raise ValueError(f"--{name} has no value.")
     if not places:
@@ -84,8 +85,8 @@ def _patterns(given: object) -> tuple[str, ...]:
     return tuple(str(one).strip() for one in several)
 
 
-def read_runs(asked: Asked) -> tuple[list[FinishedRun], list[str]]:
-    """Return the runs, and what is said of those that are left out.
+def look(asked: Asked) -> Asked:
+    """Find the runs, and the reasons for leaving others out.
 
     Raises:
         ValueError: If one is not there or has not ended, there are not two, or the folder of the files is a file.
@@ -99,16 +100,14 @@ def read_runs(asked: Asked) -> tuple[list[FinishedRun], list[str]]:
         )
     if asked.out is not None and asked.out.is_file():
         raise ValueError(f"{asked.out} is a file; --out takes a folder.")
-    return runs, left_out
+    return replace(asked, runs=tuple(runs), left_out=tuple(left_out))
 
 
-def print_comparison(asked: Asked, runs: Sequence[FinishedRun], left_out: Sequence[str]) -> None:
-    """Compare runs, print what was found, and write it.
+def run(asked: Asked) -> None:
+    """Compare runs, print the comparison, and write it.
 
     Args:
-        asked: As :func:`read_compare_options` returns it.
-        runs: As :func:`read_runs` returns them, like the next.
-        left_out: What is said of others.
+        asked: As :func:`look` returns it.
 
     Raises:
         ValueError: If the runs have nothing in common.
@@ -118,10 +117,10 @@ def print_comparison(asked: Asked, runs: Sequence[FinishedRun], left_out: Sequen
 
     from lightning_sym.reports.comparison import compare_runs
 
-    found = compare_runs(runs, metrics=asked.metrics, table=asked.table, ignore=asked.ignore)
+    found = compare_runs(asked.runs, metrics=asked.metrics, table=asked.table, ignore=asked.ignore)
     console = Console(width=80)
     found.show(console)
-    for note in left_out:
+    for note in asked.left_out:
         console.print(f"  {note}", highlight=False, markup=False)
     if asked.out is None:
         return

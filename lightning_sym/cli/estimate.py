@@ -1,16 +1,21 @@
-"""``lightning-sym estimate``: what a recipe would cost, from a few of its real steps.
+"""``lightning-sym estimate``: predict the cost of a recipe from a few of its steps.
 
-What was asked is read here, without importing torch; :mod:`lightning_sym.cli.trial` runs the steps.
+This module reads the options without importing torch; :mod:`lightning_sym.cli.trial` runs the steps.
 """
 
+import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
 
-from lightning_sym.cli.given import merge, read_given
+from lightning_sym.cli.checking import checked_options
+from lightning_sym.cli.given import merge, read_given, whole
 
 USAGE = (
     "usage: lightning-sym estimate --config RECIPE_OR_FILE [--SECTION.NAME VALUE ...] [--devices N] [--bandwidth GB/S]"
 )
+NEEDS = "lightning_sym.cli.trial"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Runs a few steps, a validation, and all that comes after training of a recipe, in a folder that is removed, and says how
@@ -21,34 +26,36 @@ long all of it would take on this machine, and how much memory. Options are thos
   --steps 30        steps of an epoch that are run; fewer if they take longer than 20 seconds
 
 How it is computed, and what is left out: docs/scaling-out.md."""
-_OWN = {"devices": 0, "bandwidth": 25.0, "steps": 30}
+_OWN = ("devices", "bandwidth", "steps")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Options of the command.
 
     Attributes:
         args: Options of fit.
         devices: Over how many devices the run is shared out; 0 for one.
-        bandwidth: Of the network, in bytes per second.
+        bandwidth: Bandwidth of the network, in bytes per second.
         steps: Steps that are run.
+        began: Value of ``time.perf_counter`` when the command began.
     """
 
     args: tuple[str, ...]
     devices: int
     bandwidth: float
     steps: int
+    began: float = field(default_factory=perf_counter, compare=False)
 
 
-def read_estimate_options(args: Sequence[str]) -> Asked:
-    """Return what the arguments ask for; those of fit are not looked at.
+def read_options(args: Sequence[str]) -> Asked:
+    """Read the options.
 
     Args:
         args: The arguments after the command; not those that ask for help.
 
     Raises:
-        ValueError: If one of the command's own options has a wrong value.
+        ValueError: If an option is unknown or has a wrong value.
     """
     rest: list[str] = []
     mine: list[str] = []
@@ -58,13 +65,14 @@ def read_estimate_options(args: Sequence[str]) -> Asked:
         is_mine = arg.startswith("--") and name in _OWN
         (mine if is_mine or waiting else rest).append(arg)
         waiting = is_mine and "=" not in arg
-    given = {**_OWN, **merge(read_given(mine))}
-    for name, least in (("devices", 0), ("steps", 4)):
-        if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < least:
-            raise ValueError(f"--{name} takes a whole number >= {max(least, 1)}, got {given[name]!r}.")
-    speed = given["bandwidth"]
+    given = merge(read_given(mine))
+    devices, steps, speed = whole(given, "devices", 1, 0), whole(given, "steps", 4, 30), given.get("bandwidth", 25.0)
     if isinstance(speed, bool) or not isinstance(speed, int | float) or not 0 < speed < float("inf"):
         raise ValueError(f"--bandwidth takes a number of gigabytes per second > 0, got {speed!r}.")
-    if "devices" in merge(read_given(mine)) and given["devices"] < 1:
-        raise ValueError(f"--devices takes a whole number >= 1, got {given['devices']!r}.")
-    return Asked(tuple(rest), given["devices"], 1e9 * speed, given["steps"])
+    return Asked(tuple(checked_options(rest)), devices, 1e9 * speed, steps)
+
+
+def run(asked: Asked) -> None:
+    """Run the steps and print the costs."""
+    trial: Any = importlib.import_module(NEEDS)
+    trial.print_estimate(asked)

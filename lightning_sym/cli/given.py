@@ -1,8 +1,7 @@
-"""What a command line and its files say, as trees of options: read without importing torch."""
+"""Options of a command line and its files as trees, read without importing torch."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,23 @@ from lightning_sym._text import initials, nearest
 
 Tree = dict[str, Any]
 
-# Keys of a class in YAML beside its arguments.
+# Keys of a class in YAML that are not its arguments.
 _CLASS, _ARGUMENTS = "class_path", ("init_args", "dict_kwargs")
-# What a command takes beside the sections of its classes, and what is asked of the parser itself.
+# Options of a command apart from the sections of its classes, and options of the parser itself.
 SECTIONS = ("model", "data", "trainer", "checkpoint")
 SETTINGS = (
     *("run_dir", "overwrite", "zoo_dir", "log_details", "requires", "seed_everything", "ckpt_path", "config"),
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
+_HELP = ("-h", "--help", "--print_config")  # take no value
 # Sizes that follow from the data, and are linked from a datamodule into a task's network.
 LINKED = ("in_channels", "image_size", "num_classes")
-# Classes that are not named, because nothing else may stand there.
+# Sections with a fixed class, which files do not name.
 _FIXED = {"trainer": "pytorch_lightning.Trainer", "checkpoint": "lightning_sym.cli.checkpoints.RunCheckpoint"}
 
 
 def read_given(args: Sequence[str]) -> list[Tree]:
-    """Return what each file and each option says, in their order: later ones win.
+    """Read the files and options, in order; later ones override earlier ones.
 
     Options of a class are named as on the command line, without ``init_args``; its name is under ``class_path``.
 
@@ -39,38 +39,86 @@ def read_given(args: Sequence[str]) -> list[Tree]:
         ValueError: If a text is too long or too deeply nested to be read.
     """
     trees: list[Tree] = []
-    for arg, following in pairwise([*args, ""]):
-        option, given, value = arg.partition("=")
-        if not given:
-            value = "" if following.startswith("--") else following
+    for option, value in _pairs(args):
         if option in ("--config", "-c"):
-            trees.append(_config(value))
+            trees.append(_config(value or ""))
         elif option.startswith("--"):
             tree: Tree = {}
-            _place(tree, option.removeprefix("--").split("."), _yaml(value, f"What {option} is given"))
+            _place(tree, option.removeprefix("--").split("."), _yaml(value or "", f"What {option} is given"))
             trees.append(tree)
     return trees
 
 
+def _pairs(args: Sequence[str], flags: Sequence[str] = ()) -> Iterator[tuple[str, str | None]]:
+    """Yield options with their values, None without one; positional words come with an empty option."""
+    waiting = ""
+    for arg in args:
+        if not arg.startswith("-"):
+            yield waiting, arg
+            waiting = ""
+            continue
+        if waiting:
+            yield waiting, None
+        option, given, value = arg.partition("=")
+        waiting = "" if given or option in flags else option
+        if not waiting:
+            yield option, value if given else None
+    if waiting:
+        yield waiting, None
+
+
 def separated(args: Sequence[str], flags: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the options with their values, and what stands alone.
+    """Separate options with their values from positional words.
 
     Args:
         args: Arguments after the command.
-        flags: Names of options that take no value: what follows them stands alone. They become ``--name=true``.
+        flags: Names of options without values. They become ``--name=true``, and the next word is positional.
     """
     options: list[str] = []
     names: list[str] = []
-    waiting = False
-    for arg in args:
-        is_flag = arg.removeprefix("--") in flags and arg.startswith("--")
-        is_option = arg.startswith("--")
-        if is_option or waiting:
-            options.append(f"{arg}=true" if is_flag else arg)
+    named = [f"--{name}" for name in flags]
+    for option, value in _pairs(args, named):
+        if not option:
+            names.append(str(value))
+        elif value is None:
+            options.append(f"{option}=true" if option in named else option)
         else:
-            names.append(arg)
-        waiting = is_option and "=" not in arg and not is_flag
+            options.append(f"{option}={value}")
     return options, names
+
+
+def read_own(
+    command: str, args: Sequence[str], known: Sequence[str], flags: Sequence[str] = ()
+) -> tuple[Tree, list[str]]:
+    """Read the options and positional words of a command that Lightning does not have.
+
+    Args:
+        command: Name of the command, for errors.
+        args: Arguments after the command.
+        known: Names of its options.
+        flags: Names of those that take no value.
+
+    Raises:
+        ValueError: If an option is unknown.
+    """
+    options, names = separated(args, flags)
+    given = merge(read_given(options))
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{command} has no option '{name}'.{nearest(name, known)}")
+    return given, names
+
+
+def whole(given: Tree, name: str, least: int, default: Any = None) -> Any:
+    """Return a whole number that was given, or the default.
+
+    Raises:
+        ValueError: If it is none, or too small.
+    """
+    value = given.get(name, default)
+    if name in given and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"--{name} takes a whole number >= {least}, got {value!r}.")
+    return value
 
 
 def shape_of(given: Any) -> tuple[int, ...]:
@@ -86,20 +134,12 @@ def shape_of(given: Any) -> tuple[int, ...]:
 
 
 def standing_alone(args: Sequence[str]) -> str:
-    """Return the first word that no option takes; empty if there is none.
+    """Return the first positional word; empty if there is none.
 
     Args:
         args: Options after the command.
     """
-    waiting = False
-    for arg in args:
-        if not arg.startswith("-"):
-            if not waiting:
-                return arg
-            waiting = False
-        else:
-            waiting = "=" not in arg and arg not in ("-h", "--help", "--print_config")
-    return ""
+    return next((str(value) for option, value in _pairs(args, _HELP) if not option), "")
 
 
 def without_value(args: Sequence[str]) -> str:
@@ -108,17 +148,14 @@ def without_value(args: Sequence[str]) -> str:
     Args:
         args: Options after the command.
     """
-    for arg, following in pairwise([*args, "--"]):
-        option, given, value = arg.partition("=")
-        if option in ("-h", "--help", "--print_config") or option.endswith(".help") or not option.startswith("-"):
-            continue
-        if not (value if given else not following.startswith("--")):
+    for option, value in _pairs(args, _HELP):
+        if option and not value and option not in _HELP and not option.endswith(".help"):
             return f"Option '{option.lstrip('-')}' has no value; give one, as in {option} VALUE."
     return ""
 
 
 def merge(trees: Sequence[Tree]) -> Tree:
-    """Return one tree of several; options of a class that a later tree replaces are left out.
+    """Merge trees into one, without the options of classes that later trees replace.
 
     Args:
         trees: As :func:`read_given` returns them.
@@ -130,13 +167,13 @@ def merge(trees: Sequence[Tree]) -> Tree:
 
 
 class StrictLoader(LimitedLoader):
-    """Reads YAML in which no key is there twice: of two values one would be lost without a word."""
+    """Reads YAML and refuses duplicate keys, of which one value would be lost silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping.
 
         Raises:
-            ConstructorError: If a key is there twice.
+            ConstructorError: If a key is duplicate.
         """
         found: set[str] = set()
         for key, _ in node.value:
@@ -169,8 +206,8 @@ def owned(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
     Args:
         tree: As :func:`merge` returns it.
     """
-    for section, node in tree.items():
-        yield from _owned(section, node, _FIXED.get(section, ""))
+    for path, kind, options in classes(tree):
+        yield from ((path, kind, name, value) for name, value in options.items() if name != "help")
 
 
 def unknown_option(tree: Mapping[str, Any], options_of: Callable[[str], frozenset[str] | None]) -> str:
@@ -235,12 +272,12 @@ def _paths(node: Any, path: str = "") -> Iterator[str]:
 
 
 def path_of(tree: Mapping[str, Any], name: str, value: str) -> str:
-    """Return where an option with this value is, from the section on; the name itself if that is not known.
+    """Return the path of the option with this value, from its section on; the name itself if there is none.
 
     Args:
         tree: As :func:`merge` returns it.
         name: Name of the option, or the end of its path; empty for any.
-        value: What was given, as text; of a class its name as it was given.
+        value: Value as text; for a class its name as written.
     """
     places = [(section, node) for section, node in tree.items() if section in SECTIONS]
     places += [(f"{path}.{key}", found) for path, _, key, found in owned(tree)]
@@ -249,7 +286,7 @@ def path_of(tree: Mapping[str, Any], name: str, value: str) -> str:
 
 
 def _texts(found: Any) -> list[str]:
-    """Return what an option was given as text, and the classes of its entries."""
+    """Return the value of an option as text, and the classes of its entries."""
     entries = found if isinstance(found, list) else []
     return [str(found), class_of(found), *map(class_of, entries)]
 
@@ -276,32 +313,17 @@ def _classes(path: str, node: Any, kind: str = "") -> Iterator[tuple[str, str, T
         yield from _classes(f"{path}.{name}", value)
 
 
-def _owned(path: str, node: Any, kind: str = "") -> Iterator[tuple[str, str, str, Any]]:
-    if isinstance(node, list):
-        for entry in node:
-            yield from _owned(path, entry)
-    if not isinstance(node, Mapping):
-        return
-    kind = kind or class_of(node)
-    for name, value in node.items():
-        if name in (_CLASS, "help"):
-            continue
-        if kind:
-            yield path, kind, name, value
-        yield from _owned(f"{path}.{name}", value)
-
-
 def _config(value: str) -> Tree:
     try:
         text, source = Path(value).read_text(encoding="utf-8"), value
-    except (OSError, ValueError):  # YAML text in place of a file
+    except (OSError, ValueError):  # YAML text instead of a file
         text, source = value, "What --config is given"
     content = _plain(_yaml(text, source))
     return content if isinstance(content, dict) else {}
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with the arguments of each class beside its name."""
+    """Move the arguments of each class to the level of its name."""
     if isinstance(value, list):
         return [_plain(entry) for entry in value]
     if not isinstance(value, Mapping):
@@ -358,5 +380,5 @@ def _same(kind: str, other: str) -> bool:
 def _yaml(text: str, source: str) -> Any:
     try:
         return load_yaml(text, source)
-    except yaml.YAMLError:  # the parser says what is wrong
+    except yaml.YAMLError:  # the parser reports the error
         return text

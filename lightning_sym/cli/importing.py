@@ -88,11 +88,11 @@ def _as_options(name: str, node: Any) -> str:
 
 
 def construct(node: Any, known: Any, option: str) -> functools.partial[Any]:
-    """Return what builds a class that the command line names, with its arguments.
+    """Return a factory of the class that the command line names, with its arguments.
 
     Args:
         node: The class, or its path (``class_path``) with its arguments.
-        known: The module in which classes are found by their names alone.
+        known: Module to search for a class without its path.
         option: The option that named it, for errors.
 
     Raises:
@@ -121,7 +121,7 @@ def construct(node: Any, known: Any, option: str) -> functools.partial[Any]:
 
 
 def _check_arguments(found: Any, name: str, arguments: Mapping[str, Any], option: str) -> None:
-    """Check that a constructor takes what was given for it, by name, and is given all that it needs."""
+    """Check the arguments of a constructor by name: it takes all that were given, and none is missing."""
     takes = inspect.signature(found).parameters
     any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     for argument in arguments:
@@ -166,13 +166,13 @@ def _metrics(network: Network, state: Mapping[str, torch.Tensor], data: Any) -> 
 
 
 def _report(zoo: ModelZoo, files: Sequence[str], data: str, *, regression: bool) -> None:
-    """Print what the members are, and commands that use them.
+    """Print the members, and commands that use them.
 
     Args:
         zoo: The zoo.
-        files: What its last members were made of.
+        files: Checkpoints of its last members.
         data: The options that name the data; empty if they are not known.
-        regression: Whether the data have values in place of classes.
+        regression: Whether the targets are values, not classes.
     """
     new = zoo.numbers[-len(files) :]
     for number, file in zip(new, files, strict=True):

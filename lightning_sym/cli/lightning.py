@@ -3,7 +3,6 @@
 import atexit
 import inspect
 import logging
-import os
 import re
 import shutil
 import signal
@@ -21,7 +20,7 @@ from typing import Any, ClassVar, NoReturn
 import jsonargparse
 import torch
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, _typehints
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
@@ -39,7 +38,7 @@ from lightning_sym._trust import SETTINGS, check_settings, resolve
 from lightning_sym.callbacks import ZooExport, publish_text
 from lightning_sym.cli.annotations import fitting_size, takes_anything, unsaid_pair, unsubscripted
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
-from lightning_sym.cli.given import LINKED, class_of, classes, full_path, merge, read_given
+from lightning_sym.cli.given import LINKED, classes, full_path, merge, read_given
 from lightning_sym.cli.messages import class_at, explain, first_missing, object_at, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.processes import watch_over
@@ -50,7 +49,7 @@ from lightning_sym.networks import Network, build
 
 
 class RecipeParser(LightningArgumentParser):
-    """A parser whose errors are one line, with the nearest valid name.
+    """A parser that reports errors in one line, with the nearest valid name.
 
     Args:
         kwargs: Passed on.
@@ -75,7 +74,7 @@ class RecipeParser(LightningArgumentParser):
         return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print what was wrong and exit with status 2."""
+        """Print the error and exit with status 2."""
         if ex is not None and show_traceback():
             raise ex
         print(f"lightning-sym: error: {self.refused or explain(message, self.given)}", file=sys.stderr)
@@ -85,15 +84,15 @@ class RecipeParser(LightningArgumentParser):
     def _add_signature_parameter(
         self, container: Any, nested_key: str | None, param: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Add an argument of a class or function, whose annotation jsonargparse can follow."""
+        """Add an argument of a class or function, with an annotation that jsonargparse supports."""
         param = replace(param, annotation=unsubscripted(param.annotation))
         return super()._add_signature_parameter(container, nested_key, param, *args, **kwargs)
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Add an instantiator that is not told of sizes which the class it builds does not take.
 
-        jsonargparse reports every link to Lightning's instantiator, also those whose target does not exist, and that
-        would store them in the checkpoint or fail: tasks need not have a network, nor networks all sizes.
+        jsonargparse reports every link to Lightning's instantiator, even without a target. Lightning would store these
+        links in the checkpoint or fail: tasks need not have a network, nor networks all sizes.
         """
 
         def instantiate(
@@ -111,8 +110,7 @@ class RunConfig(SaveConfigCallback):
     """Write the settings of a command into the run folder: ``config.yaml`` of a fit, else ``config_<command>.yaml``.
 
     ``fit --config config.yaml`` repeats the run: the file does not say that the run was resumed or that it replaced
-    another one. It is written when training can start: what is wrong with settings or data comes to light before the
-    run that is to be replaced is removed.
+    another one. It is written when training can start, so that errors in settings or data do not cost the earlier run.
 
     Args:
         settings: As for ``SaveConfigCallback``: the parser, the settings, and how they are written.
@@ -144,7 +142,7 @@ class RunConfig(SaveConfigCallback):
                 logger.headline = logger.headline or getattr(pl_module, "shown", None)
                 logger.show_first(pl_module, *trainer.callbacks)  # type: ignore[attr-defined]
         if trainer.is_global_zero:
-            text = self.parser.dump(self.config, skip_none=False, skip_default=True)  # it repeats the run, too
+            text = self.parser.dump(self.config, skip_none=False, skip_default=True)  # also repeats the run
             publish_text(trainer, text, "config")
 
 
@@ -166,7 +164,7 @@ class RecipeCLI(LightningCLI):
         warnings.filterwarnings("ignore", category=PossibleUserWarning)
         # Lightning 2.6 on torch >= 2.13; nothing that a user could act on.
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-        # A validation split of nothing is what val_fraction 0 asks for.
+        # val_fraction 0 asks for an empty validation split.
         warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
         # Going on with a run, or testing its checkpoint from another folder, is nothing to warn of.
         warnings.filterwarnings("ignore", message="(Checkpoint directory .* is not empty|The dirpath has changed from)")
@@ -213,9 +211,9 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
-        options = _with_resets(_without_replaced_network(_with_checkpoint_settings(args)))
+        options = _with_checkpoint_settings(args)
         self._given = read_given(options[1:])
-        RecipeParser.given = merge(self._given)  # of the class: errors come from nested parsers, too
+        RecipeParser.given = merge(self._given)  # on the class, as nested parsers report errors, too
         RecipeParser.refused = ""
         self.config = parser.parse_args(options)
         if missing := first_missing(RecipeParser.given):
@@ -296,7 +294,7 @@ class RecipeCLI(LightningCLI):
     def _make_module(
         self, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
     ) -> object:
-        """Make a module; what stands in the place of a network and is none is wrapped, if its package is allowed."""
+        """Make a module; wrap one that is given as network and is no ``Network``, if its package is allowed."""
         settings = self._get(self.config, "model").get("init_args") or {}
         path = (settings.get("network") or {}).get("class_path", "")
         try:
@@ -305,7 +303,7 @@ class RecipeCLI(LightningCLI):
             return build({"class_path": path, "init_args": named}, settings.get("allow") or ())
         except TypeError as error:
             if pair := unsaid_pair(kind, named):
-                reason = str(error).partition(", but")[0]  # torch goes on with all that it would have taken
+                reason = str(error).partition(", but")[0]  # torch adds all signatures
                 raise ValueError(
                     f"{kind.__name__} does not take the data's {pair}, height and width of the images ({reason}); "
                     "if it takes the side of square ones, annotate the argument as int."
@@ -313,7 +311,7 @@ class RecipeCLI(LightningCLI):
             raise
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the settings as given: those of a checkpoint came first, so that the command line wins."""
+        """Do nothing: settings of a checkpoint have been read already, before those of the command line."""
 
     @property
     def _first_rank(self) -> bool:
@@ -355,7 +353,7 @@ class RecipeCLI(LightningCLI):
                 self._try_requirements(config)
 
     def _try_requirements(self, config: Namespace) -> None:
-        """Let a trial of this run try what it requires too, in a folder that is removed when the process ends."""
+        """Run the requirements of a trial as trials, too, in a temporary folder."""
         self._trial = Path(tempfile.mkdtemp(prefix="lightning-sym-"))
         atexit.register(shutil.rmtree, self._trial, ignore_errors=True)
         for number, requirement in enumerate(self._required):
@@ -363,7 +361,7 @@ class RecipeCLI(LightningCLI):
             redirect(config, requirement.option, self._required[number].folder)
 
     def _earlier_run(self) -> list[Path]:
-        """Return what earlier commands left in the run folder; the zoo is no part of it.
+        """Return the files of earlier commands in the run folder, without the zoo.
 
         Event files alone are none.
         """
@@ -448,7 +446,7 @@ class RecipeCLI(LightningCLI):
                 )
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Make what the run requires and run the command.
+        """Meet the requirements of the run and run the command.
 
         If it fails, the processes that it started, which would wait for this one, are ended.
         """
@@ -463,10 +461,10 @@ class RecipeCLI(LightningCLI):
             raise
 
     def predict(self, **kwargs: Any) -> None:
-        """Run ``Trainer.predict`` and write what the task returns to ``results/predictions.safetensors``.
+        """Run ``Trainer.predict`` and write the predictions to ``results/predictions.safetensors``.
 
         Raises:
-            ValueError: If there are several processes, each of which would see a share of the images.
+            ValueError: If there are several processes: each would see a share of the images.
         """
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs in one process, got {self.trainer.world_size}; set --trainer.devices 1.")
@@ -564,85 +562,23 @@ def _is_class(kind: str) -> bool:
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*\.[A-Z]\w*", kind) is not None
 
 
-def _without_replaced_network(args: list[str]) -> list[str]:
-    """Leave out the network of a recipe, with its arguments, where a later option names another class.
+def _discard_arguments(parser: Any, before: Any, chosen: Any) -> None:
+    """Drop the arguments of an optimizer, scheduler or network when a later option replaces its class.
 
-    Otherwise jsonargparse hands arguments of the same name on, for example the width that a recipe chose for its own
-    class.
-
-    Args:
-        args: Command and options.
+    jsonargparse would keep arguments of the same name, for example the weight decay that a recipe chose for Adam to
+    the SGD of the command line, or the width of its network to another network.
     """
-    chosen = class_of(_section(merge(read_given(args[1:])), "model").get("network")).rpartition(".")[2]
-    result = []
-    for before, arg in pairwise(["", *args]):
-        if before in ("--config", "-c"):
-            arg = _config_without_network(arg, chosen)
-        elif arg.startswith("--config="):
-            arg = "--config=" + _config_without_network(arg.removeprefix("--config="), chosen)
-        result.append(arg)
-    return result
+    kind = class_at(chosen["class_path"])
+    if before and kind is not None and issubclass(kind, _MADE_ANEW) and not issubclass(kind, LightningModule):
+        if before["class_path"] != chosen["class_path"]:
+            before["init_args"] = Namespace()  # type: ignore[no-untyped-call]
+    else:
+        _DISCARD(parser, before, chosen)  # type: ignore[no-untyped-call]
 
 
-def _config_without_network(config: str, chosen: str) -> str:
-    """Return a file's name or YAML text, or text that does not say which network, if that is of another class.
-
-    Args:
-        config: What stands after ``--config``.
-        chosen: The name of the class that is used in the end; empty if there is none.
-    """
-    content = _yaml(_text(config))
-    settings = _section(_section(content, "model"), "init_args")
-    replaced = class_of(settings.get("network")).rpartition(".")[2]
-    if not chosen or replaced in ("", chosen):
-        return config
-    del settings["network"]
-    return yaml.safe_dump(content, sort_keys=False)
-
-
-def _text(config: str) -> str:
-    return Path(config).read_text(encoding="utf-8") if os.path.isfile(config) else config
-
-
-def _with_resets(args: list[str]) -> list[str]:
-    """Put ``--model.optimizer=null`` before an optimizer that replaces one of another class; schedulers likewise.
-
-    Otherwise jsonargparse hands arguments of the same name on, for example the weight decay that a recipe chose for
-    Adam to the SGD of the command line.
-
-    Args:
-        args: Command and options.
-    """
-    chosen: dict[str, str] = {}
-    result: list[str] = []
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        option, given, value = arg.partition("=")
-        value = value if given else following
-        named: dict[str, str] = {}
-        if option in ("--config", "-c"):
-            named = _callables(_section(_yaml(_text(value)), "model"))
-        elif match := re.fullmatch(rf"--model\.(?:init_args\.)?({_CALLABLE})", option):
-            named = _callables({"init_args": {match[1]: _yaml(value)}})
-        for name, kind in named.items():
-            if chosen.setdefault(name, kind) != kind:
-                result.append(f"--model.{name}=null")
-            chosen[name] = kind
-        result.append(arg)
-    return result
-
-
-# Arguments of tasks that are classes still to be called.
-_CALLABLE = r"\w*(?:optimizer|scheduler)"
-
-
-def _callables(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the classes, without modules, that a model's settings choose for optimizer and scheduler."""
-    classes = {
-        name: value.get("class_path") if isinstance(value, dict) else value
-        for name, value in _section(model, "init_args").items()
-        if re.fullmatch(_CALLABLE, name)
-    }
-    return {name: kind.rsplit(".")[-1] for name, kind in classes.items() if isinstance(kind, str)}
+_MADE_ANEW = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_DISCARD = _typehints.discard_init_args_on_class_path_change
+_typehints.discard_init_args_on_class_path_change = _discard_arguments
 
 
 def _load_within_limits(text: str) -> Any:
@@ -661,13 +597,6 @@ def _load_within_limits(text: str) -> Any:
 _HARMLESS = 100  # characters
 _LOAD = jsonargparse.get_loader("yaml")
 jsonargparse.set_loader("yaml", _load_within_limits, (yaml.YAMLError,))
-
-
-def _yaml(text: str) -> Any:
-    try:
-        return load_yaml(text, "The configuration")
-    except yaml.YAMLError:  # the parser says what is wrong
-        return None
 
 
 def _section(settings: Any, name: str) -> dict[str, Any]:

@@ -4,31 +4,35 @@ Only what a command needs is imported: help and the list of recipes do not wait 
 """
 
 import gc
+import importlib
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 from lightning_sym import __version__
-from lightning_sym._text import TRACEBACK, USAGE, nearest, unknown
+from lightning_sym._text import TRACEBACK, USAGE, unknown
 
 _COMMANDS = {
     "fit": "train, for example: lightning-sym fit --config zoo/mnist5k",
     "validate": "evaluate on the validation split",
     "test": "evaluate the run that a recipe made on the test split: lightning-sym test --config zoo/mnist5k",
     "predict": "predict the test split",
-    "import": "make a zoo of checkpoints of yours: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
-    "merge": "the mean of checkpoints in one order: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
-    "symmetry": "what leaves a network's function alone: lightning-sym symmetry torchvision:resnet50",
-    "compare": "numbers of several runs side by side, seeds grouped: lightning-sym compare runs/a runs/b",
-    "estimate": "what a recipe would cost, before it is run: lightning-sym estimate --config zoo/mnist5k --devices 8",
+    "import": "make a zoo of your checkpoints: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
+    "merge": "align and average checkpoints: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
+    "symmetry": "derive the symmetry group of a network: lightning-sym symmetry torchvision:resnet50",
+    "compare": "compare the results of runs, with seeds grouped: lightning-sym compare runs/a runs/b",
+    "estimate": "predict the cost of a recipe: lightning-sym estimate --config zoo/mnist5k --devices 8",
     "recipes": "list the shipped recipes; with a name, show one",
 }
+
+
+# Commands that Lightning does not have, and the modules that read their options without PyTorch.
+_MODULES = {"merge": "merging", "symmetry": "symmetry", "compare": "compare", "estimate": "estimate"}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -62,22 +66,17 @@ def _command(args: list[str]) -> int:
         return _misunderstood(unknown("command", command, _COMMANDS))
     if command == "recipes":
         return _recipes(rest)
+    if command in _MODULES:
+        return _own_command(importlib.import_module(f"lightning_sym.cli.{_MODULES[command]}"), rest)
     if command == "import":
-        return _import(rest)
-    if command == "merge":
-        return _merge(rest)
-    if command == "symmetry":
-        return _symmetry(rest)
-    if command == "compare":
-        return _compare(rest)
-    if command == "estimate":
-        return _estimate(rest)
+        return _guarded(lambda: _load("lightning_sym.cli.importing").import_members(rest))
+    from lightning_sym.cli.checking import checked_options
+
     try:
-        rest = _resolve_configs(rest)
-        wrong = _wrong_option(rest)  # before the imports, which take seconds
+        rest = checked_options(rest)  # before the imports, which take seconds
     except ValueError as error:
-        wrong = str(error)
-    return _misunderstood(wrong) if wrong else _run([command, *rest])
+        return _misunderstood(str(error))
+    return _run([command, *rest])
 
 
 def _with_negative_numbers(args: list[str]) -> list[str]:
@@ -91,19 +90,6 @@ def _with_negative_numbers(args: list[str]) -> list[str]:
     return joined
 
 
-def _wrong_option(args: list[str]) -> str:
-    from lightning_sym.cli.catalogue import shipped_options
-    from lightning_sym.cli.given import merge, read_given, standing_alone, unknown_option, without_value
-
-    if alone := standing_alone(args):
-        from lightning_sym.recipes import recipe_names
-
-        known = os.path.isfile(alone) or alone.removesuffix(".yaml") in recipe_names()
-        todo = f"give it as --config {alone}" if known else "options are --NAME VALUE, a recipe is --config RECIPE"
-        return f"{alone!r} belongs to no option; {todo}.{'' if known else nearest(alone, recipe_names())}"
-    return unknown_option(merge(read_given(args)), shipped_options) or without_value(args)
-
-
 def _help() -> str:
     width = max(map(len, _COMMANDS))
     commands = "\n".join(f"  {name:{width}}  {text}" for name, text in _COMMANDS.items())
@@ -112,7 +98,7 @@ def _help() -> str:
         f"{USAGE}\n\n"
         f"{commands}\n\n"
         "Options after --config win over it. All of them: lightning-sym fit --help; of one class:\n"
-        "lightning-sym fit --model.help lightning_sym.tasks.ZooTask. What would run:\n"
+        "lightning-sym fit --model.help lightning_sym.tasks.ZooTask. To print all settings of a run:\n"
         "lightning-sym fit --config zoo/mnist5k --print_config=skip_default."
     )
 
@@ -136,153 +122,28 @@ def _recipes(args: list[str]) -> int:
     return 0
 
 
-def _resolve_configs(args: list[str]) -> list[str]:
-    """Replace names of recipes after ``--config`` by their files."""
-    resolved: list[str] = []
-    for before, arg in pairwise(["", *args]):
-        if before in ("--config", "-c"):
-            arg = _config_file(arg)
-        elif arg.startswith("--config="):
-            arg = "--config=" + _config_file(arg.removeprefix("--config="))
-        resolved.append(arg)
-    return resolved
-
-
-def _config_file(name: str) -> str:
-    from lightning_sym.recipes import recipe_names, recipe_path
-
-    if os.path.isfile(name):  # False, not an error, for YAML text that is too long for a name
-        return _checked_config(name)
-    if name.removesuffix(".yaml") in recipe_names():
-        return str(recipe_path(name))
-    if name.startswith("{") or re.search(r":\s", name) or name.endswith(":"):
-        return _checked_config(name, "What --config is given")  # YAML text in place of a file, as jsonargparse allows
-    if os.path.isdir(name):
-        raise ValueError(f"{name} is a folder; --config takes a file, or the name of a recipe.")
-    if name.startswith((".", os.sep)) or name.count("/") > 1:  # no recipe could be meant
-        raise ValueError(f"There is no file {os.path.abspath(name)}.")
-    hint = nearest(name, recipe_names()) or " lightning-sym recipes lists the recipes."
-    raise ValueError(f"There is no recipe or file {name!r}.{hint}")
-
-
-def _checked_config(name: str, what: str = "") -> str:
-    """Check that a file, or text that ``what`` names, is YAML with sections; the parser's own errors name neither."""
-    import yaml
-
-    from lightning_sym._documents import load_yaml
-    from lightning_sym.cli.given import StrictLoader
-
-    try:
-        content = load_yaml(name if what else Path(name).read_text(encoding="utf-8"), what or name, StrictLoader)
-    except UnicodeDecodeError:
-        raise ValueError(f"{name} is not a text file; --config takes YAML, or the name of a recipe.") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{what or name} is not valid YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{what or name} holds no configuration; expected sections such as model, data and trainer.")
-    return name
-
-
 def _misunderstood(message: str, usage: str = USAGE) -> int:
     print(f"lightning-sym: error: {message}\n{usage}", file=sys.stderr)
     return 2
 
 
-def _import(args: list[str]) -> int:
-    def start() -> None:
-        with _no_collection():
-            from lightning_sym.cli.importing import import_members
-
-        import_members(args)
-
-    return _guarded(start)
-
-
-def _merge(args: list[str]) -> int:
-    from lightning_sym.cli import merging
-
+def _own_command(module: Any, args: list[str]) -> int:
+    """Run a command that reads its own options: the module has HELP, USAGE, NEEDS, ``read_options`` and ``run``."""
     if not args or args[0] in ("-h", "--help"):
-        print(merging.HELP)
+        print(module.HELP)
         return 0
     try:
-        asked = merging.read_merge_options(args)
+        asked = module.read_options(args)
     except ValueError as error:
-        return _misunderstood(str(error), merging.USAGE)
-
-    def start() -> None:
-        with _no_collection():
-            import lightning_sym.cli.models  # noqa: F401 (what merging needs of PyTorch)
-
-        merging.merge_files(asked)
-
-    return _guarded(start)
-
-
-def _symmetry(args: list[str]) -> int:
-    from lightning_sym.cli import symmetry
-
-    if not args or args[0] in ("-h", "--help"):
-        print(symmetry.HELP)
-        return 0
+        return _misunderstood(str(error), module.USAGE)
     try:
-        asked = symmetry.read_symmetry_options(args)
-    except ValueError as error:
-        return _misunderstood(str(error), symmetry.USAGE)
-
-    def start() -> None:
-        with _no_collection():
-            import lightning_sym.cli.models  # noqa: F401 (what tracing needs of PyTorch)
-
-        symmetry.print_symmetry(asked)
-
-    return _guarded(start)
-
-
-def _compare(args: list[str]) -> int:
-    from lightning_sym.cli import compare
-
-    if not args or args[0] in ("-h", "--help"):
-        print(compare.HELP)
-        return 0
-    try:
-        asked = compare.read_compare_options(args)
-    except ValueError as error:
-        return _misunderstood(str(error), compare.USAGE)
-    try:
-        runs, left_out = compare.read_runs(asked)
-    except ValueError as error:  # what is wrong with a folder is said before the imports, which take seconds
+        found = module.look(asked) if hasattr(module, "look") else asked
+    except ValueError as error:  # of folders and files, also before the imports
         return _failed(str(error))
 
     def start() -> None:
-        with _no_collection():
-            import lightning_sym.reports  # noqa: F401 (what comparing needs, PyTorch too)
-
-        compare.print_comparison(asked, runs, left_out)
-
-    return _guarded(start)
-
-
-def _estimate(args: list[str]) -> int:
-    from lightning_sym.cli import estimate
-
-    began = time.perf_counter()
-    if not args or args[0] in ("-h", "--help"):
-        print(estimate.HELP)
-        return 0
-    try:
-        asked = estimate.read_estimate_options(args)
-        asked = replace(asked, args=tuple(_resolve_configs(list(asked.args))))
-        wrong = _wrong_option(list(asked.args))
-    except ValueError as error:
-        wrong = str(error)
-    if wrong:
-        return _misunderstood(wrong, estimate.USAGE)
-
-    def start() -> None:
-        with _no_collection():
-            from lightning_sym.cli.trial import print_estimate
-
-        print_estimate(asked, began)
+        _load(module.NEEDS)
+        module.run(found)
 
     return _guarded(start)
 
@@ -290,14 +151,15 @@ def _estimate(args: list[str]) -> int:
 def _run(args: list[str]) -> int:
     from lightning_sym.cli.watch import Watch
 
-    def start() -> None:
-        with _no_collection():
-            from lightning_sym.cli.lightning import RecipeCLI
-
-        RecipeCLI(args=args)
-
     with Watch() as watch:
-        return _guarded(lambda: watch.call(start), resumes=args[0] == "fit")
+        start = partial(watch.call, lambda: _load("lightning_sym.cli.lightning").RecipeCLI(args=args))
+        return _guarded(start, resumes=args[0] == "fit")
+
+
+def _load(module: str) -> Any:
+    """Import a module that needs PyTorch."""
+    with _no_collection():
+        return importlib.import_module(module)
 
 
 @contextmanager
@@ -318,11 +180,11 @@ def _no_collection() -> Iterator[None]:
 
 
 def _guarded(start: Callable[[], None], *, resumes: bool = False) -> int:
-    """Call a function; what goes wrong is one sentence and an exit status.
+    """Call a function, and report an error as one sentence and an exit status.
 
     Args:
         start: The function.
-        resumes: Whether it writes checkpoints, from which it can go on.
+        resumes: Whether it writes checkpoints that a later call can resume from.
     """
     try:
         start()

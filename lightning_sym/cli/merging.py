@@ -1,6 +1,6 @@
 """``lightning-sym merge``: checkpoints of one network, aligned up to its symmetry, become their mean.
 
-What was asked is read here, without importing torch.
+Options are read without importing torch.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sym._files import write_atomically
-from lightning_sym._text import nearest
-from lightning_sym.cli.given import class_of, merge, read_given, separated, shape_of
+from lightning_sym.cli.given import class_of, read_own, shape_of, whole
 
 USAGE = (
     "usage: lightning-sym merge {ZOO | FOLDER FOLDER | A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...]} "
     "--out FILE.safetensors [--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] "
     "[--recalibrate] [--align-only]"
 )
+NEEDS = "lightning_sym.cli.models"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Brings checkpoints of one network into one order (units change places, with scales, signs and matrices where the network
@@ -56,7 +56,7 @@ _OPTIONS = ("network", "out", "data", "method", "points", "prefix", "input", "to
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Options of the command.
 
     Attributes:
         files: The checkpoints, and folders of zoos.
@@ -67,10 +67,10 @@ class Asked:
         align_only: Whether to write the second in the order of the first.
         recalibrate: Whether to measure statistics of batch norms.
         points: On a line.
-        prefix: Of the names of the weights.
-        shape: Of one input.
+        prefix: Prefix of the names of the weights.
+        shape: Shape of one input.
         tokens: The input is integers below this number.
-        seed: Of the matching.
+        seed: Seed of the matching.
     """
 
     files: tuple[str, ...]
@@ -92,8 +92,8 @@ class Asked:
         return self.out.with_name(f"{self.out.name.removesuffix('.safetensors')}-report")
 
 
-def read_merge_options(args: Sequence[str]) -> Asked:
-    """Return what the arguments ask for.
+def read_options(args: Sequence[str]) -> Asked:
+    """Read the options.
 
     Args:
         args: The arguments after the command; not those that ask for help.
@@ -101,11 +101,7 @@ def read_merge_options(args: Sequence[str]) -> Asked:
     Raises:
         ValueError: If an option is not known, missing or has a wrong value, or there are not enough checkpoints.
     """
-    options, files = separated(args, _FLAGS)
-    given = merge(read_given(options))
-    for name in given:
-        if name not in _OPTIONS:
-            raise ValueError(f"merge has no option '{name}'.{nearest(name, _OPTIONS)}")
+    given, files = read_own("merge", args, _OPTIONS, _FLAGS)
     zoos = [file for file in files if Path(file).is_dir()]
     for name in ("network", "out"):
         if not class_of(given.get(name)) and not (name == "network" and name not in given and zoos):
@@ -113,11 +109,6 @@ def read_merge_options(args: Sequence[str]) -> Asked:
     for name in _FLAGS:
         if given.get(name, True) is not True:
             raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
-    numbers = {"points": (11, 2), "seed": (0, 0), "tokens": (None, 1)}
-    for name, (default, least) in numbers.items():
-        value = given.get(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"--{name} takes a whole number >= {least}, got {value!r}.")
     method = given.get("method", "weights")
     if method not in ("weights", "activations"):
         raise ValueError(f"--method takes weights or activations, got {method!r}.")
@@ -131,19 +122,19 @@ def read_merge_options(args: Sequence[str]) -> Asked:
         method=method,
         align_only="align-only" in given,
         recalibrate="recalibrate" in given,
-        points=given.get("points", 11),
+        points=whole(given, "points", 2, 11),
         prefix=None if given.get("prefix") is None else str(given["prefix"]),
         shape=shape_of(given["input"]) if "input" in given else None,
-        tokens=given.get("tokens"),
-        seed=given.get("seed", 0),
+        tokens=whole(given, "tokens", 1),
+        seed=whole(given, "seed", 0, 0),
     )
 
 
-def merge_files(asked: Asked) -> None:
-    """Merge, write the result and its report, and print what it is worth.
+def run(asked: Asked) -> None:
+    """Merge checkpoints, write the result and its report, and print the comparison.
 
     Args:
-        asked: As :func:`read_merge_options` returns it.
+        asked: As :func:`read_options` returns it.
 
     Raises:
         ValueError: If something does not fit; nothing is written then.
@@ -222,7 +213,7 @@ def _arguments(node: Any) -> Mapping[str, Any]:
 
 
 def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any], str | None]:
-    """Return the checkpoints, those in folders among them, and what the folders say of the network.
+    """Return the checkpoints, also those in folders, and the network that the folders name.
 
     Returns:
         The files; the architecture of the first zoo (empty without one); the first folder of a model of transformers.
@@ -295,7 +286,7 @@ def _needs_no_values(network: Any) -> bool:
 
 @contextlib.contextmanager
 def _named(network: str, data: Any) -> Iterator[None]:
-    """Say of what torch refuses which network was run on which data."""
+    """Add network and data to the errors of torch."""
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:

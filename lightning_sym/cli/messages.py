@@ -1,4 +1,4 @@
-"""What a failed command line says: one line, in plain words, with the nearest valid name."""
+"""Messages of a failed command line: one line in plain words, with the nearest valid name."""
 
 import importlib
 import inspect
@@ -25,9 +25,9 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
     """Return an error's message on one line, and a parser's in plain words with the nearest valid name.
 
     Args:
-        message: What was raised, or what the parser says.
-        given: The options that were given, by :func:`~lightning_sym.cli.given.merge`; they say of which class an
-            option is that the parser calls by its name alone.
+        message: Message of an error, or of the parser.
+        given: The options that were given, by :func:`~lightning_sym.cli.given.merge`; they tell the class of
+            an option that the parser calls by its name alone.
     """
     line = " ".join(message.split())
     if path := _foreign_class(line):
@@ -46,7 +46,7 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
         return f"There is no option {path!r}: {path.removesuffix('.' + match[1])!r} names no class that could have it."
     if match := re.search(r"arguments are required: (.+)|Key \"([^\"]+)\" is required", line):
         names = [name.split(".", 1)[-1] for name in (match[1] or match[2]).split(", ")]
-        for path, kind, options in classes(given or {}):  # whose option it is, which the parser does not say
+        for path, kind, options in classes(given or {}):  # the parser does not name the class
             if names[0] not in options and names[0] in (_options_of(kind) or ()):
                 return missing_option(path, kind, names[0])
         missing = ", ".join(f"--{name}" for name in names)
@@ -87,7 +87,7 @@ def missing_option(path: str, kind: str, name: str) -> str:
     """Return the sentence for an option that a class requires and that was not given.
 
     Args:
-        path: Dotted path of what is of the class.
+        path: Dotted path of the option with the class.
         kind: Name of the class.
         name: Name of the option.
     """
@@ -164,7 +164,7 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
     return None
 
 
-# What stands where a class makes an object of this one.
+# Names of the options that take a class of such objects.
 _ROLES = {
     "Optimizer": "optimizer; expected a class as torch.optim.SGD",
     "LRScheduler": "scheduler; expected a class as torch.optim.lr_scheduler.CosineAnnealingLR",
@@ -203,7 +203,7 @@ def _no_module(missing: str, given: Mapping[str, Any]) -> str:
     return f"There is no module {missing!r}. The folder of a module of your own has to be on PYTHONPATH."
 
 
-# What a type is called where a value is of none of those that an option takes.
+# Names of types in messages about values of a wrong type.
 _KINDS = {
     **dict.fromkeys(("Sequence", "list"), "a list"),
     **dict.fromkeys(("Mapping", "dict"), "a mapping"),
@@ -222,7 +222,7 @@ def _wrong_value(line: str, given: Mapping[str, Any]) -> str | None:
     if value is None or not set(kinds) - {"null"}:
         return None
     kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(sorted(kinds, key="null".__eq__))]
-    if "a number" in kinds:  # integers are, too
+    if "a number" in kinds:  # includes integers
         finite = "a finite number" if value[1].strip("'\"").lower() in ("nan", "inf", "-inf") else "a number"
         kinds = [finite, *(kind for kind in kinds if kind not in ("a number", "an integer"))]
     key = re.search(r'Parser key "([^"]+)"', line)
@@ -256,7 +256,7 @@ def class_at(path: str) -> type | None:
 
 
 def object_at(path: str) -> Any:
-    """Return what is at a dotted path; None if there is nothing."""
+    """Import the object at a dotted path; None if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name, None)
@@ -265,7 +265,7 @@ def object_at(path: str) -> Any:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the error that a parser wrapped while it built classes; other errors as they are."""
+    """Return the error that a parser wrapped while it built classes, or the error itself."""
     inner: BaseException | None = error
     while inner is not None:
         frames = traceback.extract_tb(inner.__traceback__)
@@ -277,7 +277,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 def is_expected(error: BaseException) -> bool:
     """Return whether an error's message is meant for users, so that its type need not be named."""
-    if isinstance(error, TypeError):  # a sentence of ours; Python's own need their type, and have no full stop
+    if isinstance(error, TypeError):  # of this package; Python's own messages need their type, and have no full stop
         frames = list(traceback.walk_tb(error.__traceback__))
         name = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
         return name.startswith("lightning_sym.") and str(error).endswith(".")

@@ -22,7 +22,7 @@ from lightning_sym.symmetry import Call, without_weights
 
 # Two samples: an axis of one would broadcast.
 _BATCH = 2
-# What a configuration may say that names code elsewhere, or changes weights into something else than parameters.
+# Entries of a configuration that name other code, or replace weights by something else than parameters.
 _LEFT_OUT = (
     *("auto_map", "custom_pipelines", "quantization_config", "use_kernels", "attn_implementation"),
     *("_attn_implementation", "_attn_implementation_internal", "experts_implementation", "_experts_implementation"),
@@ -37,8 +37,8 @@ class Model:
         name: As it was given.
         library: ``torchvision``, ``timm``, ``transformers``, or empty for a class.
         network: The network, in evaluation mode.
-        shape: Of one input, as the library's own description of the model says; None if it says nothing.
-        notes: What was chosen so that it can be traced.
+        shape: Shape of one input from the library's description of the model; None without one.
+        notes: Choices that make it traceable.
     """
 
     name: str
@@ -53,7 +53,7 @@ def build_model(name: str, arguments: Mapping[str, Any] | None = None, *, meta: 
 
     Args:
         name: ``torchvision:NAME``, ``timm:NAME``, ``transformers:CONFIGURATION``, or the path of a class.
-        arguments: What the class or the library's function takes, by name.
+        arguments: Arguments of the class or the library's function, by name.
         meta: Whether to build it without memory for its weights.
 
     Raises:
@@ -72,7 +72,7 @@ def build_model(name: str, arguments: Mapping[str, Any] | None = None, *, meta: 
 
 
 def _traceable_experts(network: Any) -> tuple[str, ...]:
-    """Let the experts of a model of transformers be computed without looking at values, and say so."""
+    """Compute the experts of a model of transformers without branching on values, and return a note on that."""
     chosen = getattr(network.config, "_experts_implementation", None)
     can = getattr(network, "_can_set_experts_implementation", None)
     if chosen in (None, "batched_mm") or can is None or not can():
@@ -86,11 +86,11 @@ def example_of(model: Model, shape: tuple[int, ...] | None = None, tokens: int |
 
     Args:
         model: The model.
-        shape: Of one sample; by default as the model says.
+        shape: Shape of one sample; default that of the model.
         tokens: The input is integers below this number.
 
     Raises:
-        ValueError: If the model does not say what it takes, and no shape is given.
+        ValueError: If the model describes no input, and no shape is given.
     """
     if model.library == "transformers":
         return _example_of_transformers(model.network, shape, tokens)
@@ -120,7 +120,7 @@ def _library(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Turn whatever a library raises while it builds a model into one sentence."""
+    """Turn any error of a library that builds a model into one sentence."""
     try:
         yield
     except Exception as error:
@@ -140,7 +140,7 @@ def _of_torchvision(name: str, arguments: dict[str, Any]) -> tuple[nn.Module, tu
 
 
 def _shape_of_torchvision(name: str) -> tuple[int, ...] | None:
-    """Return the shape of the images or videos for which torchvision trained a model."""
+    """Return the shape of the images or videos that torchvision trained a model on."""
     weights = list(torchvision.models.get_model_weights(name))
     if not weights:
         return None
@@ -192,7 +192,7 @@ def _of_transformers(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, t
 
 
 def _read_configuration(path: Path) -> dict[str, Any]:
-    """Return what a configuration's file says; it may name the folder."""
+    """Read the file of a configuration, or ``config.json`` in its folder."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content = load_json(file.read_text(encoding="utf-8"))
@@ -209,7 +209,7 @@ def _read_configuration(path: Path) -> dict[str, Any]:
 
 
 def _configuration(transformers: ModuleType, content: dict[str, Any], path: str) -> Any:
-    """Return a configuration of one of the library's own classes, without what could reach beyond the library."""
+    """Make a configuration of one of the library's own classes, without entries that refer to other code."""
     name, known = content["model_type"], transformers.CONFIG_MAPPING
     if name not in known:
         own = " has code of its own (auto_map), which is never run:" if "auto_map" in content else " is of"

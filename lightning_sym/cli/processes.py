@@ -1,4 +1,4 @@
-"""The processes of a run: they begin with the same settings, and none is left waiting when one of them ends."""
+"""Processes of a run: they compare their settings at the start, and all end when one of them fails."""
 
 import os
 import secrets
@@ -21,7 +21,7 @@ from lightning_sym.cli.watch import PARENT, Watch, stop
 from lightning_sym.zoo import versions
 
 _CONNECTING = 60.0  # seconds
-# What is shown, and what only rank 0 looks at, may differ.
+# Display settings, and those that only rank 0 uses, may differ.
 _FREE = ("config", "log_details", "overwrite", "requires")
 _FREE_OF_TRAINER = ("enable_model_summary", "enable_progress_bar", "logger", "profiler")
 _FOLDERS = ("run_dir", "zoo_dir")
@@ -29,7 +29,7 @@ _ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, whose processes are watched over by :class:`Watch`: it ends them, and says why."""
+    """Lightning's launcher with :class:`Watch`, which ends its processes and reports the reason."""
 
     def _call_children_scripts(self) -> None:
         os.environ[PARENT] = str(os.getpid())
@@ -40,13 +40,13 @@ class WatchedLauncher(_SubprocessScriptLauncher):
 
 
 def watch_over(trainer: Trainer, command: str, settings: Any, data: object) -> None:
-    """Have the processes of a run compare their settings when they meet, and know of each other's end from then on.
+    """Make the processes of a run compare their settings at the start, and notice each other's end.
 
     Args:
-        trainer: Not used yet.
-        command: What is done.
+        trainer: Trainer that has not started.
+        command: Name of the command.
         settings: Resolved settings of the command.
-        data: The datamodule; where its files lie may differ, and tasks compare what was read.
+        data: The datamodule; processes may read from different folders, and tasks compare the data.
     """
     strategy: Any = trainer.strategy
     places = tuple(getattr(data, "location_arguments", ()))
@@ -87,12 +87,12 @@ def _meet(setup: Callable[[], None], command: str, settings: Any, places: Collec
 
 
 def comparable(command: str, settings: Any, places: Collection[str] = ()) -> dict[str, Any]:
-    """Return what has to be the same in all processes, by name.
+    """Return the settings that all processes must share, by name.
 
     Args:
-        command: What is done.
+        command: Name of the command.
         settings: Resolved settings of the command.
-        places: Arguments of the datamodule that say where files lie.
+        places: Arguments of the datamodule for folders and files.
     """
     own = {name: value for name, value in settings.as_dict().items() if name not in _FREE}
     own["trainer"] = {name: value for name, value in own["trainer"].items() if name not in _FREE_OF_TRAINER}

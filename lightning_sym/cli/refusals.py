@@ -1,6 +1,6 @@
-"""Which option's value an error refuses: found from the methods that the error passed, and the options that were given.
+"""Find the option behind an error, from the methods on its traceback and the options that were given.
 
-A constructor calls its argument by its name alone, and knows neither that it was given as an option nor where.
+A constructor knows the name of its argument only, not the path of the option.
 """
 
 import inspect
@@ -15,15 +15,15 @@ from lightning_sym.cli.given import LINKED, SECTIONS, classes, owned
 
 
 def name_option(sentence: str, error: BaseException, given: Mapping[str, Any]) -> str:
-    """Return an error's sentence with the dotted path of the option whose value it refuses.
+    """Add the dotted path of the refused option to an error's sentence.
 
     Args:
-        sentence: What the error says.
+        sentence: Message of the error.
         error: The error, with its traceback.
         given: The options that were given, by :func:`~lightning_sym.cli.given.merge`.
 
     Returns:
-        The sentence as it is if it names a path already, or if no option could be meant.
+        The sentence, unchanged if it names a path already or no option fits.
     """
     if re.search(rf"(?<![\w.])(?:{'|'.join(SECTIONS)})\.[a-z]", sentence):
         return sentence
@@ -46,7 +46,7 @@ def _refused(sentence: str, error: BaseException, given: Mapping[str, Any]) -> s
                 continue
             if option := _option(sentence, path, node, type(owner), constructing):
                 return option
-            # What the trainer says that names none of its options is not about all of them.
+            # A sentence of the trainer without an option is not about all of its options.
             made = made or (path if constructing and not isinstance(owner, Trainer) else "")
     return made
 

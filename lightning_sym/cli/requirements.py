@@ -1,4 +1,4 @@
-"""What a recipe needs from another recipe, for example a zoo; made on the spot if it is not there."""
+"""Requirements of a recipe on other recipes, for example a zoo; a missing one is made first."""
 
 import os
 import shlex
@@ -15,7 +15,7 @@ from jsonargparse import Namespace
 from lightning_sym.cli.given import Tree
 from lightning_sym.recipes import recipe_of
 
-# A trial of the other recipe: a handful of steps, and nothing written but what is asked for.
+# A trial of the other recipe: a few steps without logs and checkpoints.
 _TRIAL = [
     "--trainer.max_epochs=1",
     "--trainer.limit_train_batches=2",
@@ -31,11 +31,11 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A folder that has to be there, and the recipe that makes it.
+    """A required folder, and the recipe that makes it.
 
     Attributes:
-        option: Which option of the run names the folder, for example ``"model.zoo"``.
-        recipe: What makes it: the name of a recipe, or a YAML file, and options if it needs any.
+        option: Option of the run that names the folder, for example ``"model.zoo"``.
+        recipe: Name of the recipe, or a YAML file, with options if necessary.
         folder: The folder.
     """
 
@@ -52,13 +52,13 @@ class Requirement:
 def find_requirements(
     requires: Mapping[str, str] | None, settings: Namespace, given: Sequence[Tree] = ()
 ) -> list[Requirement]:
-    """Return what a run requires.
+    """Return the requirements of a run.
 
     Args:
         requires: By option, the recipe that makes the folder which the option names, with options if it needs any.
             None for nothing.
         settings: Settings of the run. Options of a class are named as on the command line, without ``init_args``.
-        given: What each file and each option said, by :func:`~lightning_sym.cli.given.read_given`.
+        given: Options of each file and of the command line, by :func:`~lightning_sym.cli.given.read_given`.
 
     Raises:
         ValueError: If an option is not one of the run's, or names no folder; or if it names one that is not there and
@@ -118,7 +118,7 @@ def redirect(settings: Namespace, option: str, folder: Path) -> None:
 
 
 def _key(settings: Namespace, option: str) -> tuple[str, str]:
-    """Return where an option is among the settings, and its name if it is an entry of a dictionary that is there.
+    """Return the key of an option among the settings, and its name if it is an entry of a dictionary there.
 
     That is ``model.init_args.zoo`` for ``model.zoo``, ``model.init_args.zoos`` and ``relu`` for ``model.zoos.relu``.
     """
@@ -136,19 +136,19 @@ def _key(settings: Namespace, option: str) -> tuple[str, str]:
 
 
 def make(requirement: Requirement, trainer: Namespace, trial: Path | None = None) -> None:
-    """Run the recipe that makes a folder, in a process of its own, and wait for it.
+    """Run the recipe that makes a folder in a separate process, and wait for it.
 
     The process has the same interpreter, working folder and environment; its progress and messages are seen. Several
-    runs that need the same folder wait for the first of them. A recipe that was interrupted goes on where it was.
+    runs that need the same folder wait for the first of them. An interrupted recipe resumes.
 
     Args:
-        requirement: One that is not met.
+        requirement: Requirement without its folder.
         trainer: The trainer's settings of this run; the accelerator, and whether there is a progress bar, go on to
             the recipe.
         trial: For a trial of this run: where the recipe is tried too, with two steps. None: it is run in full.
 
     Raises:
-        ValueError: If this process is one of several, or the recipe failed; one sentence says what to do.
+        ValueError: If this process is one of several, or the recipe failed.
         SystemExit: If it was interrupted.
     """
     command = f"lightning-sym fit --config {requirement.recipe}"
@@ -173,7 +173,7 @@ def make(requirement: Requirement, trainer: Namespace, trial: Path | None = None
     run_dir = _run_dir(requirement)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(run_dir.with_name(f".{run_dir.name}.lock")):
-        if requirement.met:  # another run has made it meanwhile
+        if requirement.met:  # by another run
             return
         print(
             f"{what} is not there: it is made first, by {command}\n"
@@ -196,7 +196,7 @@ def make(requirement: Requirement, trainer: Namespace, trial: Path | None = None
 
 
 def _run_dir(requirement: Requirement) -> Path:
-    """Return the run folder of the recipe: around the folder that it makes, or beside it."""
+    """Return the run folder of the recipe: the parent of the folder that it makes, or a sibling."""
     folder = requirement.folder
     around = folder.parent
     if folder.name == "zoo" and around.name and (not around.exists() or (around / "config.yaml").is_file()):
@@ -212,7 +212,7 @@ def _run(requirement: Requirement, options: Sequence[str]) -> None:
     with subprocess.Popen([sys.executable, *safe, "-m", "lightning_sym.cli", *args]) as process:
         try:
             status = process.wait()
-        except KeyboardInterrupt:  # the process has got the signal too; it saves what it has
+        except KeyboardInterrupt:  # the process gets the signal, too, and saves its state
             status = process.wait()
             status = status or 130
     if status == 130:

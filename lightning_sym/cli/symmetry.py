@@ -1,6 +1,6 @@
 """``lightning-sym symmetry``: the table of a network's symmetries, of any model by its name.
 
-What was asked is read here, without importing torch; :mod:`lightning_sym.cli.models` builds the model.
+This module reads the options without importing torch; :mod:`lightning_sym.cli.models` builds the model.
 """
 
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sym._files import write_atomically
-from lightning_sym._text import nearest
-from lightning_sym.cli.given import merge, read_given, separated, shape_of
+from lightning_sym.cli.given import read_own, shape_of, whole
 
 USAGE = (
     "usage: lightning-sym symmetry NETWORK [--input SHAPE] [--tokens NUMBER] [--output NAME] [--meta] [--out FILE.json]"
 )
+NEEDS = "lightning_sym.cli.models"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Finds the changes of weights that leave a network's function alone, tries random ones, and prints a table.
@@ -40,12 +40,12 @@ _OPTIONS = ("network", "input", "tokens", "output", "meta", "out")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """Options of the command.
 
     Attributes:
         network: The network's name.
-        arguments: Of its class, by name.
-        shape: Of one input, without the batch.
+        arguments: Arguments of its class, by name.
+        shape: Shape of one input, without the batch.
         tokens: The input is integers below this number; None for floating numbers, or as the model says.
         output: Which output counts.
         meta: Whether to build it without weights.
@@ -61,8 +61,8 @@ class Asked:
     out: Path | None = None
 
 
-def read_symmetry_options(args: Sequence[str]) -> Asked:
-    """Return what the arguments ask for.
+def read_options(args: Sequence[str]) -> Asked:
+    """Read the options.
 
     Args:
         args: The arguments after the command; not those that ask for help.
@@ -70,21 +70,15 @@ def read_symmetry_options(args: Sequence[str]) -> Asked:
     Raises:
         ValueError: If an option is not known or has a wrong value, or there is not one network.
     """
-    options, names = separated(args, ("meta",))
-    given = merge(read_given(options))
-    for name in given:
-        if name not in _OPTIONS:
-            raise ValueError(f"symmetry has no option '{name}'.{nearest(name, _OPTIONS)}")
+    given, names = read_own("symmetry", args, _OPTIONS, ("meta",))
     arguments = given.get("network", {})
     if len(names) != 1:
         raise ValueError(f"Expected one network, got {', '.join(names) or 'none'}.")
     if not isinstance(arguments, Mapping):
         raise ValueError("--network takes the arguments of a class, as in --network.width 8.")
-    meta, tokens, out = given.get("meta") or False, given.get("tokens"), given.get("out")
+    meta, tokens, out = given.get("meta") or False, whole(given, "tokens", 1), given.get("out")
     if "meta" in given and given["meta"] not in ("", None, True, False):
         raise ValueError(f"--meta takes no value, got {given['meta']!r}.")
-    if tokens is not None and not (isinstance(tokens, int) and tokens >= 1):
-        raise ValueError(f"--tokens takes a number of tokens >= 1, got {tokens!r}.")
     if out is not None and not str(out).endswith(".json"):
         raise ValueError(f"--out takes a file that ends in .json, got {out}.")
     return Asked(
@@ -98,11 +92,11 @@ def read_symmetry_options(args: Sequence[str]) -> Asked:
     )
 
 
-def print_symmetry(asked: Asked) -> None:
+def run(asked: Asked) -> None:
     """Build the network, trace it, print the table and write it.
 
     Args:
-        asked: As :func:`read_symmetry_options` returns it.
+        asked: As :func:`read_options` returns it.
 
     Raises:
         ValueError: If the network cannot be built, traced or run on the input; nothing is written then.
@@ -117,7 +111,7 @@ def print_symmetry(asked: Asked) -> None:
         raise ValueError(f"{asked.out} is a folder; expected a file that ends in .json.")
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is worth knowing is in the notes
+        warnings.simplefilter("ignore")  # the notes contain what matters
         model = build_model(asked.network, asked.arguments, meta=asked.meta)
         example = example_of(model, asked.shape, asked.tokens)
         symmetry = trace_symmetry(model.network, example.positional, output=asked.output, **example.keywords)
@@ -136,7 +130,7 @@ def print_symmetry(asked: Asked) -> None:
 
 
 def _numbers(symmetry: Any) -> dict[str, Any]:
-    """Return what the table says, as data."""
+    """Return the table as data."""
     tested = symmetry.elements_tried > 0
     return {
         "dimension": symmetry.dimension,

@@ -1,4 +1,4 @@
-"""TensorBoard of a run folder: what one looks for, and little else."""
+"""TensorBoard logs of a run folder, without details unless they are wanted."""
 
 import errno
 import os
@@ -17,24 +17,23 @@ from torch.utils.tensorboard.summary import hparams
 from lightning_sym._files import writing
 from lightning_sym._tags import is_detail
 
-# What the classes of a zoo may be: nothing that a result depends on.
+# Trusted packages, on which no result depends.
 _LEFT_OUT = ("allow",)
-# What tells experiments apart comes first in the table of TensorBoard: its first columns are those that are marked as
-# different between runs, by name, and then the others.
+# Columns that come first in TensorBoard's table: it begins with those that are marked as different between runs.
 _FIRST = ("lr", "maps", "members", "methods", "network", "optimizer_name", "pairs", "seed", "zoo")
 
 
 class RunTensorBoard(TensorBoardLogger):
     """Log to the event files of a run folder; details (``details/...``) only if they are wanted.
 
-    Hyperparameters are written when the run ends: only then it is known what its main figure is.
+    Hyperparameters are written when the run ends, with the name of its main figure.
 
     Args:
         folder: The run folder.
-        details: Whether numbers of single members, pairs and layers are shown, too.
+        details: Whether to show numbers of single members, pairs and layers.
 
     Attributes:
-        headline: Name of the run's main figure, which TensorBoard shows beside the hyperparameters.
+        headline: Name of the run's main figure, for TensorBoard's table of hyperparameters.
     """
 
     def __init__(self, folder: str | Path, *, details: bool = False) -> None:
@@ -46,14 +45,14 @@ class RunTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers, but for the epoch, which is no result."""
+        """Log numbers, except for the epoch."""
         shown = {n: value for n, value in metrics.items() if n != "epoch" and (self.details or not is_detail(n))}
         with self.writing():
             super().log_metrics(shown, step)
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what has been logged."""
+        """Write the logged values."""
         with self.writing():
             super().save()
 
@@ -61,11 +60,11 @@ class RunTensorBoard(TensorBoardLogger):
     def writing(self) -> Iterator[None]:
         """Raise the errors of writing the event file as those of all files."""
         file = self._file
-        if file is not None:  # TensorBoard's thread would print them, too
+        if file is not None:  # otherwise TensorBoard's thread also prints them
             self.experiment.file_writer.event_writer._async_writer._worker._invoke_excepthook = lambda *_: None
         with writing(file or Path(self.log_dir, "events.out.tfevents")):
             yield
-            if file is not None and not file.exists():  # what is written goes nowhere
+            if file is not None and not file.exists():  # written data would be lost
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     @property
@@ -84,7 +83,7 @@ class RunTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def show_first(self, *sources: object) -> None:
-        """Write which curves TensorBoard shows first, in its tab *Custom Scalars*: a group for each source.
+        """Write the charts of TensorBoard's tab *Custom Scalars*, in a group for each source.
 
         Args:
             *sources: A task and its callbacks. Those with an attribute ``charts`` say which tags a chart has, by its
@@ -98,9 +97,9 @@ class RunTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the hyperparameters and the name of what they led to, and close the files.
+        """Write the hyperparameters and the name of the main figure, and close the files.
 
-        What failed before it logged anything, in a check of ``setup``, leaves no event file.
+        A run that failed before it logged anything leaves no event file.
         """
         failed = status == "failed"
         with suppress(OSError) if failed else nullcontext(), self.writing():  # of a failed run the first error is said
@@ -124,7 +123,7 @@ def _remove_if_empty(events: Path) -> None:
 
 
 def _summaries(params: dict[str, bool | int | float | str], headline: str) -> Iterator[Any]:
-    """Yield what TensorBoard reads as hyperparameters; of the main figure the name, the value is among the scalars."""
+    """Yield the summaries of hyperparameters, with the name of the main figure, whose value is a scalar."""
     for summary in hparams(params, {headline: 0.0}):  # type: ignore[no-untyped-call]
         metadata = summary.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(metadata.content)
@@ -135,7 +134,7 @@ def _summaries(params: dict[str, bool | int | float | str], headline: str) -> It
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return hyperparameters as TensorBoard takes them, nested ones as ``outer/inner``, without what is not set."""
+    """Flatten hyperparameters for TensorBoard, nested ones as ``outer/inner``, without empty ones."""
     flat: dict[str, bool | int | float | str] = {}
     for name, value in params.items():
         if isinstance(value, Mapping):

@@ -32,10 +32,10 @@ class Stopwatch(Callback):
     """Times the parts of a short run; to be the first of its callbacks.
 
     Attributes:
-        steps: Of each step, without the first ones.
-        epochs: Of each epoch, from its last step to the first of the next one.
-        validations: Of each validation, which is within these.
-        periodic: Of what a callback does at the end of an epoch, by its name; within the epochs, too.
+        steps: Times of the steps, without the first ones.
+        epochs: Times between the last step of an epoch and the first of the next.
+        validations: Times of the validations, included in ``epochs``.
+        periodic: Times of callbacks at the end of an epoch, by name; included in ``epochs``.
         begun: When the first step began.
         ended: When training ended.
     """
@@ -52,7 +52,7 @@ class Stopwatch(Callback):
         self._validated = Times()
 
     def watch(self, callback: Callback, name: str) -> None:
-        """Time what another callback does at the end of an epoch."""
+        """Time another callback at the end of each epoch."""
         original: Callable[..., None] = callback.on_train_epoch_end
         times = self.periodic.setdefault(name, [])
 
@@ -64,7 +64,7 @@ class Stopwatch(Callback):
         callback.on_train_epoch_end = timed  # type: ignore[method-assign, assignment]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note when a step begins, and with the first one of an epoch how long the end of the last one took."""
+        """Record the start of a step, and at the first step of an epoch the duration since the last one."""
         begins = now()
         if batch_idx == 0:
             self._end_epoch(begins)
@@ -74,23 +74,23 @@ class Stopwatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note when a step ends; end the epoch if steps take too long."""
+        """Record the end of a step; end the epoch if steps take too long."""
         self._last = now()
         if (self._last - self._starts[0]).wall > _PATIENCE and batch_idx >= _WARM:
             trainer.fit_loop.max_batches = batch_idx + 1
             trainer.val_check_batch = batch_idx + 1  # type: ignore[attr-defined]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note when a validation begins."""
+        """Record the start of a validation."""
         self._validated = now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note how long it took."""
+        """Record the duration of the validation."""
         if not trainer.sanity_checking:
             self.validations.append(now() - self._validated)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note when training ends."""
+        """Record the end of training."""
         self.ended = now()
         self._end_epoch(self.ended)
 
@@ -109,8 +109,8 @@ class TrialCLI(RecipeCLI):
     """The command line of a fit, cut short and timed.
 
     Args:
-        asked: What to estimate.
-        folder: Where the run is.
+        asked: Options of the command.
+        folder: Folder of the run.
     """
 
     def __init__(self, asked: Asked, folder: Path) -> None:
@@ -122,7 +122,7 @@ class TrialCLI(RecipeCLI):
         super().__init__(["fit", *asked.args])
 
     def before_instantiate_classes(self) -> None:
-        """Cut the run short, elsewhere; what it requires is tried with two steps."""
+        """Shorten the run and move its folder; its requirements run for two steps."""
         config = self.config[self.subcommand]
         planned = config.trainer
         self.limit = planned.get("limit_train_batches")
@@ -144,7 +144,7 @@ class TrialCLI(RecipeCLI):
             self._try_requirements(config)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Try what is required before, by itself: that is no part of the run."""
+        """Try the requirements separately: they are not part of the run."""
         before = now()
         for requirement in self._required:
             make(requirement, self._get(self.config, "trainer"), self._trial)
@@ -152,7 +152,7 @@ class TrialCLI(RecipeCLI):
         super()._run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer, with a stopwatch; what callbacks do after some epochs they do after each of the few."""
+        """Make the trainer with a stopwatch; callbacks of every n-th epoch act after each of the few epochs."""
         trainer = super().instantiate_trainer(**kwargs)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if count := _planned(callback, self.max_epochs):
@@ -166,7 +166,7 @@ class TrialCLI(RecipeCLI):
         return trainer
 
     def costs(self, began: Times, ended: Times) -> RunCosts:
-        """Return what the whole run would cost.
+        """Predict the cost of the whole run.
 
         Args:
             began: When the command began.
@@ -223,16 +223,15 @@ def now() -> Times:
     return Times(time.perf_counter(), time.process_time())
 
 
-def print_estimate(asked: Asked, began: float) -> None:
-    """Run a few steps, and print what the whole run would cost.
+def print_estimate(asked: Asked) -> None:
+    """Run a few steps, and print the predicted cost of the whole run.
 
     Args:
-        asked: What to estimate.
-        began: Value of ``time.perf_counter`` when the command began.
+        asked: Options of the command.
     """
     with tempfile.TemporaryDirectory(prefix="lightning-sym-") as folder, _quiet():
         cli = TrialCLI(asked, Path(folder) / "run")
-        costs = cli.costs(Times(began, 0.0), now())
+        costs = cli.costs(Times(asked.began, 0.0), now())
         disk = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     device = str(cli.trainer.strategy.root_device)
     threads = f", {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}" if device == "cpu" else ""

@@ -1,4 +1,4 @@
-"""A thread that sees to it that a command ends when it has to, and says why; without importing torch.
+"""A thread that ends a command when it must end, and reports the reason; without importing torch.
 
 The main thread may be where nothing reaches it: in a wait for another process, or in a long computation. So a thread
 listens to three things: signals, the processes that this one launched, and connections to the other ranks of the run,
@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 GRACE = 20.0  # seconds that the main thread has to put things in order
 PARENT = "LIGHTNING_SYM_PARENT"  # environment variable: the process that launched this one
 JOINING = 300.0  # seconds that all processes have to join; torch waits for half an hour
-_PATIENCE = 20.0  # seconds after which a wait for the other processes is spoken of
+_PATIENCE = 20.0  # seconds after which a wait for the other processes is reported
 _TICK = 0.5
 _DONE, _END, _FAILED = "done", "end ", "failed: "
 
@@ -30,8 +30,7 @@ _DONE, _END, _FAILED = "done", "end ", "failed: "
 class StoppedError(SystemExit):
     """The process was told to end, or another one of the run has ended.
 
-    Raised in the main thread, wherever that is: files are whole or absent, and a run goes on from its last checkpoint
-    as if it had not been stopped.
+    Raised in the main thread at any place: files are whole or absent, and a run resumes from its last checkpoint.
     """
 
 
@@ -41,9 +40,9 @@ class Watch:
     Attributes:
         current: The one that is entered.
         children: Processes that this one launched: ranks 1, 2, ... of its run.
-        folder: The run folder of a fit, of whose checkpoint the sentence speaks.
-        waits: Where this process waits for the others to join; empty if it does not.
-        joins_within: Seconds after which it waits no longer.
+        folder: The run folder of a fit, whose checkpoint the message names.
+        waits: Address at which this process waits for the others to join; empty if it does not.
+        joins_within: Longest wait in seconds.
     """
 
     current: ClassVar["Watch | None"] = None
@@ -97,17 +96,17 @@ class Watch:
         """Do the work of the command; the other processes are told how it ended.
 
         Raises:
-            SystemExit: If the process was stopped; why stands on standard error.
+            SystemExit: If the process was stopped; the reason is printed to standard error.
         """
         try:
             try:
                 work()
             except RuntimeError:
-                if self._joined:  # also while the thread that lost a connection has not said so yet
+                if self._joined:  # also before the thread has reported a lost connection
                     self._told.wait(3.0)  # a collective fails a moment before it is known why
                 raise
         except BaseException as error:
-            self._raised = True  # first of all: what is put in order here, and said, is not stopped for a second reason
+            self._raised = True  # first of all: a second reason must not interrupt the clean-up and the message
             if self._reason and (isinstance(error, RuntimeError) or not isinstance(error, Exception)):
                 self._leave()
                 print(self.sentence, file=sys.stderr, flush=True)
@@ -141,7 +140,7 @@ class Watch:
         """Stop for a signal.
 
         Raises:
-            StoppedError: Once: what is put in order afterwards is not disturbed.
+            StoppedError: Once, as clean-up must not be interrupted.
         """
         self._stop_for(signum)
         if not self._raised:
@@ -150,7 +149,7 @@ class Watch:
 
     @property
     def sentence(self) -> str:
-        """Why the process ended, and what to do."""
+        """The reason for the end of the process, and a remedy."""
         todo = ""
         if self.folder is not None:
             last, begun = (self.folder / name for name in ("checkpoints/last.ckpt", "config.yaml"))
@@ -182,7 +181,7 @@ class Watch:
             self._stop(f"{self._me} was stopped by {name}", 128 + signum)
             self._tell(f"was stopped by {name}")
 
-    def _tell(self, what: str, but: socket.socket | None = None) -> None:
+    def _tell(self, what: str) -> None:
         """Tell the other ranks how this one ended; processes that have not joined yet are ended."""
         for peer in list(self._peers):
             _send(peer, f"{_END}{self._me} {what}")
@@ -241,7 +240,7 @@ class Watch:
             self._status = self._status if self._reason else 128 + signal.SIGINT
 
     def _hear(self, peer: socket.socket) -> None:
-        """Read what another rank says; that it says nothing more is known by the end of the connection."""
+        """Read the message of another rank, or notice that its connection has ended."""
         rank, process, host = self._peers[peer]
         try:
             content = peer.recv(4096)
@@ -260,11 +259,11 @@ class Watch:
         what = said[0].removeprefix(_END) if said else f"rank {rank} (process {process} on {host}) {self._how(process)}"
         for other in list(self._peers):
             _send(other, f"{_END}{what}")
-        # What failed on one rank mostly fails on all, each of which has its own sentence for it.
+        # A failure on one rank mostly occurs on all, and each prints its own sentence.
         self._stop(f"{what}, and so this process ended", 1, delay=1.0 if _FAILED in what else 0.0)
 
     def _how(self, process: int) -> str:
-        """Return how a process has ended, as far as that is known."""
+        """Describe how a process has ended, if that is known."""
         for child in self.children:
             if child.pid == process:
                 with suppress(subprocess.TimeoutExpired):
@@ -273,7 +272,7 @@ class Watch:
         return "ended without a word, as after SIGKILL or for want of memory"
 
     def _look(self) -> None:
-        """Look after processes that have not joined yet: this one's children, and what launched it."""
+        """Check the processes that have not joined yet: the children and the parent."""
         if self._peers or self._over.is_set():
             return
         for number, child in enumerate(self.children, 1):

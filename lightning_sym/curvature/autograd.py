@@ -22,13 +22,13 @@ from lightning_sym.curvature.sums import regroups
 
 
 class AutogradEngine(Engine):
-    """The engine for any architecture: gradients at the outputs of the layers, and what their rules make of them."""
+    """The engine for any architecture: gradients at the outputs of the layers, which rules turn into factors."""
 
     def __init__(self, network: nn.Module, ffc: FFC, columns: int) -> None:
         super().__init__(network, ffc, columns)
         curved = curved_parameters(self.layers)
         self.parameters = {full: getattr(self.layers[name][0], key) for full, name, key in curved}
-        # Of the last forward pass, by layer: input, its version then, and output.
+        # From the last forward pass, by layer: input, its version then, and output.
         self.recorded: dict[str, tuple[Tensor, int, Tensor]] = {}
 
     def _hook(self, name: str) -> Any:
@@ -58,7 +58,7 @@ class AutogradEngine(Engine):
         self.sums.add_inner(x, inputs)
 
     def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
-        """Return what the rules see of some samples; with gradients where there is something to pull back."""
+        """Run some samples and return the inputs of the rules, with gradients of pulled-back vectors."""
         with torch.set_grad_enabled(cotangent is not None):
             outputs = self.forward(x)
         recorded = dict(self.recorded)

@@ -88,7 +88,7 @@ class _Blocks(HBPBaseModule):  # type: ignore[misc]
 
 
 class _Layer(ModuleExtension):  # type: ignore[misc]
-    """What is registered for a class of modules: finds rule and parameters of the module at hand."""
+    """Module extension of a class of modules: finds the rule and parameters of a module."""
 
     def __init__(self, ffc: FFC, columns: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Layer(ModuleExtension):  # type: ignore[misc]
 
 
 class _Relaxed:
-    """What both extensions have beside those of BackPACK: branches, and one module extension for all with a rule."""
+    """Base of both extensions: branches, and one module extension for all layers with a rule."""
 
     ffc: FFC
     columns: int
@@ -123,7 +123,7 @@ class _Relaxed:
         super().__call__(module, g_inp, g_out)  # type: ignore[misc]
 
     def measure(self, rule: Rule, module: Any, g: Tensor) -> Mapping[str, Any]:
-        """Return what is left at a layer's parameters: the blocks, of columns ``[V, N, ...]`` at its output."""
+        """Return the blocks of a layer's parameters, from columns ``[V, N, ...]`` at its output."""
         x = module.input0.detach()
         if self.samples is None and self._rows is not None and len(x) != self._rows:
             raise ValueError(
@@ -196,7 +196,7 @@ class _Look(RelaxedKFLR):
 
 
 class _Sum(RelaxedKFLR):
-    """Adds to sums what the rules see of a batch, and leaves nothing."""
+    """Adds the inputs of the rules to sums, and stores nothing."""
 
     def __init__(self, sums: FactorSums, names: Mapping[nn.Module, str], samples: int, columns: int) -> None:
         super().__init__(columns=columns)
@@ -324,14 +324,14 @@ class BackpackEngine(Engine):
         return kept
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs; what BackPACK needs stays at the modules."""
+        """Compute the outputs; modules store the tensors for BackPACK."""
         self.called.clear()
         outputs: Tensor = self.converted(x)
         check_outputs(outputs, x)
         return outputs
 
     def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
-        """Return what the rules see of some samples, and the gradients of the network itself."""
+        """Return the inputs of the rules for some samples, and the gradients of the network itself."""
         with torch.set_grad_enabled(cotangent is not None):
             # The network before its copy: what its layers refuse, they refuse in their own words.
             with self.quiet():
@@ -357,7 +357,7 @@ class BackpackEngine(Engine):
         )
 
     def _check(self, outputs: Tensor, expected: Tensor) -> None:
-        """Raise unless the copy gives what the network does: hooks may change what modules give."""
+        """Raise unless the copy has the outputs of the network, which hooks may change."""
         tolerance = torch.finfo(expected.dtype).eps ** 0.5
         scale = expected.nan_to_num(0, 0, 0).norm(dim=1, keepdim=True)
         same = torch.isclose(outputs, expected, rtol=tolerance, atol=0, equal_nan=True)
@@ -383,11 +383,11 @@ class BackpackEngine(Engine):
         self.sums.add_inner(x, inputs)
 
     def _pull_back(self, outputs: Tensor, columns: Tensor, extension: Any) -> dict[str, Any]:
-        """Return what an extension leaves at the parameters, by their full names."""
+        """Return the results of an extension at the parameters, by their full names."""
         extension.saved_quantities.save_quantity(
             outputs.data_ptr(), columns, extension.accumulate_backpropagated_quantities
         )
-        # What BackPACK's hooks do in a backward pass, without the pass: nobody needs the gradients themselves.
+        # The work of BackPACK's hooks without a backward pass, whose gradients are not needed.
         while self.called:
             module = self.called.pop()
             if module.output.requires_grad:

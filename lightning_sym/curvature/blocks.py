@@ -1,4 +1,4 @@
-"""Kronecker factored curvature: one block for each parameter tensor, and all of them with what the evidence needs."""
+"""Kronecker factored curvature: one block for each parameter tensor, and their sums for the evidence."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,7 +276,7 @@ def _united(blocks: Sequence[KroneckerBlock], shares: Sequence[float]) -> Kronec
 
 
 def _shapes(blocks: Mapping[str, KroneckerBlock]) -> dict[str, tuple[Any, ...]]:
-    """Return what a rank without data has to know of blocks; see :func:`_zeros`."""
+    """Return the shapes of blocks, for ranks without data; see :func:`_zeros`."""
     return {
         name: (b.out_factor.dtype, b.out_factor.shape, getattr(b.in_factor, "shape", None), b.blocks_first, b.axes)
         for name, b in blocks.items()
@@ -292,7 +292,7 @@ def _zeros(shape: tuple[Any, ...], device: torch.device) -> KroneckerBlock:
 
 
 def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.device) -> Factors:
-    """Return the factors of all ranks' data together; what an engine ends with.
+    """Return the factors of the data of all ranks; the last step of an engine.
 
     Args:
         compute: Gives this rank's factors; None without a sample. An error on one rank is raised on all.

@@ -1,4 +1,4 @@
-"""The Laplace approximation of the log marginal likelihood, its gradients, and what it says about paths."""
+"""The Laplace approximation of the log marginal likelihood, its gradients, and the use of paths."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ class EvidenceTerms:
 
 @dataclass(frozen=True)
 class EffectiveNumber:
-    """How many parameters of a path the data determine.
+    """The number of parameters of a path that the data determine.
 
     Attributes:
         layer: In which the path competes.
@@ -138,7 +138,7 @@ class Evidence:
 
     @property
     def device(self) -> torch.device:
-        """Where the eigenvalues are."""
+        """Device of the eigenvalues."""
         return next((s.out.device for s in self._spectra.values()), torch.device("cpu"))
 
     def terms(self, log_precisions: Tensor, log_noise: float = 0.0) -> EvidenceTerms:

@@ -21,7 +21,7 @@ class JacobianRank:
         parameters: Number of trainable parameters P, the columns of J.
         equations: Number of samples times number of outputs, the rows of J.
         rank: Number of singular values above the tolerance; None if J is too large, see :attr:`note`.
-        note: Why there is no rank, or what limits it; empty if nothing does.
+        note: Reason for a missing rank, or a limit of it; empty otherwise.
         above: The smallest singular value that counts, relative to the largest.
         below: The largest one that does not, relative to the largest; 0 if there is none.
     """

@@ -24,7 +24,7 @@ class NotConvergedError(CurvatureError):
 
 @dataclass(frozen=True, eq=False)
 class EigenPairs:
-    r"""Eigenvalues at one end of a spectrum, with what they are worth.
+    r"""Eigenvalues at one end of a spectrum, with residuals.
 
     Attributes:
         values: Eigenvalues, the most extreme one first. Shape ``[k]``, float64, on the CPU.
@@ -43,13 +43,13 @@ class EigenPairs:
 
 @dataclass(frozen=True, eq=False)
 class Quadrature:
-    r"""What Lanczos's method says of a matrix from some starting vectors.
+    r"""Quadrature of a matrix by Lanczos's method from some starting vectors.
 
     Attributes:
         nodes: Ritz values :math:`\theta_{ri}`, rising. Shape ``[R, m]``, float64, on the CPU.
         weights: :math:`\tau_{ri} = U_{1i}^2`, with sum 1 for each starting vector q of length 1:
             :math:`\sum_i \tau_{ri} \theta_{ri}^k = q_r^\top H^k q_r` for k up to 2m - 1. Where a Krylov space was
-            complete before m steps, what is left has weight 0. Shape ``[R, m]``, float64, on the CPU.
+            complete before m steps, the remaining nodes have weight 0. Shape ``[R, m]``, float64, on the CPU.
         products: Number of products with vectors.
     """
 
@@ -91,7 +91,7 @@ def top_eigenpairs(
 
     Raises:
         ValueError: If an argument is out of range.
-        NotConvergedError: If the tolerance was not reached; it says how far the search came.
+        NotConvergedError: If the tolerance was not reached; the message names the residuals.
 
     Note:
         Of an eigenvalue with several independent eigenvectors (copies of units make such) one vector is found at first
@@ -256,7 +256,7 @@ class _Space:
         self.largest = max(self.largest, float(image.norm()))
         self.next, self.beta = self._outside(image)
         if self.beta <= ROUNDING * self.largest:
-            # The space is complete: what is outside has no part in it.
+            # The space is complete: the matrix maps it to itself.
             self.beta = 0.0
             if self.held < len(self.basis):
                 self.next = self._fresh()

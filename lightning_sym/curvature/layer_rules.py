@@ -49,7 +49,7 @@ class CircularConvRule(Rule):
 
 @register_layer(SparseConv)
 class SparseConvRule(CircularConvRule):
-    """That of a convolution, with patches interpolated to the anchors. What places the anchors is left out."""
+    """That of a convolution, with patches interpolated to the anchors. The positions of the anchors are left out."""
 
     weight = "u"
     left_out = ("positions", "omega")
@@ -76,7 +76,7 @@ class _FactoredRule(Rule):
     second: str
 
     def incoming(self, module: Any, x: Tensor) -> Tensor:
-        """Return what the first factor multiplies. Shape ``[N, C, S]``."""
+        """Return the input of the first factor. Shape ``[N, C, S]``."""
         return x.flatten(2)
 
     def outgoing(self, module: Any, g: Tensor) -> Tensor:
@@ -138,14 +138,14 @@ class GroupConvRule(Rule):
     """
 
     def inputs(self, module: GroupConv, x: Tensor) -> dict[str, Tensor]:
-        """Return back-rotated patches, and what the later stages see."""
+        """Return back-rotated patches, and the inputs of the later stages."""
         patches = self._back_rotated(module, x)
         if module.spatial_weight is None:
             return {"weight": patches.permute(0, 1, 4, 2, 3).flatten(3).flatten(1, 2)}
         return {"spatial_weight": patches.permute(2, 0, 1, 4, 3).flatten(2, 3)} | self._later_inputs(module, x)
 
     def _later_inputs(self, module: GroupConv, x: Tensor) -> dict[str, Tensor]:
-        """Return what the stages after the spatial one see."""
+        """Return the inputs of the stages after the spatial one."""
         spatial = module.spatial(x)
         turned = torch.unflatten(spatial, 1, (ROTATIONS, -1)).flatten(3)  # [N, h, C, T]
         turned = torch.stack([turned.roll(-turns, 1) for turns in range(ROTATIONS)], 1)  # [N, g, h - g, C, T]
@@ -158,7 +158,7 @@ class GroupConvRule(Rule):
         }
 
     def _back_rotated(self, module: GroupConv, x: Tensor) -> Tensor:
-        """Return what the unrotated filter sees for each rotation of the output.
+        """Return the input of the unrotated filter for each rotation of the output.
 
         Returns:
             Shape ``[N, 4, F, k k, T]``, with ``F = C``, of full ``F = 4 C`` by the difference of rotations.

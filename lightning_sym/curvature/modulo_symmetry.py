@@ -1,4 +1,4 @@
-"""How sharp a network's loss is, and how much of that is a matter of the member of its orbit."""
+"""Sharpness of a network's loss, and its part that depends on the point of the orbit."""
 
 import math
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ class ComplementOperator(SymmetricOperator):
 
 @dataclass(frozen=True)
 class Sharpness:
-    """How sharp a loss is, by three measures of one matrix.
+    """The sharpness of a loss, by three measures of one matrix.
 
     Attributes:
         top_eigenvalue: The largest eigenvalue.
@@ -95,14 +95,14 @@ class SharpnessModuloSymmetry:
     """Sharpness of one network, as it is and with its symmetry divided out.
 
     Attributes:
-        raw: Of the network as it is.
-        balanced: Of the canonical member of its orbit.
-        modulo: Of that member, in the directions orthogonal to the orbit; the same for all members.
+        raw: Sharpness of the network itself.
+        balanced: Sharpness of the canonical representative of its orbit.
+        modulo: Sharpness of the representative in the directions orthogonal to the orbit; the same for all members.
         parameters: Number of parameters.
         orbit: Number of directions that were taken out.
         statistics: Number of one-parameter groups that move running statistics of batch norms: fixed by the canonical
             form, and not taken out.
-        notes: What the canonical form could not fix.
+        notes: Symmetries that the canonical form could not fix.
     """
 
     raw: Sharpness
@@ -143,7 +143,7 @@ def canonical_operator(
         columns: As there.
 
     Returns:
-        The matrix, its restriction, and what the canonical form could not fix.
+        The matrix, its restriction, and the symmetries that the canonical form could not fix.
 
     Raises:
         ValueError: If the network has another structure than the traced one, or invertible matrices act on some units;
@@ -181,7 +181,7 @@ def sharpness_modulo_symmetry(
         loss: As there.
         kind: ``"hessian"`` or ``"gauss_newton"``.
         probes: Random vectors for traces and norms, the same for all three. >= 2.
-        tolerance: Of the top eigenvalue, as for :func:`~lightning_sym.curvature.top_eigenpairs`.
+        tolerance: Tolerance of the top eigenvalue, as for :func:`~lightning_sym.curvature.top_eigenpairs`.
         columns: As for :class:`~lightning_sym.curvature.CurvatureOperator`.
 
     Returns:

@@ -1,4 +1,9 @@
-"""Hessian and Gauss-Newton matrix of a mean loss as linear operators, over data that stream and over processes."""
+"""Hessian and Gauss-Newton matrix of a mean loss as linear operators, over streamed data and over processes.
+
+Products with many vectors, and traces, are those of curvlinops. This module adds sums over processes with unequal
+shares, ignored samples, products on a subspace, and checks of data, network and loss. A Hessian times a few vectors
+is ours as well, since one gradient graph for all of them halves the time.
+"""
 
 import contextlib
 import copy
@@ -26,7 +31,7 @@ from lightning_sym.networks.modes import in_precision, twice_differentiable
 
 Kind = Literal["hessian", "gauss_newton"]
 Loss = Callable[[Tensor, Tensor], Tensor]
-# What is smaller than this, relative to the largest magnitude, is rounding.
+# Values below this, relative to the largest magnitude, are rounding.
 ROUNDING = 1e-12
 _FEW = 16  # vectors
 _CLASSES = {"hessian": "HessianLinearOperator", "gauss_newton": "GGNLinearOperator"}
@@ -51,7 +56,7 @@ class SymmetricOperator(ABC):
 
     Attributes:
         size: Number of rows and of columns, P.
-        dtype: What products are computed in.
+        dtype: Dtype of the products.
         device: Where products are computed.
         products: How many vectors it has been multiplied with by now.
     """
@@ -144,7 +149,7 @@ class CurvatureOperator(SymmetricOperator):
             ``ignore_index``, do not count.
         kind: ``"hessian"`` or ``"gauss_newton"``: :math:`\frac1N \sum_n J_n^\top \nabla^2_f \ell\, J_n`.
         parameters: Names of the parameters that are the variables; default all that require gradients, in their order.
-        dtype: What to compute in; default the network's (float32 for half precision).
+        dtype: Dtype of the computation; default the network's (float32 for half precision).
         columns: How many vectors go through the network together in products with matrices. >= 1.
         check: Whether to check in every product that the data are the same, and once that the network puts out the
             same for the same input, and that the loss is a mean over samples: within each batch, and over samples of
@@ -437,7 +442,7 @@ class CurvatureOperator(SymmetricOperator):
         if not one.isfinite().all():
             raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
         if again:
-            # Another state of the random numbers: what draws some gives something else.
+            # Another state of the random numbers changes the outputs of random modules.
             with seeded(derive_seed("curvature", "again")):
                 two = self.network(x)
             if not torch.allclose(one, two, rtol=1e-4, atol=1e-6 * float(one.abs().max())):
@@ -448,7 +453,7 @@ class CurvatureOperator(SymmetricOperator):
         return one
 
     def _counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return which samples of a batch the loss is the mean of; all but those that it ignores. Shape ``[N]``.
+        """Return a mask of the samples that the loss averages, without ignored ones. Shape ``[N]``.
 
         Raises:
             ValueError: If it is not their mean, or its gradient not that of the mean.
@@ -531,7 +536,7 @@ def directional_curvature(
     return dict(zip(directions, zip(norms, curvatures, strict=True), strict=True))
 
 
-# ---- what the operator works on
+# ---- data, loss and network
 
 
 class _MeanLoss(nn.Module):
@@ -548,7 +553,7 @@ class _MeanLoss(nn.Module):
 
 
 def _linear(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return what has the gradient of a loss, and no second derivative by the outputs."""
+    """Linearise a loss: the same gradient, and no second derivative by the outputs."""
     fixed = outputs.detach().requires_grad_()
     (slope,) = torch.autograd.grad(loss(fixed, targets), fixed)
     return (slope * outputs).sum()
@@ -565,7 +570,7 @@ def _apart(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")
             slopes, losses = vmap(grad_and_value(one))(outputs, targets)
-    except RuntimeError:  # what torch.func cannot do
+    except RuntimeError:  # not supported by torch.func
         pairs = [grad_and_value(one)(row, target) for row, target in zip(outputs, targets, strict=True)]
         slopes, losses = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return losses.detach(), slopes.reshape(len(slopes), -1).detach()
@@ -591,7 +596,7 @@ class _Batches:
         self._last: list[tuple[int, Tensor, Tensor]] = []
 
     def survey(self) -> None:
-        """Count the samples, and note what data there are."""
+        """Count the samples, and record checksums of the data."""
         self.samples = sum(len(x) for x, _ in self)
         self._first = self._noted()
 
@@ -606,7 +611,7 @@ class _Batches:
         self._passes += 1
         given = batches(self._network, self._data)
         for number in itertools.count():
-            # What draws random numbers, to shuffle or to augment, draws others in every pass, and so is found.
+            # Shuffling and augmentation draw other random numbers in every pass, and are detected.
             with seeded(derive_seed("curvature data", self._passes, number)):
                 batch = next(given, None)
             if batch is None:
@@ -643,7 +648,7 @@ class _Batches:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return a number that changes with the values and their order, as a tensor."""
-    # What is not a number may stand for a value that is missing, and does not equal itself: a number of its own.
+    # NaN may stand for a missing value and does not equal itself, so it is replaced by a number.
     rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device)).nan_to_num(math.e, math.pi, -math.pi)
     places = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device).sqrt()
     return (rows @ places) @ torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device).sqrt()

@@ -1,4 +1,4 @@
-"""What every engine does with a network and a batch, and what it is asked for."""
+"""The passes of an engine through a network, and its interface."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from lightning_sym.networks.modes import evaluating
 
 
 class Engine(ABC):
-    """Gives the sums of both factors of every block what they need, over the batches of this rank.
+    """Adds the batches of this rank to the sums of both factors of every block.
 
     Args:
         network: The network, as :func:`ready` gives it.
@@ -49,11 +49,11 @@ class Engine(ABC):
 
     @abstractmethod
     def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
-        """Return what the rules see of some samples; with gradients where there is something to pull back."""
+        """Run some samples and return the inputs of the rules, with gradients of pulled-back vectors."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs for a batch, keeping what :meth:`add` needs. Shape ``[N, K]``."""
+        """Compute the outputs for a batch, and store the tensors for :meth:`add`. Shape ``[N, K]``."""
 
     @abstractmethod
     def add(self, x: Tensor, outputs: Tensor, square_root: Tensor) -> None:
@@ -61,7 +61,7 @@ class Engine(ABC):
 
         Args:
             x: The batch. Shape ``[N, ...]``.
-            outputs: What :meth:`forward` gave last. Shape ``[N, K]``.
+            outputs: Latest result of :meth:`forward`. Shape ``[N, K]``.
             square_root: The columns to pull back. Shape ``[V, N, K]``.
         """
 
@@ -292,7 +292,7 @@ def pull_back(outputs: Tensor, nodes: list[Tensor], columns: Tensor) -> Iterator
     Args:
         outputs: Shape ``[N, ...]``.
         nodes: Tensors with gradients.
-        columns: What is pulled back. Shape ``[V, N, ...]``, the rest as the outputs.
+        columns: Vectors to pull back. Shape ``[V, N, ...]``, the rest as the outputs.
 
     Yields:
         One gradient for each node, shape ``[V, ...]``, the rest as the node; None where no gradient comes. All columns

@@ -29,7 +29,7 @@ def gauss_newton_trace(
     (docs/theory/spectra.md, 3).
 
     Args:
-        operator: Of either kind. To be called on every process together.
+        operator: An operator of either kind. To be called on every process together.
         passes: How often the gradients of all samples are taken. >= 2.
         generator: Generator of the signs, on the CPU, in the same state on each rank; each draws others.
 

@@ -60,7 +60,7 @@ class Precisions:
 
 
 class RunningMembers(Protocol):
-    """What the prior of a population asks of a task; every :class:`lightning_sym.tasks.ZooTask` has it."""
+    """Interface of a task to the prior of its population; every :class:`lightning_sym.tasks.ZooTask` has it."""
 
     @property
     def population(self) -> Any:
@@ -326,7 +326,7 @@ def shrink(optimizer: Optimizer, strengths: Mapping[Tensor, float | Tensor]) -> 
 
 
 def _adam_metric(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
-    """Return by what Adam divided its averaged gradients in the step it just took; in the shape of the parameter."""
+    """Return Adam's divisor of the averaged gradients in the latest step, in the shape of the parameter."""
     beta = float(group["betas"][1])
     # On the device of the step count, which fused and capturable steps keep beside the weights: nothing waits for it.
     correction = -torch.expm1(torch.as_tensor(state["step"]) * (math.log(beta) if beta else -math.inf))
@@ -335,7 +335,7 @@ def _adam_metric(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
 
 
 def count_data(loader: Iterable[Sequence[Tensor]], *, shared: bool = True) -> tuple[int, Tensor]:
-    """Return how many data there are, and how many of each class; to be called on every rank.
+    """Count the data, and those of each class; to be called on every rank.
 
     Args:
         loader: Batches ``(inputs, labels or targets, ...)``; this rank's share.

@@ -1,4 +1,4 @@
-"""Which parameters share a prior precision, and which belong to one path of one layer."""
+"""Groups of parameters that share a prior precision, and the paths of layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Granularity: TypeAlias = Literal["per_path", "per_tensor"]
 
 @dataclass(frozen=True)
 class PriorGroups:
-    """How the parameters of a network are divided.
+    """A partition of the parameters of a network.
 
     Attributes:
         precisions: From a parameter's name to the name of the group whose precision it has.

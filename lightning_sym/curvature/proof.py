@@ -22,7 +22,7 @@ _CHANGED = slice(1, 3)
 
 @dataclass(frozen=True)
 class Pass:
-    """What an engine sees of a few samples.
+    """The inputs and gradients of an engine for a few samples.
 
     Attributes:
         outputs: Outputs of the network. Shape ``[M, K]``.
@@ -41,7 +41,7 @@ class _RowsError(ValueError):
     """The rows of a layer's input cannot be those of the samples."""
 
 
-# Of inputs and, for a backward pass, a function from outputs to what is pulled back.
+# Takes inputs and, for a backward pass, a function from outputs to the pulled-back vectors.
 See: TypeAlias = Callable[[Tensor, Callable[[Tensor], Tensor] | None], Pass]
 
 
@@ -68,7 +68,7 @@ def prove(network: nn.Module, layers: Layers, x: Tensor, see: See) -> None:
         see: The engine's passes: forward, and backward where it is given something to pull back.
 
     Raises:
-        ValueError: If a check fails; the error names the module and says what to do.
+        ValueError: If a check fails; the message names the module and a remedy.
 
     Note:
         Two forward passes and a backward pass of five samples. Nothing is drawn from the global generator. What is
@@ -108,7 +108,7 @@ def check_rows(name: str, module: nn.Module, x: Tensor, samples: int) -> None:
     Args:
         name: Name of the layer.
         module: The layer.
-        x: Its input, or what is at its output. Shape ``[rows, ...]``.
+        x: Its input, or a tensor at its output. Shape ``[rows, ...]``.
         samples: N.
 
     Raises:
@@ -142,7 +142,7 @@ def _probes(x: Tensor) -> Tensor:
 
 
 def _own(x: Tensor, samples: int) -> slice:
-    """Return which rows of a tensor belong to the samples that are changed."""
+    """Return a mask of the rows of changed samples."""
     chosen = _CHANGED if samples > 2 else slice(0, 1)
     rows = x.shape[0] // samples
     return slice(rows * chosen.start, rows * chosen.stop)
@@ -184,7 +184,7 @@ def _cotangent(outputs: Tensor) -> Tensor:
 
 
 def _check_samples(network: nn.Module, layers: Layers, probes: Tensor, plain: Pass, see: See) -> Pass:
-    """Raise if a sample changes what a layer sees of another one, or its outputs; return the pass that shows it."""
+    """Raise if a sample changes the inputs of a layer, or the outputs, for another one; return the pass."""
     count = len(probes)
     changed, inputs = _see_changed(probes, see)
     for name, before in _seen(plain):
@@ -221,7 +221,7 @@ def _of_same_length(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_places(layers: Layers, probes: Tensor, changed: Pass, see: See) -> None:
-    """Raise if what a layer sees of a sample, or its outputs, depend on its place in the batch."""
+    """Raise if inputs of a layer, or outputs, for a sample depend on its place in the batch."""
     count = len(probes)
     for name in _of_their_place(changed, count):
         # Rounding may depend on the row, and some functions jump; not for other samples again.
@@ -233,12 +233,12 @@ def _check_places(layers: Layers, probes: Tensor, changed: Pass, see: See) -> No
 
 
 def _seen(found: Pass) -> list[tuple[str | None, Tensor]]:
-    """Return what is compared: the layers' inputs, by name, and the outputs, by None."""
+    """Return the compared tensors: the layers' inputs, by name, and the outputs, by None."""
     return [*found.inputs.items(), (None, found.outputs)]
 
 
 def _of_their_place(changed: Pass, count: int) -> list[str | None]:
-    """Return where the two samples that were changed, to the same, differ by more than rounding."""
+    """Return the places where the two equal samples differ by more than rounding."""
     if count < _CHANGED.stop:
         return []
     pairs = [(name, x, x[_own(x, count)].chunk(2)) for name, x in _seen(changed)]
@@ -260,7 +260,7 @@ def _see_changed(probes: Tensor, see: See) -> tuple[Pass, Tensor]:
 
 
 def _largest_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Return by how much rows of tensors differ, relative to the row before; the largest."""
+    """Return the largest difference between rows of tensors, relative to the row before."""
     found = 0.0
     for old, new in zip(before, after, strict=True):
         if not torch.equal(old, new):
@@ -273,7 +273,7 @@ def _largest_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
 
 
 def _strays(g: Tensor, samples: int) -> bool:
-    """Return whether gradients are not 0 at rows of other samples; what is not a number is none of our business."""
+    """Return whether gradients are not 0 at rows of other samples; NaN does not count."""
     others = _others(g, samples)
     if not any(rows.any() for rows in others):
         return False
@@ -282,7 +282,7 @@ def _strays(g: Tensor, samples: int) -> bool:
 
 
 def _origin(network: nn.Module, probes: Tensor, changed: Tensor) -> str:
-    """Return from which module on samples change one another, as a part of a sentence; nothing if that is unclear."""
+    """Name the first module at which samples change one another, as part of a sentence; empty if unclear."""
     count = len(probes)
 
     def record(x: Tensor) -> list[tuple[nn.Module, list[Tensor], list[Tensor]]]:
@@ -318,7 +318,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _check_rules(layers: Layers, seen: Pass, samples: int) -> None:
-    """Raise unless what the rules say of a pass gives autograd's gradients, and their factors are by definition."""
+    """Raise unless the rules give autograd's gradients of a pass, and factors that agree with their definition."""
     found: dict[tuple[str, str], Tensor] = {}
     for name, g in seen.gradients.items():
         x = seen.inputs[name]
@@ -372,7 +372,7 @@ def _gradients_of_rule(name: str, module: nn.Module, rule: Rule, x: Tensor, g: T
 def _aligned(
     whose: str, key: str, parameter: Tensor, rows: int, inputs: Tensor | None, vectors: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Return what a parameter multiplies and the gradients there, with the same blocks and places.
+    """Return the inputs of a parameter and the gradients there, with the same blocks and places.
 
     Args:
         whose: Rule, for errors.

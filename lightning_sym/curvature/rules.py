@@ -1,4 +1,4 @@
-"""How parameters enter a layer: one rule per class of layer, for every engine, and the registry for users' own."""
+"""Rules of how parameters enter a layer: one per class of layer, for every engine, with a registry."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -77,7 +77,7 @@ class Rule:
         self.ffc = ffc
 
     def inputs(self, module: Any, x: Tensor) -> dict[str, Tensor]:
-        """Return what each parameter multiplies.
+        """Return the input that each parameter multiplies.
 
         Args:
             module: The layer.
@@ -102,7 +102,7 @@ class Rule:
         raise NotImplementedError
 
     def axes(self, module: Any, name: str) -> Axes | None:
-        """Return how the entries of a block lie in its parameter, if not as ``[O, *blocks, I]`` or with blocks first.
+        """Return the layout of a block in its parameter, if not ``[O, *blocks, I]`` or with blocks first.
 
         Args:
             module: The layer.
@@ -328,7 +328,7 @@ class ConvRule(Rule):
     blocks_first = ("weight",)
 
     def inputs(self, module: Any, x: Tensor) -> dict[str, Tensor]:
-        """Return what each output position sees: shape ``[N, T, I]``, with groups ``[groups, N, T, I]``."""
+        """Return the input of each output position: shape ``[N, T, I]``, with groups ``[groups, N, T, I]``."""
         patches = self.patches(module, x)  # [N, groups, I, T]
         return {"weight": patches[:, 0].mT if module.groups == 1 else patches.transpose(0, 1).mT}
 

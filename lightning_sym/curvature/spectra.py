@@ -36,7 +36,7 @@ class TraceEstimate:
             NaN for methods other than ``"hutchinson"``.
         products: Number of products with vectors.
         degrees_of_freedom: Those of the standard error, > 0: the number of independent estimates less one; of a sum of
-            several, what Welch and Satterthwaite say; infinity where there is no spread.
+            several, those of Welch and Satterthwaite; infinity where there is no spread.
     """
 
     value: float
@@ -272,13 +272,6 @@ class SpectralDensity:
         squared = self.size * self.moment(2)
         return TraceEstimate(float(values.mean()), error, squared, self.products, max(1, len(values) - 1))
 
-    def share_within(self, bound: float) -> float:
-        """Return which share of eigenvalues has magnitudes up to a bound, by the weights of the nodes.
-
-        It is good where the bound is in a gap of the spectrum, and a node's weight wrong elsewhere.
-        """
-        return float((self.weights * (self.nodes.abs() <= bound)).sum(1).mean())
-
 
 def smoothed(values: Tensor, points: Tensor, width: float, weights: Tensor | None = None) -> Tensor:
     """Return the density of values of which each is made a Gaussian.
@@ -360,7 +353,7 @@ def spectral_density(
 
 @dataclass(frozen=True)
 class NearZero:
-    """How many eigenvalues are near zero: a choice of tolerance, so for many of them.
+    """Counts of eigenvalues near zero, for many tolerances.
 
     Attributes:
         size: Number of eigenvalues.
@@ -410,7 +403,7 @@ def near_zero(eigenvalues: Tensor, tolerances: Sequence[float] = TOLERANCES) -> 
     sizes = values.abs().sort(descending=True).values
     largest = float(sizes[0])
     rounding = ROUNDING * largest
-    # What is below rounding is as good as rounding: gaps among such numbers mean nothing.
+    # Gaps among numbers below rounding mean nothing.
     logs = sizes.clamp(min=rounding or 1.0).log10()
     steps = logs[:-1] - logs[1:]
     place = int(steps.argmax()) if len(steps) else 0

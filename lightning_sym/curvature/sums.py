@@ -17,7 +17,7 @@ from lightning_sym.layers.polyphase_pool import PolyphasePool
 
 _CYCLES = 100  # of draws, each of which shows at least one more row
 _UNITS = 12  # so many in a row are never all off
-_MASKED = -90.0  # what is below stands for a masked place: those are filled with -100, -1000 and less
+_MASKED = -90.0  # lower values mark masked places, which are filled with -100, -1000 and less
 _ON = 4.0  # so far at least from 0 is tried, where a single sample says little of how large outputs get
 
 
@@ -49,7 +49,7 @@ class FactorSums:
         """Add the products of gradients at a layer's output.
 
         Args:
-            name: Of the layer.
+            name: Name of the layer.
             x: Its input. Shape ``[rows, ...]``.
             g: Some columns at its output. Shape ``[V, rows, ...]``.
             samples: N.
@@ -77,7 +77,7 @@ class FactorSums:
 
         Args:
             x: The batch. Shape ``[N, ...]``.
-            inputs: Of each layer, by name. Shape ``[rows, ...]``.
+            inputs: Inputs of each layer, by name. Shape ``[rows, ...]``.
 
         Raises:
             ValueError: If rows are not those of the samples in turn.
@@ -193,7 +193,7 @@ class _Look:
                 )
 
     def _width(self, name: str, key: str) -> int:
-        """Return how many numbers a row of gradients has."""
+        """Return the size of a row of gradients."""
         module, rule = self.layers[name]
         with torch.no_grad():
             return rule.gradients(module, self.inputs[name][:1], self.clean[name][None, :1])[key].shape[-1]
@@ -268,7 +268,7 @@ class _Look:
         return found
 
     def _tried(self, name: str, where: Tensor, noise: Tensor, kind: int) -> Tensor:
-        """Return what a layer puts out instead: larger than all else, up or down, or of magnitude 1."""
+        """Return replacement outputs of a layer: larger than all else, up or down, or of magnitude 1."""
         clean = self.clean[name]
         size = max(float(clean.abs().max()), _ON) * float(noise.abs().amax()) / 2  # another one in each cycle
         tried = noise if kind == 2 else clean + size * (1 - 2 * kind) * (noise.sign() + noise / 8)
@@ -374,7 +374,7 @@ def regroups(outputs: Tensor, nodes: list[Tensor]) -> bool:
     """Return whether an operation between layers' outputs and the network's may move rows along the first axis.
 
     Args:
-        outputs: Of the network.
+        outputs: Outputs of the network.
         nodes: At the outputs of the layers.
     """
     ends = {node.grad_fn for node in nodes}

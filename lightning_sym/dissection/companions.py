@@ -60,8 +60,6 @@ class UnitStatistics(Metric):
     """
 
     full_state_update = True
-    is_differentiable = False
-    higher_is_better = None
     squares: Tensor
     fourths: Tensor
     class_counts: Tensor

@@ -39,8 +39,6 @@ class ConceptOverlap(Metric):
     """
 
     full_state_update = True
-    is_differentiable = False
-    higher_is_better = True
     thresholds: Tensor
     intersections: Tensor
     unit_areas: Tensor

@@ -36,8 +36,6 @@ class TopQuantile(Metric):
     """
 
     full_state_update = True
-    is_differentiable = False
-    higher_is_better = None
     largest: Tensor
     seen: Tensor
 

@@ -17,7 +17,6 @@ from lightning_sym.landscape.pruning import (
     rashomon_pruning,
 )
 from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, function_distances, orbit_distances
-from lightning_sym.landscape.sampling import NeighbourGraph, SetSample, neighbour_graph, sample_set
 from lightning_sym.landscape.scale import FunctionScale, Resolution, VolumeExponent, resolution, volume_exponent
 from lightning_sym.landscape.sets import SetNumbers, describe_set
 from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
@@ -36,7 +35,6 @@ __all__ = [
     "LossSurface",
     "MagnitudePruning",
     "Moments",
-    "NeighbourGraph",
     "OrbitDistances",
     "PrunedNetwork",
     "Pruning",
@@ -46,7 +44,6 @@ __all__ = [
     "Resolution",
     "SGLDSamples",
     "SetNumbers",
-    "SetSample",
     "TwoUnitClass",
     "VolumeExponent",
     "WeightPlane",
@@ -61,13 +58,11 @@ __all__ = [
     "is_relu_line",
     "joining_levels",
     "learning_coefficient",
-    "neighbour_graph",
     "orbit_distances",
     "rashomon_pruning",
     "reduced_rank_coefficient",
     "removable_units",
     "resolution",
-    "sample_set",
     "sample_sgld",
     "surfaces",
     "umap_embedding",

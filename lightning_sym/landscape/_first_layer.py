@@ -1,4 +1,4 @@
-"""Where a network's first layer with weights is, what enters it, and what comes after it."""
+"""The first layer of a network with weights, its input, and the rest of the network."""
 
 import functools
 import operator
@@ -68,7 +68,7 @@ class FirstLayer:
     dense: tuple[str, ...] | None
 
     def entering(self, inputs: Tensor) -> Tensor:
-        """Return what enters the layer, for inputs [N, ...]."""
+        """Compute the layer's input, for inputs [N, ...]."""
         found: Tensor = inputs if self.before is None else self.before(inputs)[0][0]
         return found
 

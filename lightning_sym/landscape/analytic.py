@@ -1,4 +1,4 @@
-"""Landscapes whose learning coefficients are known, to calibrate what is estimated by chains."""
+"""Landscapes with known learning coefficients, to calibrate estimates by chains."""
 
 import math
 from collections.abc import Mapping
@@ -15,8 +15,6 @@ from lightning_sym._random import generator
 from lightning_sym.landscape.learning_coefficients import LearningCoefficientEstimate, learning_coefficient
 from lightning_sym.landscape.loss_on_data import LossOnData
 
-INPUTS = 3
-"""How many numbers the inputs of :func:`analytic_landscapes` have."""
 _FARTHEST, _NODES = 8.0, 4000  # of the quadrature, in standard deviations of the localisation and per axis
 
 
@@ -184,7 +182,7 @@ class AnalyticLandscape:
     """A network at weights where the learning coefficient of J is known.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         network: The network, in double precision.
         theory: The learning coefficient.
         kind: ``"regular"`` points and normal ``"crossing"`` have an exact value at finite temperature, other
@@ -201,13 +199,13 @@ class AnalyticLandscape:
     refused: bool = False
 
     def data(self, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return inputs ``[N, ...]`` with what the network makes of them as targets."""
+        """Return inputs ``[N, ...]`` with the network's outputs as targets."""
         inputs = inputs.detach().double().flatten(1)
         with torch.no_grad():
             return [(inputs, self.network(inputs))]
 
     def estimate(self, inputs: Tensor, **changes: Any) -> LearningCoefficientEstimate:
-        """Return what chains say.
+        """Estimate the coefficient by chains.
 
         Args:
             inputs: Shape ``[N, ...]``, at least three numbers each.
@@ -216,11 +214,11 @@ class AnalyticLandscape:
         return learning_coefficient(self.network, self.data(inputs), summed_squares, **{**self.settings, **changes})
 
     def exact(self, inputs: Tensor, found: LearningCoefficientEstimate) -> float | None:
-        """Return what the mean of chains with these settings must be; None where that is not known.
+        """Return the exact mean of chains with these settings; None if it is not known.
 
         Args:
             inputs: As for :meth:`estimate`.
-            found: What it returned.
+            found: Its result.
         """
         if self.kind == "regular":
             function = LossOnData(self.network, self.data(inputs), summed_squares, dtype=torch.float64)

@@ -14,7 +14,7 @@ _MIN_DIST = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """Where UMAP put a set and the found points beside it.
+    """Coordinates of a set and of the found points by UMAP.
 
     Attributes:
         chosen: Which rows of the set were embedded, ascending; all if there were few enough. Shape ``[k]``, int64.
@@ -36,7 +36,7 @@ def umap_embedding(coefficients: ArrayLike, points: ArrayLike, *, seed: int, mos
 
     Args:
         coefficients: The set. Shape ``[k, m]``.
-        points: The found points, which are fitted with the set, as they must lie among it. Shape ``[q, m]``.
+        points: The found points, fitted together with the set. Shape ``[q, m]``.
         seed: Seed of UMAP and of the choice; the same seed gives the same coordinates.
         most: Beyond this many rows of the set, a random choice of this many is embedded; >= 1.
 

@@ -24,7 +24,7 @@ from lightning_sym.networks.modes import in_precision
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-# Inputs of the first block: what early rejection looks at first (docs/theory/equivalence.md, 3.3).
+# Inputs of the first block, for early rejection (docs/theory/equivalence.md, 3.3).
 _FIRST_INPUTS = 64
 # Bytes of the largest activation of all points and inputs that are worked on at once (docs/theory/equivalence.md, 3.3).
 _CPU_BYTES, _DEVICE_BYTES = 4 * 2**20, 256 * 2**20
@@ -42,7 +42,7 @@ class LossSurface:
     inputs (docs/theory/equivalence.md, 1.1). ``torch.nn.MSELoss`` divides by the number of outputs as well.
 
     The network is copied when the surface is made, in eval mode; later changes of it are not seen. Evaluation takes
-    place without gradients. What a network computes for one input must not depend on the other inputs.
+    place without gradients. A network must treat its inputs independently.
 
     **Methods.** All give the same numbers up to rounding.
 
@@ -65,7 +65,7 @@ class LossSurface:
     one call.
 
     Args:
-        network: Any module that takes one tensor and returns one. Its trainable parameters are what varies.
+        network: Any module that takes one tensor and returns one. Its trainable parameters vary.
         inputs: Shape [N, ...], N >= 1, finite. Moved to the network's device.
         targets: Shape [N, ...]; detached. For the squared distance of the shape of the outputs, and finite.
         loss: ``"squared_distance"``, or a function from outputs [G, N, ...] and targets [N, ...] to the loss of each
@@ -73,7 +73,7 @@ class LossSurface:
         method: See above.
         dtype: Dtype of the forward pass, floating; None for the network's. float64 for thresholds below 1e-12 of the
             zero function's J, and for topology; float32 for pictures. Sums over inputs are taken in float64 always.
-        chunk: Points evaluated together, >= 1; None for what fits the cache (CPU) or 256 MiB.
+        chunk: Points evaluated together, >= 1; None for as many as fit the cache (CPU) or 256 MiB.
 
     Attributes:
         method: The method used; ``"auto"`` until the first evaluation if it has to be timed. Set it to that of another
@@ -157,7 +157,7 @@ class LossSurface:
             return _LOOP_POINTS
         largest: int = max(block.stop - block.start for block in self._blocks)
         width = self._width
-        if self.method == "affine" and self._first is not None:  # what enters the first layer is there once
+        if self.method == "affine" and self._first is not None:  # the first layer's input is held once
             parts = [self._first.layer, *(self._network.get_submodule(name) for name in self._dense or ())]
             width = max(part.out_features for part in parts if isinstance(part, nn.Linear))
         return max(1, min(4096, self._bytes // (largest * width * self.dtype.itemsize)))
@@ -184,7 +184,7 @@ class LossSurface:
             coefficients: Shape [G, m], floating, any device.
             below: Only losses below this number are wanted, for example epsilon: a point is given up as soon as the
                 inputs seen so far make its mean at least that. Exact, rounding included: sums only grow, and those of
-                the points kept are bit for bit what they are without ``below``. Needs losses >= 0.
+                the points kept are bitwise the same as without ``below``. Needs losses >= 0.
 
         Returns:
             Means over the inputs, shape [G], float64, on the CPU. Losses that are not finite, and with ``below`` all
@@ -229,7 +229,7 @@ class LossSurface:
         return self.method
 
     def description(self) -> tuple[str, ...]:
-        """Return words for network, loss, method, precision, device and chunk: what losses depend on beside tensors."""
+        """Describe network, loss, method, precision, device and chunk, which with the tensors determine the losses."""
         loss = self.loss if isinstance(self.loss, str) else f"{self.loss.__module__}.{_name(self.loss)}"
         return repr(self._network), loss, self.method, str(self.dtype), self.device.type, str(self.chunk)
 
@@ -237,7 +237,7 @@ class LossSurface:
         """Return the tensors that losses depend on beside the weights: inputs, targets, frozen weights, buffers."""
         return [self.inputs, self.targets, *self._frozen.values(), *self._network.buffers()]
 
-    # ---- what a surface is made of
+    # ---- parts of a surface
 
     def _data(self, tensor: Tensor, name: str) -> Tensor:
         """Return a checked copy on the device, floating numbers in the dtype."""
@@ -459,7 +459,7 @@ class LossSurface:
         return torch.mm(coefficients, outputs, out=self._space("first", shape, self.dtype))
 
     def _space(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory for intermediate numbers: new large tensors cost more in page faults than what fills them."""
+        """Return memory for intermediate numbers: new large tensors cost more in page faults than in arithmetic."""
         size = math.prod(shape)
         if name not in self._spaces or len(self._spaces[name]) < size:
             self._spaces[name] = torch.empty(size, dtype=dtype, device=self.device)

@@ -22,9 +22,9 @@ from lightning_sym.landscape.planes import WeightPlane, as_exact
 
 # Seconds between two writings of the partial file.
 _SAVE_SECONDS = 20.0
-# What reading a damaged file raises.
+# Errors from reading a damaged file.
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
-# Of each point: the result, its sum over ranks, and the coefficients of some.
+# For each point: the result, its sum over ranks, and the coefficients of some.
 _POINT_BYTES = 3 * 8
 
 
@@ -123,7 +123,7 @@ class Grid:
 
 
 class GridTooLargeError(ValueError):
-    """A grid is expected to take more time or memory than it may; the sentence says how much, and how to go on."""
+    """A grid is expected to exceed a limit of time or memory; the message names both."""
 
 
 def evaluate_grid(
@@ -146,7 +146,7 @@ def evaluate_grid(
     methods that are chosen by timing.
 
     Args:
-        surface: What is evaluated.
+        surface: The surface to evaluate.
         plane: Where the coefficients belong to.
         grid: Grid of the plane's dimension.
         below: As for :meth:`LossSurface.on`: only losses below are wanted, others become ``inf``.
@@ -221,7 +221,7 @@ class _Work:
         return slice(block * self.chunk, min((block + 1) * self.chunk, self.grid.size))
 
     def points_of(self, blocks: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which points belong to some blocks."""
+        """Return the points of some blocks."""
         return np.repeat(blocks, self.chunk)[: self.grid.size]
 
     def evaluate(self, points: slice) -> NDArray[np.float64]:
@@ -229,7 +229,7 @@ class _Work:
         return self.surface.on(self.plane, coefficients, below=self.below).numpy()
 
     def load(self) -> None:
-        """Read what this rank finds in partial files, its own and others'."""
+        """Read this rank's points from partial files of all ranks."""
         if self.path is None:
             return
         others = self.path.parent.glob(f"{self.path.name}.*") if self.path.parent.is_dir() else ()
@@ -264,7 +264,7 @@ class _Work:
 
     @property
     def count(self) -> int:
-        """How many points this rank has to do."""
+        """Number of points of this rank."""
         return sum((part := self.points(block)).stop - part.start for block in self.todo)
 
     def estimate(self, limit: float) -> float:

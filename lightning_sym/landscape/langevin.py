@@ -28,7 +28,7 @@ class Noise:
         chains: Numbers of the chains.
         size: Entries for each chain and step.
         seed: Seed of all.
-        like: Dtype and device of what is returned.
+        like: Tensor with the dtype and device of the result.
     """
 
     def __init__(self, chains: Sequence[int], size: int, seed: int, like: Tensor) -> None:
@@ -50,7 +50,7 @@ class Noise:
 
 
 class Dynamics:
-    r"""How chains move in :math:`U = nb\, J + \frac{\gamma}{2} |\theta - \theta_0|^2`.
+    r"""Dynamics of chains in :math:`U = nb\, J + \frac{\gamma}{2} |\theta - \theta_0|^2`.
 
     See docs/theory/learning_coefficients.md, 2.
 
@@ -59,7 +59,7 @@ class Dynamics:
             ``"underdamped"``: with velocities, by the splitting BAOAB with time step :math:`\sqrt{\eta}`, whose law of
             the weights is exact where U is quadratic.
         step: :math:`\eta`; may be changed between steps.
-        friction: Of velocities, per unit of time.
+        friction: Friction of the velocities, per unit of time.
         noise: Noise of the steps.
     """
 
@@ -77,7 +77,7 @@ class Dynamics:
             self._velocity = torch.where(rows[:, None], self._noise(), self._velocity)
 
     def advance(self, vectors: Tensor, slope: Tensor) -> Tensor:
-        """Return where chains are after a step.
+        """Return the positions of chains after a step.
 
         Args:
             vectors: Where they are. Shape ``[chains, P]``.
@@ -168,7 +168,7 @@ def lanczos_top(products: Callable[[Tensor], Tensor], like: Tensor, *, seed: int
         for _ in range(2):
             ahead = ahead - torch.einsum("crp,cr->cp", known, torch.einsum("crp,cp->cr", known, ahead))
         length = ahead.norm(dim=1)
-        # Where the space is exhausted what is left is rounding: a direction of length 0 leaves it out.
+        # Once the space is exhausted only rounding remains: a direction of length 0 drops it.
         scale = matrix.abs().amax((1, 2)).to(length)
         left = length > 100 * torch.finfo(like.dtype).eps * scale
         remainder = torch.where(left, length, 0).cpu().double() * (row + 1 < size)
@@ -210,7 +210,7 @@ class SGLDSamples:
     curvature: float
 
     def regular(self, eigenvalues: Tensor) -> float:
-        r"""Return what the learning coefficient would be around a regular point with these step and localisation.
+        r"""Return the expected estimate at a regular point with these step and localisation.
 
         Args:
             eigenvalues: Eigenvalues above 0 of the Hessian of J at the start. Any shape.

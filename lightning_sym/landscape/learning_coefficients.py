@@ -18,7 +18,7 @@ from lightning_sym.landscape.langevin import METHODS, Dynamics, Method, Noise, e
 from lightning_sym.landscape.loss_on_data import BatchLoss, LossOnData
 
 LARGEST_STEP = 0.1
-"""What the step times the largest curvature of the chains' potential should not exceed."""
+"""Limit of the step times the largest curvature of the chains' potential."""
 SAME = 0.05
 """How far from 1 the ratio of the last to the second quarter of stationary chains may be, and how uncertain."""
 AGREEMENT = 1.1
@@ -29,7 +29,7 @@ FIRST_CHAINS = 8
 """How many chains are run by default before their spread says how many decide."""
 _MOST_CHAINS = 2048  # by default
 _MOST_WORK = 2**33  # of chains by default: their number times steps, samples, and weights and inputs of a sample
-_CERTAIN = 0.6 * SAME  # what error of a ratio the default chains aim at
+_CERTAIN = 0.6 * SAME  # target error of a ratio for the default number of chains
 _FEWEST = 3  # chains
 _FEWEST_DRAWS = 8  # two in each quarter
 _TRACE_EVERY = 10  # steps, where the loss on all data is not known anyway
@@ -39,7 +39,7 @@ _UNSTABLE = 4  # times the step that fits: chains that have taken such steps beg
 
 @dataclass(frozen=True, eq=False)
 class LearningCoefficientEstimate:
-    r"""What Langevin chains around some weights say about their learning coefficient, and whether to believe it.
+    r"""An estimate of the learning coefficient at some weights by Langevin chains, with checks of its validity.
 
     Attributes:
         losses: L on all data along each chain, the burn-in included; NaN from where a chain left to infinity. Shape
@@ -170,7 +170,7 @@ class LearningCoefficientEstimate:
 
     @property
     def cautions(self) -> list[str]:
-        """What to know about an estimate, in sentences."""
+        """Notes on an estimate, in sentences."""
         found = []
         if self.step_curvature > (2 * LARGEST_STEP if self.method == "sgld" else 2.0):
             found.append(f"step * h_max is {self.step_curvature:.2g}, so large that it biases the estimate.")
@@ -204,7 +204,7 @@ class LearningCoefficientEstimate:
         return None if self.refusal else student_interval(self.chain_means.numpy(), level=level)
 
     def regular(self, eigenvalues: Tensor) -> float:
-        """Return what the mean of these chains would be in a quadratic loss, with their step and localisation.
+        """Return the mean of such chains in a quadratic loss, with their step and localisation.
 
         See :func:`lightning_sym.landscape.langevin.expected_energy`.
 
@@ -247,7 +247,6 @@ def learning_coefficient(
     execution: Literal["vmap", "loop"] = "vmap",
     dtype: torch.dtype | None = None,
     seed: int = 0,
-    share_chains: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> LearningCoefficientEstimate:
     r"""Estimate the local learning coefficient of a network at its weights (docs/theory/learning_coefficients.md).
@@ -286,8 +285,6 @@ def learning_coefficient(
             ``torch.func.vmap`` cannot run.
         dtype: Dtype of weights and arithmetic; default that of the network, single precision at least.
         seed: Seed of noise and batches; each chain has its own. The caller's generators are not touched.
-        share_chains: Whether processes share out the chains, when all of them call this together; otherwise the one
-            that calls it runs all.
         progress: Called with (steps done, steps) after every step; where more chains begin, with more steps to do.
 
     Returns:
@@ -339,9 +336,9 @@ def learning_coefficient(
     heat = (inverse_temperature, localisation)
 
     def run(number: int, before: int) -> LearningCoefficientEstimate:
-        numbers = list(range(number))[rank() :: ranks()] if share_chains else list(range(number))
+        numbers = list(range(number))[rank() :: ranks()]
         told = progress and (lambda done, of: progress(before + done, before + of))
-        return _Run(function, numbers, *heat, method, batch_size, seed, share_chains)(steps, burn_in, step, told)
+        return _Run(function, numbers, *heat, method, batch_size, seed)(steps, burn_in, step, told)
 
     found = run(FIRST_CHAINS if chains is None else chains, 0)
     if chains is None:
@@ -354,12 +351,12 @@ def learning_coefficient(
 
 
 def _wanted(found: LearningCoefficientEstimate, fitted: bool) -> int:
-    """Return how many chains to run next by default; as many as there are to stop.
+    """Return the default number of chains for the next run; the current number to stop.
 
     A fitted step knows the curvature where the chains were early on. If few of them left, others would have seen more.
 
     Args:
-        found: What the last ones say.
+        found: The latest estimate.
         fitted: Whether their step was fitted.
     """
     chains, gone = len(found.chain_means), len(found.escaped)
@@ -381,9 +378,8 @@ class _Run:
         method: Method,
         batch_size: int | None,
         seed: int,
-        together: bool,
     ) -> None:
-        self.function, self.numbers, self.seed, self.together = function, numbers, seed, together
+        self.function, self.numbers, self.seed = function, numbers, seed
         self.inverse_temperature, self.localisation, self.method = inverse_temperature, localisation, method
         self.batch_size = batch_size
         self.batches = [generator("langevin batches", seed, number) for number in numbers]
@@ -422,7 +418,7 @@ class _Run:
             if progress is not None:
                 progress(index + 1, steps)
         steepest = self._steepest(vectors)
-        escaped = {number: at for part in self._everyone(self.escaped) for number, at in part.items()}
+        escaped = {number: at for part in gathered(self.escaped) for number, at in part.items()}
         gone = {number: -(-at // every) for number, at in escaped.items()}
         return LearningCoefficientEstimate(
             losses=self._of_all(torch.stack(losses).cpu(), gone),
@@ -438,7 +434,7 @@ class _Run:
             step=dynamics.step,
             curvature=curvature,
             farthest_curvature=max(
-                float(part.amax()) if len(part) else 0.0 for part in self._everyone(steepest.nan_to_num(0))
+                float(part.amax()) if len(part) else 0.0 for part in gathered(steepest.nan_to_num(0))
             ),
             escaped=escaped,
         )
@@ -451,7 +447,7 @@ class _Run:
         """
         steepness = self.inverse_temperature * self._steepest(vectors) + self.localisation
         too_steep = ~(dynamics.step * steepness <= _UNSTABLE * LARGEST_STEP)
-        parts = self._everyone(
+        parts = gathered(
             (float(steepness.nan_to_num(math.inf).amax()) if len(steepness) else 0.0, bool(too_steep.any()))
         )
         largest, again = max(one for one, _ in parts), any(one for _, one in parts)
@@ -500,18 +496,15 @@ class _Run:
         return self.function.values(vectors) if self.numbers else vectors.new_zeros(0)
 
     def _leave(self, values: Tensor, index: int) -> None:
-        """Note which chains are no longer finite; what they do from here on is NaN."""
+        """Record the chains that are no longer finite; their values are NaN from here on."""
         if bool(torch.isfinite(values).all()):
             return
         for row in (~torch.isfinite(values)).nonzero().flatten().tolist():
             self.escaped.setdefault(self.numbers[row], index)
 
-    def _everyone(self, value: Any) -> list[Any]:
-        return gathered(value) if self.together else [value]
-
     def _of_all(self, columns: Tensor, gone: dict[int, int]) -> Tensor:
         """Return the columns of the chains of all processes, in order; NaN from the rows at which they left."""
-        parts = self._everyone((self.numbers, columns))
+        parts = gathered((self.numbers, columns))
         whole = columns.new_empty(len(columns), sum(len(numbers) for numbers, _ in parts))
         for numbers, part in parts:
             whole[:, numbers] = part

@@ -124,7 +124,7 @@ class LossOnData:
         return tree_map(lambda *parts: torch.stack(parts), *results)
 
     def _summed(self, function: Callable[..., Any], *vectors: Tensor) -> Any:
-        """Return the mean over all data of what a function gives for vectors and some data, a block at a time."""
+        """Average a function of vectors and data over all data, a block at a time."""
         total: Any = None
         for rows in torch.split(torch.arange(self.samples), self._block):
             whole = len(rows) == self.samples
@@ -202,7 +202,7 @@ def _classes(targets: Tensor) -> bool:
 
 
 def joined(batches: Iterable[Any], like: Tensor) -> Any:
-    """Return all batches as one pair of inputs and targets, on a tensor's device, what is floating in its dtype.
+    """Concatenate all batches to inputs and targets on a tensor's device, floating ones in its dtype.
 
     Raises:
         ValueError: If there is no batch, or one is not a pair.

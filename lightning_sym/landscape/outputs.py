@@ -13,7 +13,7 @@ from lightning_sym.networks.modes import in_precision
 
 
 class NetworkOutputs:
-    """What a network in evaluation mode puts out on fixed inputs, as a function of its weight vector.
+    """The outputs of a network in evaluation mode on fixed inputs, as a function of its weight vector.
 
     Args:
         network: Any network that treats its inputs apart. Not changed; a copy is used.

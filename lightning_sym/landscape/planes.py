@@ -74,7 +74,7 @@ def independent(vectors: Tensor, tolerance: float = 1e-3) -> list[int]:
     """Choose linearly independent vectors, the earlier ones first.
 
     A vector is accepted if the part of it orthogonal to those accepted before is longer than ``tolerance`` times the
-    vector itself; projections are taken off twice (docs/theory/equivalence.md, 3.1).
+    vector itself; projections are subtracted twice (docs/theory/equivalence.md, 3.1).
 
     Args:
         vectors: Differences to a common point, shape [n, P], floating.
@@ -110,7 +110,7 @@ def _gram_schmidt(vectors: Tensor, tolerance: float) -> tuple[list[int], Tensor]
             continue
         found = basis[:, : len(accepted)]
         rest = vector / length
-        for _ in range(2):  # once leaves errors of the size of machine epsilon over the length of what is left
+        for _ in range(2):  # once leaves errors of machine epsilon over the length of the remainder
             rest = rest - found @ (found.T @ rest)
         if (remaining := torch.linalg.vector_norm(rest)) > tolerance:
             basis[:, len(accepted)] = rest / remaining
@@ -138,10 +138,10 @@ class WeightPlane:
 
     Attributes:
         centre: The first point, shape [P]; the coefficients are zero there.
-        basis: Orthonormal columns, shape [P, m]. Column k is what remains of ``points[k + 1] - centre`` after the
+        basis: Orthonormal columns, shape [P, m]. Column k is the remainder of ``points[k + 1] - centre`` after the
             earlier ones, with a positive factor: the Q of a QR decomposition with a positive diagonal of R, so that
             point k has zeros after coefficient k.
-        points: What it was put through, shape [m + 1, P], the centre first.
+        points: Points that define it, shape [m + 1, P], the centre first.
 
     Example:
         >>> plane = WeightPlane.through(torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0], [3.0, 4.0, 0.0]]))

@@ -23,7 +23,7 @@ _ROUNDING = 1e-6  # relative, of a mean loss in float32
 
 @dataclass(frozen=True)
 class PruningSettings:
-    r"""How a network is pruned.
+    r"""Settings of a pruning.
 
     Attributes:
         epsilon: By how much the loss on the training data may exceed that of the whole network: the Rashomon set is
@@ -35,7 +35,7 @@ class PruningSettings:
             tries one after the other.
         tries: How many units are tried, each with a walk of its own, before the network is given up. >= 1.
         cooldown: During which last part of a walk the learning rate falls, linearly to zero, as a fraction in
-            ``[0, 1]``: what minibatches' noise adds to the loss would count against the units. 0 keeps it constant.
+            ``[0, 1]``: noise of minibatches would count against the units. 0 keeps it constant.
 
     Raises:
         ValueError: If one is out of range.
@@ -60,14 +60,14 @@ class PruningSettings:
 
 @dataclass(frozen=True)
 class PruningStep:
-    """What was removed at once.
+    """Units that were removed together.
 
     Attributes:
         units: Axis group and number of each unit that was removed.
         loss: Mean loss on all training data afterwards.
         walks: How many walks there had been by then, those that failed included.
         walked: Whether a walk went before; otherwise the units could go as they were.
-        numbers: What else was measured of the network then, by name.
+        numbers: Further measurements of the network, by name.
     """
 
     units: tuple[Unit, ...]
@@ -78,7 +78,7 @@ class PruningStep:
 
 
 class Pruning:
-    r"""The pruning of one network, step by step: who removes what, when; it runs no optimizer of its own.
+    r"""The pruning of one network, step by step, without an optimizer of its own.
 
     The tensors keep their whole size while a network is pruned, with zeros for the units that are gone, so that
     optimizers and processes have nothing to learn; what is run, measured and comes out are smaller networks,
@@ -108,13 +108,13 @@ class Pruning:
         settings: How it is pruned.
         evaluate: Measures the statistics of batch norms anew, in place, and returns the mean loss on all training data.
         batches: Returns the inputs on which activations are looked at.
-        describe: What else is measured of the network after each step; it decides nothing.
+        describe: Further measurements of the network after each step, without effect on pruning.
 
     Attributes:
         reference: Mean loss of the whole network.
         threshold: The same plus epsilon: fixed, however low the loss has become since.
         removed: By axis group, the numbers of units that are gone, in order.
-        history: What was removed, step by step; first the whole network, nothing removed.
+        history: Removed units, step by step; first the whole network.
         kept: Weights of the whole size after the last step that was accepted.
         finished: Whether nothing more can go.
 
@@ -150,11 +150,11 @@ class Pruning:
         self._rested = 0  # how many units were left at the last walk without a penalty
         self._importance: dict[Unit, float] | None = None  # of the weights that are kept
 
-    # ---- what is there
+    # ---- remaining units
 
     @property
     def widths(self) -> dict[str, int]:
-        """How many units are left in each axis group."""
+        """Number of remaining units in each axis group."""
         return {name: size - len(self.removed[name]) for name, size in self.units.sizes.items()}
 
     def small(self, network: nn.Module) -> nn.Module:
@@ -175,7 +175,7 @@ class Pruning:
     # ---- the loop
 
     def start(self, network: nn.Module) -> None:
-        """Measure the whole network, remove what can go at once, and choose what is tried first."""
+        """Measure the whole network, remove units that need no walk, and choose the first trial."""
         whole = self.small(network)
         self.reference = self._evaluate(whole)
         if not math.isfinite(self.reference):
@@ -199,7 +199,7 @@ class Pruning:
         self._walked += 1
 
     def decide(self, network: nn.Module) -> None:
-        """Remove what was tried, or put everything back; then choose what is tried next."""
+        """Remove the units of the trial, or restore everything; then choose the next trial."""
         self.walks += 1
         if not self._tried:
             self._rest(network)
@@ -229,11 +229,11 @@ class Pruning:
         self.finished = not self._tried and self._rested == units_in(self.widths)
 
     def _at_once(self) -> int:
-        """Return how many units may be tried at once."""
+        """Return the number of units per trial."""
         return max(1, min(self._most, int(self.settings.fraction * units_in(self.widths))))
 
     def _rest(self, network: nn.Module) -> None:
-        """Keep what a walk without a penalty led to, if it went down: from there more may be able to go."""
+        """Keep the result of a walk without a penalty if it went down: more units may be removable there."""
         small = self.small(network)
         loss = self._evaluate(small)
         self._rested = units_in(self.widths)
@@ -249,7 +249,7 @@ class Pruning:
         """Return the units that may be tried, those that do the least first; one of every group stays."""
         importance = self._measured_importance(network)
         order = {name: place for place, name in enumerate(self.units.sizes)}
-        # What could not go after a walk is likely to be in vain once more: every time it counts twice as much.
+        # A failed unit is likely to fail again: each failure doubles its score.
         counts = {unit: value * 2 ** self._failures.get(unit, 0) for unit, value in importance.items()}
         left = self.widths
         chosen = []
@@ -265,7 +265,7 @@ class Pruning:
         return self._importance
 
     def _remove_at_once(self, network: nn.Module) -> None:
-        """Remove units that need no walk: the loss stays at most what it is, or that of the whole network.
+        """Remove units that need no walk: the loss stays at most the current one, or that of the whole network.
 
         First those that do nothing at all, then as many as may be tried at once, as long as all of them can go.
         """
@@ -309,7 +309,7 @@ class Pruning:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of the above as plain values and tensors; what is being walked is the network's."""
+        """Return the state as plain values and tensors; the weights of the walk are the network's."""
         names = ("reference", "threshold", "removed", "kept", "finished", "walks", "_tried", "_walked", "_most")
         plain = {name: getattr(self, name) for name in (*names, "_failures", "_vain", "_rested")}
         return {**plain, "history": [vars(step) for step in self.history]}
@@ -339,7 +339,7 @@ class MagnitudePruning:
         """Remove units, in place, until as many are gone of each group.
 
         Args:
-            network: Of the whole architecture.
+            network: A network of the whole architecture.
             counts: By axis group, how many units are to be gone.
         """
         magnitude = self.units.magnitudes(network)
@@ -355,7 +355,7 @@ class MagnitudePruning:
 
 
 def units_in(widths: Mapping[str, int]) -> int:
-    """Return how many units there are in all groups together."""
+    """Return the total number of units."""
     return sum(widths.values())
 
 
@@ -397,14 +397,14 @@ def mean_loss(network: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[f
 
 @dataclass(frozen=True)
 class PrunedNetwork:
-    """What came out of :func:`rashomon_pruning`.
+    """The result of :func:`rashomon_pruning`.
 
     Attributes:
         network: The smaller network, in evaluation mode.
         loss: Its mean loss on the training data, at most ``threshold``.
         threshold: Loss of the whole network plus epsilon.
-        widths: How many units are left in each axis group.
-        history: What was removed, step by step.
+        widths: Number of remaining units in each axis group.
+        history: Removed units, step by step.
     """
 
     network: nn.Module
@@ -431,15 +431,15 @@ def rashomon_pruning(
     Args:
         network: Any network whose symmetry knows its units, see :func:`removable_units`. Not changed.
         inputs: Training data. Shape ``[N, ...]``.
-        targets: What they should give, as the loss takes them.
+        targets: Their targets, as the loss takes them.
         settings: How it is pruned.
         loss: Mean loss, given outputs and targets.
-        learning_rate: Of Adam, which starts anew with each walk. > 0.
-        describe: What else is measured of the network after each step; it decides nothing.
+        learning_rate: Learning rate of Adam, which is reset for each walk. > 0.
+        describe: Further measurements of the network after each step, without effect on pruning.
 
     Raises:
         ValueError: If no unit can be removed, or the loss of the network is not finite.
-        RuntimeError: If the network that came out is above its threshold, which cannot be.
+        RuntimeError: If the pruned network is above its threshold, which cannot be.
     """
     settings = settings or PruningSettings()
     check_numbers("> 0", learning_rate=learning_rate)

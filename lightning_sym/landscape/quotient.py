@@ -1,4 +1,4 @@
-"""Weights up to what does not change their function: distances to orbits, representatives, the quotient."""
+"""Weights up to symmetry: distances to orbits, representatives, the quotient."""
 
 import copy
 import math
@@ -90,7 +90,7 @@ def canonical_vectors(
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
         symmetry: Symmetry of the architecture, if it has been traced already.
         merge: Whether to merge collinear units and delete dead ones, where there is one hidden layer. Deeper networks
-            are left as they are: the scales of their dead units stay what they were.
+            are not merged, and the scales of their dead units are kept.
 
     Returns:
         Shape ``[n, P]``, float64.
@@ -250,7 +250,7 @@ class _Layer:
     Attributes:
         entries: Which entries of the weight vector belong to each unit, in one order for all. Shape [H, E].
         incoming: Which of these a scale multiplies; it divides the others. Shape [E], bool.
-        flips: What a free sign does to them, -1 or 1. Shape [E].
+        flips: Their factors under a free sign, -1 or 1. Shape [E].
         scaled: Whether each unit has a free scale.
         signed: Whether each unit has a free sign.
     """
@@ -282,7 +282,7 @@ class _Layer:
             chosen = scales[one, two][:, None]
             factor = torch.where(self.incoming, chosen, 1 / chosen)
             factor = torch.where(flips[one, two][:, None], self.flips * factor, factor)
-            # An infinite factor meets zeros only. Differences are taken here anew: near 0 the costs cancel.
+            # An infinite factor meets zeros only. Differences are recomputed, as the costs cancel near 0.
             moved = torch.where(theirs[two] == 0, 0.0, factor * theirs[two])
             squares.append(float((mine[one] - moved).square().sum()))
         return torch.tensor(squares, dtype=torch.float64)

@@ -64,7 +64,7 @@ def _alike(values: Any, others: Any) -> bool:
 
 
 def _without_idle(graph: GraphModule) -> GraphModule:
-    """Take out views of the same shape, and what nobody uses."""
+    """Remove views of the same shape, and unused nodes."""
     for node in graph.graph.nodes:
         given = node.args[0].meta.get("tensor_meta") if node.target in _VIEWS else None
         if given is not None and given.shape == node.meta["tensor_meta"].shape:

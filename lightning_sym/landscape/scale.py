@@ -1,4 +1,4 @@
-"""What a value of J, and an epsilon, mean: next to the teacher's own size, the grid's spacing, and the volume."""
+"""The scale of J and epsilon: relative to the teacher, the spacing of a grid, and the volume."""
 
 import math
 from dataclasses import dataclass
@@ -174,12 +174,12 @@ def resolution(values: NDArray[np.floating], spacing: float, epsilon: float) -> 
 
 @dataclass(frozen=True, eq=False)
 class VolumeExponent:
-    r"""How the volume of J < epsilon shrinks with epsilon: :math:`\text{vol} \sim \epsilon^{\kappa / 2}`.
+    r"""The exponent of the volume of J < epsilon in epsilon: :math:`\text{vol} \sim \epsilon^{\kappa / 2}`.
 
     Attributes:
         exponent: Slope of log volume over log epsilon: half the codimension :math:`\kappa` of the zero set in the space
             looked at, slightly more near singular points, where logarithms of epsilon come in.
-        error: Its standard error from the counts, as if the points were independent. Of a regular grid it is a rough
+        error: Its standard error from the counts, as if the points were independent. For a regular grid it is a rough
             guide only; that the slope changes with epsilon is not in it.
         epsilons: Where the volume was measured, rising. Shape ``[steps]``, float64.
         fractions: Share of the points below each of them. Shape ``[steps]``, float64, in (0, 1].
@@ -210,7 +210,7 @@ def volume_exponent(
             values. Only the fractions depend on it.
 
     Returns:
-        Exponent, error and what they were made from.
+        Exponent, error and the counts.
 
     Raises:
         ValueError: If an argument is out of range, a value is NaN, or fewer than 10 values are below the smallest

@@ -13,7 +13,7 @@ from lightning_sym.landscape.topology import betti_numbers, components, joining_
 
 @dataclass(frozen=True, eq=False)
 class SetNumbers:
-    """What is known of the set J < epsilon on a grid in one plane.
+    """Numbers that describe the set J < epsilon on a grid in one plane.
 
     All of it is about this set in this box: pieces may join outside the box or outside the plane.
 
@@ -33,7 +33,7 @@ class SetNumbers:
         exponent: Exponent of the volume over a decade below epsilon; None if too few points are in the set.
         joining: From which epsilon on the found points are joined inside the grid, see `joining_levels`. Shape
             ``[k, k]``, float64; NaN for points outside the box.
-        warnings: What limits the numbers, one sentence each.
+        warnings: Limits of the numbers, one sentence each.
     """
 
     epsilon: float
@@ -60,7 +60,7 @@ def describe_set(
     scale: FunctionScale,
     cells: Sequence[tuple[int, ...]] = (),
 ) -> SetNumbers:
-    """Measure the set J < epsilon on a grid, and say in plain sentences what limits the result.
+    """Measure the set J < epsilon on a grid, with warnings about the limits of the result.
 
     There is a warning if epsilon is large next to the teacher, the set is empty, it touches the border, corners decide
     on its pieces, the grid is too coarse for its width, the volume exponent cannot be measured, or a found point is
@@ -122,7 +122,7 @@ def describe_set(
 
 
 def _limits(numbers: SetNumbers, unmeasured: str) -> Iterator[str]:
-    """Yield the sentences that say what limits the numbers; that about the exponent is given."""
+    """Yield warnings about the limits of the numbers, with the given one about the exponent."""
     epsilon, thin = numbers.epsilon, numbers.resolution
     if warning := numbers.scale.warning(epsilon):
         yield warning

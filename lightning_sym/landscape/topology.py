@@ -50,7 +50,7 @@ def betti_numbers(inside: NDArray[np.bool_]) -> tuple[int, ...]:
     characteristic :math:`\chi` of the union, which is counted on vertices, edges, squares and cubes.
 
     Args:
-        inside: Which cells are in the set. Shape ``[n1, ..., nm]``, m >= 1, bool. What lies outside the grid is
+        inside: Which cells are in the set. Shape ``[n1, ..., nm]``, m >= 1, bool. Everything outside the grid is
             background.
 
     Returns:
@@ -80,7 +80,7 @@ def betti_numbers(inside: NDArray[np.bool_]) -> tuple[int, ...]:
 def joining_levels(values: NDArray[np.floating], cells: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
     r"""Find the levels from which on cells of a grid are joined: the barriers between them.
 
-    Cells i and j lie in one piece of ``values < epsilon`` for each epsilon above their level
+    Cells i and j are in one component of ``values < epsilon`` for each epsilon above their level
     :math:`\min_{\text{paths}} \max_{\text{path}} J`, over paths of cells that share corners. Exact: the sorted values
     are bisected with `components`, for all pairs together.
 

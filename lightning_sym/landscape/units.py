@@ -1,4 +1,4 @@
-"""Units of a network that can be taken out of it, one by one: where they stand, how much they do, and without them."""
+"""Removable units of a network: their positions, their effects, and the network without them."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ _TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the units of a group stand in one tensor: for each unit its positions on an axis, ``[size, k]``, int64."""
+    """Positions of the units of a group on an axis of one tensor, ``[size, k]``, int64."""
 
     tensor: str
     axis: int
@@ -118,7 +118,7 @@ class RemovableUnits:
     # ---- without some units
 
     def kept(self, removed: Removed) -> dict[Axis, Tensor]:
-        """Return the positions that are left on every axis that becomes shorter, for :func:`narrowed`.
+        """Return the remaining positions on every axis that becomes shorter, for :func:`narrowed`.
 
         Raises:
             ValueError: If there is no such unit, or its group cannot lose one.
@@ -151,7 +151,7 @@ class RemovableUnits:
 
         Args:
             network: Changed in place.
-            small: What :meth:`without` returned, maybe changed since.
+            small: Result of :meth:`without`, which may have changed since.
             removed: The units that it is without.
         """
         kept, parameters = self.kept(removed), dict(network.named_parameters())
@@ -172,17 +172,17 @@ class RemovableUnits:
 
         Args:
             tensors: Parameters and buffers of the whole network, by name.
-            kept: What :meth:`kept` returned.
+            kept: Result of :meth:`kept`.
         """
         found = dict(tensors)
         for (name, axis), positions in kept.items():
             found[name] = found[name].index_select(axis, positions.to(found[name].device))
         return {name: tensor.clone() if tensor is tensors[name] else tensor for name, tensor in found.items()}
 
-    # ---- what units do
+    # ---- effects of units
 
     def outgoing(self, network: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-        """Yield where the outgoing weights of units stand: a parameter, its axis, and the positions on it."""
+        """Yield the outgoing weights of units: a parameter, its axis, and the positions on it."""
         parameters = dict(network.named_parameters())
         numbers: dict[str, list[int]] = {}
         for group, number in units:
@@ -193,14 +193,14 @@ class RemovableUnits:
                 yield parameter, place.axis, place.positions[torch.tensor(own)].flatten().to(parameter.device)
 
     def importance(self, network: nn.Module, batches: Batches, removed: Removed | None = None) -> dict[Unit, float]:
-        r"""Return how much every unit does: the standard deviation of its activation times its outgoing norm.
+        r"""Return the effect of every unit: the standard deviation of its activation times its outgoing norm.
 
         Of units that are read in several places (the pixels of a channel after flattening, the blocks of a residual
         stream) the root of the sum of squares: to first order in small weights, the standard deviation of what the unit
         adds to all that read it. docs/theory/pruning.md, 2.
 
         Args:
-            network: Of the whole architecture. It is run in evaluation mode.
+            network: A network of the whole architecture. It is run in evaluation mode.
             batches: Inputs, or tuples that begin with them. With several processes each brings its share, and all get
                 the same numbers.
             removed: Units that are gone, and which count nothing.
@@ -279,7 +279,7 @@ class RemovableUnits:
         """Remove one unit of each group whose outgoing weights are 0, and refuse the group if that changes outputs.
 
         Args:
-            network: Of the architecture.
+            network: A network of the architecture.
             example: Its positional arguments, as tensors with a batch axis.
         """
         exact = copy.deepcopy(network).double().eval()

@@ -81,7 +81,7 @@ class _LevelSet:
         return _Point(vector, loss, correction, right[:, :rank])
 
     def corrected(self, vector: Tensor) -> tuple[_Point, float, int]:
-        """Return where Gauss-Newton steps lead, J before them, and how many they were."""
+        """Take Gauss-Newton steps; return the end point, J before them, and their number."""
         point = self.look(vector)
         before, corrections = point.loss, 0
         while self.tolerance <= point.loss < math.inf and corrections < self.max_corrections:
@@ -137,7 +137,7 @@ def walk_level_set(
 
     Raises:
         ValueError: If an argument is out of range, or the start is not near the class.
-        RuntimeError: If the walk cannot move: nothing is left in the kernel of F, or h was halved 20 times in vain.
+        RuntimeError: If the walk cannot move: the kernel of F is 0, or 20 halvings of h failed.
 
     Note:
         About three singular value decompositions of an ``N K x P`` matrix per step.
@@ -191,7 +191,7 @@ def walk_level_set(
             if isinstance(direction, str):
                 carried = draw()
             while (ahead := _tangent(carried, point.normal)) is None:
-                carried = draw()  # what was carried has become normal to the class
+                carried = draw()  # the carried direction has become normal to the class
             trial, before, corrections = level_set.corrected(point.vector + length * ahead)
             if trial.loss < tolerance and float((trial.vector - point.vector).norm()) <= 2 * length:
                 break
@@ -210,7 +210,7 @@ def walk_level_set(
 
 
 def _gathered(visited: list[tuple[Tensor, float, int, float, int, float]], tolerance: float) -> LevelSetWalk:
-    """Return the walk; what led to the first point is left out."""
+    """Return the walk, without the steps to the first point."""
     vectors, losses, ranks, before, corrections, lengths = zip(*visited, strict=True)
     return LevelSetWalk(
         vectors=torch.stack(vectors),

@@ -11,7 +11,6 @@ from lightning_sym.networks.base import Cuts, Network, NetworkOrModule, WrappedN
 from lightning_sym.networks.batch_norm import (
     batch_norms,
     float_average,
-    preserved_statistics,
     recalibrate_batch_norm,
 )
 from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18, ResidualCNN
@@ -50,6 +49,5 @@ __all__ = [
     "is_activation",
     "make_activation",
     "narrowed",
-    "preserved_statistics",
     "recalibrate_batch_norm",
 ]

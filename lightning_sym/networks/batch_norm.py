@@ -1,11 +1,11 @@
 """Recalibrate batch norm statistics after the weights before them have changed.
 
 The running statistics of a network with interpolated, merged, stitched or rounded weights belong to other weights.
-:func:`recalibrate_batch_norm` recomputes them, :func:`preserved_statistics` restores the old ones afterwards.
+:func:`recalibrate_batch_norm` recomputes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -43,28 +43,6 @@ def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
                 raise ValueError(f"The batch norm {name!r} is not initialised; run the network once before.")
             found[name] = module
     return found
-
-
-@contextmanager
-def preserved_statistics(network: nn.Module) -> Iterator[None]:
-    """Restore the running statistics of all batch norms at the end of the block, also after an error.
-
-    Args:
-        network: Any module. ``running_mean``, ``running_var`` and ``num_batches_tracked`` are written in place.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(1)
-        >>> with preserved_statistics(norm):
-        ...     _ = norm(torch.tensor([[1.0], [3.0]]))
-        >>> norm.running_mean, norm.num_batches_tracked
-        (tensor([0.]), tensor(0))
-    """
-    kept = {module: _statistics(module) for module in batch_norms(network).values()}
-    try:
-        yield
-    finally:
-        for module, statistics in kept.items():
-            _write(module, *statistics)
 
 
 def recalibrate_batch_norm(

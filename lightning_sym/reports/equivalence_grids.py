@@ -131,7 +131,6 @@ def evaluated_grids(
     *,
     epsilon: float,
     unit: float,
-    tolerance: float,
     advice: str = "",
 ) -> Iterator[EvaluatedGrid | str]:
     """Evaluate the grids for which there are enough points.
@@ -144,7 +143,6 @@ def evaluated_grids(
         evaluate: Returns J on a grid of a plane; called with its name, too.
         epsilon: Bound of the sets of grids that have none of their own.
         unit: What all these bounds are in units of.
-        tolerance: Smallest part of a difference of weights that must be off the span of the others.
         advice: What to change where points are missing.
 
     Yields:
@@ -162,7 +160,7 @@ def evaluated_grids(
             )
             continue
         vectors = torch.stack([point.weights.double() for point in points[: dimension + 1]])
-        plane = WeightPlane.through(vectors, tolerance=tolerance)
+        plane = WeightPlane.through(vectors)
         coordinates = plane.coordinates(vectors)
         bound = settings.bound or float(f"{1.5 * float(coordinates.abs().max()):.2g}")
         limit = (settings.epsilon or epsilon) * unit

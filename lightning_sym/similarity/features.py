@@ -32,7 +32,6 @@ class SimilarityMetric(Metric):
 
     full_state_update = True
     higher_is_better: bool | None = True
-    is_differentiable = False
 
     def __init__(self) -> None:
         # A process without further data must still take part in synchronisation.

@@ -40,7 +40,6 @@ class SimilarityMatrix(Metric):
 
     full_state_update = False
     higher_is_better = True
-    is_differentiable = False
 
     def __init__(
         self,

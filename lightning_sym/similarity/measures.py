@@ -120,16 +120,16 @@ def named_measures(given: Sequence[str] | Mapping[str, Mapping[str, Setting] | N
     return {name: Measure(name, settings[name]) for name in names}
 
 
-def checked_sites(name: str, sites: Literal["all"] | Sequence[str]) -> Literal["all"] | list[str]:
+def checked_sites(sites: Literal["all"] | Sequence[str]) -> Literal["all"] | list[str]:
     """Check names of sites, or ``"all"``.
 
     Raises:
-        ValueError: If they are neither distinct names nor ``"all"``; the message names the argument.
+        ValueError: If they are neither distinct names nor ``"all"``.
     """
     if sites == "all":
         return "all"
     if isinstance(sites, str) or not sites or len(set(sites)) < len(sites):
-        raise ValueError(f'{name} must be "all" or a list of different names, got {sites!r}.')
+        raise ValueError(f'sites must be "all" or a list of different names, got {sites!r}.')
     return list(sites)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_sym._checks import check_words
 from lightning_sym._distributed import on_device_of
 from lightning_sym._random import seeded
 from lightning_sym.networks import Network, architecture_name
@@ -298,8 +299,7 @@ class StitchedNetwork(nn.Module):
         train_upper: bool = False,
     ) -> None:
         super().__init__()
-        if batch_norm not in ("batch", "frozen"):
-            raise ValueError(f'batch_norm must be "batch" or "frozen", got {batch_norm!r}.')
+        check_words(("batch_norm", batch_norm, ("batch", "frozen")))
         target_site = site if target_site is None else target_site
         self._ports = stitch_ports(source, target, site, target_site, ports=ports, resize=resize)
         make = stitching_map(family) if isinstance(family, str) else family
@@ -410,8 +410,7 @@ def stitch_ports(
 
     Arguments and errors are those of :class:`StitchedNetwork`.
     """
-    if ports not in ("all", "branch"):
-        raise ValueError(f'ports must be "all" or "branch", got {ports!r}.')
+    check_words(("ports", ports, ("all", "branch")))
     for cut, name in ((source, site), (target, target_site)):
         if name not in cut.sites:
             raise ValueError(f"The network is not cut at {name!r}, only at {', '.join(cut.sites)}.")

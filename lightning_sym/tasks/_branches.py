@@ -21,11 +21,11 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BranchPopulation(LoopPopulation):
-    """Branches as the members of a population: what is registered is what they train.
+    """Branches as the members of a population, with their trainable parameters.
 
     Args:
         branches: The networks; their numbers are their places.
-        names: Their names; what dropout draws depends on them.
+        names: Their names, which seed dropout.
         lowers: The cut networks, by key.
         lower_of: The key of each branch's lower part.
         channels_last: Lay images out with the channels last.
@@ -52,17 +52,17 @@ class BranchPopulation(LoopPopulation):
         return self
 
     def prepared(self, inputs: Tensor) -> dict[str, dict[str, tuple[Any, ...]]]:
-        """Return what crosses each cut of each lower part, without gradients."""
+        """Compute the values at each cut of each lower part, without gradients."""
         images = super().prepared(inputs)
         return {key: cut.values(images) for key, cut in self._parts[1].items()}
 
     def run_member(self, number: int, prepared: Any) -> Tensor:
-        """Return the logits of a branch, ``[B, K]``, given what crosses the cuts."""
+        """Compute the logits of a branch, ``[B, K]``, from the values at the cuts."""
         branches, _, lower_of = self._parts
         return branches[number].stitched(prepared[lower_of[number]][branches[number].site])
 
     def random_key(self, number: int) -> str:
-        """Return the branch's name: its number depends on what else there is."""
+        """Return the branch's name, which does not depend on other branches as its number does."""
         return self._names[number]
 
     def penalty(self, number: int) -> Tensor:
@@ -92,15 +92,15 @@ class BranchTask(ZooUserTask):
 
     For each batch every lower part is run once, whatever the number of branches on it; then each branch is run upwards
     from its cut. Gradients are taken branch by branch, so that the memory is that of one branch. Branches are the
-    members of a population: what holds for all is said at :class:`lightning_sym.tasks.PopulationTask`.
+    members of a population: see :class:`lightning_sym.tasks.PopulationTask`.
 
-    A subclass sets, in :meth:`build`, what is described below.
+    A subclass sets the following attributes in :meth:`build`.
 
     Args:
         optimizer: Makes one optimizer for all branches, from parameters or groups of them.
         lr_scheduler: Makes its scheduler, stepped after each epoch.
         channels_last: Lay images and weights out with the channels last: the same numbers up to rounding, often faster.
-        allow: Packages of your own whose networks a zoo may hold, see ``ModelZoo.open``.
+        allow: Your own packages with networks of the zoo, see ``ModelZoo.open``.
         weight_decay_on: ``"all"`` parameters but those of maps that must not decay; or ``"weights"``: no biases either.
 
     Attributes:
@@ -108,7 +108,7 @@ class BranchTask(ZooUserTask):
         names: Their names, for logs and checkpoints.
         lowers: The cut networks, by key.
         lower_of: The key of each branch's lower part.
-        members: Whole networks, by key, which are evaluated as they are, beside the branches.
+        members: Whole networks, by key, which are evaluated with the branches.
     """
 
     population: BranchPopulation
@@ -129,21 +129,21 @@ class BranchTask(ZooUserTask):
         self.lowers: dict[str, CutNetwork] = {}
         self.lower_of: list[str] = []
         self.members: dict[str, Network] = {}
-        self._statistics: list[dict[str, Tensor]] | None = None  # as they were before a recalibration
+        self._statistics: list[dict[str, Tensor]] | None = None  # from before a recalibration
 
-    # ---- what a subclass adds
+    # ---- methods of subclasses
 
     @abstractmethod
     def build(self) -> None:
         """Open zoos and set ``names``, ``branches``, ``lowers``, ``lower_of`` and ``members``."""
 
     def held(self) -> list[nn.Parameter]:
-        """Return the parameters that stay as they are in this epoch."""
+        """Return the parameters that are fixed in this epoch."""
         return []
 
     @abstractmethod
     def label(self, index: int) -> tuple[str, str]:
-        """Return where a branch is, and what is done there: over these penalties are averaged."""
+        """Return the place and the kind of a branch; penalties are averages over both."""
 
     def references(self, index: int) -> list[str]:
         """Return the keys of the members that a branch is compared with: that of its lower part."""
@@ -166,7 +166,7 @@ class BranchTask(ZooUserTask):
         return BranchPopulation(self.branches, self.names, self.lowers, self.lower_of, channels_last=self.channels_last)
 
     def make_metric(self, split: str) -> PopulationLoss:
-        """Return what adds up: in training losses of branches; else accuracies too, also of the whole members."""
+        """Make the metric: losses of branches in training; otherwise also accuracies, and those of whole members."""
         if split == "train":
             return PopulationLoss(len(self.branches))
         return PopulationClassification(len(self.branches) + len(self.members))
@@ -212,7 +212,7 @@ class BranchTask(ZooUserTask):
         }
 
     def penalties(self, accuracies: Sequence[float]) -> list[float]:
-        """Return the penalty of each branch, a fraction: the mean accuracy of what it is compared with, less its own.
+        """Return the penalty of each branch, a fraction: the mean accuracy of its references, less its own.
 
         Args:
             accuracies: Accuracies of branches, then of members, as :meth:`evaluate` gives them.
@@ -225,7 +225,7 @@ class BranchTask(ZooUserTask):
         return [sum(ones) / len(ones) - own for ones, own in zip(references, accuracies, strict=False)]
 
     def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
-        """Return the mean penalties by kind, and by place and kind, of branches that go on.
+        """Return the mean penalties of running branches, by kind, and by place and kind.
 
         Those of a place are details if nothing is trained there, so that they stay as they are, or if there are many:
         half a page is left to the curves of the zoo, which people look at beside them.
@@ -278,7 +278,7 @@ class BranchTask(ZooUserTask):
         self.to_device(torch.device("cpu"))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Take gradients away from what must not change: stopped branches, and what is held."""
+        """Drop the gradients of stopped branches and of fixed parameters."""
         super().on_before_optimizer_step(optimizer)
         for parameter in self.held():
             parameter.grad = None
@@ -288,16 +288,16 @@ class BranchTask(ZooUserTask):
         super().optimizer_step(*args, **kwargs)
         with torch.no_grad():
             for index, branch in enumerate(self.branches):
-                if index in self._stopped:
+                if index in self.stopping.records:
                     continue
                 try:
                     branch.project()
-                except ValueError:  # what is not finite has no nearest doubly stochastic matrix
+                except ValueError:  # a matrix that is not finite has no nearest doubly stochastic one
                     if not self._stop_unless_finite(index):
                         raise
 
     def _stop_unless_finite(self, index: int) -> bool:
-        """Stop a branch whose weights are not finite, which are the same on all ranks; return whether it was.
+        """Stop a branch if its weights, the same on all ranks, are not finite; return whether it was stopped.
 
         Weights whose squares overflow count as not finite: batch norms hide them in training, but have no statistics.
         """
@@ -309,7 +309,7 @@ class BranchTask(ZooUserTask):
     # ---- evaluation
 
     def begin_evaluation(self) -> None:
-        """Make all branches what is evaluated: hard maps, running statistics (the mean over ranks)."""
+        """Prepare all branches for evaluation: hard maps, and running statistics averaged over ranks."""
         self.to_device(self.trainer.strategy.root_device)
         for index, branch in enumerate(self.branches):
             # A permutation cannot be rounded if it is not finite.
@@ -318,7 +318,7 @@ class BranchTask(ZooUserTask):
         super().begin_evaluation()
 
     def end_evaluation(self) -> None:
-        """Make all branches what is trained."""
+        """Prepare all branches for training."""
         self.population.train()
         for branch in self.branches:
             branch.set_mode("soft")
@@ -339,7 +339,7 @@ class BranchTask(ZooUserTask):
         ]
 
     def agree(self) -> None:
-        """Give all ranks the same statistics, the mean of what each has seen, and rank 0's buffers of maps."""
+        """Average the statistics over ranks, and copy rank 0's buffers of maps to all."""
         super().agree()
         if self.trainer.world_size == 1:
             return
@@ -367,13 +367,13 @@ class BranchTask(ZooUserTask):
             rows = torch.arange(len(self.branches), len(self.branches) + len(self.members), device=inputs.device)
             metric.update(rows, torch.stack([network(images) for network in self.members.values()]), targets)
 
-    # ---- what is kept
+    # ---- kept weights
 
-    def _keep(self, values: Mapping[str, list[float]]) -> None:
+    def keep_weights(self, values: Mapping[str, list[float]]) -> None:
         if not values:
             for index in self.numbers:
                 self._stop_unless_finite(index)
-        super()._keep(values)
+        super().keep_weights(values)
 
     def state_to_keep(self, number: int) -> dict[str, Tensor]:
         """Return a branch's state, with statistics as training left them, not as recalibrated for this validation."""
@@ -398,7 +398,7 @@ class BranchTask(ZooUserTask):
     # ---- recalibration, see lightning_sym.callbacks.BatchNormRecalibration
 
     def recalibration_targets(self, exact: bool = False) -> list[tuple[nn.Module, list[str]]]:
-        """Return what batch norm statistics are measured on: networks, and the names of their batch norms.
+        """Return the networks for recalibration, with the names of their batch norms.
 
         All branches at once, with one pass through each lower part; for exact statistics, where a pass ends at each
         batch norm, one by one.

@@ -1,4 +1,4 @@
-"""Which networks of a fit have diverged: noted on the device at every step, asked for now and then."""
+"""Records of diverged networks, kept on the device at every step and read at intervals."""
 
 from collections.abc import Iterable
 
@@ -27,7 +27,7 @@ class Divergence:
             step: The current one.
 
         Returns:
-            Which networks go on: neither out, nor found to be not finite at this step or since the last look. Shape
+            Whether each network continues: it is neither out, nor not finite at this step or since the last look. Shape
             ``[n]``, bool, on the device of ``finite``.
         """
         if self._alive is None or self._first is None:
@@ -46,13 +46,13 @@ class Divergence:
         return self._alive is not None and (self._alive.device.type == "cpu" or len(self._notes) >= STEPS_BETWEEN_LOOKS)
 
     def look(self) -> dict[int, tuple[int, int]]:
-        """Return epoch and step at which networks were first not finite since the last look, by index; may wait."""
+        """Return the first epoch and step with a loss that is not finite since the last look, by index; may wait."""
         first = [] if self._first is None else self._first.tolist()
         found = {index: self._notes[number] for index, number in enumerate(first) if number >= 0}
         self.forget()
         return found
 
     def forget(self) -> None:
-        """Drop what was noted since the last look."""
+        """Drop the records since the last look."""
         self._alive = self._first = None
         self._notes = []

@@ -1,4 +1,4 @@
-"""What tasks that take the members of a zoo have in common: pairs, example inputs, and whether the data fit."""
+"""Helpers of tasks on the members of a zoo: pairs, example inputs, and checks of the data."""
 
 import warnings
 from abc import abstractmethod
@@ -17,7 +17,7 @@ Pair = tuple[int, int]
 
 
 class ZooUserTask(PopulationTask):
-    """A task whose networks come from zoos, and which are known once these are open.
+    """A task on the networks of zoos, which are known once these are open.
 
     All networks see the same batches, and several processes share out the data.
     """
@@ -28,7 +28,7 @@ class ZooUserTask(PopulationTask):
 
     @abstractmethod
     def build(self) -> None:
-        """Open zoos and make what :meth:`make_population` and :attr:`numbers` need; not called twice."""
+        """Open zoos and prepare for :meth:`make_population` and :attr:`numbers`; called once."""
 
     @property
     @abstractmethod
@@ -84,7 +84,7 @@ def check_pairs(pairs: object, *, same: bool = False) -> list[Pair]:
     """Return pairs of members' numbers as tuples.
 
     Args:
-        pairs: What the user gave.
+        pairs: Pairs of the user.
         same: Whether a member may be paired with itself, as with numbers of different zoos.
 
     Raises:
@@ -113,7 +113,7 @@ def require_two(zoo: ModelZoo, what: str) -> None:
 
     Args:
         zoo: The zoo.
-        what: What needs them, for the message: ``"Matching"``.
+        what: Name of the experiment for the message: ``"Matching"``.
 
     Raises:
         ValueError: If it has one.
@@ -174,7 +174,7 @@ def check_data(zoo: ModelZoo, number: int, data: Any, *, trial: bool) -> None:
     Args:
         zoo: The zoo.
         number: Number of one of its members.
-        data: The datamodule; nothing is checked if it does not know what it is.
+        data: The datamodule; nothing is checked without an identity.
         trial: This is a trial run, which uses a part of the data.
 
     Raises:

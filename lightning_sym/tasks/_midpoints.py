@@ -1,4 +1,4 @@
-"""What is trained to match two networks: latent networks, coordinates of the group, maps that leave it."""
+"""Trainable parametrisations for matching: latent networks, coordinates of the group, maps outside of it."""
 
 import copy
 from abc import abstractmethod
@@ -19,7 +19,7 @@ from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 
 
 class Trained(nn.Module):
-    """What is trained of a pair, by one method: its parameters.
+    """The trainable parameters of one pair and method.
 
     Class attributes:
         leaves_group: Whether the second network's function may change.
@@ -29,18 +29,18 @@ class Trained(nn.Module):
 
     @abstractmethod
     def trained(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the second network's weights as they are by now, with a gradient for these parameters.
+        """Compute the current weights of the second network, differentiable by these parameters.
 
         Args:
             weights: Those of the second network as its element has moved it, by name.
         """
 
     def settle(self) -> Element | None:
-        """Return by which element the network moves on, if by any, and be where it has moved then."""
+        """Return the element of the next move, if there is one, and take the state after it."""
         return None
 
     def project(self) -> None:
-        """Make of the parameters what they have to be, after an optimizer's step."""
+        """Project the parameters after an optimizer's step."""
 
     def give(self, network: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
         """Change the second network, as its element has moved it, in place, if these parameters do more than that.
@@ -90,7 +90,7 @@ class Coordinates(Trained):
 
 
 class _Along(torch.autograd.Function):
-    """Weights as they are, whose gradient goes to the coordinates of the group."""
+    """Weights with gradients by the coordinates of the group."""
 
     @staticmethod
     def forward(ctx: Any, directions: OrbitDirections, weights: dict[str, Tensor], *coordinates: Tensor) -> Any:
@@ -146,7 +146,7 @@ class MidpointPopulation(LoopPopulation):
         symmetry: That of all networks.
         members: The two networks of each member, and by which method something is trained: ``"straight_through"``,
             ``"orbit_descent"`` or ``"soft_maps"``, or None for nothing. A member's number is its place.
-        keep_function: What a change of the second network's function costs in training: the weight of the squared
+        keep_function: Penalty for changes of the second network's function in training: the weight of the squared
             change of its outputs, relative to their squares, in the mean over the batch.
 
     Attributes:
@@ -182,7 +182,7 @@ class MidpointPopulation(LoopPopulation):
         self._frozen = [(a, b) for a, b, _ in members], runner  # in a tuple: not registered
 
     def trained(self, number: int) -> Trained:
-        """Return what is trained of a member."""
+        """Return the trainable part of a member."""
         found = self._member(number)
         assert isinstance(found, Trained)
         return found
@@ -195,7 +195,7 @@ class MidpointPopulation(LoopPopulation):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Let elements take up what steps have changed."""
+        """Absorb the changes of steps into the elements."""
         for number in self.numbers:
             member = self._member(number)
             element = member.settle() if isinstance(member, Trained) else None
@@ -203,7 +203,7 @@ class MidpointPopulation(LoopPopulation):
                 self.steps[number] = self.symmetry.compose(element, self.steps[number])
 
     def project(self) -> None:
-        """Make of all parameters what they have to be, after an optimizer's step."""
+        """Project all parameters after an optimizer's step."""
         for member in self.members.values():
             if isinstance(member, Trained):
                 member.project()
@@ -215,7 +215,7 @@ class MidpointPopulation(LoopPopulation):
             network.to(device=device, dtype=dtype)
 
     def run_member(self, number: int, prepared: Any) -> Tensor:
-        """Return the logits of the network at a member's place: its gradient is that of what is trained."""
+        """Compute the logits of the network at a member's place, differentiable by its trainable part."""
         moved: dict[str, Tensor] = dict(self.symmetry.act(self.steps[number], self.started[number]).named_parameters())
         trained = self.trained(number)
         ends = trained.trained(moved)
@@ -227,7 +227,7 @@ class MidpointPopulation(LoopPopulation):
         return self.run_between(self.between(number, ends, self.places[number]), prepared)
 
     def penalty(self, number: int) -> Tensor | None:
-        """Return what a member pays for the change of its second network's function, in the step of this moment."""
+        """Return a member's penalty for the change of its second network's function in the current step."""
         return self._changes.pop(number, None)
 
     def between(self, number: int, ends: Mapping[str, Tensor], place: float = 0.5) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ class MidpointPopulation(LoopPopulation):
         return logits
 
     def member_state(self, number: int) -> dict[str, Tensor]:
-        """Return a copy of what is trained of a member, and the tensors of its element."""
+        """Copy the trainable part of a member and the tensors of its element."""
         return super().member_state(number) | element_tensors(self.steps[number])
 
     def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:
@@ -274,7 +274,7 @@ def element_of(symmetry: Symmetry, state: Mapping[str, Tensor]) -> Element:
     """Return the element whose tensors are in the state of a member.
 
     Raises:
-        ValueError: If an earlier version has written them: begin the run again, or go on with that version.
+        ValueError: If an earlier version wrote them: restart the run, or resume with that version.
     """
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
     return symmetry.factors.of(symmetry.fingerprint, found, check=False)  # a member may have diverged

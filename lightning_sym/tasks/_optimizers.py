@@ -1,14 +1,18 @@
-"""What tasks ask of optimizers and schedulers; which leave the members of a population independent of each other."""
+"""Optimizers and schedulers of tasks, which keep the members of a population independent of each other."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+if TYPE_CHECKING:
+    from lightning_sym.tasks.population import PopulationTask
 
 # Optimizers that treat every entry of a tensor by itself, so that members may share a stacked tensor.
 _ENTRYWISE = {
@@ -36,13 +40,48 @@ def check_optimizer(optimizer: Optimizer, execution: str) -> None:
         )
 
 
-def make_scheduler(
-    make: Callable[..., LRScheduler], optimizer: Optimizer, task: LightningModule, interval: str
-) -> LRScheduler:
-    """Make a scheduler; one that has to know ``total_steps`` and was not told gets those of the whole run.
+def make_optimizer(task: "PopulationTask", parameters: Any) -> Optimizer:
+    """Make the optimizer of a population, and check that it keeps members independent.
 
     Args:
-        make: Makes it from the optimizer.
+        task: The task; its factory, or its default, makes the optimizer.
+        parameters: Parameters, or groups of them.
+    """
+    optimizer = task.optimizer(parameters) if task.optimizer is not None else task.default_optimizer(parameters)
+    check_optimizer(optimizer, task.execution)
+    if task.prior is not None:
+        task.prior.check_optimizers([optimizer])
+    return optimizer
+
+
+def decay_groups(parameters: list[nn.Parameter], undecayed: Iterable[nn.Parameter]) -> list[Any]:
+    """Return the parameters, in two groups if some of them have no weight decay."""
+    spared = {id(parameter) for parameter in undecayed}
+    if not spared:
+        return parameters
+    decayed, others = ([p for p in parameters if (id(p) in spared) == without] for without in (False, True))
+    return [*([{"params": decayed}] if decayed else []), {"params": others, "weight_decay": 0.0}]
+
+
+def describe_optimizer(task: "PopulationTask") -> dict[str, Any]:
+    """Make optimizer and scheduler for a tensor of no network, to refuse bad settings now and to name them."""
+    optimizer = make_optimizer(task, [nn.Parameter(torch.zeros(2, 2))])
+    settings = {name: optimizer.defaults.get(name) for name in ("lr", "weight_decay", "momentum")}
+    scheduler = make_scheduler(task.lr_scheduler, optimizer, task, task.lr_scheduler_interval)
+    return {
+        **{name: value for name, value in settings.items() if isinstance(value, int | float)},
+        "optimizer_name": type(optimizer).__name__,
+        "lr_scheduler_name": type(scheduler).__name__ if scheduler else "none",
+    }
+
+
+def make_scheduler(
+    make: Callable[..., LRScheduler] | None, optimizer: Optimizer, task: LightningModule, interval: str
+) -> LRScheduler | None:
+    """Make a scheduler; one that needs ``total_steps`` and was not told gets those of the whole run.
+
+    Args:
+        make: Makes it from the optimizer; None for a constant learning rate.
         optimizer: The optimizer.
         task: The task; without a trainer, as in its constructor, any number of steps will do.
         interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.
@@ -50,39 +89,34 @@ def make_scheduler(
     Raises:
         ValueError: If the scheduler refuses its settings, or has to know the length of a run that has none.
     """
+    if make is None:
+        return None
     try:
-        return make(optimizer)
+        scheduler = make(optimizer)
     except ValueError as error:
         if "must define either total_steps" not in str(error):  # OneCycleLR
             raise
-    steps = 100 if task._trainer is None else steps_of_run(task, interval)
-    if steps is None:
-        raise ValueError("The learning rate's cycle is as long as the run, which has no end; set trainer.max_epochs.")
-    return make(optimizer, total_steps=steps)
+        steps = 100 if task._trainer is None else steps_of_run(task, interval)
+        if steps is None:
+            raise ValueError("The learning rate's cycle lasts for the run, which has no end; set max_epochs.") from None
+        scheduler = make(optimizer, total_steps=steps)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau waits for one metric, and all members have one learning rate; use a scheduler that "
+            "depends on the epoch or step only."
+        )
+    return scheduler
 
 
 def steps_of_run(task: LightningModule, interval: str) -> int | None:
-    """Return how often a scheduler steps until training ends; None if it never does."""
+    """Return the number of steps of a scheduler until training ends; None if it never ends."""
     trainer = task.trainer
     steps = trainer.estimated_stepping_batches if interval == "step" else trainer.max_epochs
     return None if steps in (None, -1, float("inf")) else int(steps)
 
 
-def check_scheduler(scheduler: LRScheduler | None) -> None:
-    """Check that a scheduler does not mix members.
-
-    Raises:
-        ValueError: If it would.
-    """
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            "ReduceLROnPlateau would tie the members' learning rates together; use a scheduler that depends on the "
-            "epoch or step only."
-        )
-
-
 def scheduled(task: LightningModule, optimizer: Optimizer, scheduler: LRScheduler | None, interval: str) -> Any:
-    """Return what ``configure_optimizers`` returns; warn if the learning rate comes to its lowest at another time.
+    """Make the result of ``configure_optimizers``; warn if the learning rate is lowest before or after the end.
 
     Args:
         task: The task; has a trainer by now if there is a scheduler.
@@ -91,7 +125,7 @@ def scheduled(task: LightningModule, optimizer: Optimizer, scheduler: LRSchedule
         interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.
 
     Raises:
-        ValueError: If the scheduler comes to its end before training does, and would stop the run there.
+        ValueError: If the scheduler ends before training does, which would stop the run there.
     """
     if scheduler is None:
         return optimizer

@@ -62,12 +62,12 @@ def rotate_by_group(
     """Draw an element of the group in front of an activation: its matrix there, and the network that takes it back.
 
     That network's part above the cut computes from the changed values what the source's computes from its own. All
-    else that crosses the cut stays as it is.
+    else at the cut is unchanged.
 
     Args:
         source: The network, cut before its activations.
         site: Where.
-        example: Images on which it is checked that nothing changes, of the weights' dtype. Shape ``[N, C, H, W]``.
+        example: Images for the check that the outputs agree, in the weights' dtype. Shape ``[N, C, H, W]``.
         generator: Where randomness comes from.
         scale: Standard deviation of the logarithms of scales, >= 0; see :func:`element_at`.
 

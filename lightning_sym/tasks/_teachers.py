@@ -1,4 +1,4 @@
-"""Where a teacher comes from: a seed, numbers, a member of a zoo, or a file of weights."""
+"""Sources of a teacher: a seed, numbers, a member of a zoo, or a file of weights."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Teacher: TypeAlias = int | str | list[float]
 def check_teacher(
     teacher: Teacher | None, zoo: str | None, member: int | None, network: Network | None
 ) -> Teacher | None:
-    """Check that it is said once, and only once, what the teacher is.
+    """Check that exactly one argument names the teacher.
 
     Args:
         teacher: A seed, a file or the weights themselves; or None.
@@ -71,11 +71,11 @@ def load_teacher(
     """Return the teacher in evaluation mode, and where it is from in plain values.
 
     Args:
-        teacher: What :func:`check_teacher` returned.
+        teacher: Result of :func:`check_teacher`.
         zoo: The zoo's folder, or None.
         member: Number of a member of the zoo; None for its first one.
         network: The architecture; with a zoo it must be the zoo's, or None.
-        allow: Packages of your own whose networks the zoo may hold.
+        allow: Your own packages with networks of the zoo.
 
     Raises:
         FileNotFoundError: If there is no such file or zoo.
@@ -121,7 +121,7 @@ def _fill(network: Network, weights: Sequence[float]) -> None:
     parts = torch.split(torch.tensor(weights, dtype=torch.float64), sizes)
     with torch.no_grad():
         for parameter, part in zip(parameters, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))  # stays on its device, beside the buffers
+            parameter.copy_(part.view_as(parameter))  # stays on its device, like the buffers
 
 
 def _load(network: Network, file: Path) -> None:

@@ -1,25 +1,23 @@
-"""Landscapes whose learning coefficients are known, as a task: what chains say of them, beside the theory."""
+"""A task on landscapes with known learning coefficients: estimates by chains, compared with the theory."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
-from pytorch_lightning import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sym._checks import check_integers
-from lightning_sym._loading import LoadsTrusted
 from lightning_sym._text import unknown
 from lightning_sym.landscape import AnalyticLandscape, LearningCoefficientEstimate, analytic_landscapes
+from lightning_sym.tasks._untrained import UntrainedTask
 
 
 class Calibrated(NamedTuple):
-    """What was found of one landscape.
+    """The estimate for one landscape.
 
     Attributes:
         landscape: The landscape.
-        found: What chains say.
-        exact: What the mean of such chains is; None if that is not known.
+        found: The estimate by chains.
+        exact: The exact mean of such chains; None if it is not known.
     """
 
     landscape: AnalyticLandscape
@@ -27,8 +25,8 @@ class Calibrated(NamedTuple):
     exact: float | None
 
 
-class AnalyticLandscapesTask(LoadsTrusted, LightningModule):
-    r"""Estimate learning coefficients that are known: do chains find them, and are they refused where they must be?
+class AnalyticLandscapesTask(UntrainedTask):
+    r"""Estimate known learning coefficients by chains, and check that invalid settings give no estimate.
 
     The landscapes are those of :func:`lightning_sym.landscape.analytic_landscapes`: quadratic ones, where the mean of
     chains is known exactly at any temperature, step and localisation; two rectified units; reduced-rank regression;
@@ -68,24 +66,10 @@ class AnalyticLandscapesTask(LoadsTrusted, LightningModule):
         for least, name, value in ((3, "chains", chains), (8, "steps", steps)):
             if value is not None:
                 check_integers(least, **{name: value})
-        self.automatic_optimization = False
-        self.nothing = nn.Parameter(torch.zeros(1))  # DDP wants a parameter
         self.landscapes = [known[name] for name in names]  # not registered: there is nothing to train
         self.changes = {name: value for name, value in (("chains", chains), ("steps", steps)) if value is not None}
         self.seed = seed
         self.save_hyperparameters()
-
-    # ---- what Lightning asks for; nothing is trained
-
-    def configure_optimizers(self) -> list[Any]:
-        """Return none."""
-        return []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Do nothing."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Do nothing."""
 
     # ---- calibration
 

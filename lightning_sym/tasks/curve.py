@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.connectivity import Curve, CurveNetwork, curve_coefficients
 from lightning_sym.connectivity.curves import KINDS, CurveKind
 from lightning_sym.landscape import weight_vector
@@ -35,7 +35,6 @@ from lightning_sym.tasks._members import (
     require_two,
 )
 from lightning_sym.tasks.metrics import PopulationLoss
-from lightning_sym.tasks.population import check_words
 from lightning_sym.zoo import ModelZoo
 
 Matched = Literal["as_is", "weights", "activations"]
@@ -43,7 +42,7 @@ MATCHED: tuple[Matched, ...] = get_args(Matched)
 
 
 class CurveName(NamedTuple):
-    """Which curve: the numbers of the members at its ends, and its kind."""
+    """A curve, by the numbers of its endpoints and its kind."""
 
     first: int
     second: int
@@ -61,14 +60,14 @@ class CurveName(NamedTuple):
 class CurveTask(ZooUserTask):
     r"""Train curves in weight space between pairs of members of a zoo, such that the loss is low all along each.
 
-    Both ends of a curve are networks of the zoo and stay as they are, bit for bit; its bends begin on the straight line
-    between them. In each step every curve draws one point of its own, :math:`t \sim U(0, 1)`, and takes a gradient step
+    The endpoints of a curve are fixed networks of the zoo, and its bends are initialised on the segment between them.
+    In each step every curve draws one point of its own, :math:`t \sim U(0, 1)`, and takes a gradient step
     on the loss of the network :math:`\gamma(t)` there, plus :math:`\frac{\lambda}{2} \lVert \gamma(t) \rVert^2`
     (docs/theory/curves.md, 1). Any architecture will do: the network itself is run, with the weights of the point.
-    The curves are the members of a population, each pair with each kind: what holds for all is said at
+    The curves are the members of a population, each pair with each kind: see
     :class:`lightning_sym.tasks.PopulationTask`.
 
-    Batch norms use the statistics of the batch in training. Wherever a point is evaluated they are measured anew there.
+    Batch norms use the statistics of the batch in training. They are recomputed at every point of an evaluation.
 
     In validation and test every curve is evaluated at ``places`` points, equally spaced between its ends, and what is
     logged are means over these. The bends are kept whose mean validation loss is the lowest. With several processes all
@@ -96,7 +95,7 @@ class CurveTask(ZooUserTask):
         lr_scheduler_interval: Whether the scheduler steps once per epoch or per optimizer step.
         keep: Whether the bends of the ``"best"`` epoch are kept or the ``"last"`` ones; default the best if there are
             validation data.
-        allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
+        allow: Your own packages with networks of the zoo, see ``ModelZoo.open``.
 
     Attributes:
         pairs: The pairs; before ``setup`` they are known only if they were given.
@@ -171,7 +170,7 @@ class CurveTask(ZooUserTask):
         self._moved: dict[tuple[Pair, str], Network] = {}
         self._opened: ModelZoo | None = None
         self._symmetry: Symmetry | None = None
-        self._points: dict[int, list[dict[str, Tensor]]] = {}  # what is evaluated, by member
+        self._points: dict[int, list[dict[str, Tensor]]] = {}  # evaluated points, by member
 
     # ---- the zoo, and the ends of the curves
 
@@ -188,7 +187,7 @@ class CurveTask(ZooUserTask):
 
     @property
     def names(self) -> list[CurveName]:
-        """Which curve each member of the population is."""
+        """The curve of each member of the population."""
         return [CurveName(*pair, kind) for pair, kind in product(self.pairs, self.kinds)]
 
     @property
@@ -250,7 +249,7 @@ class CurveTask(ZooUserTask):
         return self._symmetry
 
     def _training_batches(self, what: str) -> Iterable[Any]:
-        """Return this rank's training images, as they are."""
+        """Return this rank's training images, not augmented."""
         data = getattr(self._trainer, "datamodule", None)
         if not hasattr(data, "curvature_dataloader"):
             raise ValueError(
@@ -275,7 +274,7 @@ class CurveTask(ZooUserTask):
         return {self.names[number]: self._curve(number, record["state"]) for number, record in self.kept.items()}
 
     def curve(self, number: int) -> Curve:
-        """Return a curve as it is now; within :meth:`evaluating` as it was kept."""
+        """Return a curve with its current bends; within :meth:`evaluating` with the kept ones."""
         return self._curve(number, self.population.member_state(number))
 
     def _curve(self, number: int, state: dict[str, Tensor]) -> Curve:
@@ -294,20 +293,20 @@ class CurveTask(ZooUserTask):
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
     def identity(self) -> dict[str, Any]:
-        """Return the curves and what they minimise."""
+        """Return the curves and their loss."""
         settings = {name: getattr(self, name) for name in ("bends", "matched", "decay", "seed", "execution")}
         return {"curves": list(map(str, self.names)), "loss": self._loss_name, **settings}
 
     def member_title(self, number: int) -> str:
-        """Return how messages call a curve."""
+        """Return the name of a curve in messages."""
         return f"Curve {self.names[number]}"
 
     def tag(self, split: str, quantity: str, number: int) -> str:
-        """Return the name under which a curve's value is logged."""
+        """Return the tag of a curve's value."""
         return f"{self.names[number]}/{split}_{quantity}"
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:  # type: ignore[override]
-        """Return what says how good a curve is: its mean loss, which is what is minimised."""
+        """Rank a curve by its mean loss, which training minimises."""
         return (-metrics["loss"],)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -325,7 +324,7 @@ class CurveTask(ZooUserTask):
 
     @torch.no_grad()
     def begin_evaluation(self) -> None:
-        """Make the networks at the points that are evaluated, of all curves that go on."""
+        """Make the networks at the evaluated points of all running curves."""
         super().begin_evaluation()
         places = [(place + 1) / (self.places + 1) for place in range(self.places)]
         self._points = {n: self._networks_at(n, places) for n in self.population.numbers if n not in self.stopped}
@@ -335,7 +334,7 @@ class CurveTask(ZooUserTask):
         self._points = {}
 
     def _networks_at(self, number: int, places: Iterable[float]) -> list[dict[str, Tensor]]:
-        """Return parameters and buffers of the networks at points of a curve, batch norms measured anew."""
+        """Compute parameters and buffers at points of a curve, with batch norms recomputed."""
         assert isinstance(self.dtype, torch.dtype)
         network = copy.deepcopy(self._runner).to(self.trainer.strategy.root_device, self.dtype)
         write, found = self.curve(number).writer(network), []
@@ -362,7 +361,7 @@ class CurveTask(ZooUserTask):
         return functional_call(self._runner, tensors, (inputs,))
 
     def add_evaluation(self, metric: PopulationLoss, inputs: Tensor, targets: Any) -> None:
-        """Add one batch to a metric, at all points of all curves; means are over points, too."""
+        """Add one batch to a metric at all points of all curves, as means over points."""
         for number, points in self._points.items():
             row = torch.tensor([number], device=inputs.device)
             for tensors in points:

@@ -1,25 +1,24 @@
-"""Dissection of the members of zoos: what single units detect, in the basis of the network and in rotated ones."""
+"""Dissection of the members of zoos: concepts of single units, in the network's basis and in rotated ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from pytorch_lightning import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import wide
-from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import generator
 from lightning_sym.dissection import BasisDissection, Geodesic, dissect, random_permutation_matrix, random_rotation
 from lightning_sym.networks import Network
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import check_data, example_input
+from lightning_sym.tasks._untrained import UntrainedTask
 from lightning_sym.zoo import ModelZoo
 
 ALPHAS = tuple(step / 10 for step in range(11))
-_HALFWAY = 0.5  # where, beside its end, the path to a permutation is looked at
+_HALFWAY = 0.5  # with the end, the evaluated points on the path to a permutation
 
 
 class ConceptData(Protocol):
@@ -42,12 +41,12 @@ class Dissected:
     """One network in one basis.
 
     Attributes:
-        zoo: What its zoo is called.
+        zoo: Name of its zoo.
         member: The member's number.
         network: ``"trained"``, or ``"untrained"``: the weights that the member began with.
         basis: ``"rotation"``, ``"permutation"`` or ``"group"``.
         alpha: Where on the path from the identity to it.
-        found: What was found.
+        found: The result.
     """
 
     zoo: str
@@ -58,8 +57,8 @@ class Dissected:
     found: BasisDissection
 
 
-class DissectionTask(LoadsTrusted, LightningModule):
-    r"""Say how much single units mean, in the networks' own basis and on the way to random ones.
+class DissectionTask(UntrainedTask):
+    r"""Count the concepts that single units detect, in the networks' own basis and on paths to random ones.
 
     The activations :math:`a` of a layer are looked at in the bases :math:`Q^\alpha a`, on the shortest path from the
     identity (:math:`\alpha = 0`, the units as they are) to a random rotation Q (:math:`\alpha = 1`), another one for
@@ -72,7 +71,7 @@ class DissectionTask(LoadsTrusted, LightningModule):
     with the weights that it began with (``"untrained"``).
 
     Args:
-        zoos: Folders of zoos, by what they are called in tables and figures.
+        zoos: Folders of zoos, by their names in tables and figures.
         site: Name of the module whose output is dissected, maps of activations; default the last activation.
         members: How many members of each zoo, the first ones, >= 1; None for all.
         alphas: Points of the path, in [0, 1], 0 and 1 among them; default 0, 0.1, ..., 1.
@@ -80,12 +79,12 @@ class DissectionTask(LoadsTrusted, LightningModule):
         least: What the intersection over union has to exceed for a unit to detect a concept, in [0, 1); likewise 0.04.
         basis_seed: Seed of rotations, permutations and elements, >= 0.
         controls: Whether the controls are run.
-        allow: Packages of your own whose networks the zoos may hold, see ``ModelZoo.open``.
+        allow: Your own packages with networks of the zoos, see ``ModelZoo.open``.
 
     Attributes:
         zoos: The zoos, opened; after ``setup``.
         sites: The site of each zoo's networks; after ``setup``.
-        results: What :meth:`dissect_all` found last.
+        results: The latest results of :meth:`dissect_all`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -124,15 +123,11 @@ class DissectionTask(LoadsTrusted, LightningModule):
         check_numbers("in (0, 1)", top=top)
         check_numbers("in [0, 1)", least=least)
         check_integers(0, basis_seed=basis_seed)
-        self.automatic_optimization = False
-        self.nothing = nn.Parameter(torch.zeros(1))  # DDP wants a parameter
         self.folders = {name: str(folder) for name, folder in zoos.items()}
         self.site, self.members, self.alphas = site, members, tuple(sorted(points))
         self.top, self.least, self.basis_seed, self.controls = top, least, basis_seed, controls
         self.allow = tuple(allow or ())
         self.save_hyperparameters()
-
-    # ---- what Lightning asks for; nothing is trained
 
     def setup(self, stage: str) -> None:
         """Open the zoos, on every process.
@@ -155,18 +150,8 @@ class DissectionTask(LoadsTrusted, LightningModule):
         for name, zoo in self.zoos.items():
             network = zoo.load(zoo.numbers[0])
             self.sites[name] = network.sites()[-1] if self.site is None else self.site
-            network.cuts([self.sites[name]])  # says so if there is no such site
+            network.cuts([self.sites[name]])  # raises if there is no such site
             check_data(zoo, zoo.numbers[0], data, trial=True)
-
-    def configure_optimizers(self) -> list[Any]:
-        """Return none."""
-        return []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Do nothing."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Do nothing."""
 
     # ---- dissection
 
@@ -225,7 +210,7 @@ class DissectionTask(LoadsTrusted, LightningModule):
     def _bases(
         self, number: int, kind: str, channels: int, symmetry: Symmetry | None, site: str
     ) -> list[tuple[str, float, Tensor]]:
-        """Return the bases in which a network is looked at: kind, place on the path, matrix."""
+        """Return the bases for dissection: kind, position on the path, matrix."""
 
         def source(what: str) -> torch.Generator:
             return generator("dissection", what, self.basis_seed, number)
@@ -248,12 +233,12 @@ def _channels(network: Network, site: str, example: Tensor) -> int:
 
 
 def group_matrix(symmetry: Symmetry, site: str, source: torch.Generator) -> Tensor:
-    """Return what a random element of a network's symmetry, of permutations and positive scales, does to channels.
+    """Return the action on channels of a random permutation with positive scales, from a network's symmetry.
 
     Args:
         symmetry: The symmetry.
         site: Name of the tap.
-        source: Where randomness comes from.
+        source: Source of randomness.
 
     Returns:
         Shape ``[C, C]``, float64.

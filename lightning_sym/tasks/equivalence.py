@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._random import derive_seed, generator
 from lightning_sym.landscape import (
     FunctionScale,
@@ -29,11 +29,11 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks._members import given_network
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
 from lightning_sym.tasks.losses import SquaredDistance
-from lightning_sym.tasks.population import PopulationTask, check_words
+from lightning_sym.tasks.population import PopulationTask
 
-# What a checkpoint holds of a search, beside its candidates.
+# Entries of a search in a checkpoint, apart from its candidates.
 _SAVED = ("found", "outcomes", "latest", "checks", "round", "round_start")
-# Up to so many candidates have curves of their own in the loggers.
+# Largest number of candidates with separate curves in the loggers.
 _MOST_CURVES = 64
 # The last weights of every candidate are kept for networks of up to so many parameters.
 _SMALL = 10_000
@@ -70,13 +70,13 @@ class EquivalenceTask(PopulationTask):
     (where a datamodule draws fresh ones in every step: on the held-out ones) and on the held-out inputs, and a
     candidate is *found* when ``J < tolerance * J0`` and ``R < held_out``: J0 is the J of the zero function, and
     ``R = J / V`` on held-out inputs, where V is the J of the best constant, so that ``R = 1`` says that a constant
-    would do as well. Of a candidate that is found the weights with the lowest J are kept. The search ends when
+    would do as well. The weights of a found candidate with the lowest J are kept. The search ends when
     ``points`` linearly independent ones have been found.
 
-    With ``round_steps`` the candidates that have not been found after so many steps are given up, and all start anew
-    from other initial weights, up to ``max_rounds`` times: a candidate is what it would have been alone.
+    With ``round_steps`` the candidates that have not been found after so many steps are given up, and all restart
+    from other initial weights, up to ``max_rounds`` times. Candidates do not depend on each other.
 
-    What is searched are the trainable parameters; buffers are the teacher's, and networks compute as in evaluation
+    The search varies the trainable parameters; buffers are the teacher's, and networks compute as in evaluation
     mode.
 
     Place the candidates with the trainer: on one process, or on several with ``strategy="ddp_members"``.
@@ -90,33 +90,30 @@ class EquivalenceTask(PopulationTask):
         zoo: The folder of a zoo, whose member is the teacher.
         member: Its number; None for the first one.
         seed: Seed of the candidates' initial weights, >= 0.
-        tolerance: Largest J of what is found, in units of J0. > 0.
-        held_out: Largest ``R`` on held-out inputs of what is found. > 0.
-        round_steps: Steps after which candidates that have not been found start anew; None: never. >= 1. Looked at when
+        tolerance: Largest J of a found candidate, in units of J0. > 0.
+        held_out: Largest ``R`` of a found candidate on held-out inputs. > 0.
+        round_steps: Steps before candidates that have not been found restart; None: never. >= 1. Looked at when
             J is measured.
         max_rounds: How often candidates are started, >= 1.
         stop_when_found: Whether the fit ends when there are enough points.
-        milestones: J at which steps are counted, in units of J0: the first step whose batch has a lower J. All > 0.
-        orbit_scale: Standard deviation of the logarithms of the scales of random group elements, see
-            :meth:`orbit_points`.
+        milestones: Levels of J in units of J0; the first step with a lower J is recorded. All > 0.
         execution: ``"loop"`` runs one candidate after another, ``"vmap"`` all in one vectorised call; ``"auto"`` is
             loop for networks with convolutions, which are slower vectorised on a CPU, else vmap.
         optimizer: Makes the optimizer; default Adam with its defaults. With ``"vmap"`` it must act entry by entry.
-        independence: Smallest part of a difference of weights that must be off the span of the others, in (0, 1).
         allow: Packages of your own whose networks the zoo may hold, and whose modules ``network`` may name on the
             command line, see ``ModelZoo.open``.
 
     Attributes:
         teacher: The frozen network; after ``setup``.
         scales: J0 and V on the sample of the threshold and on the held-out inputs, by ``"sample"`` and ``"held_out"``.
-        found: What was found by now, by the candidate's number; on every rank the same.
-        outcomes: What became of every candidate whose round is over, by number; :meth:`all_outcomes` has them all.
+        found: Found candidates, by number; the same on every rank.
+        outcomes: Outcomes of candidates of finished rounds, by number; :meth:`all_outcomes` has all.
 
     Logged at every validation: ``search/found``, ``search/independent`` (numbers of candidates), ``search/running``,
     quartiles of J over candidates as ``j/lowest``, ``j/lower_quartile``, ``j/median``, ``j/upper_quartile``, the lowest
     ``r/lowest``, and for up to 64 candidates ``details/j/candidate-0003``.
 
-    A checkpoint holds all candidates, what has been found, and where the rounds are.
+    A checkpoint holds all candidates, found weights, and the state of the rounds.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -145,23 +142,22 @@ class EquivalenceTask(PopulationTask):
         max_rounds: int = 1,
         stop_when_found: bool = True,
         milestones: Sequence[float] = (1e-2, 1e-4, 1e-6, 1e-8),
-        orbit_scale: float = 0.5,
         execution: Literal["auto", "loop", "vmap"] = "auto",
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
-        independence: float = 1e-3,
         allow: Sequence[str] | None = None,
     ) -> None:
         network = None if network is None else given_network(network, allow)
         given = {"members": members, "points": points, "round_steps": round_steps, "max_rounds": max_rounds}
         check_integers(**{name: number for name, number in given.items() if number is not None})
         check_integers(0, seed=seed)
-        check_numbers("> 0", tolerance=tolerance, held_out=held_out, orbit_scale=orbit_scale)
+        check_numbers("> 0", tolerance=tolerance, held_out=held_out)
         for milestone in milestones:
             check_numbers("> 0", **{"each of milestones": milestone})
-        check_numbers("in (0, 1)", independence=independence)
         check_words(("execution", execution, ("auto", "loop", "vmap")))
         if max_rounds > 1 and round_steps is None:
-            raise ValueError(f"max_rounds {max_rounds} needs round_steps: after how many steps candidates start anew.")
+            raise ValueError(
+                f"max_rounds {max_rounds} needs round_steps: the number of steps before candidates restart."
+            )
         members = 8 * points if members is None else members
         super().__init__(members, loss=SquaredDistance(), optimizer=optimizer)
         self.seed = seed
@@ -177,8 +173,6 @@ class EquivalenceTask(PopulationTask):
         self.max_rounds = max_rounds
         self.stop_when_found = stop_when_found
         self.milestones = [float(value) for value in milestones]
-        self.orbit_scale = orbit_scale
-        self.independence = independence
         self.save_hyperparameters(ignore=["network", "optimizer"])
         architecture = None if network is None else network.architecture
         self.save_hyperparameters({"network": architecture, "_class_path": self.describe()["_class_path"]})
@@ -188,7 +182,7 @@ class EquivalenceTask(PopulationTask):
         self.scales: dict[str, FunctionScale] = {}
         self.found: dict[int, dict[str, Any]] = {}
         self.outcomes: dict[int, dict[str, Any]] = {}
-        self.latest: dict[int, dict[str, Any]] = {}  # what the candidates of this round are at
+        self.latest: dict[int, dict[str, Any]] = {}  # state of the candidates of this round
         self.checks: list[dict[str, Any]] = []
         self.round = 0
         self.round_start = 0
@@ -209,7 +203,7 @@ class EquivalenceTask(PopulationTask):
         return self.population.numbers
 
     def number(self, slot: int) -> int:
-        """Return the number of the candidate that is now in a slot; every round has numbers of its own."""
+        """Return the number of the candidate in a slot; every round has new numbers."""
         return self.round * self.members + slot
 
     def configure_model(self) -> None:
@@ -246,7 +240,7 @@ class EquivalenceTask(PopulationTask):
         return f"Candidate {self.number(number)}"
 
     def identity(self) -> dict[str, Any]:
-        """Return what of the search a checkpoint must have."""
+        """Return the settings of the search that a checkpoint must share."""
         return {"members": self.members, "execution": self.execution, "teacher": self.about_teacher}
 
     def initial_state(self, number: int) -> dict[str, Tensor]:
@@ -263,8 +257,7 @@ class EquivalenceTask(PopulationTask):
         """Give every candidate of this rank new initial weights."""
         for slot in self.slots:
             self.population.set_member_state(slot, self.initial_state(self.number(slot)))
-        self._divergence.forget()
-        self._stopped = {}
+        self.stopping.restart({})
         self._first_steps = torch.full((len(self.milestones), len(self.slots)), -1, dtype=torch.int64)
 
     def setup(self, stage: str) -> None:
@@ -352,7 +345,7 @@ class EquivalenceTask(PopulationTask):
         return inputs, self.target(inputs)
 
     def on_losses(self, losses: Tensor, alive: Tensor) -> None:
-        """Note which candidates have come below which milestones with this batch."""
+        """Record the candidates that pass milestones with this batch."""
         if "sample" not in self.scales or not self.milestones:
             return
         levels = torch.tensor(self.milestones, dtype=torch.float64) * self.scales["sample"].zero
@@ -422,7 +415,7 @@ class EquivalenceTask(PopulationTask):
         self._check(self.measure(self._inputs(self.trainer.datamodule.val_dataloader())))  # type: ignore[attr-defined]
 
     def _check(self, held_out: Tensor) -> None:
-        """Measure J, keep what is found, and note what every candidate is at; the same on every rank."""
+        """Measure J, keep found weights, and record the state of every candidate; the same on every rank."""
         losses = held_out if self.fresh_inputs else self.measure(self._inputs(self._sample()))
         names = [name for name, parameter in self.teacher.named_parameters() if parameter.requires_grad]
         small = sum(self.teacher.get_parameter(name).numel() for name in names) <= _SMALL
@@ -479,7 +472,7 @@ class EquivalenceTask(PopulationTask):
         if len(numbers) < 2:
             return numbers
         weights = torch.stack([self.found[number]["weights"].double() for number in numbers])
-        accepted = independent(weights[1:] - weights[0], self.independence)
+        accepted = independent(weights[1:] - weights[0])
         return [numbers[0], *(numbers[1 + index] for index in accepted)]
 
     @property
@@ -513,7 +506,7 @@ class EquivalenceTask(PopulationTask):
         if self.members <= _MOST_CURVES:
             self.log_details({f"j/candidate-{number:04d}": entry["loss"] for number, entry in self.latest.items()})
 
-    # ---- what was found
+    # ---- results
 
     def found_points(self) -> list[FoundWeights]:
         """Return the independent points, that with the lowest J first, at most ``points`` of them."""
@@ -521,7 +514,7 @@ class EquivalenceTask(PopulationTask):
         return [FoundWeights(f"candidate {number}", **self.found[number]) for number in numbers]
 
     def all_outcomes(self) -> dict[int, dict[str, Any]]:
-        """Return what became of every candidate, by number.
+        """Return the outcome of every candidate, by number.
 
         Returns:
             ``round``, ``steps`` since its start, ``loss`` (J), ``held_out`` (J on held-out inputs), ``milestones`` (the
@@ -532,7 +525,7 @@ class EquivalenceTask(PopulationTask):
         return {number: {**entry, "found": number in self.found} for number, entry in entries.items()}
 
     def success_fraction(self) -> float:
-        """Return which part of the candidates whose round is over, or that are in it, was found."""
+        """Return the fraction of candidates that were found, of finished rounds and the current one."""
         return len(self.found) / max(1, len(self.outcomes | self.latest))
 
     def curves(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -608,7 +601,7 @@ class EquivalenceTask(PopulationTask):
         for index in range(8 * count):  # of a small group some are the identity
             if len(found) == count:
                 break
-            element = symmetry.sample(generator("orbit", self.seed, index), scale=self.orbit_scale)
+            element = symmetry.sample(generator("orbit", self.seed, index))
             moved = symmetry.act(element, self.teacher)
             buffers = dict(moved.named_buffers())
             if not all(torch.equal(value, buffers[name]) for name, value in self.teacher.named_buffers()):
@@ -633,7 +626,7 @@ class EquivalenceTask(PopulationTask):
         self._test_outputs: list[Tensor] = []
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Add up squared distances of what was found, on test inputs."""
+        """Add squared distances of found candidates on test inputs."""
         inputs, targets = self.evaluation_batch(batch)
         self._test_outputs.append(targets.flatten(1).cpu())
         for row, found in enumerate(self.found.values()):
@@ -642,7 +635,7 @@ class EquivalenceTask(PopulationTask):
             self._test_sums[row] += float((outputs - targets).double().square().sum())
 
     def on_test_epoch_end(self) -> None:
-        """Log J / V of what was found: lowest, mean and highest, and ``details/test/r/candidate-0003``."""
+        """Log J / V of found candidates: lowest, mean and highest, and ``details/test/r/candidate-0003``."""
         outputs = torch.cat(self._test_outputs)
         scale = FunctionScale.of(outputs)
         values = [scale.relative(float(total) / len(outputs)) for total in self._test_sums]
@@ -655,12 +648,12 @@ class EquivalenceTask(PopulationTask):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what has been found and where the rounds are, of all ranks' candidates."""
+        """Add the results and the state of the rounds, of all ranks' candidates."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["search"] = {name: getattr(self, name) for name in _SAVED}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what had been found.
+        """Restore the results.
 
         Raises:
             ValueError: If the checkpoint is of another search.
@@ -670,7 +663,7 @@ class EquivalenceTask(PopulationTask):
             setattr(self, name, checkpoint["search"][name])
 
     def member_records(self) -> dict[int, Any]:
-        """Return the steps at which this rank's candidates came below the milestones."""
+        """Return the steps at which this rank's candidates passed the milestones."""
         return {slot: self._first_steps[:, index].cpu() for index, slot in enumerate(self.slots)}
 
     def load_member_records(self, records: Mapping[int, Any]) -> None:

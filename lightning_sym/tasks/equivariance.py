@@ -8,7 +8,7 @@ from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._text import unknown
@@ -210,14 +210,7 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
     def configure_optimizers(self) -> Any:
         """Make optimizer and scheduler."""
         optimizer = self._make_optimizer([p for p in self.network.parameters() if p.requires_grad])
-        scheduler = None
-        if self.lr_scheduler:
-            scheduler = make_scheduler(self.lr_scheduler, optimizer, self, self.lr_scheduler_interval)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError(
-                "ReduceLROnPlateau waits for a metric, which changes with the prior; use a scheduler that depends on "
-                "the epoch or step only."
-            )
+        scheduler = make_scheduler(self.lr_scheduler, optimizer, self, self.lr_scheduler_interval)
         return scheduled(self, optimizer, scheduler, self.lr_scheduler_interval)
 
     def _make_optimizer(self, parameters: Any) -> Optimizer:

@@ -59,7 +59,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 USUAL: tuple[Method, ...] = ("weights", "activations", "straight_through")
 DESCENDING: tuple[Method, ...] = ("orbit_descent", "soft_maps")
 TRAINED: tuple[Method, ...] = ("straight_through", *DESCENDING)
-# Matching by weights within a part of the group: what it may do (docs/theory/matching.md, 1.7).
+# Parts of the group for matching by weights (docs/theory/matching.md, 1.7).
 PARTS: dict[Method, tuple[str, ...]] = {
     "permutations": ("permutations",),
     "blocks": ("permutations", "blocks"),
@@ -104,9 +104,8 @@ class MatchingTask(ZooUserTask):
       network. Networks without batch norms only.
 
     Batch norms use the statistics of the batch at midpoints, in training and validation. Without a method that trains
-    the fit ends after one epoch. Pairs, as often as there are such methods, are the members of a population: what
-    holds for all is said at :class:`lightning_sym.tasks.PopulationTask`; of a pair whose training diverges the best
-    element by then is kept.
+    the fit ends after one epoch. The members of the population are the pairs, once for each such method; see
+    :class:`lightning_sym.tasks.PopulationTask`. If the training of a pair diverges, its best element is kept.
 
     Args:
         zoo: The zoo's folder, with two members or more.
@@ -115,19 +114,18 @@ class MatchingTask(ZooUserTask):
         methods: Some of those above; default ``"weights"``, ``"activations"``, ``"straight_through"``.
         restarts: From how many starting points weight matching is tried (the identity, then random ones); the best
             is kept. >= 1.
-        matching_seed: Seed of the orders and starting points in weight matching. >= 0.
         scales: Whether units may be rescaled, where the activation allows it.
         signs: Whether units may change sign, where the activation allows it.
         keep_function: Weight of the change of outputs in the loss of ``soft_maps``. >= 0; 0 lets the function go.
         loss: A network's mean loss on a batch, given outputs and targets; default the cross-entropy.
-        optimizer: Makes the optimizer of what is trained; default SGD with learning rate 0.01 and momentum 0.9 for
+        optimizer: Makes the optimizer; default SGD with learning rate 0.01 and momentum 0.9 for
             ``straight_through``, Adam with learning rate 0.003 for ``orbit_descent`` and ``soft_maps``.
-        allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
+        allow: Your own packages with networks of the zoo, see ``ModelZoo.open``.
 
     Attributes:
         pairs: The pairs; before ``setup`` they are known only if they were given.
         symmetry: The symmetry of the networks; after ``setup``.
-        elements: What was found: by pair and method. For methods that train the best so far; for ``soft_maps`` where
+        elements: Results by pair and method. For methods that train the best so far; for ``soft_maps`` where
             its matrices begin, see :meth:`matched`.
 
     Logged at the end of each epoch, on rank 0, of the midpoint between both networks of a pair:
@@ -137,7 +135,7 @@ class MatchingTask(ZooUserTask):
     ``midpoint_loss/<method>``, ``midpoint_accuracy/<method>``, ``train_midpoint_loss/straight_through``; in training of
     ``orbit_descent`` and ``soft_maps`` at the places that were drawn.
 
-    A checkpoint holds latent networks, elements, moments and what has been added up in the epoch.
+    A checkpoint holds latent networks, elements, moments and the sums of the epoch.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -157,7 +155,6 @@ class MatchingTask(ZooUserTask):
         pairs: Literal["all"] | list[list[int]] = "all",
         methods: Sequence[Method] | None = None,
         restarts: int = 1,
-        matching_seed: int = 0,
         scales: bool = True,
         signs: bool = True,
         keep_function: float = 1.0,
@@ -180,13 +177,11 @@ class MatchingTask(ZooUserTask):
                 "fit twice."
             )
         check_integers(restarts=restarts)
-        check_integers(0, matching_seed=matching_seed)
         check_numbers(">= 0", keep_function=keep_function)
         self.pairs = [] if pairs == "all" else check_pairs(pairs)
         self.zoo = str(zoo)
         self.methods: tuple[Method, ...] = tuple(method for method in METHODS if method in methods)
         self.restarts = restarts
-        self.matching_seed = matching_seed
         self.scales = scales
         self.signs = signs
         self.keep_function = keep_function
@@ -205,7 +200,7 @@ class MatchingTask(ZooUserTask):
 
     @property
     def trained(self) -> tuple[Method, ...]:
-        """The methods by which something is trained."""
+        """The methods that train."""
         return tuple(method for method in self.methods if method in TRAINED)
 
     @property
@@ -221,7 +216,7 @@ class MatchingTask(ZooUserTask):
     def matched(self, pair: Pair, method: str) -> Network:
         """Return the second network of a pair as a method has moved it; of ``"unmatched"`` a copy of itself.
 
-        Of ``"soft_maps"`` it is another function.
+        For ``"soft_maps"`` it computes another function.
 
         Raises:
             ValueError: If the method was not run (or not yet).
@@ -265,7 +260,7 @@ class MatchingTask(ZooUserTask):
 
     @property
     def trainings(self) -> list[tuple[Pair, Method | None]]:
-        """What the members are: by their numbers, a pair and what trains it; None if nothing does."""
+        """Pair and method of each member, by number; None without a method."""
         return [(pair, method) for method in self.trained or (None,) for pair in self.pairs]
 
     @property
@@ -279,7 +274,7 @@ class MatchingTask(ZooUserTask):
         return MidpointPopulation(self.symmetry, ends, keep_function=self.keep_function)
 
     def make_metric(self, split: str) -> PopulationLoss:
-        """Return what adds up: in training the losses of pairs; else of all that is evaluated, with accuracies."""
+        """Make the metric: losses of pairs in training; otherwise of all evaluated networks, with accuracies."""
         if split == "train":
             return PopulationLoss(len(self.numbers))
         rows = len(self.pairs) * len(self._variants)
@@ -290,18 +285,18 @@ class MatchingTask(ZooUserTask):
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
     def identity(self) -> dict[str, Any]:
-        """Return the pairs, the methods, what tells architectures apart, and the loss if it is no cross-entropy."""
+        """Return the pairs, the methods, the architecture, and the loss if it is no cross-entropy."""
         pairs = [list(pair) for pair in self.pairs]
         found = {"pairs": pairs, "methods": list(self.methods), "symmetry": self.symmetry.fingerprint}
         return found if self.classifies else {**found, "loss": self._loss_name}
 
     def member_title(self, number: int) -> str:
-        """Return how messages call a pair."""
+        """Return the name of a pair in messages."""
         pair, method = self.trainings[number]
         return f"Pair {pair_name(pair)}" + (f" by {method}" if len(self.trained) > 1 else "")
 
     def score(self, metrics: Mapping[str, float]) -> tuple[float, ...]:
-        """Return what says how good an element is: the loss of the midpoint."""
+        """Rank an element by the loss of the midpoint."""
         return (-metrics["loss"],)
 
     def to_device(self, device: torch.device) -> None:
@@ -316,7 +311,7 @@ class MatchingTask(ZooUserTask):
         """Do something for pairs, each on one process, and return all results on every process.
 
         Args:
-            work: What it returns for a pair's number must not depend on the process.
+            work: Its results must not depend on the process.
             numbers: The pairs' numbers.
             title: Title of the progress bar; None for none.
         """
@@ -328,7 +323,7 @@ class MatchingTask(ZooUserTask):
         return dict(sorted((number, result) for part in gathered(mine) for number, result in part.items()))
 
     def on_fit_start(self) -> None:
-        """Match weights; a run that goes on has what it found in its checkpoint."""
+        """Match weights; a resumed run has the results in its checkpoint."""
         super().on_fit_start()
         self.to_device(self.device)
         if not self.elements:
@@ -353,7 +348,7 @@ class MatchingTask(ZooUserTask):
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"signs": self.signs, "seed": self.matching_seed}
+        return {"signs": self.signs}
 
     def _match_weights(self, pair: Pair, method: Method) -> Element:
         a, b = map(self.member, pair)
@@ -372,7 +367,7 @@ class MatchingTask(ZooUserTask):
         ).element
 
     def _element_now(self, number: int) -> Element:
-        """Return the element that is trained as it is by now."""
+        """Return the current element of training."""
         return self.symmetry.compose(self.population.steps[number], self._start[number])
 
     def _new_moments(self, pair: Pair) -> ActivationMoments:
@@ -419,7 +414,7 @@ class MatchingTask(ZooUserTask):
         return super().training_step(batch, batch_idx)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, then project what has to be doubly stochastic: after real steps only."""
+        """Step, then project doubly stochastic matrices: after real steps only."""
         super().optimizer_step(*args, **kwargs)
         self.population.project()
 
@@ -435,22 +430,22 @@ class MatchingTask(ZooUserTask):
         if not self.trained:
             self.trainer.should_stop = True
 
-    def _keep(self, values: Mapping[str, list[float]]) -> None:
-        """Keep the elements whose midpoint is the best so far; without validation by the training loss."""
+    def keep_weights(self, values: Mapping[str, list[float]]) -> None:
+        """Keep the elements with the best midpoint so far, by the training loss without validation."""
         if not self.trained:
             return
         before = set(self.kept)
-        super()._keep(values or {"loss": self.history["train/loss"][-1]})
+        super().keep_weights(values or {"loss": self.history["train/loss"][-1]})
         for number, record in self.kept.items():
             pair, method = self.trainings[number]
-            if number not in before:  # where it begins counts, too
+            if number not in before:  # the start also counts
                 self._keep_start(number, values)
             if method is not None:
                 step = element_of(self.symmetry, record["state"])
                 self.elements[pair][method] = self.symmetry.compose(step, self._start[number])
 
     def _keep_start(self, number: int, values: Mapping[str, list[float]]) -> None:
-        """Keep what weight matching found if it is better than what was trained; descend from the best of all."""
+        """Keep the result of weight matching if it is better than training's; descend from the best of all."""
         (pair, method), record = self.trainings[number], self.kept[number]
         descends = method in DESCENDING
         others = [v for v in self._variants if v == "weights" or (descends and v not in TRAINED)]
@@ -474,7 +469,7 @@ class MatchingTask(ZooUserTask):
 
     @property
     def _variants(self) -> list[str]:
-        """What is evaluated: first what is trained; weight matching also where it is only the start of that."""
+        """The evaluated pairs and methods: first those that train; weight matching also as their start."""
         known = {UNMATCHED, *self.methods, *(["weights"] if self.trained else [])}
         return [variant for variant in (*TRAINED, UNMATCHED, *METHODS[: -len(TRAINED)]) if variant in known]
 
@@ -514,7 +509,7 @@ class MatchingTask(ZooUserTask):
 
     @property
     def shown(self) -> str:
-        """The mean over pairs of what is trained."""
+        """The mean over the trained pairs."""
         return f"midpoint_loss/{(*self.trained, self.methods[-1])[0]}"
 
     def each(
@@ -543,7 +538,7 @@ class MatchingTask(ZooUserTask):
     # ---- checkpoints
 
     def member_records(self) -> dict[int, Any]:
-        """Return where training is, by the pair's number."""
+        """Return the state of training, by the pair's number."""
         return {number: vars(step) for number, step in self.population.steps.items()}
 
     def load_member_records(self, records: Mapping[int, Any]) -> None:
@@ -551,7 +546,7 @@ class MatchingTask(ZooUserTask):
         self.population.steps = {number: Element(**step) for number, step in records.items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what has been found, of all ranks; to be called on every rank, as Lightning does."""
+        """Add the results of all ranks; to be called on every rank, as Lightning does."""
         super().on_save_checkpoint(checkpoint)
         moments: dict[Pair, Any] = {}
         for pair, found in (self._moments or {}).items():
@@ -569,7 +564,7 @@ class MatchingTask(ZooUserTask):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what had been found.
+        """Restore the results.
 
         Raises:
             ValueError: If the checkpoint is of another task, of other pairs or methods, or of other networks.
@@ -582,6 +577,6 @@ class MatchingTask(ZooUserTask):
         }
         self._start = {number: Element(**element) for number, element in saved["start"].items()}
         self._moments = {pair: self._new_moments(pair) for pair in saved["moments"]} or None
-        if self._trainer is None or self.trainer.is_global_zero:  # what was added up over ranks is one rank's now
+        if self._trainer is None or self.trainer.is_global_zero:  # sums over ranks now belong to one rank
             for pair, moments in (self._moments or {}).items():
                 moments.load_state_dict(saved["moments"][pair])

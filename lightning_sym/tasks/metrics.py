@@ -27,8 +27,6 @@ class PopulationLoss(Metric):
     """
 
     full_state_update = False
-    higher_is_better = None
-    is_differentiable = False
     sums: tuple[str, ...] = ("loss_sum", "count")
 
     loss_sum: Tensor
@@ -56,7 +54,7 @@ class PopulationLoss(Metric):
         _add(self.count, rows, size)
 
     def add_step(self, rows: Tensor, losses: Tensor, sizes: int | Tensor, outputs: Any, targets: Any) -> None:
-        """Add what a training step found, without the checks of :meth:`update`.
+        """Add the losses of a training step, without the checks of :meth:`update`.
 
         Args:
             rows: Which members. Shape ``[m]``, int64.
@@ -75,7 +73,7 @@ class PopulationLoss(Metric):
         return {"loss": self.loss_sum / self.count.double()}
 
     def values(self) -> dict[str, Tensor]:
-        """Return what :meth:`compute` does, on the CPU; torchmetrics drops the axis of a single member there."""
+        """Compute the values on the CPU; unlike :meth:`compute`, keep the axis of a single member."""
         self._update_count = self._update_count or 1  # or it would warn where nothing was seen, which is said by NaN
         computed: dict[str, Tensor] = {name: value.cpu() for name, value in self.compute().items()}
         return {name: value.reshape(-1) if value.dim() < 2 else value for name, value in computed.items()}
@@ -102,7 +100,7 @@ def _add(total: Tensor, rows: Tensor, values: Tensor | int) -> None:
 
 
 def _taken(loss: Loss, outputs: Any, targets: Any) -> Tensor:
-    """Return a loss, or say what it could not be taken of: a check before training evaluates first."""
+    """Compute a loss; an error names the shapes, as the check before training evaluates first."""
     try:
         return loss(outputs, targets)
     except torch.OutOfMemoryError:
@@ -161,7 +159,7 @@ class PopulationClassification(PopulationLoss):
             self.confusion += torch.bincount(cells, minlength=classes * classes).view(classes, classes)
 
     def add_step(self, rows: Tensor, losses: Tensor, sizes: int | Tensor, outputs: Any, targets: Any) -> None:
-        """Add what a training step found; targets may be probabilities of classes, too."""
+        """Add the results of a training step; targets may also be probabilities of classes."""
         super().add_step(rows, losses, sizes, outputs, targets)
         if outputs is not None:
             labels = targets.argmax(-1) if targets.is_floating_point() else targets

@@ -29,7 +29,7 @@ from lightning_sym.zoo import ModelZoo
 
 
 class PrunedPopulation(LoopPopulation):
-    """Networks of one architecture, of each of which some units are gone: a member runs the smaller network.
+    """Networks of one architecture, each without some of its units: a member runs the smaller network.
 
     Parameters keep their whole size.
 
@@ -54,11 +54,11 @@ class PrunedPopulation(LoopPopulation):
         super().__init__(make, numbers, channels_last=channels_last)
         self.units = units
         self.removed: Callable[[int], Removed] = lambda number: {}
-        # By number: what is gone, what is kept, and a network of that shape. Weights are those of the whole network.
+        # By number: removed units, kept units, and a network of that shape. Weights are those of the whole network.
         self._small: dict[int, tuple[Removed, Mapping[Axis, Tensor], nn.Module]] = {}
 
     def network(self, number: int) -> nn.Module:
-        """Return the whole network of a member, with zeros for what is gone."""
+        """Return the whole network of a member, with zeros for removed units."""
         return self._member(number)
 
     def run_member(self, number: int, prepared: Any) -> Any:
@@ -82,7 +82,7 @@ class RashomonPruning(ZooUserTask):
     loss on all training data is above the threshold then, fewer are tried, and if not even one can go, everything is
     put back and the next unit is tried. What is removed, when, and what is measured is said at
     :class:`lightning_sym.landscape.Pruning`. Wherever a loss is measured, batch norms' statistics are measured anew on
-    training images, for the whole network, too.
+    training images, also for the whole network.
 
     Every architecture will do whose symmetry knows its units (:func:`lightning_sym.landscape.removable_units`): hidden
     units, channels with their batch norms, channels of residual streams. What comes out, :meth:`pruned`, really is
@@ -104,15 +104,15 @@ class RashomonPruning(ZooUserTask):
         penalty_end: The same when the cooldown begins; until then it grows geometrically. >= ``penalty``.
         fraction: How many of the units that are left are tried at once, in ``[0, 1)``; at least one. 0 tries one after
             the other, which takes longer and removes no less.
-        tries: How many single units are tried in vain before the network is left as it is. >= 1.
+        tries: Number of failed single units before pruning ends. >= 1.
         cooldown: During which last part of a walk the learning rate falls, linearly to zero, in ``[0, 1]``; 0 keeps it
             constant.
         groups: Names of the axis groups to prune, as in the symmetry's table; default all that can be.
         magnitude: Whether each network has a twin that is pruned by magnitude.
         channels_last: Keep images in ``torch.channels_last`` layout, in which convolutions of few channels are faster.
         loss: Mean loss of a batch, given outputs and targets; default the cross-entropy.
-        optimizer: Makes the optimizer of the walks, which starts anew with each; default Adam, learning rate 0.003.
-        allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
+        optimizer: Makes the optimizer of the walks, which is reset for each; default Adam, learning rate 0.003.
+        allow: Your own packages with networks of the zoo, see ``ModelZoo.open``.
 
     Attributes:
         jobs: Member and epsilon of each network that is pruned; their place is the number in the population, and the
@@ -214,7 +214,7 @@ class RashomonPruning(ZooUserTask):
         """Build the networks, on every process.
 
         Raises:
-            TypeError: If the data do not say what all training data are.
+            TypeError: If the data do not provide all training data.
         """
         super().setup(stage)
         data = getattr(self.trainer, "datamodule", None)
@@ -248,7 +248,7 @@ class RashomonPruning(ZooUserTask):
         return PrunedPopulation(self.units, self.make_member, numbers, channels_last=self.channels_last)
 
     def configure_model(self) -> None:
-        """Make the members, and what prunes them."""
+        """Make the members and their prunings."""
         super().configure_model()
         if self.prunings:
             return
@@ -269,7 +269,7 @@ class RashomonPruning(ZooUserTask):
         return torch.optim.Adam(parameters, lr=3e-3)
 
     def identity(self) -> dict[str, Any]:
-        """Return the jobs, their settings, and what tells architectures apart."""
+        """Return the jobs, their settings, and the architecture."""
         return {
             "jobs": [list(job) for job in self.jobs],
             "settings": [vars(settings) for settings in self.settings.values()],
@@ -280,18 +280,18 @@ class RashomonPruning(ZooUserTask):
         }
 
     def name(self, number: int) -> str:
-        """Return how a member is called in logs and folders: ``member-0000/epsilon-0.01``, twins with a suffix."""
+        """Return the name of a member in logs and folders: ``member-0000/epsilon-0.01``, twins with a suffix."""
         member, epsilon = self.jobs[self.job_of(number)]
         return f"member-{member:04d}/epsilon-{epsilon:g}" + ("/magnitude" if self.is_twin(number) else "")
 
     def member_title(self, number: int) -> str:
-        """Return how messages call a member."""
+        """Return the name of a member in messages."""
         member, epsilon = self.jobs[self.job_of(number)]
         twin = "The magnitude twin of member" if self.is_twin(number) else "Member"
         return f"{twin} {member} at epsilon {epsilon:g}"
 
     def tag(self, split: str, quantity: str, number: int) -> str:
-        """Return the name under which a member's value is logged."""
+        """Return the tag of a member's value."""
         return f"{self.name(number)}/{split}_{quantity}"
 
     def _holder(self, number: int) -> Pruning | MagnitudePruning:
@@ -306,7 +306,7 @@ class RashomonPruning(ZooUserTask):
         assert isinstance(small, Network)
         return small
 
-    # ---- what is measured
+    # ---- measurements
 
     def _batches(self, split: Literal["train", "test"]) -> Iterator[Any]:
         """Yield inputs and targets of all images of a split; of a trial few.
@@ -353,8 +353,8 @@ class RashomonPruning(ZooUserTask):
 
     @property
     def active(self) -> list[int]:
-        """The jobs that go on."""
-        return [job for job, own in self.prunings.items() if not own.finished and job not in self._stopped]
+        """The running jobs."""
+        return [job for job, own in self.prunings.items() if not own.finished and job not in self.stopping.records]
 
     @property
     def skipped(self) -> frozenset[int]:
@@ -363,7 +363,7 @@ class RashomonPruning(ZooUserTask):
         return super().skipped | {number for number in self.numbers if self.job_of(number) not in active}
 
     def on_fit_start(self) -> None:
-        """Measure the whole networks; a run that goes on has what it found in its checkpoint."""
+        """Measure the whole networks; a resumed run has the values in its checkpoint."""
         super().on_fit_start()
         self.to_device(self.device)
         for job, pruning in self.prunings.items():
@@ -401,7 +401,7 @@ class RashomonPruning(ZooUserTask):
             members = [number for number in self.numbers if self.job_of(number) == job]
             for parameter in [p for number in members for p in self.population.network(number).parameters()]:
                 for optimizer in self.trainer.optimizers:
-                    optimizer.state.pop(parameter, None)  # every walk begins anew
+                    optimizer.state.pop(parameter, None)  # every walk is reset
         self._end_if_done()
 
     def _follow(self, job: int) -> None:
@@ -421,7 +421,7 @@ class RashomonPruning(ZooUserTask):
             magnitude.follow(network, {name: len(removed) for name, removed in pruning.removed.items()})
 
     def _note(self, job: int) -> None:
-        """Keep what was accepted, log it, and look at it once more at the end."""
+        """Keep accepted networks, log them, and measure them again at the end."""
         pruning = self.prunings[job]
         step = pruning.history[-1]
         self.kept[job] = self._record(step.loss, pruning.kept)
@@ -440,30 +440,30 @@ class RashomonPruning(ZooUserTask):
         if not self.active:
             self.trainer.should_stop = True
 
-    def _keep(self, values: Mapping[str, list[float]]) -> None:
-        """Nothing: what is kept is what was accepted last."""
+    def keep_weights(self, values: Mapping[str, list[float]]) -> None:
+        """Do nothing: accepted networks are kept already."""
 
     def summary(
         self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
     ) -> dict[str, float]:
-        """Return the mean over networks, and how many units are left in all of them."""
+        """Return means over networks, and the total number of remaining units."""
         found = super().summary(split, running, values)
         return {**found, "units": float(sum(units_in(pruning.widths) for pruning in self.prunings.values()))}
 
     @property
     def shown(self) -> str:
-        """How many units are left."""
+        """Number of remaining units."""
         return "units"
 
     @property
     def charts(self) -> dict[str, str]:
-        """Units that are left, and the training loss."""
+        """Remaining units, and the training loss."""
         return {"units": "units$", "training loss": "train/loss$"}
 
     # ---- checkpoints
 
     def member_records(self) -> dict[int, Any]:
-        """Return how far each member is, by its number."""
+        """Return the progress of each member, by its number."""
         jobs = {job: copy.deepcopy(pruning.state_dict()) for job, pruning in self.prunings.items()}
         twins = {
             job + len(self.jobs): {"removed": copy.deepcopy(own.removed), "rows": copy.deepcopy(self.twins[job])}

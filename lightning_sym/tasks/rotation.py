@@ -24,12 +24,12 @@ DEFAULT_KINDS = ("group", "orthogonal")
 
 @dataclass(frozen=True)
 class Rotation:
-    """What is rotated, and how.
+    """A rotation: its place and kind.
 
     Attributes:
         member: The member's number.
-        site: In front of which activation.
-        kind: By what: see :class:`RotationTask`.
+        site: The activation after the map.
+        kind: Kind of map: see :class:`RotationTask`.
         repeat: Number of the draw, from 0.
     """
 
@@ -83,11 +83,11 @@ class RotationTask(BranchTask):
             included, biases not (the paper's code).
         lr_scheduler: Makes its scheduler, stepped after each epoch; default none.
         channels_last: Lay images and weights out with the channels last: the same numbers up to rounding, often faster.
-        allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
+        allow: Your own packages with networks of the zoo, see ``ModelZoo.open``.
 
     Attributes:
         known_kinds: Class attribute: the kinds there are; a subclass that adds some in :meth:`rotate` names them here.
-        rotations: What the branches are, in their order; after ``setup``.
+        rotations: The branches, in order; after ``setup``.
 
     Logged after each epoch: ``train/loss`` (mean over all), and on the validation split, in fractions, the penalties as
     means over members, repeats and sites ``penalty/<kind>``, and for each site ``penalty/<site>/<kind>`` (where there
@@ -174,12 +174,12 @@ class RotationTask(BranchTask):
     def rotate(
         self, rotation: Rotation, source: CutNetwork, example: Tensor
     ) -> tuple[Callable[[Port], StitchingMap], CutNetwork]:
-        """Return what makes the map in front of the activation, and the network whose upper part comes after it.
+        """Return the factory of the map before the activation, and the network of the upper part.
 
         A subclass may add kinds here, or make others of those there are.
 
         Args:
-            rotation: What is asked for.
+            rotation: The rotation.
             source: The member, cut in front of its activations.
             example: Images of the right size.
 
@@ -257,7 +257,7 @@ class RotationTask(BranchTask):
 
 
 def _check_list(name: str, value: object, of: str, kind: type) -> None:
-    """Raise unless a value is a list of different things of one kind; or a word or None that stand for one."""
+    """Raise unless a value is a list of different things of one kind, or a word or None for one."""
     if (value is None and name == "sites") or (value == "all" and name != "kinds"):
         return
     accepted = f"a list of {of}" if name == "kinds" else f'"all" or a list of {of}'

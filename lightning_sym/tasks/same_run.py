@@ -1,4 +1,4 @@
-"""What all processes of a fit have to agree on, also of one that was not started by the command line."""
+"""Agreement of all processes of a fit on task, data and trainer, also without the command line."""
 
 from typing import Any
 

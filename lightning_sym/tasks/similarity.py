@@ -1,4 +1,4 @@
-"""How similar the members of a zoo are, layer by layer, beside what comes for free; nothing is trained."""
+"""Similarity of the members of a zoo, layer by layer, compared with null values; nothing is trained."""
 
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -10,7 +10,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_words
 from lightning_sym._distributed import summed, wide_device
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
@@ -21,7 +21,7 @@ from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity
 from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting, checked_sites, named_measures
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, require_members, require_two
-from lightning_sym.tasks.population import check_words, first_difference
+from lightning_sym.tasks._population_checkpoint import require_same
 from lightning_sym.zoo import ModelZoo
 
 Null = Literal["untrained", "shuffled"]
@@ -32,7 +32,7 @@ _DEAD = 1e-7  # a channel whose norm is smaller, relative to the largest of its 
 
 
 class SimilarityTask(LoadsTrusted, LightningModule):
-    """Compare the layers of pairs of trained networks, by several measures, beside their null values.
+    """Compare the layers of pairs of trained networks by several measures, with null values.
 
     The fit is one pass over a split of the data, as the datamodule normalises it and without augmentation, in which
     every network sees every image once; nothing is trained. For each pair of members, each layer of the first is
@@ -65,13 +65,12 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         pairs: Numbers of the members of each pair. ``"all"``: every two members once, or with another zoo each of one
             with each of the other. A number: so many of these, drawn.
         sites: Names of the layers to be compared, or ``"all"``: the networks' sites.
-        other_sites: The same for the members of the other zoo.
         measures: Names of measures, or settings by name; a measure under a name of one's own says which it is with
             ``measure``. Default group, orthogonal, cka_linear, cka_max.
         split: The images: ``"train"``, ``"val"`` or ``"test"``.
-        nulls: What each similarity stands beside: some of ``"untrained"``, ``"shuffled"``; default both.
+        nulls: Null values of each similarity: some of ``"untrained"``, ``"shuffled"``; default both.
         seed: Seed of all that is drawn: pairs, fresh weights, orders. >= 0.
-        allow: Packages of your own whose networks the zoos may hold, see ``ModelZoo.open``.
+        allow: Your own packages with networks of the zoos, see ``ModelZoo.open``.
 
     Attributes:
         pairs: The pairs; before ``setup`` they are known only if they were given.
@@ -87,7 +86,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
     ``details/similarity_untrained/...``, ``details/similarity_shuffled/...``; none if the layers of first and second
     have different names.
 
-    A checkpoint holds the results. A fit that was interrupted before them begins anew.
+    A checkpoint holds the results. A fit that was interrupted before them restarts.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -107,7 +106,6 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         other_zoo: str | None = None,
         pairs: Literal["all"] | int | list[list[int]] = "all",
         sites: Literal["all"] | list[str] = "all",
-        other_sites: Literal["all"] | list[str] = "all",
         measures: list[str] | dict[str, dict[str, Setting] | None] | None = None,
         split: Literal["train", "val", "test"] = "test",
         nulls: Sequence[Null] = NULLS,
@@ -122,8 +120,6 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         for null in nulls:
             if null not in NULLS:
                 raise ValueError(unknown("null", null, NULLS))
-        if other_zoo is None and other_sites != "all":
-            raise ValueError(f"other_sites {other_sites} are those of another zoo; give other_zoo, or use sites.")
         self._measures = named_measures(DEFAULT_MEASURES if measures is None else measures)
         self.zoo = str(zoo)
         self.other_zoo = None if other_zoo is None else str(other_zoo)
@@ -137,7 +133,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         self.nulls: tuple[Null, ...] = tuple(null for null in NULLS if null in nulls)
         self.allow = tuple(allow or ())
         self.save_hyperparameters()
-        self._sites = checked_sites("sites", sites), checked_sites("other_sites", other_sites)
+        self._sites: tuple[Literal["all"] | list[str], ...] = (checked_sites(sites), "all")
         self.nothing = nn.Parameter(torch.zeros(1))  # an optimizer, and DDP, want a parameter
 
         self.layers: tuple[list[str], list[str]] = ([], [])
@@ -153,7 +149,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
 
     @property
     def epoch_split(self) -> str:
-        """The split that datamodules give for the epoch, each image once and as it is."""
+        """The split that datamodules provide for the epoch, each image once, not augmented."""
         return self.split
 
     @property
@@ -163,7 +159,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
 
     @property
     def kinds(self) -> list[str]:
-        """What is measured: ``trained``, and the nulls."""
+        """The kinds of values: ``trained``, and the nulls."""
         return [TRAINED, *self.nulls]
 
     @property
@@ -175,7 +171,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         }
 
     def setup(self, stage: str) -> None:
-        """Open the zoos, load members, find their symmetry, and make what adds up; on every process.
+        """Open the zoos, load members, trace their symmetry, and make the metrics; on every process.
 
         Raises:
             FileNotFoundError: If there is no zoo.
@@ -223,7 +219,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
             number = self._numbers(side)[0]
             network = networks[self._name(side, number)]
             sites, wanted = network.sites(), self._sites[side]
-            names = sites if wanted == "all" else wanted
+            names = sites if wanted == "all" else list(wanted)
             if unknown_names := [name for name in names if name not in sites]:
                 raise ValueError(unknown("site", unknown_names[0], sites))
             example = example_input(zoo, number, network, data)
@@ -265,7 +261,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
 
     @property
     def _links(self) -> list[Link]:
-        """What is compared: all pairs of one kind, then of the next."""
+        """The comparisons: all pairs of one kind, then of the next."""
         other = len(self._zoos) - 1
         return [
             Link(self._name(0, first, kind), self._name(other, second, kind), kind == "shuffled")
@@ -276,7 +272,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
     # ---- the pass over the data
 
     def configure_optimizers(self) -> Optimizer:
-        """Return one that moves nothing."""
+        """Return an optimizer with learning rate 0."""
         return torch.optim.SGD([self.nothing], lr=0.0)
 
     def on_fit_start(self) -> None:
@@ -286,7 +282,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
             network.to(device=self.device, dtype=dtype)
 
     def on_train_epoch_start(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         self._squares, self.images = {}, 0
         for one in self.collected:
             one.reset()  # type: ignore[operator]  # a PopulationSimilarity
@@ -319,7 +315,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         self.images += len(images)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Look at nothing: all that is to be seen is seen in the epoch."""
+        """Do nothing: the epoch measures everything."""
 
     def on_train_epoch_end(self) -> None:
         """Compute all similarities, log them, and end the fit."""
@@ -330,12 +326,12 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         self.trainer.should_stop = True
 
     def compute_similarities(self) -> None:
-        """Compute all similarities from what was seen; to be called on every process."""
+        """Compute all similarities of the epoch; to be called on every process."""
         found = list(zip(self._measures, self.collected, strict=True))
         bar = self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None
         for name, one in track(found, description="comparing", transient=True) if bar else found:
             values = one.compute()  # type: ignore[operator]
-            one.reset()  # type: ignore[operator]  # what is kept for it can be large
+            one.reset()  # type: ignore[operator]  # its state can be large
             self.similarities[name] = dict(zip(self.kinds, values.split(len(self.pairs)), strict=True))
         self.live = self._live_channels()
         self.images = int(summed(torch.tensor(self.images, device=self.device)))
@@ -374,7 +370,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
     # ---- checkpoints
 
     def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint and the run that loads it must have in common, as plain values by name."""
+        """Return the settings that a checkpoint and the run that loads it must share, as plain values by name."""
         return {
             "pairs": [list(pair) for pair in self.pairs],
             "layers": [list(names) for names in self.layers],
@@ -393,7 +389,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the results back.
+        """Restore the results.
 
         Raises:
             ValueError: If there are none, or they are of other networks or measures.
@@ -406,18 +402,12 @@ class SimilarityTask(LoadsTrusted, LightningModule):
                 "The checkpoint was written before all images had been seen, and holds no similarities; start the run "
                 "anew, without ckpt_path."
             )
-        for name, mine in self.identity().items():
-            if saved[name] != mine:
-                theirs, ours = first_difference(saved[name], mine)
-                raise ValueError(
-                    f"The checkpoint has {name} {theirs} and this run has {ours}; use the settings that it was made "
-                    "with, which the config.yaml of its run holds."
-                )
+        require_same(saved, self.identity())
         self.similarities, self.live, self.images = saved["similarities"], saved["live"], saved["images"]
 
 
 def _another_order(count: int, source: torch.Generator) -> Tensor:
-    """Return a random permutation in which nothing keeps its place: a cycle through all. Shape ``[count]``, int64."""
+    """Draw a random permutation without fixed points, a single cycle. Shape ``[count]``, int64."""
     cycle = torch.randperm(count, generator=source)
     order = torch.empty_like(cycle)
     order[cycle] = cycle.roll(1)

@@ -1,4 +1,4 @@
-"""How similar the members of each of several zoos are, in one pass over the data; nothing is trained."""
+"""Similarity of the members of each of several zoos, in one pass over the data; nothing is trained."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -18,11 +18,11 @@ from lightning_sym.tasks.similarity import NULLS, Null, SimilarityTask
 class SimilarityOfZoosTask(LoadsTrusted, LightningModule):
     """Compare the members of each of several zoos, zoo by zoo, as :class:`SimilarityTask` does for one.
 
-    What differs from zoo to zoo may be anything: the width, the activation, how they were trained. Members of different
+    Zoos may differ in anything, such as width, activation or training. Members of different
     zoos are not compared; for that give :class:`SimilarityTask` an ``other_zoo``. All zoos see the same images.
 
     Args:
-        zoos: Folders of zoos, by what they are called in tables and figures, in this order.
+        zoos: Folders of zoos, by their names in tables and figures, in this order.
         pairs: How many pairs of each zoo are drawn, or ``"all"``.
         sites: As for :class:`SimilarityTask`.
         measures: Likewise. The measure ``group`` takes the group of each zoo's own networks.
@@ -34,8 +34,8 @@ class SimilarityOfZoosTask(LoadsTrusted, LightningModule):
     Attributes:
         parts: The comparisons, by the names of the zoos.
 
-    Logged at the end of the epoch: what :class:`SimilarityTask` logs, with the name of the zoo at the end of the tag,
-    and ``similarity_mean/<measure>/<zoo>``, the mean over layers.
+    Logged at the end of the epoch: the values of :class:`SimilarityTask`, with the name of the zoo at the end of the
+    tag, and ``similarity_mean/<measure>/<zoo>``, the mean over layers.
 
     Raises:
         ValueError: If there are no zoos, or an argument is out of range.
@@ -84,11 +84,11 @@ class SimilarityOfZoosTask(LoadsTrusted, LightningModule):
 
     @property
     def epoch_split(self) -> str:
-        """The split that datamodules give for the epoch, each image once and as it is."""
+        """The split that datamodules provide for the epoch, each image once, not augmented."""
         return self.split
 
     def setup(self, stage: str) -> None:
-        """Open the zoos and make what adds up; on every process; see :meth:`SimilarityTask.setup`."""
+        """Open the zoos and make the metrics; on every process; see :meth:`SimilarityTask.setup`."""
         for part in self.parts.values():
             part.setup(stage)
 
@@ -98,7 +98,7 @@ class SimilarityOfZoosTask(LoadsTrusted, LightningModule):
             part.teardown(stage)
 
     def configure_optimizers(self) -> Optimizer:
-        """Return one that moves nothing."""
+        """Return an optimizer with learning rate 0."""
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def on_fit_start(self) -> None:
@@ -107,7 +107,7 @@ class SimilarityOfZoosTask(LoadsTrusted, LightningModule):
             part.on_fit_start()
 
     def on_train_epoch_start(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         for part in self.parts.values():
             part.on_train_epoch_start()
 
@@ -116,7 +116,7 @@ class SimilarityOfZoosTask(LoadsTrusted, LightningModule):
         return torch.stack([part.training_step(batch, batch_idx) for part in self.parts.values()]).sum()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Look at nothing: all that is to be seen is seen in the epoch."""
+        """Do nothing: the epoch measures everything."""
 
     def on_train_epoch_end(self) -> None:
         """Compute all similarities, log them, and end the fit."""
@@ -146,7 +146,7 @@ class SimilarityOfZoosTask(LoadsTrusted, LightningModule):
         checkpoint["similarity_of_zoos"] = found
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the results back.
+        """Restore the results.
 
         Raises:
             ValueError: If there are none, or they are of other zoos, networks or measures.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_words
 from lightning_sym._distributed import together
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
@@ -29,7 +29,6 @@ from lightning_sym.stitching import (
 )
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_name, require_members, require_two
-from lightning_sym.tasks.population import check_words
 from lightning_sym.zoo import ModelZoo
 
 _IMAGES_AT_ONCE = 125  # when maps are fitted to features
@@ -41,7 +40,7 @@ DEFAULT_MAPS = ("full", "rank(1)", "rank(2)", "rank(4)", "group", "identity")
 
 @dataclass(frozen=True)
 class Stitch:
-    """What is stitched, and how.
+    """A stitch: its networks, cuts and map.
 
     Attributes:
         pair: Numbers of the lower and of the upper member.
@@ -70,7 +69,7 @@ class StitchingTask(BranchTask):
     For a pair ``(i, j)`` and a site the stitched network is the lower part of member ``i``, a map :math:`s`, and the
     upper part of member ``j``. Both parts are frozen; the map is trained on cross-entropy and its own regulariser, and
     projected after every step. The stitching penalty is the mean accuracy of both members less that of the stitched
-    network. The maps do not interact: each comes out as if it were trained alone.
+    network. The maps do not interact: the results are those of training each alone.
 
     Lower parts are run once per batch; all that lies above a cut is run once per map. In evaluation, maps are ``hard``
     (permutations are rounded, small weights of ``lasso`` are 0). Use it with
@@ -105,10 +104,10 @@ class StitchingTask(BranchTask):
             permutations).
         lr_scheduler: Makes its scheduler, stepped after each epoch; default none.
         channels_last: Lay images and weights out with the channels last: the same numbers up to rounding, often faster.
-        allow: Packages of your own whose networks the zoos may hold, see ``ModelZoo.open``.
+        allow: Your own packages with networks of the zoos, see ``ModelZoo.open``.
 
     Attributes:
-        stitches: What the branches are, in their order; after ``setup``.
+        stitches: The branches, in order; after ``setup``.
         pairs: The pairs; before ``setup`` they are known only if they were given.
         left_out: Combinations of sites that do not fit (``sites="any"``) and families that do not fit the widths, with
             the reason.
@@ -301,7 +300,7 @@ class StitchingTask(BranchTask):
                                 resize=self.resize,
                             )
                     except ValueError as error:
-                        # Of all combinations, those that fit are stitched; what was asked for by name must fit.
+                        # Of all combinations, fitting ones are stitched; named ones must fit.
                         if self.sites != "any" and not _may_skip(family):
                             raise
                         self.left_out[f"{stitch.place}/{name}"] = str(error)
@@ -319,7 +318,7 @@ class StitchingTask(BranchTask):
     # ---- maps that are fitted to features
 
     def on_fit_start(self) -> None:
-        """Fit maps to features where that is asked for; a run that goes on has them in its checkpoint."""
+        """Fit maps to features under ``init="features"``; a resumed run has them in its checkpoint."""
         super().on_fit_start()
         if not self._fitted:
             self._fit_from_features()
@@ -351,7 +350,7 @@ class StitchingTask(BranchTask):
 
         def gather() -> None:
             for batch, _ in data.curvature_dataloader():  # type: ignore[union-attr]
-                # What crosses every cut of all members is there together: a batch for evaluation takes a gigabyte.
+                # The values at all cuts of all members are held together: a batch for evaluation takes a gigabyte.
                 for images in batch.to(self.device, self.dtype).split(_IMAGES_AT_ONCE):
                     below = self.population.prepared(images)
                     values = {key: cut.values(images) for key, cut in above.items()}
@@ -360,7 +359,7 @@ class StitchingTask(BranchTask):
                             below[lower][site], values[target][target_site], moments[lower, target, site, target_site]
                         )
 
-        together(gather)  # what fails on one rank, such as features that are not finite, is raised on all
+        together(gather)  # a failure on one rank, such as features that are not finite, is raised on all
         for found in moments.values():
             for one in found:
                 one.reduce()
@@ -371,7 +370,7 @@ class StitchingTask(BranchTask):
                     module.init_from_moments(one)
 
     def _place_of(self, index: int) -> tuple[str, str, str, str]:
-        """Return what the moments of a branch depend on: both members and both sites."""
+        """Return the key of a branch's moments: both members and both sites."""
         branch = self.branches[index]
         return self.lower_of[index], self._target_of[index], branch.site, branch.target_site
 
@@ -399,12 +398,12 @@ class StitchingTask(BranchTask):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what is kept."""
+        """Add the kept weights."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["population"]["fitted"] = self._fitted
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what had been kept."""
+        """Restore the kept weights."""
         super().on_load_checkpoint(checkpoint)
         self._fitted = checkpoint["population"]["fitted"]
 
@@ -429,7 +428,7 @@ def _family_name(family: Callable[[Port], StitchingMap]) -> str:
     """Return the name of a class or function, with the options of a ``functools.partial`` that are no defaults."""
     if not isinstance(family, functools.partial):
         return getattr(family, "__name__", None) or type(family).__name__
-    # What YAML gives holds the class as an argument of jsonargparse's function, and defaults among the options.
+    # A value from YAML has the class as an argument of jsonargparse's function, and defaults among the options.
     made = next((one for one in family.args if isinstance(one, type)), family.func)
     known = inspect.signature(made).parameters
     options = {k: v for k, v in family.keywords.items() if k not in known or repr(known[k].default) != repr(v)}

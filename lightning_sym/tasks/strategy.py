@@ -7,6 +7,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -78,6 +79,32 @@ def gather(value: T) -> list[T]:
     values: list[Any] | None = [None] * size if rank == 0 else None
     torch.distributed.gather_object(value, values, dst=0)
     return [value] if values is None else values
+
+
+def share_of_members(trainer: Trainer, numbers: list[int]) -> list[int]:
+    """Return the numbers of the members that this rank trains.
+
+    Raises:
+        ValueError: If there are more processes than members.
+    """
+    if trainer.world_size > len(numbers):
+        raise ValueError(
+            f"{len(numbers)} member(s) cannot be placed on {trainer.world_size} processes with strategy ddp_members; "
+            "raise members, or start fewer processes."
+        )
+    return numbers[trainer.global_rank :: trainer.world_size]
+
+
+def average_over_ranks(strategy: Strategy, buffers: list[Tensor]) -> None:
+    """Replace the values of buffers by their means over all ranks; to be called on every rank."""
+    if not buffers:
+        return
+    device = strategy.root_device  # that of the process group, also after a fit
+    flat = torch.cat([buffer.to(device, torch.float64).flatten() for buffer in buffers])
+    mean = strategy.reduce(flat, reduce_op="mean")
+    assert isinstance(mean, Tensor)
+    for buffer, values in zip(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view_as(buffer))
 
 
 def most_validation_batches(task: LightningModule) -> int:

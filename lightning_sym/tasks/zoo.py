@@ -12,6 +12,7 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.tasks._members import check_data, given_network
+from lightning_sym.tasks._optimizers import describe_optimizer
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.population import PopulationTask
@@ -70,8 +71,8 @@ class ZooTask(PopulationTask):
         prior_precision: Precision of the Gaussian prior of all weights at the start, > 0; it needs an optimizer without
             weight decay, and the plain cross-entropy or, for a regression, the loss
             :class:`lightning_sym.tasks.SquaredDistance`. Default: members have no prior.
-        initial: Folder of a zoo whose members of these numbers are where training begins. Default: with random weights.
-        allow: Packages of your own whose modules ``network`` may name, and whose networks the zoo ``initial`` may hold,
+        initial: Folder of a zoo with the initial weights of members with these numbers. Default: random weights.
+        allow: Your own packages with modules of ``network``, and with networks of the zoo ``initial``,
             see ``ModelZoo.open``.
 
     Attributes:
@@ -146,7 +147,7 @@ class ZooTask(PopulationTask):
                 likelihood="regression" if regression else "classification",
                 members=self.numbers,
             )
-            self._describe_optimizer()  # refuses weight decay now
+            describe_optimizer(self)  # refuses weight decay now
             if type(self).training_batch is not PopulationTask.training_batch:
                 warnings.warn(
                     f"{type(self).__name__} changes training batches (training_batch), and the evidence of "

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_refused, refused
+from sampled_sets import sample_set
 from scipy.integrate import quad
 from scipy.linalg import solve_discrete_lyapunov
 from torch import nn
@@ -14,7 +15,7 @@ from torch.func import grad, jacrev
 from torch.nn import functional as F
 
 from lightning_sym._statistics import student_interval
-from lightning_sym.landscape import learning_coefficient, sample_set
+from lightning_sym.landscape import learning_coefficient
 from lightning_sym.landscape import learning_coefficients as coefficients
 from lightning_sym.landscape.analytic import (
     AnalyticLandscape,

@@ -489,18 +489,6 @@ def learning_coefficients(side):
 
 
 @case
-def sampled_sets(side):
-    network, losses = surface(side, small, side.few)
-    evaluate = functools.partial(losses.on, landscape.WeightPlane.through(vectors(network)))
-    options = {"dimension": 2, "bound": 1.0, "epsilon": 5.0, "samples": 64}
-    start = torch.zeros(1, 2, dtype=torch.float64, device=side.inputs)
-    found = [landscape.sample_set(evaluate, **options, method="sobol")]
-    found += [landscape.sample_set(evaluate, **options, method="walk", start=given) for given in (None, start)]
-    landscape.neighbour_graph(evaluate, found[0].coefficients, epsilon=5.0)
-    return [sample.values for sample in found]
-
-
-@case
 def quotients(side):
     network = side.net(small)
     points = vectors(network)
@@ -527,7 +515,7 @@ def functions_of_two_units(side):
     weights = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(side.network)
     known = landscape.TwoUnitClass(target, moments)
     measured = landscape.two_unit.distance(weights, target, moments)
-    return [measured, known.contains(weights), known.barrier, known.optimal_path()]
+    return [measured, known.contains(weights), known.barrier]
 
 
 @case

@@ -3,9 +3,10 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_unit_class import class_dimension, optimal_path, strata
 
 from lightning_sym.landscape.planes import WeightPlane
-from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, class_dimension, distance, slopes
+from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, distance, slopes
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
 EXACT = 1e-12
@@ -73,7 +74,7 @@ def test_no_weights_of_the_wrong_signs_beat_the_zero_function(seed, side):
     weights[:, :2] = -side * weights[:, :2].abs()
     values = distance(weights, same_sign.target, same_sign.moments)
     assert float(values.min()) >= same_sign.zero_distance * (1 - EXACT)
-    assert (-side, -side) not in {stratum.signs for stratum in same_sign.strata}
+    assert (-side, -side) not in {stratum.signs for stratum in strata(same_sign)}
 
 
 @given(seed=seeds)
@@ -115,11 +116,11 @@ def test_the_optimal_path_joins_the_two_components_at_the_barrier(seed, by_slope
     weights = gaussian(seed, 4)
     weights[1] = -weights[0].sign() * weights[1].abs()
     mixed = TwoUnitClass(slopes(weights) if by_slopes else weights, moments_of(seed))
-    path = mixed.optimal_path(20)
+    path = optimal_path(mixed, 20)
     weights = path[0] if by_slopes else weights
     torch.testing.assert_close(path[0], weights)
     torch.testing.assert_close(path[-1], weights[[1, 0, 3, 2]])
-    assert {tuple(ends) for ends in path[[0, -1], :2].sign().tolist()} == {stratum.signs for stratum in mixed.strata}
+    assert {tuple(ends) for ends in path[[0, -1], :2].sign().tolist()} == {stratum.signs for stratum in strata(mixed)}
     assert bool(mixed.contains(path[[0, -1]]).all())
     values = distance(path, mixed.target, mixed.moments)
     assert abs(float(values.max()) - mixed.barrier) <= EXACT * max(mixed.barrier, mixed.zero_distance)
@@ -147,7 +148,7 @@ def test_strata_partition_the_class(seed, slope):
     p, q = slope
     magnitude = gaussian(seed, 4).abs().tolist()
     free = gaussian(seed + 1, 2).tolist()
-    for stratum in found.strata:
+    for stratum in strata(found):
         inputs = [s * m for s, m in zip(stratum.signs, magnitude, strict=False)]
         outputs = list(free)
         for side, value in ((1, p), (-1, q)):
@@ -159,9 +160,9 @@ def test_strata_partition_the_class(seed, slope):
                 assert value == 0  # no stratum where a slope that is not 0 has no unit
         weights = torch.tensor([*inputs, *outputs], dtype=torch.float64)
         assert bool(found.contains(weights))
-    assert max(stratum.dimension for stratum in found.strata) == found.dimension
-    signs = {stratum.signs for stratum in found.strata}
-    assert len(signs) == len(found.strata)
+    assert max(stratum.dimension for stratum in strata(found)) == found.dimension
+    signs = {stratum.signs for stratum in strata(found)}
+    assert len(signs) == len(strata(found))
     for a in (-1, 0, 1):
         for b in (-1, 0, 1):
             if (a, b) not in signs:

@@ -16,7 +16,7 @@ from commands import QUIET, SMALL, call, succeed
 from helpers import read_csv
 
 from lightning_sym._statistics import student_interval
-from lightning_sym.cli.compare import read_compare_options
+from lightning_sym.cli.compare import read_options
 from lightning_sym.reports import ResultTable
 
 SHORT = ("--trainer.max_epochs=1", "--trainer.callbacks=ZooReport", *QUIET)
@@ -174,4 +174,4 @@ def test_commands_of_the_documentation_are_understood() -> None:
     lines = [line for page in pages for line in re.findall(r"lightning-sym (compare runs[^`#\n]*)", page.read_text())]
     assert len(lines) > 2
     for line in lines:
-        assert read_compare_options(shlex.split(line)[1:]).places
+        assert read_options(shlex.split(line)[1:]).places

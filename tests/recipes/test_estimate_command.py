@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from commands import QUIET, SMALL, call, succeed
 
-from lightning_sym.cli.estimate import read_estimate_options
+from lightning_sym.cli.estimate import read_options
+from lightning_sym.recipes import recipe_path
 
 
 def numbers(out: str) -> dict[str, str]:
@@ -59,8 +60,9 @@ def test_wrong_options_are_said_in_a_sentence(options: str, says: str) -> None:
 
 
 def test_options_of_its_own_are_told_from_those_of_fit() -> None:
-    asked = read_estimate_options(["--config", "a", "--devices", "8", "--trainer.devices", "2", "--bandwidth=1.5"])
-    assert (asked.args, asked.devices, asked.bandwidth) == (("--config", "a", "--trainer.devices", "2"), 8, 1.5e9)
+    recipe = str(recipe_path("zoo/mnist5k"))
+    asked = read_options(["--config", "zoo/mnist5k", "--devices", "8", "--trainer.devices", "2", "--bandwidth=1.5"])
+    assert (asked.args, asked.devices, asked.bandwidth) == (("--config", recipe, "--trainer.devices", "2"), 8, 1.5e9)
 
 
 def test_help_does_not_wait_for_torch() -> None:

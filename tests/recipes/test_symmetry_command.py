@@ -12,7 +12,7 @@ from commands import call, succeed
 from torch import nn
 
 from lightning_sym.cli.models import build_model, example_of
-from lightning_sym.cli.symmetry import read_symmetry_options
+from lightning_sym.cli.symmetry import read_options
 from lightning_sym.networks import LeNet5
 from lightning_sym.symmetry import trace_symmetry
 
@@ -132,7 +132,7 @@ def test_help(options: tuple[str, ...], says: str) -> None:
         (("Net", "--input=3,x"), "--input takes a shape without the batch, such as 3,224,224, got"),
         (("Net", "--input=3,-1"), "--input takes a shape"),
         (("Net", "--input=0"), "--input takes a shape"),
-        (("Net", "--tokens=many"), "--tokens takes a number of tokens >= 1, got 'many'."),
+        (("Net", "--tokens=many"), "--tokens takes a whole number >= 1, got 'many'."),
         (("Net", "--meta=maybe"), "--meta takes no value, got 'maybe'."),
         (("Net", "--out=table.csv"), "--out takes a file that ends in .json, got table.csv."),
         (("Net", "--network=Other"), "--network takes the arguments of a class"),
@@ -156,11 +156,11 @@ def test_misspelt_options_do_not_wait_for_torch() -> None:
 
 def test_shapes_and_flags_are_read() -> None:
     for given in ("--input=3,8,8", "--input=[3, 8, 8]", "--input=3x8x8", "--input=3, 8, 8"):
-        assert read_symmetry_options(["Net", given]).shape == (3, 8, 8)
-    assert read_symmetry_options(["--meta", "Net", "--input", "16"]).shape == (16,)
-    assert read_symmetry_options(["--meta", "Net"]).meta
-    assert not read_symmetry_options(["--meta=false", "Net"]).meta
-    assert read_symmetry_options(["Net", "--output", "0"]).output == 0
+        assert read_options(["Net", given]).shape == (3, 8, 8)
+    assert read_options(["--meta", "Net", "--input", "16"]).shape == (16,)
+    assert read_options(["--meta", "Net"]).meta
+    assert not read_options(["--meta=false", "Net"]).meta
+    assert read_options(["Net", "--output", "0"]).output == 0
 
 
 @pytest.mark.parametrize(

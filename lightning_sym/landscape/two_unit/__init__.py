@@ -1,11 +1,6 @@
-"""What is known exactly about ReLU networks of one input and one output without biases, of two units above all."""
+"""Exact theory of ReLU networks with one input, one output and no biases, mainly with two units."""
 
-from lightning_sym.landscape.two_unit.equivalence_class import (
-    Stratum,
-    TwoUnitClass,
-    class_dimension,
-    straight_legs,
-)
+from lightning_sym.landscape.two_unit.equivalence_class import TwoUnitClass
 from lightning_sym.landscape.two_unit.loss import (
     Moments,
     balanced_weights,
@@ -19,13 +14,10 @@ from lightning_sym.landscape.two_unit.plane_quadric import PlaneQuadric
 __all__ = [
     "Moments",
     "PlaneQuadric",
-    "Stratum",
     "TwoUnitClass",
     "balanced_weights",
-    "class_dimension",
     "distance",
     "is_relu_line",
     "slopes",
-    "straight_legs",
     "target_slopes",
 ]

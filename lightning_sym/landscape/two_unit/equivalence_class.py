@@ -2,37 +2,16 @@ r"""The equivalence class of :math:`\phi(x) = c\,\mathrm{relu}(a x) + d\,\mathrm
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_integers
 from lightning_sym.landscape.planes import WeightPlane
-from lightning_sym.landscape.two_unit.loss import Moments, balanced_weights, slopes, split_weights, target_slopes
+from lightning_sym.landscape.two_unit.loss import Moments, slopes, split_weights, target_slopes
 from lightning_sym.landscape.two_unit.plane_quadric import PlaneQuadric
 
 Kind = Literal["mixed", "same_sign", "zero"]
-
-
-@dataclass(frozen=True)
-class Stratum:
-    """A piece of an equivalence class, cut out by the signs of the input weights.
-
-    Attributes:
-        name: As in the docs: ``"S"``, ``"A"``, ``"B1"``, ...
-        signs: Signs of a and b: -1, 0 or 1 each.
-        condition: What else the weights satisfy, for captions.
-        dimension: 2 or 3.
-    """
-
-    name: str
-    signs: tuple[int, int]
-    condition: str
-    dimension: int
 
 
 class TwoUnitClass:
@@ -48,6 +27,7 @@ class TwoUnitClass:
     Attributes:
         target: The slopes. Shape ``[2]``, float64.
         moments: As given.
+        weights: The target's weights, shape ``[4]``, float64; None if it was given by slopes.
 
     Raises:
         ValueError: If ``target`` has another shape or is not finite.
@@ -63,7 +43,7 @@ class TwoUnitClass:
             raise ValueError(f"target must be slopes (p, q) or weights (a, b, c, d), got {len(target)} numbers.")
         self.target = target_slopes(target).cpu()
         self.moments = moments or Moments()
-        self._weights = torch.as_tensor(target, dtype=torch.float64).detach().cpu() if len(target) == 4 else None
+        self.weights = torch.as_tensor(target, dtype=torch.float64).detach().cpu() if len(target) == 4 else None
         self._p, self._q = (float(slope) for slope in self.target)
 
     @property
@@ -99,7 +79,7 @@ class TwoUnitClass:
 
     @property
     def local_minima(self) -> dict[str, float]:
-        """Distances J at which a search from default initial weights gets stuck, by what died."""
+        """Distances J at which a search from default initial weights gets stuck, by the dead unit."""
         minima = {
             "negative side lost": self.moments.negative * self._q**2,
             "positive side lost": self.moments.positive * self._p**2,
@@ -110,7 +90,7 @@ class TwoUnitClass:
         return {"both sides lost": self.zero_distance} if self.kind == "same_sign" else {}
 
     def diagnose(self, distances: Tensor, reached: float, tolerance: float = 0.01) -> list[str]:
-        """Say what became of each restart of a search.
+        """Classify the outcome of each restart of a search.
 
         Args:
             distances: J at the end, on the class's moments. Shape ``[R]``.
@@ -130,37 +110,6 @@ class TwoUnitClass:
             return next(near, "elsewhere")
 
         return [name(value) for value in distances.tolist()]
-
-    @cached_property
-    def strata(self) -> tuple[Stratum, ...]:
-        """The pieces of the class, disjoint; together they are the class.
-
-        A mixed class is one orbit of rescaling and swapping the units. The 3-dimensional pieces of the others are
-        larger than orbits, which are 2-dimensional: there (c, d) -> (c + t b, d - t a) is one more free move. On
-        B1 and B2 the output weight of a unit is 0 and its input weight free; C1 and C2 join them to A.
-        """
-        if self.kind == "mixed":
-            return (
-                Stratum("S", (1, -1), "ca = p, d|b| = q", 2),
-                Stratum("swapped S", (-1, 1), "db = p, c|a| = q", 2),
-            )
-        if self.kind == "zero":
-            same = [Stratum("A" + "+-"[s < 0], (s, s), "ca + db = 0", 3) for s in (1, -1)]
-            opposite = [Stratum(f"B{n}", signs, "c = d = 0", 2) for n, signs in ((1, (1, -1)), (2, (-1, 1)))]
-            dead = [
-                Stratum("C" + "+-"[s < 0] + str(n), (s, 0) if n == 1 else (0, s), "cd"[n - 1] + " = 0", 2)
-                for s in (1, -1)
-                for n in (1, 2)
-            ]
-            return (*same, *opposite, *dead, Stratum("D", (0, 0), "c and d free", 2))
-        s, slope, (a, b) = (1, "p", "ab") if self._p else (-1, "q", ("|a|", "|b|"))
-        return (
-            Stratum("A", (s, s), f"c{a} + d{b} = {slope}", 3),
-            Stratum("B1", (s, -s), f"c{a} = {slope}, d = 0", 2),
-            Stratum("B2", (-s, s), f"d{b} = {slope}, c = 0", 2),
-            Stratum("C1", (s, 0), f"c{a} = {slope}, d free", 2),
-            Stratum("C2", (0, s), f"d{b} = {slope}, c free", 2),
-        )
 
     def contains(self, weights: Tensor, tolerance: float = 1e-9) -> Tensor:
         """Return whether weights compute the target's function, up to rounding.
@@ -195,40 +144,6 @@ class TwoUnitClass:
         centre, basis = (t.detach().to(coefficients.device, torch.float64) for t in (plane.centre, plane.basis))
         return slopes(centre + coefficients.double() @ basis.T) - self.target.to(coefficients.device)
 
-    def optimal_path(self, points: int = 50, start: Tensor | None = None) -> Tensor:
-        """Return a path from one component of a mixed class to the other whose largest J is the :attr:`barrier`.
-
-        The unit with the cheaper slope gives up its output weight, then its sign; the other hands its slope over to
-        it, and takes on the first one's sign and slope. All five legs are straight.
-
-        Args:
-            points: Per leg, >= 1.
-            start: A member, shape ``[4]``; by default the target's weights or, if it was given by slopes, weights with
-                ``|a| = |c|``, ``|b| = |d|``. The path ends at the same weights with the units swapped.
-
-        Returns:
-            Shape ``[5 points + 1, 4]``, float64.
-
-        Raises:
-            ValueError: If the class is not mixed, ``start`` is not a member, or ``points`` < 1.
-        """
-        if self.kind != "mixed":
-            raise ValueError(f"only mixed classes have a barrier; this one is {self.kind} and connected.")
-        if start is None:
-            start = self._weights
-        if start is None:
-            start = balanced_weights(self.target)
-        start = start.detach().double().cpu()
-        if start.shape != (4,) or not self.contains(start):
-            raise ValueError(f"start must be a member (a, b, c, d) of the class, got {start.tolist()}.")
-        cheap = 1 if self.moments.negative * self._q**2 <= self.moments.positive * self._p**2 else -1
-        # The cheaper slope's unit comes first: that with negative input for q, that with positive input for p.
-        first = int(start[0] * cheap > 0)
-        order = [first, 1 - first, 2 + first, 3 - first]
-        a, b, c, d = start[order].tolist()
-        corners = [[a, b, c, d], [a, b, 0, d], [b, b, 0, d], [b, b, d, 0], [b, a, d, 0], [b, a, d, c]]
-        return straight_legs([*start.new_tensor(corners)[:, order]], points)
-
     def quadric(self, plane: WeightPlane) -> PlaneQuadric:
         """Return the surface in which a 3-plane cuts the 3-dimensional stratum of a same-sign class.
 
@@ -250,40 +165,3 @@ class TwoUnitClass:
             moment=self.moments.positive if positive else self.moments.negative,
             sign=1 if positive else -1,
         )
-
-
-def straight_legs(corners: Sequence[Tensor], points: int) -> Tensor:
-    """Return points along straight legs between corners; legs of length 0 count too.
-
-    Args:
-        corners: Shape ``[P]`` each.
-        points: Per leg, >= 1.
-
-    Returns:
-        Shape ``[(len(corners) - 1) points + 1, P]``.
-
-    Raises:
-        ValueError: If ``points`` < 1.
-    """
-    check_integers(points=points)
-    share = torch.arange(points, dtype=corners[0].dtype)[:, None] / points
-    legs = [left + share * (right - left) for left, right in pairwise(corners)]
-    return torch.cat([*legs, corners[-1][None]])
-
-
-def class_dimension(positive: int, negative: int) -> int:
-    """Return the dimension of the equivalence class at a point whose input weights are not 0.
-
-    Args:
-        positive: Number of units with positive input weight, >= 0.
-        negative: Number of units with negative input weight, >= 0.
-
-    Returns:
-        Twice the number of units, less one for each sign that occurs. At points where all output weights of a sign are
-        0 too: its input weights drop out of the slope, but the output weights do not.
-
-    Raises:
-        ValueError: If a number is negative.
-    """
-    check_integers(0, positive=positive, negative=negative)
-    return 2 * (positive + negative) - (positive > 0) - (negative > 0)

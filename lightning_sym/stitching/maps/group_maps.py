@@ -16,6 +16,7 @@ from lightning_sym.stitching.maps.moments import FeatureMoments
 
 Projection = Literal["sinkhorn", "euclidean"]
 
+_INITIAL_ITERATIONS = 100  # of Sinkhorn at the start, from uniform random entries
 _SMALLEST_SCALE = 1e-3  # relative to the largest: initial scale in SoftSort of units with fitted scale 0
 
 
@@ -91,7 +92,6 @@ class GroupMap(_ElementMap):
         alpha: Weight of the regularisation, >= 0. The default is that of Godfrey et al.
         projection: Projection of ``P`` to the polytope: ``"sinkhorn"`` as there, or ``"euclidean"``, the nearest point.
         iterations: Iterations of Sinkhorn at each projection, >= 1.
-        initial_iterations: Iterations of Sinkhorn for the initial weights, from uniform random entries, >= 1.
 
     Attributes:
         weights: ``P``. Shape ``[C, C]``; None without permutations.
@@ -123,13 +123,12 @@ class GroupMap(_ElementMap):
         alpha: float = 0.1,
         projection: Projection = "sinkhorn",
         iterations: int = 16,
-        initial_iterations: int = 100,
     ) -> None:
         super().__init__(port)
         check_numbers(">= 0", of="GroupMap", alpha=alpha)
         if projection not in get_args(Projection):
             raise ValueError(unknown("projection of GroupMap", projection, get_args(Projection)))
-        check_integers(of="GroupMap", iterations=iterations, initial_iterations=initial_iterations)
+        check_integers(of="GroupMap", iterations=iterations)
         self.alpha = alpha
         self.projection = projection
         self.iterations = iterations
@@ -137,7 +136,7 @@ class GroupMap(_ElementMap):
         self.register_parameter("weights", None)
         self.register_parameter("scale", None)
         if port.group.permutations:
-            self.weights = nn.Parameter(sinkhorn(torch.rand(size, size), initial_iterations))
+            self.weights = nn.Parameter(sinkhorn(torch.rand(size, size), _INITIAL_ITERATIONS))
         if port.group.positive_scales or port.group.signs:
             self.scale = nn.Parameter(torch.ones(size))
         self.register_buffer("assignment", torch.arange(size))

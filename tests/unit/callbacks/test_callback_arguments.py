@@ -67,7 +67,7 @@ def test_a_loss_is_named_by_its_path(kind, loss):
         *(refused(SimilarityMonitor, **bad) for bad in ({"images": 3}, {"reference_member": -1})),
         *(refused(SimilarityMonitor, sites=sites) for sites in ([], "first", ["a", "a"])),
         refused(SimilarityMonitor, measures=["group", "cosine"], says="cosine"),
-        *(refused(WalkReport, **bad) for bad in ({"step_size": 0}, {"chain_steps": 9}, {"direction": "back"})),
+        *(refused(WalkReport, **bad) for bad in ({"step_size": 0}, {"direction": "back"})),
         refused(ZooReport, rows=-1),
     ],
 )

@@ -310,21 +310,6 @@ def test_a_small_group_has_few_images(tmp_path, plain_figures):
     assert "no 2D grid through orbit points: it needs 3, and there are 2" in notes(plane)
 
 
-def test_found_points_that_the_search_calls_independent_span_a_plane(tmp_path, plain_figures):
-    """Also where its tolerance is below the usual one."""
-    task = search(independence=1e-9, members=3, **LENIENT)
-    nearly = torch.tensor([[0.8, -0.6, 0.7, 0.5], [1.8, -0.6, 0.7, 0.5], [1.8, -0.6, 0.7, 0.50001]]).double()
-
-    class Given(EquivalenceReport):
-        def measure(self, trainer, task, data):
-            for entry, weights in zip(task.found.values(), nearly, strict=True):
-                entry["weights"] = weights
-            return super().measure(trainer, task, data)
-
-    fit(tmp_path, task, Given([PlaneGrid(2, 3)]), max_epochs=1)
-    assert [row["grid"] for row in table(tmp_path, "sets")] == ["search-2d"]
-
-
 # ---- too little, too much
 
 

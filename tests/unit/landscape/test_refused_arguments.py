@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import assert_refused
 from torch import nn
+from two_unit_class import optimal_path
 
 from lightning_sym.landscape import (
     FunctionScale,
@@ -21,10 +22,8 @@ from lightning_sym.landscape import (
     function_distances,
     independent,
     joining_levels,
-    neighbour_graph,
     orbit_distances,
     resolution,
-    sample_set,
     sample_sgld,
     surfaces,
     umap_embedding,
@@ -32,7 +31,7 @@ from lightning_sym.landscape import (
     walk_level_set,
     weight_tensors,
 )
-from lightning_sym.landscape.two_unit import Moments, class_dimension, slopes, straight_legs, target_slopes
+from lightning_sym.landscape.two_unit import Moments, slopes, target_slopes
 from lightning_sym.networks import MultiLayerPerceptron
 
 NAN, INF = math.nan, math.inf
@@ -61,14 +60,6 @@ def walk(**options):
 
 def chains(**options):
     return sample_sgld(TWO, LINE, **{"chains": 2, "steps": 5, "burn_in": 0, "inverse_temperature": 1e4, **options})
-
-
-def sample(**options):
-    return sample_set(ring, **{"dimension": 2, "bound": 1.0, "epsilon": 0.1, "samples": 10, **options})
-
-
-def graph(points=((1.0, 0.0), (3.0, 0.0)), epsilon=9.0, **options):
-    return neighbour_graph(ring, torch.tensor(points), epsilon, **options)
 
 
 def embedded(rows=9, width=3, value=0.0, **options):
@@ -154,17 +145,6 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: chains(step=0.0), "step must be a number > 0"),
         (lambda: chains(localisation=-1.0), "localisation"),
         (lambda: chains(start=torch.zeros(4)), "no curvature at the start"),
-        (lambda: sample(dimension=0), "dimension must be an integer >= 1"),
-        (lambda: sample(bound=0.0), "bound must be"),
-        (lambda: sample(epsilon=0.0), "epsilon must be"),
-        (lambda: sample(samples=0), "samples must be"),
-        (lambda: sample(method="sobel"), "Unknown method 'sobel'"),
-        (lambda: sample(dimension=30_000), "at most 21201"),
-        (lambda: sample(method="walk"), "1 of 1 starts are outside"),
-        (lambda: sample(method="walk", start=torch.zeros(3)), "start must have shape"),
-        (lambda: graph(epsilon=0.1), "1 of 2 points have J >= epsilon"),
-        (lambda: graph(points=(1.0, 0.0)), "coefficients must have shape"),
-        (lambda: graph(checks=0), "checks must be"),
         (lambda: embedded(width=2), r"shapes \[k, m\] and \[q, m\], got \[9, 3\] and \[1, 2\]"),
         (lambda: embedded(value=NAN), "must be finite"),
         (lambda: embedded(rows=2), "at least 4 points, got 3"),
@@ -175,10 +155,8 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: target_slopes([0.1, 0.2, 0.3]), "finite slopes"),
         (lambda: TwoUnitClass((NAN, 1.0)), "finite slopes"),
         (lambda: TwoUnitClass(torch.ones(6)), "6 numbers"),
-        (lambda: straight_legs([torch.zeros(2)] * 2, 0), "points must be"),
-        (lambda: class_dimension(-1, 2), "positive must be an integer >= 0"),
-        (lambda: TwoUnitClass(SAME_SIGN).optimal_path(), "only mixed classes"),
-        (lambda: TwoUnitClass(MIXED).optimal_path(start=torch.ones(4)), "start must be a member"),
+        (lambda: optimal_path(TwoUnitClass(SAME_SIGN)), "only mixed classes"),
+        (lambda: optimal_path(TwoUnitClass(MIXED), start=torch.ones(4)), "start must be a member"),
         (lambda: TwoUnitClass(MIXED).quadric(SPACE), "same-sign classes"),
         (lambda: TwoUnitClass(SAME_SIGN).quadric(PLANE), r"dimension 3 in R\^4"),
     ],

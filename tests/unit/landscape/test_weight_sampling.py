@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
+from sampled_sets import neighbour_graph, sample_set
 from torch import Tensor
 
 from lightning_sym.landscape.outputs import surfaces
-from lightning_sym.landscape.sampling import neighbour_graph, sample_set
 from lightning_sym.landscape.two_unit import balanced_weights
 from lightning_sym.networks import MultiLayerPerceptron
 
@@ -34,6 +35,14 @@ def test_sobol_fractions_are_volumes(dimension: int) -> None:
     assert found.coefficients.shape == (round(found.fraction * 2**15), dimension)
     assert torch.equal(found.values, found.coefficients.square().sum(1))
     assert float(found.values.max()) < 1.0
+
+
+def test_points_outside_of_the_set_are_refused() -> None:
+    options = {"dimension": 2, "bound": 1.0, "epsilon": 0.1, "samples": 10}
+    assert_refused(sample_set, ring, **options, method="walk", says="1 of 1 starts are outside")
+    assert_refused(sample_set, ring, **options, method="sobel", says="method must be")
+    far = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
+    assert_refused(neighbour_graph, ring, far, 0.1, says="1 of 2 points have J >= epsilon")
 
 
 def test_sobol_samples_come_back_and_leave_generators_alone() -> None:

@@ -8,7 +8,7 @@ from helpers import Program, assert_refused, of
 from torch import Tensor, nn
 
 from lightning_sym._distributed import device_of, wide
-from lightning_sym.networks import CIFARResNet, MyrtleCNN, batch_norms, preserved_statistics, recalibrate_batch_norm
+from lightning_sym.networks import CIFARResNet, MyrtleCNN, batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.batch_norm import NotFiniteStatisticsError
 
 # Rounding in double precision of sums over a few thousand numbers.
@@ -239,25 +239,6 @@ def test_inference_mode():
     recalibrate_batch_norm(other, images().split(8))
     assert_unchanged(network, statistics(other))
     network.train()(images()).sum().backward()
-
-
-def test_preserved_statistics_come_back():
-    network = deep()
-    before, buffers = statistics(network), dict(network.named_buffers())
-    with preserved_statistics(network):
-        recalibrate_batch_norm(network, [images()])
-        assert not torch.equal(network[1].running_mean, before["1.running_mean"])
-    assert_unchanged(network, before)
-    assert all(network.get_buffer(name) is buffer for name, buffer in buffers.items())
-
-    def fail() -> None:
-        with preserved_statistics(network):
-            recalibrate_batch_norm(network, [images()])
-            raise RuntimeError("stop")
-
-    assert_refused(fail, says="stop", error=RuntimeError)
-    assert_unchanged(network, before)
-    assert network[1].num_batches_tracked == 50
 
 
 # ---- errors, after which all is as before

@@ -317,7 +317,6 @@ def test_pairs_are_drawn_and_intervals_are_over_models(matching_zoo, tmp_path):
         refused(SimilarityTask, "zoo", split="all", says='"train"'),
         refused(SimilarityTask, "zoo", nulls=["random"], says="untrained"),
         refused(SimilarityTask, "zoo", sites=[], says="sites must be"),
-        refused(SimilarityTask, "zoo", other_sites=["a"], says="other_zoo"),
         refused(SimilarityTask, "zoo", pairs=[[0, 0]], says="two different members"),
         refused(SimilarityTask, "zoo", pairs=0, says="pairs"),
         refused(SimilarityTask, "zoo", seed=-1, says="seed"),

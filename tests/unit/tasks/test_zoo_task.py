@@ -281,11 +281,11 @@ def test_a_cycle_is_as_long_as_the_run_or_refused_before_training(tmp_path):
 def test_rule_of_the_best_weights(monkeypatch, metrics, expected):
     task = ZooTask(perceptron(), members=1)
     task.population = LoopPopulation(perceptron(), [0])
-    monkeypatch.setattr(task, "_epochs_trained", lambda: 0)
+    monkeypatch.setattr("lightning_sym.tasks._kept_weights.epochs_trained", lambda task: 0)
     kept = []
     for epoch, (accuracy, loss) in enumerate(metrics):
         monkeypatch.setattr(ZooTask, "current_epoch", epoch)
-        task._keep({"accuracy": [accuracy], "loss": [loss]})
+        task.keep_weights({"accuracy": [accuracy], "loss": [loss]})
         kept.append(task.kept[0]["epoch"])
     assert kept == expected
 

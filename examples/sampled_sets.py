@@ -1,4 +1,7 @@
-"""Points of a plane's set of low loss, where a full grid is too large, and which of them hang together."""
+"""Sample the set of low loss in a plane of weights where a grid is too large, and count its connected components.
+
+``docs/equivalence.md`` shows the two functions on a network.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +13,6 @@ from scipy import sparse
 from scipy.sparse import csgraph
 from scipy.spatial import KDTree
 from torch import Tensor
-
-from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._text import unknown
 
 Evaluate = Callable[[Tensor], Tensor]
 _BLOCK = 2**16  # points that are evaluated at once
@@ -50,10 +50,10 @@ def sample_set(
 ) -> SetSample:
     r"""Sample the set :math:`\{c \in [-b, b]^m : J(c) < \epsilon\}` of a plane, without a grid of :math:`n^m` points.
 
-    ``"sobol"`` evaluates a scrambled Sobol sequence of the box, and returns what is inside: evenly spread, and the
-    fraction estimates the volume; the choice as long as the fraction is not tiny. ``"walk"`` begins at points inside,
-    and moves each by Gaussian steps, taking those that stay inside (Metropolis): its law tends to the uniform one on
-    the pieces in which it began, also where the set fills no visible part of the box.
+    ``"sobol"`` evaluates a scrambled Sobol sequence of the box and returns the points inside. They are evenly spread,
+    and their fraction estimates the volume; use it unless the fraction is tiny. ``"walk"`` moves points of the set by
+    Gaussian steps and accepts those that stay inside (Metropolis). Its distribution tends to the uniform one on the
+    components in which it began, even where the set is a tiny part of the box.
 
     Args:
         evaluate: Coefficients ``[G, m]``, float64, to J ``[G]``, for example ``partial(surface.on, plane)``.
@@ -69,10 +69,10 @@ def sample_set(
         seed: Seed of scrambling and steps; the caller's generators are not touched.
 
     Returns:
-        What is inside; for ``"walk"`` the place of every walk after every round, repeated where a step was refused.
+        The points inside; for ``"walk"`` the position of every walk after every round, repeated after a refused step.
 
     Raises:
-        ValueError: If an argument is out of range, or a walk's start is outside of the set.
+        ValueError: If the method is unknown, or a walk's start is outside of the set.
 
     References:
         Joe and Kuo (2008), "Constructing Sobol Sequences with Better Two-Dimensional Projections".
@@ -82,20 +82,15 @@ def sample_set(
         >>> round(ball.fraction, 2)  # pi / 6
         0.52
     """
-    check_integers(dimension=dimension, samples=samples)
-    check_numbers("> 0", bound=bound, epsilon=epsilon)
 
     def look(points: Tensor) -> tuple[Tensor, Tensor]:
-        """Return J at points, and which of them are in the set."""
+        """Evaluate J at points, and test which of them are in the set."""
         values = evaluate(points).cpu().double()
         return values, (values < epsilon) & (points.abs() <= bound).all(1)
 
     if method == "walk":
         begin = torch.zeros(1, dimension, dtype=torch.float64) if start is None else start.detach().cpu().double()
-        if begin.ndim != 2 or begin.shape[1] != dimension or not len(begin):
-            raise ValueError(f"start must have shape [s, {dimension}] with s >= 1, got {list(begin.shape)}.")
         step = bound / 20 if step is None else step
-        check_numbers("> 0", step=step)
         values, inside = look(begin)
         if not bool(inside.all()):
             raise ValueError(
@@ -105,9 +100,7 @@ def sample_set(
             )
         return _walks(look, begin, values, step, max(1, samples // len(begin)), seed)
     if method != "sobol":
-        raise ValueError(unknown("method", method, ["sobol", "walk"]))
-    if dimension > torch.quasirandom.SobolEngine.MAXDIM:
-        raise ValueError(f"dimension must be at most {torch.quasirandom.SobolEngine.MAXDIM}, got {dimension}.")
+        raise ValueError(f'method must be "sobol" or "walk", got {method!r}.')
     engine = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
     found = []
     for first in range(0, samples, _BLOCK):
@@ -137,14 +130,14 @@ def _walks(
 
 @dataclass(frozen=True, eq=False)
 class NeighbourGraph:
-    """Points of a set, joined where the segment between them was found to stay in the set.
+    """Points of a set, joined where the segment between them stays in the set.
 
     Attributes:
         edges: Numbers of the two points of each edge that was kept, the smaller first. Shape ``[E, 2]``, int64.
         lengths: Lengths of these edges. Shape ``[E]``, float64.
-        components: How many pieces the graph has.
-        labels: The piece of each point, numbered from 0 by first appearance. Shape ``[n]``, int64.
-        tested: How many pairs were checked.
+        components: Number of connected components.
+        labels: Component of each point, numbered from 0 in order of appearance. Shape ``[n]``, int64.
+        tested: Number of pairs checked.
     """
 
     edges: Tensor
@@ -160,9 +153,9 @@ def neighbour_graph(
     """Join near points of a set where the straight line between them stays in it (docs/theory/equivalence.md, 9).
 
     Each point and its nearest neighbours are pairs; a pair is joined if J < epsilon at evenly spaced points of the
-    segment between them. Unlike an embedding the graph does not invent connections, up to what lies between the checked
-    points; it may miss some: the pieces are at least as many as those of the set among which the points lie, and become
-    fewer with more points and neighbours.
+    segment between them. Unlike an embedding, the graph invents no connection, up to the spacing of the checked points.
+    It may miss some: it has at least as many components as the set has around the points, and their number falls with
+    more points and neighbours.
 
     Args:
         evaluate: Coefficients ``[G, m]``, float64, to J ``[G]``, for example ``partial(surface.on, plane)``.
@@ -172,10 +165,10 @@ def neighbour_graph(
         checks: Interior points of each segment, >= 1.
 
     Returns:
-        The graph and its pieces.
+        The graph and its components.
 
     Raises:
-        ValueError: If an argument is out of range, or a point is not in the set.
+        ValueError: If a point is not in the set.
 
     Note:
         At most ``n * neighbours * checks`` evaluations.
@@ -185,10 +178,6 @@ def neighbour_graph(
         >>> neighbour_graph(lambda c: 1 - c[:, 0].abs(), two, 0.5, neighbours=3).labels.tolist()
         [0, 0, 1, 1]
     """
-    check_integers(neighbours=neighbours, checks=checks)
-    check_numbers("> 0", epsilon=epsilon)
-    if coefficients.ndim != 2 or not len(coefficients):
-        raise ValueError(f"coefficients must have shape [n, m] with n >= 1, got {list(coefficients.shape)}.")
     points = coefficients.detach().cpu().double()
     count = len(points)
     if bool((outside := ~_inside(evaluate, points, epsilon)).any()):

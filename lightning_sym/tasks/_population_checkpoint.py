@@ -1,0 +1,77 @@
+"""The part of a checkpoint for a population, without the current weights."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_sym.tasks.strategy import gather
+
+if TYPE_CHECKING:
+    from lightning_sym.tasks.population import PopulationTask
+
+
+def population_state(task: "PopulationTask") -> dict[str, Any]:
+    """Collect the kept weights and records of the members of all ranks; to be called on every rank."""
+    mine = task.kept, task.stopped, task.member_records()
+    parts = gather(mine) if task.member_parallel else [mine]
+    kept, stopped, records = ({n: one for part in parts for n, one in part[i].items()} for i in range(3))
+    return {
+        **task.identity(),
+        "kept": dict(kept),
+        "stopped": dict(stopped),
+        "records": dict(records),
+        "history": task.history,
+        "history_epochs": task.history_epochs,
+        "train_sums": task.train_metrics.totals(task.trainer),
+        "processes": task.trainer.world_size if task.member_parallel else 1,
+    }
+
+
+def load_population_state(task: "PopulationTask", saved: dict[str, Any] | None) -> None:
+    """Restore this rank's members from the result of :func:`population_state`.
+
+    Raises:
+        ValueError: If the checkpoint is of other members or settings, or training resumes with another placement of
+            the members.
+    """
+    identity = task.identity()
+    if saved is None or not identity.keys() <= saved.keys():
+        raise ValueError(f"The checkpoint holds no population: it was not written by a {type(task).__name__}.")
+    require_same(saved, identity)
+    processes = task.trainer.world_size if task.member_parallel else 1
+    if saved["processes"] != processes and task._trainer is not None and task.trainer.state.fn == "fit":
+        raise ValueError(
+            f"The members of the checkpoint were placed on {saved['processes']} process(es) and those of this run "
+            f"on {processes}; resume with the same strategy and number of processes."
+        )
+    own = set(task.population.numbers)
+
+    def mine_of(part: str) -> dict[int, Any]:
+        return {number: record for number, record in saved[part].items() if number in own}
+
+    task.kept = mine_of("kept")
+    task.stopping.restart(mine_of("stopped"))
+    task.load_member_records(mine_of("records"))
+    task.history, task.history_epochs = saved["history"], saved["history_epochs"]
+    if task._trainer is None or task.trainer.is_global_zero:  # sums over ranks now belong to one rank
+        task.train_metrics.set_totals(saved["train_sums"])
+
+
+def require_same(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raise unless a checkpoint has the settings of this run."""
+    for name, mine in identity.items():
+        if saved[name] != mine:
+            theirs, ours = first_difference(saved[name], mine)
+            raise ValueError(
+                f"The checkpoint has {name} {theirs} and this run has {ours}; use the settings that it was made with, "
+                "which the config.yaml of its run holds."
+            )
+
+
+def first_difference(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return two values that differ; of lists the first entries that the other list lacks, or words on the order."""
+    if not (isinstance(a, list) and isinstance(b, list)):
+        return a, b
+    one, two = ([item for item in mine if item not in theirs] for mine, theirs in ((a, b), (b, a)))
+    if not one and not two:
+        return "in one order", "in another"
+    return (one[0] if one else f"without {two[0]}"), (two[0] if two else f"without {one[0]}")

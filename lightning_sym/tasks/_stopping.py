@@ -1,0 +1,66 @@
+"""Members that are trained no further: found without waiting for the device, recorded, and reported once."""
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_sym.tasks._divergence import Divergence
+
+if TYPE_CHECKING:
+    from lightning_sym.tasks.population import PopulationTask
+
+
+class Stopping:
+    """Stops members of one rank after losses that are not finite.
+
+    Args:
+        task: The task with these members.
+
+    Attributes:
+        records: Epoch, step and reason of every stopped member, by number.
+    """
+
+    def __init__(self, task: "PopulationTask") -> None:
+        self._task = task
+        self._divergence = Divergence()
+        self.records: dict[int, dict[str, Any]] = {}
+
+    def restart(self, records: dict[int, dict[str, Any]]) -> None:
+        """Start again with the given records."""
+        self._divergence.forget()
+        self.records = records
+
+    def without_diverged(self, losses: Tensor, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Zero the losses and gradients of diverged members; also return a mask of the running ones, ``[m]``, bool."""
+        task = self._task
+        finite = torch.isfinite(losses)
+        if task.trainer.world_size > 1 and not task.member_parallel:
+            # All ranks hold all members: a loss that is not finite on one rank counts on all, or weights would differ.
+            finite = task.trainer.strategy.reduce(finite.float(), reduce_op="sum") == task.trainer.world_size
+        skipped = task.skipped
+        out = [index for index, number in enumerate(task.population.numbers) if number in skipped]
+        alive = self._divergence.note(finite, out, task.current_epoch, task.global_step)
+        if self._divergence.due and not self.settle():
+            return losses, gradients, alive  # zeros already where members were skipped
+        return losses.masked_fill(~alive, 0.0), task.population.without(gradients, alive), alive
+
+    def settle(self) -> bool:
+        """Stop the members that have diverged since the last look; return whether there are any."""
+        found = self._divergence.look()
+        for index, (epoch, step) in found.items():
+            self._task.stop(self._task.population.numbers[index], "its training loss is not finite", epoch, step)
+        return bool(found)
+
+    def stop(self, number: int, reason: str, epoch: int | None = None, step: int | None = None) -> None:
+        """Record that a member is stopped, and warn; arguments as for :meth:`PopulationTask.stop`."""
+        task = self._task
+        epoch = task.current_epoch if epoch is None else epoch
+        step = task.global_step if step is None else step
+        self.records[number] = {"epoch": epoch, "step": step, "reason": reason}
+        if task.member_parallel or task.trainer.is_global_zero:  # one rank that holds the member warns
+            warnings.warn(
+                f"{task.member_title(number)} was stopped in epoch {epoch}, step {step}: {reason}. The others go on.",
+                stacklevel=3,
+            )
