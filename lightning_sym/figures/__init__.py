@@ -5,8 +5,8 @@ from lightning_sym.figures.cards import cards
 from lightning_sym.figures.comparison import Compared, comparison_dots
 from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
 from lightning_sym.figures.curve_geometry import GeometryLines, curve_geometry_panels
+from lightning_sym.figures.declared import Chart, Marks, Panel
 from lightning_sym.figures.dissection import Paths, dissection_curves
-from lightning_sym.figures.ensembles import EnsembleCurve, ensemble_curves
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
     betti_curve,
@@ -52,15 +52,17 @@ from lightning_sym.figures.zoo import confusion_matrix, validation_curves
 __all__ = [
     "Bars",
     "ChainTraces",
+    "Chart",
     "Coefficient",
     "Compared",
     "CurvePlane",
     "Depth",
-    "EnsembleCurve",
     "FoundPoint",
     "GeometryLines",
     "HeatMap",
     "Lines",
+    "Marks",
+    "Panel",
     "Paths",
     "PenaltyFamily",
     "PenaltyPanel",
@@ -82,7 +84,6 @@ __all__ = [
     "curve_planes",
     "dissection_curves",
     "embedding",
-    "ensemble_curves",
     "evidence_curves",
     "interpolation_curves",
     "isosurface",

@@ -1,0 +1,388 @@
+"""Figures declared by the columns of a table: rows in, matplotlib figure out."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogFormatter, MaxNLocator, NullLocator
+
+from lightning_sym.figures import _panels as shared
+from lightning_sym.figures._panels import Values
+
+Row = Mapping[str, Any]
+Text = str | Callable[[Row], str]
+Kind = Literal["line", "lines", "dots", "error", "bars", "steps", "area"]
+# Beyond this many points the axis of penalties is logarithmic, if there are larger ones.
+_LINEAR = 10.0
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Marks of a panel: one series for each group of rows.
+
+    Rows of one group with the same ``x`` are observations, for example of several members. A ``line`` is their mean,
+    with a band from the lowest to the highest, or the given interval.
+
+    Attributes:
+        y: Column of the heights; None and NaN are left out.
+        x: Column of the places. Text gives one tick per name.
+        group: Columns whose values tell the series apart.
+        kind: ``line``, ``lines`` (one for each observation), ``dots``, ``error`` (bars of the interval), ``bars``,
+            ``steps``, or ``area`` (stacked).
+        label: Name of a series in the legend: text with columns in braces, or a function of a row. Series with the
+            same label have the same color. Default: the values of ``group``.
+        error: Columns of the ends of the interval, or one column of its half length. Further pairs and columns are
+            used where the ones before are None.
+        where: Which rows are drawn: values by column (a tuple lists several), or a function of a row.
+        factor: Multiplies heights and intervals.
+        looks: Properties of the lines by the label, for example ``label``, ``color`` and ``ls``.
+        look: Properties of all lines.
+        table: Name of the table; default the first one.
+    """
+
+    y: str
+    x: str
+    group: Sequence[str] = ()
+    kind: Kind = "line"
+    label: Text | None = None
+    error: Sequence[str | tuple[str, str]] = ()
+    where: Mapping[str, Any] | Callable[[Row], bool] = field(default_factory=dict)
+    factor: float = 1.0
+    looks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    look: Mapping[str, Any] = field(default_factory=dict)
+    table: str = ""
+
+    def rows(self, tables: Mapping[str, Sequence[Row]]) -> list[Row]:
+        """Return the rows that are drawn.
+
+        Args:
+            tables: Rows by the name of the table.
+        """
+        rows = tables[self.table] if self.table else next(iter(tables.values()))
+        if callable(self.where):
+            return list(filter(self.where, rows))
+        wanted = {name: value if isinstance(value, tuple) else (value,) for name, value in self.where.items()}
+        return [row for row in rows if all(row.get(name) in values for name, values in wanted.items())]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel, or one for each value of some columns.
+
+    Attributes:
+        marks: Drawn on top of one another.
+        title: Above the panel: text with columns in braces, or a function of a row.
+        xlabel: Name of the horizontal axis.
+        ylabel: Name of the vertical axis.
+        by: Columns: one panel for each combination of their values, in the order of the rows.
+        log: Logarithmic axes: ``"x"``, ``"y"`` or ``"xy"``. Heights that are not positive are left out.
+        bottom: Lower end of the vertical axis; None for that of the data.
+        top: Upper end.
+        levels: Horizontal lines by their label; a function makes them of a row.
+        whole: Whether places are whole numbers, such as epochs.
+        flat: Whether to swap the axes, for long names of places.
+        points: Whether heights are points of accuracy: linear up to 10, logarithmic above if there are larger ones.
+    """
+
+    marks: Sequence[Marks]
+    title: Text = ""
+    xlabel: str = ""
+    ylabel: str = ""
+    by: Sequence[str] = ()
+    log: str = ""
+    bottom: float | None = None
+    top: float | None = None
+    levels: Mapping[str, float] | Callable[[Row], Mapping[str, float]] = field(default_factory=dict)
+    whole: bool = False
+    flat: bool = False
+    points: bool = False
+
+    def split(self, tables: Mapping[str, Sequence[Row]]) -> Iterator[tuple[Row, dict[int, list[Row]]]]:
+        """Yield for each panel its first row, and the rows of each of its marks.
+
+        Args:
+            tables: Rows by the name of the table.
+        """
+        rows = {index: marks.rows(tables) for index, marks in enumerate(self.marks)}
+        keys = dict.fromkeys(_key(row, self.by) for own in rows.values() for row in own)
+        for key in keys:
+            own = {index: [row for row in found if _key(row, self.by) == key] for index, found in rows.items()}
+            yield next(row for found in own.values() for row in found), own
+
+
+@dataclass(frozen=True, eq=False)
+class _Series:
+    """The numbers of a series: places ``[T]``, heights ``[T, M]`` and the interval ``[T]``, NaN where there is none."""
+
+    label: str
+    places: list[Any]
+    heights: Values
+    low: Values
+    high: Values
+    look: dict[str, Any]
+
+    @property
+    def mean(self) -> Values:
+        """Mean over observations. Shape ``[T]``."""
+        known = np.isfinite(self.heights)
+        total = np.where(known, self.heights, 0).sum(1)
+        return np.divide(total, known.sum(1), out=np.full(len(total), np.nan), where=known.any(1))
+
+    @property
+    def lengths(self) -> Values:
+        """Lengths of the error bars below and above the mean, at least 0. Shape ``[2, T]``."""
+        return np.nan_to_num([self.mean - self.low, self.high - self.mean], nan=0, posinf=0, neginf=0).clip(min=0)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure: panels of the columns of tables.
+
+    Attributes:
+        panels: What is drawn, row by row; a panel without rows is left out.
+        title: Above all; ``{title}`` stands for the title of the report.
+        columns: Panels in a row; 0 chooses one or two.
+        size: Width and height of a panel in inches; None chooses them.
+        legend: One ``below`` or ``beside`` all panels, one in ``each``, one in each ``above`` what is drawn, or none.
+        share: Axes that all panels share: ``"x"``, ``"y"`` or ``"xy"``.
+    """
+
+    panels: Sequence[Panel]
+    title: str = "{title}"
+    columns: int = 0
+    size: tuple[float, float] | None = None
+    legend: Literal["below", "beside", "each", "above", ""] = "below"
+    share: str = ""
+
+    def draw(self, tables: Mapping[str, Sequence[Row]] | Sequence[Row], title: str = "") -> Figure:
+        """Draw the figure.
+
+        Args:
+            tables: Rows by the name of the table, or the rows of the only one.
+            title: Title of the report.
+
+        Raises:
+            ValueError: If there is nothing to draw.
+        """
+        named = tables if isinstance(tables, Mapping) else {"": tables}
+        return _drawn(self, named, self.title.format(title=title))
+
+
+@shared.readable
+def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Figure:
+    split = [(panel, row, rows) for panel in chart.panels for row, rows in panel.split(tables)]
+    shared.check_some(panels=split)
+    columns = min(chart.columns or (1 if len(split) <= 3 else 2), len(split))
+    width, height = chart.size or (6.4 if columns == 1 else 3.5, 2.8)
+    size = width * columns, 1.0 + height * -(-len(split) // columns)
+    sharing: Any = {f"share{axis}": axis in chart.share for axis in "xy"}
+    figure, places = shared.panels(*size, len(split), columns, title=title, **sharing)
+    series = [
+        [(marks, list(_series(marks, rows[index]))) for index, marks in enumerate(panel.marks)]
+        for panel, _, rows in split
+    ]
+    _color(series)
+    for axes, (panel, row, _), found in zip(places, split, series, strict=True):
+        _draw(axes, panel, row, found)
+    pointed = [(axes, found) for axes, (panel, *_), found in zip(places, split, series, strict=True) if panel.points]
+    if pointed:
+        _penalties([axes for axes, _ in pointed], [one for _, found in pointed for _, own in found for one in own])
+    _legend(figure, places, chart.legend)
+    return figure
+
+
+def _key(row: Row, columns: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in columns)
+
+
+def _text(text: Text, row: Row) -> str:
+    return text(row) if callable(text) else text.format_map(row)
+
+
+def _number(value: Any) -> float:
+    return np.nan if value is None else float(value)
+
+
+def _series(marks: Marks, rows: Sequence[Row]) -> Iterator[_Series]:
+    """Yield the series of marks, one for each group and label."""
+
+    def label(row: Row) -> str:
+        return ", ".join(map(str, _key(row, marks.group))) if marks.label is None else _text(marks.label, row)
+
+    def interval(row: Row) -> tuple[float, float]:
+        mean = _number(row[marks.y])
+        for one in marks.error:
+            low, high = (
+                (_number(row.get(one[0])), _number(row.get(one[1])))
+                if isinstance(one, tuple)
+                else (mean - _number(row.get(one)), mean + _number(row.get(one)))
+            )
+            if np.isfinite(low) and np.isfinite(high):
+                return marks.factor * low, marks.factor * high
+        return np.nan, np.nan
+
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((*_key(row, marks.group), label(row)), []).append(row)
+    for key, own in groups.items():
+        by_place: dict[Any, list[Row]] = {}
+        for row in own:
+            by_place.setdefault(row[marks.x], []).append(row)
+        heights = np.full((len(by_place), max(map(len, by_place.values()))), np.nan)
+        for place, found in enumerate(by_place.values()):
+            heights[place, : len(found)] = [marks.factor * _number(row[marks.y]) for row in found]
+        low, high = np.array([interval(found[0]) for found in by_place.values()]).T
+        look = {"label": key[-1], **marks.look, **marks.looks.get(key[-1], {})}
+        yield _Series(look.pop("label"), list(by_place), heights, low, high, look)
+
+
+def _color(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> None:
+    """Give each series without a color that of its label, the same in all panels."""
+    every = [one for panel in series for _, found in panel for one in found]
+    fixed = {one.label: one.look["color"] for one in every if "color" in one.look}
+    free = [label for label in dict.fromkeys(one.label for one in every) if label not in fixed]
+    colors = {**dict(zip(free, shared.line_colors(len(free)), strict=True)), **fixed}
+    for one in every:
+        one.look.setdefault("color", colors[one.label])
+
+
+def _draw(axes: Axes, panel: Panel, row: Row, found: Sequence[tuple[Marks, Sequence[_Series]]]) -> None:
+    every = [one for _, own in found for one in own]
+    names = list(dict.fromkeys(str(place) for one in every for place in one.places))
+    named = any(isinstance(place, str) for one in every for place in one.places)
+    for marks, own in found:
+        stack: Any = 0.0
+        for index, one in enumerate(own):
+            x = np.array([names.index(str(place)) if named else place for place in one.places], dtype=float)
+            if marks.kind in ("bars", "error") and named and len(own) > 1:  # beside one another
+                x += (index - (len(own) - 1) / 2) * (0.82 / len(own) if marks.kind == "bars" else 0.07)
+            if marks.kind == "area":
+                wide = x if len(x) > 1 else x[0] + np.array([-0.5, 0.5])
+                ends = np.broadcast_to(stack, wide.shape), np.broadcast_to(stack := stack + one.mean, wide.shape)
+                axes.fill_between(wide, *ends, color=one.look["color"], alpha=0.9, lw=0, label=one.label)
+            else:
+                _add(axes, marks.kind, one, x, panel, 0.9 * 0.82 / max(1, len(own)))
+    levels = panel.levels(row) if callable(panel.levels) else panel.levels
+    for style, (label, level) in zip(itertools.cycle(("--", ":")), levels.items()):
+        line = axes.axvline if panel.flat else axes.axhline
+        line(level, color=shared.INK, lw=1, ls=style, label=label)
+    axes.set_title(_text(panel.title, row), fontsize=10)
+    labels = panel.xlabel, panel.ylabel
+    axes.set(**dict(zip(("ylabel", "xlabel") if panel.flat else ("xlabel", "ylabel"), labels, strict=True)))
+    if named:
+        _name(axes, names, flat=panel.flat)
+    elif panel.whole:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _scale(axes, panel, every)
+    axes.grid(alpha=0.25)
+
+
+def _add(axes: Axes, kind: Kind, one: _Series, x: Values, panel: Panel, width: float) -> None:
+    """Add a series to a panel."""
+    heights = np.where(one.heights > 0, one.heights, np.nan) if "y" in panel.log else one.heights
+    mean, label = one.mean, one.label
+    look = {"lw": 1.8, "label": label, **one.look}
+    plain = {name: value for name, value in look.items() if name not in ("ls", "lw", "marker", "ms")}
+    if kind == "line" and np.isfinite(one.low).any():
+        axes.plot(x, mean, **look)
+        axes.fill_between(x, one.low, one.high, color=look["color"], alpha=0.15, lw=0)
+    elif kind == "line":
+        shared.band(axes, x, heights, **look)
+    elif kind == "steps":
+        axes.step(x, mean, where="mid", **look)
+    elif kind == "bars":
+        (axes.barh if panel.flat else axes.bar)(x, np.nan_to_num(mean), width, **{"alpha": 0.75, **plain})
+        _errors(axes, one, x, panel, {"fmt": "none", "ecolor": shared.INK, "capsize": 2.5})
+    elif kind == "error":
+        _errors(axes, one, x, panel, {"marker": "o", "ms": 5, "capsize": 2, **look})
+    else:  # lines and dots, of each observation
+        look = {"ls": "", "marker": ".", "ms": 4, **look} if kind == "dots" else look
+        for index, column in enumerate(heights.T):
+            axes.plot(*((column, x) if panel.flat else (x, column)), **{**look, "label": None if index else label})
+
+
+def _errors(axes: Axes, one: _Series, x: Values, panel: Panel, look: Mapping[str, Any]) -> None:
+    shown = np.isfinite(one.mean) if look.get("fmt") != "none" else np.isfinite(one.low)
+    lengths = one.lengths[:, shown]
+    if panel.flat:
+        axes.errorbar(one.mean[shown], x[shown], xerr=lengths, zorder=4, **look)
+    else:
+        axes.errorbar(x[shown], one.mean[shown], yerr=lengths, zorder=4, **look)
+
+
+def _scale(axes: Axes, panel: Panel, every: Sequence[_Series]) -> None:
+    """Scale the axes of a panel."""
+    drawn = np.concatenate([one.heights.ravel() for one in every])
+    if "y" in panel.log and (drawn[np.isfinite(drawn)] > 0).any():
+        axes.set_yscale("log")
+    if "x" in panel.log:
+        axes.set_xscale("log")
+        for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            formatted(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
+    limit = axes.set_xlim if panel.flat else axes.set_ylim
+    if panel.bottom is not None:
+        limit(panel.bottom, None)
+    if panel.top is not None:
+        limit(None, panel.top)
+    if not np.isfinite(drawn).any():
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#7f7f7f")
+
+
+def _name(axes: Axes, names: Sequence[str], *, flat: bool) -> None:
+    """Name the places of an axis; slanted, if the names are long."""
+    if flat:
+        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        return
+    upright = max(map(len, names)) > 14 * float(np.clip(9 / len(names), 0.34, 0.85))  # an inch has room for 14 letters
+    axes.set_xticks(
+        range(len(names)), names, fontsize=8, rotation=50 if upright else 0, ha="right" if upright else "center",
+        rotation_mode="anchor" if upright else "default",
+    )  # fmt: skip
+    axes.set_xlim(-0.6, len(names) - 0.4)
+
+
+def _penalties(panels: Sequence[Axes], every: Sequence[_Series]) -> None:
+    """Scale an axis of penalties, shared by some panels, so that small ones are seen beside very large ones."""
+    drawn = np.concatenate([(one.mean + one.lengths * [[-1], [1]]).ravel() for one in every])
+    finite = drawn[np.isfinite(drawn)]
+    lowest, highest = float(finite.min(initial=0.0)), float(finite.max(initial=1.0))
+    label, first = "penalty, points of accuracy", panels[0]  # of what, the title says
+    for axes in panels:
+        axes.axhline(0, color=shared.INK, lw=0.9, zorder=1)
+        axes.set_ylabel(label)
+    if highest <= 2.5 * _LINEAR:
+        margin = 0.05 * (highest - lowest)
+        for axes in panels:
+            axes.set_ylim(lowest - margin, highest + margin)
+        return
+    bottom, top = min(lowest * 1.1, -0.5), highest * 1.15
+    ticks = [tick for tick in (-40, -20, -10, -5, 0, 2, 4, 6, 8, 10, 20, 40, 60, 100) if bottom <= tick <= top]
+    for axes in panels:  # the linear part takes as much room as the decade above it
+        axes.set_yscale("symlog", linthresh=_LINEAR, linscale=1.0, subs=[])
+        axes.axhspan(_LINEAR, 1e4, color="#f2f2f2", lw=0, zorder=0)
+        axes.set_ylabel(f"{label}\n(logarithmic above {_LINEAR:.0f})")
+        axes.set_ylim(bottom, top)
+    first.yaxis.set_major_locator(FixedLocator(ticks))
+    first.yaxis.set_minor_locator(NullLocator())
+    first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _legend(figure: Figure, places: Sequence[Axes], legend: str) -> None:
+    if legend in ("each", "above"):
+        for axes in places:
+            (shared.legend_above if legend == "above" else shared.legend_of_some)(axes)
+    elif legend:
+        known = {}
+        for axes in places:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                known.setdefault(label, handle)
+        if len(known) > 1:
+            beside = legend == "beside"
+            columns = 1 if beside else 2 if max(map(len, known)) > 12 else 3
+            place = "outside right center" if beside else "outside lower center"
+            figure.legend(known.values(), known, loc=place, ncols=columns, frameon=False, fontsize=9)
