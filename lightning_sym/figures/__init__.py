@@ -6,7 +6,6 @@ from lightning_sym.figures.comparison import Compared, comparison_dots
 from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
 from lightning_sym.figures.curve_geometry import GeometryLines, curve_geometry_panels
 from lightning_sym.figures.declared import Chart, Marks, Panel
-from lightning_sym.figures.dissection import Paths, dissection_curves
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
     betti_curve,
@@ -26,7 +25,6 @@ from lightning_sym.figures.learning_coefficients import (
     coefficient_rows,
 )
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
-from lightning_sym.figures.pruning import PruningCurve, pruning_curves
 from lightning_sym.figures.similarity import (
     Depth,
     HeatMap,
@@ -63,10 +61,8 @@ __all__ = [
     "Lines",
     "Marks",
     "Panel",
-    "Paths",
     "PenaltyFamily",
     "PenaltyPanel",
-    "PruningCurve",
     "Scale",
     "SparsityFamily",
     "ZooPanel",
@@ -82,7 +78,6 @@ __all__ = [
     "contour_levels",
     "curve_geometry_panels",
     "curve_planes",
-    "dissection_curves",
     "embedding",
     "evidence_curves",
     "interpolation_curves",
@@ -94,7 +89,6 @@ __all__ = [
     "penalty_heat_map",
     "planes_beside",
     "point_set",
-    "pruning_curves",
     "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",

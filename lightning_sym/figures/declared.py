@@ -171,6 +171,12 @@ class Chart:
         named = tables if isinstance(tables, Mapping) else {"": tables}
         return _drawn(self, named, self.title.format(title=title))
 
+    def named(
+        self, name: str, tables: Mapping[str, Sequence[Row]] | Sequence[Row], title: str = ""
+    ) -> Iterator[tuple[str, Figure]]:
+        """Yield the name and the figure, which is drawn when it is asked for; arguments as for :meth:`draw`."""
+        yield name, self.draw(tables, title)
+
 
 @shared.readable
 def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Figure:

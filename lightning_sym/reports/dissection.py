@@ -1,11 +1,10 @@
 """How much single units mean, in the networks' own basis and in rotated ones."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from rich.table import Table
 from scipy.stats import t as student
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from lightning_sym._tags import tag
 from lightning_sym.dissection import BasisDissection
-from lightning_sym.figures import Paths, dissection_curves
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -44,6 +43,32 @@ UNITS = {
     "low, high": "95 % interval for the mean over members, Student's t; each member has a rotation of its own",
 }
 _SHOWN = ("interpretable", "distinct", "kurtosis", "class_variance")
+
+
+def _panel(quantity: str, heading: str) -> Panel:
+    error = [(f"{quantity}_low", f"{quantity}_high")]
+    look = {"ls": "", "marker": "x", "ms": 7, "mew": 1.8}
+    marks = [
+        Marks(quantity, "alpha", ["zoo"], error=error, where={"network": "trained", "basis": "rotation"}),
+        Marks(quantity, "alpha", ["zoo", "network"], where={"network": "untrained", "basis": "rotation"},
+              look={"ls": "--", "lw": 1.2}),
+        Marks(quantity, "alpha", ["zoo", "basis"], where={"basis": "permutation"}, look=look),
+    ]  # fmt: skip
+    return Panel(marks, heading, r"$\alpha$: own basis ($0$) to a random one ($1$)",
+                 bottom=None if quantity == "kurtosis" else 0)  # fmt: skip
+
+
+CHART = Chart(
+    [
+        _panel("interpretable", "interpretable units"),
+        _panel("distinct", "distinct concepts"),
+        _panel("overlap", "largest overlap, mean"),
+        _panel("kurtosis", "kurtosis, median"),
+        _panel("participation", "participation ratio, median"),
+        _panel("class_variance", "variance explained by class, mean"),
+    ],
+    "What units mean in rotated bases: {title}",
+)
 
 
 class OneBasis(Protocol):
@@ -133,7 +158,7 @@ def dissection_results(
             ResultTable("bases", what + "of each network in each basis", rows, UNITS, about),
             ResultTable("units", what + "unit by unit, unrotated", unit_rows(results, concepts, least), UNITS, about),
         ],
-        _figures(summary, title),
+        CHART.named("dissection", summary, title),
         numbers=numbers,
         shown=_shown(summary, changes, title),
         notes=notes,
@@ -238,18 +263,6 @@ def _begins(row: Row) -> bool:
 def _keys(rows: Sequence[Row], *names: str) -> list[dict[str, Any]]:
     """Return the different values of some columns together, in the order of the rows."""
     return [dict(zip(names, key, strict=True)) for key in dict.fromkeys(tuple(row[n] for n in names) for row in rows)]
-
-
-def _figures(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
-    paths = []
-    for key in _keys(summary, "zoo", "network", "basis"):
-        if key["basis"] == "group":
-            continue
-        own = [row for row in summary if all(row[name] == value for name, value in key.items())]
-        ends = ("", "_low", "_high")
-        values = {q: np.array([[numeric(row[q + end]) for end in ends] for row in own]) for q in QUANTITIES}
-        paths.append(Paths(key["zoo"], key["network"], key["basis"], np.array([row["alpha"] for row in own]), values))
-    yield "dissection", dissection_curves(paths, title=f"What units mean in rotated bases: {title}")
 
 
 def _shown(summary: Sequence[Row], changes: Sequence[Row], title: str) -> Table:

@@ -60,7 +60,8 @@ def shown_table(title: str, columns: Sequence[Column], rows: Sequence[Row], **la
     """
     shown = [column for column in columns if column.heading]
     cells = [[column.cell(row) for column in shown] for row in rows]
-    return text_table(title, [column.heading for column in shown], cells, **layout)
+    headings = [column.heading for column in shown]
+    return text_table(title, headings, cells, **{"whole": headings, **layout})
 
 
 def final_numbers(columns: Sequence[Column], rows: Sequence[Row]) -> dict[str, float]:
@@ -137,5 +138,5 @@ class Report:
 
     def _figures(self, rows: Mapping[str, Sequence[Row]], title: str, others: Any) -> Iterator[tuple[str, Figure]]:
         for name, chart in self.charts.items():
-            yield name, chart.draw(rows, title)
+            yield from chart.named(name, rows, title)
         yield from others
