@@ -24,7 +24,6 @@ from lightning_sym.figures.learning_coefficients import (
     coefficient_curves,
     coefficient_rows,
 )
-from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.figures.similarity import (
     Depth,
     HeatMap,
@@ -48,7 +47,6 @@ from lightning_sym.figures.symmetry import symmetry_curves
 from lightning_sym.figures.zoo import confusion_matrix, validation_curves
 
 __all__ = [
-    "Bars",
     "ChainTraces",
     "Chart",
     "Coefficient",
@@ -58,7 +56,6 @@ __all__ = [
     "FoundPoint",
     "GeometryLines",
     "HeatMap",
-    "Lines",
     "Marks",
     "Panel",
     "PenaltyFamily",
@@ -66,7 +63,6 @@ __all__ = [
     "Scale",
     "SparsityFamily",
     "ZooPanel",
-    "barrier_bars",
     "betti_curve",
     "cards",
     "chain_traces",
@@ -80,7 +76,6 @@ __all__ = [
     "curve_planes",
     "embedding",
     "evidence_curves",
-    "interpolation_curves",
     "isosurface",
     "isosurface_mesh",
     "log_contour",

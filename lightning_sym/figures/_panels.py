@@ -132,8 +132,8 @@ def band(axes: Axes, places: Values, values: Values, **look: Any) -> None:
     if not shown.any():
         return
     places, values = places[shown], values[shown]
-    marker = "o" if len(places) == 1 else None  # a line through one point cannot be seen
-    axes.plot(places, np.nanmean(values, axis=1), marker=marker, zorder=3, **look)
+    look = {"marker": "o" if len(places) == 1 else None, **look}  # a line through one point cannot be seen
+    axes.plot(places, np.nanmean(values, axis=1), zorder=3, **look)
     if values.shape[1] > 1:
         ends = np.nanmin(values, axis=1), np.nanmax(values, axis=1)
         axes.fill_between(places, *ends, color=look["color"], alpha=0.15, lw=0)

@@ -39,6 +39,7 @@ class Marks:
             used where the ones before are None.
         where: Which rows are drawn: values by column (a tuple lists several), or a function of a row.
         factor: Multiplies heights and intervals.
+        values: Format of the mean that is printed beside each of the ``bars``; empty for none.
         looks: Properties of the lines by the label, for example ``label``, ``color`` and ``ls``.
         look: Properties of all lines.
         table: Name of the table; default the first one.
@@ -52,6 +53,7 @@ class Marks:
     error: Sequence[str | tuple[str, str]] = ()
     where: Mapping[str, Any] | Callable[[Row], bool] = field(default_factory=dict)
     factor: float = 1.0
+    values: str = ""
     looks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     look: Mapping[str, Any] = field(default_factory=dict)
     table: str = ""
@@ -85,6 +87,7 @@ class Panel:
         levels: Horizontal lines by their label; a function makes them of a row.
         whole: Whether places are whole numbers, such as epochs.
         flat: Whether to swap the axes, for long names of places.
+        names: Printed names of places.
         points: Whether heights are points of accuracy: linear up to 10, logarithmic above if there are larger ones.
     """
 
@@ -99,6 +102,7 @@ class Panel:
     levels: Mapping[str, float] | Callable[[Row], Mapping[str, float]] = field(default_factory=dict)
     whole: bool = False
     flat: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
     points: bool = False
 
     def split(self, tables: Mapping[str, Sequence[Row]]) -> Iterator[tuple[Row, dict[int, list[Row]]]]:
@@ -194,11 +198,22 @@ def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Fig
     _color(series)
     for axes, (panel, row, _), found in zip(places, split, series, strict=True):
         _draw(axes, panel, row, found)
+    _once(places, columns)
     pointed = [(axes, found) for axes, (panel, *_), found in zip(places, split, series, strict=True) if panel.points]
     if pointed:
         _penalties([axes for axes, _ in pointed], [one for _, found in pointed for _, own in found for one in own])
     _legend(figure, places, chart.legend)
     return figure
+
+
+def _once(places: Sequence[Axes], columns: int) -> None:
+    """Leave out the names of axes that the panel to the left or below has, too."""
+    for index, axes in enumerate(places):
+        row, below = places[index - index % columns], places[index + columns : index + columns + 1]
+        if axes is not row and axes.get_ylabel() == row.get_ylabel():
+            axes.set_ylabel("")
+        if below and axes.get_xlabel() == below[0].get_xlabel():
+            axes.set_xlabel("")
 
 
 def _key(row: Row, columns: Sequence[str]) -> tuple[Any, ...]:
@@ -264,14 +279,15 @@ def _draw(axes: Axes, panel: Panel, row: Row, found: Sequence[tuple[Marks, Seque
         stack: Any = 0.0
         for index, one in enumerate(own):
             x = np.array([names.index(str(place)) if named else place for place in one.places], dtype=float)
-            if marks.kind in ("bars", "error") and named and len(own) > 1:  # beside one another
+            beside = named and any(set(one.places) & set(other.places) for other in own if other is not one)
+            if beside and marks.kind in ("bars", "error"):
                 x += (index - (len(own) - 1) / 2) * (0.82 / len(own) if marks.kind == "bars" else 0.07)
             if marks.kind == "area":
                 wide = x if len(x) > 1 else x[0] + np.array([-0.5, 0.5])
                 ends = np.broadcast_to(stack, wide.shape), np.broadcast_to(stack := stack + one.mean, wide.shape)
                 axes.fill_between(wide, *ends, color=one.look["color"], alpha=0.9, lw=0, label=one.label)
             else:
-                _add(axes, marks.kind, one, x, panel, 0.9 * 0.82 / max(1, len(own)))
+                _add(axes, marks, one, x, panel, 0.74 / len(own) if beside else 0.62)
     levels = panel.levels(row) if callable(panel.levels) else panel.levels
     for style, (label, level) in zip(itertools.cycle(("--", ":")), levels.items()):
         line = axes.axvline if panel.flat else axes.axhline
@@ -280,17 +296,17 @@ def _draw(axes: Axes, panel: Panel, row: Row, found: Sequence[tuple[Marks, Seque
     labels = panel.xlabel, panel.ylabel
     axes.set(**dict(zip(("ylabel", "xlabel") if panel.flat else ("xlabel", "ylabel"), labels, strict=True)))
     if named:
-        _name(axes, names, flat=panel.flat)
+        _name(axes, [panel.names.get(name, name) for name in names], flat=panel.flat)
     elif panel.whole:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _scale(axes, panel, every)
     axes.grid(alpha=0.25)
 
 
-def _add(axes: Axes, kind: Kind, one: _Series, x: Values, panel: Panel, width: float) -> None:
+def _add(axes: Axes, marks: Marks, one: _Series, x: Values, panel: Panel, width: float) -> None:
     """Add a series to a panel."""
     heights = np.where(one.heights > 0, one.heights, np.nan) if "y" in panel.log else one.heights
-    mean, label = one.mean, one.label
+    kind, mean, label = marks.kind, one.mean, one.label
     look = {"lw": 1.8, "label": label, **one.look}
     plain = {name: value for name, value in look.items() if name not in ("ls", "lw", "marker", "ms")}
     if kind == "line" and np.isfinite(one.low).any():
@@ -303,6 +319,10 @@ def _add(axes: Axes, kind: Kind, one: _Series, x: Values, panel: Panel, width: f
     elif kind == "bars":
         (axes.barh if panel.flat else axes.bar)(x, np.nan_to_num(mean), width, **{"alpha": 0.75, **plain})
         _errors(axes, one, x, panel, {"fmt": "none", "ecolor": shared.INK, "capsize": 2.5})
+        for place, end in zip(x, mean, strict=True) if marks.values else ():
+            if np.isfinite(end):
+                at, shift = ((max(end, 0), place), (6, -3)) if panel.flat else ((place, max(end, 0)), (-6, 3))
+                axes.annotate(format(end, marks.values), at, shift, textcoords="offset points", fontsize=8, zorder=5)
     elif kind == "error":
         _errors(axes, one, x, panel, {"marker": "o", "ms": 5, "capsize": 2, **look})
     else:  # lines and dots, of each observation
@@ -330,10 +350,10 @@ def _scale(axes: Axes, panel: Panel, every: Sequence[_Series]) -> None:
         for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
             formatted(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
     limit = axes.set_xlim if panel.flat else axes.set_ylim
-    if panel.bottom is not None:
-        limit(panel.bottom, None)
-    if panel.top is not None:
-        limit(None, panel.top)
+    if panel.bottom is not None or panel.top is not None:
+        low, high = axes.get_xlim() if panel.flat else axes.get_ylim()
+        low = low if panel.bottom is None else panel.bottom
+        limit(low, high + 0.03 * (high - low) if panel.top is None else panel.top)
     if not np.isfinite(drawn).any():
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#7f7f7f")
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lightning_sym._tags import details, tag
 from lightning_sym.connectivity import Barrier, Curve, CurveSummary
-from lightning_sym.figures import CurvePlane, Lines, curve_planes, interpolation_curves
+from lightning_sym.figures import CurvePlane, curve_planes
 from lightning_sym.landscape import WeightPlane
 from lightning_sym.reports.cells import Row, finite, text_table, unique
+from lightning_sym.reports.paths import path_chart
 from lightning_sym.reports.table import ResultTable, RunResults
 
 Pair = tuple[int, int]
@@ -96,7 +97,7 @@ def curve_results(
     """
     rows = path_rows(paths)
     classified = all(row["accuracy_lowest"] is not None for row in rows)
-    summary = curve_summary(rows)
+    summary, points = curve_summary(rows), point_rows(paths)
     barriers, highest = (
         {tag(name, f"{row['split']}_loss", row["path"]): row[f"loss_{name}"] for row in summary}
         for name in ("barrier", "highest")
@@ -108,7 +109,7 @@ def curve_results(
     tables = [
         ResultTable("summary", what + "means over pairs", summary, UNITS, about),
         ResultTable("curves", what + "of each pair", rows, UNITS, about),
-        ResultTable("points", what + "all places", point_rows(paths), UNITS, about),
+        ResultTable("points", what + "all places", points, UNITS, about),
     ]
     places = {"picture": "along.png", "table": "summary.csv", "pairs": "curves.csv"}
     if planes:
@@ -124,7 +125,7 @@ def curve_results(
         places["curve"] = next(iter(curves))
     return RunResults(
         tables,
-        _figures(paths, planes, title, loss or "nats"),
+        _figures(points, planes, title, loss),
         files=curves,
         numbers=numbers,
         headline=min(curved, key=lambda name: numbers[name], default=None),
@@ -199,26 +200,15 @@ def plane_rows(planes: Sequence[MeasuredPlane]) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(paths: Paths, planes: Sequence[MeasuredPlane], title: str, loss: str) -> Iterator[tuple[str, Figure]]:
-    first = next(iter(next(iter(paths.values())).values()))
-    columns = [
-        Lines(
-            f"{split} data",
-            _stacked({name: [path.along[split].loss for path in own.values()] for name, own in paths.items()}),
-            _stacked({name: [path.along[split].accuracy for path in own.values()] for name, own in paths.items()}),
-        )
-        for split in first.along
-    ]
-    t = first.along["train"].t.numpy()
-    yield "along", interpolation_curves(t, columns, title=f"Between two networks: {title}", loss=loss)
+def _figures(
+    points: Sequence[Row], planes: Sequence[MeasuredPlane], title: str, loss: str | None
+) -> Iterator[tuple[str, Figure]]:
+    chart = path_chart(
+        points, "path", ["split"], title="Between two networks: {title}", panel="{split} data", loss=loss
+    )
+    yield from chart.named("along", points, title)
     if planes:
         yield "planes", curve_planes([_panel(plane) for plane in planes], title=f"Planes of curves: {title}")
-
-
-def _stacked(values: Mapping[str, Sequence[Tensor | None]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return a row for each pair, by path; nothing where there is no accuracy."""
-    there = {name: [one for one in own if one is not None] for name, own in values.items()}
-    return {name: torch.stack(own).numpy() for name, own in there.items() if own}
 
 
 def _panel(measured: MeasuredPlane) -> CurvePlane:
