@@ -15,8 +15,6 @@ from lightning_sym.figures.equivalence_sets import (
     point_set,
     search_curves,
 )
-from lightning_sym.figures.equivalence_walks import walk_curves
-from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
 from lightning_sym.figures.learning_coefficients import (
     ChainTraces,
     Coefficient,
@@ -28,12 +26,10 @@ from lightning_sym.figures.similarity import (
     Depth,
     HeatMap,
     ZooPanel,
-    similarity_curves,
     similarity_depth,
     similarity_maps,
     similarity_of_zoos,
 )
-from lightning_sym.figures.spectra import sharpness_bars, sharpness_curves, spectral_densities
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
     PenaltyPanel,
@@ -43,8 +39,7 @@ from lightning_sym.figures.stitching import (
     rotation_penalty,
     sparsity_against_penalty,
 )
-from lightning_sym.figures.symmetry import symmetry_curves
-from lightning_sym.figures.zoo import confusion_matrix, validation_curves
+from lightning_sym.figures.zoo import confusion_matrix
 
 __all__ = [
     "ChainTraces",
@@ -75,7 +70,6 @@ __all__ = [
     "curve_geometry_panels",
     "curve_planes",
     "embedding",
-    "evidence_curves",
     "isosurface",
     "isosurface_mesh",
     "log_contour",
@@ -84,18 +78,10 @@ __all__ = [
     "penalty_heat_map",
     "planes_beside",
     "point_set",
-    "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",
-    "sharpness_bars",
-    "sharpness_curves",
-    "similarity_curves",
     "similarity_depth",
     "similarity_maps",
     "similarity_of_zoos",
     "sparsity_against_penalty",
-    "spectral_densities",
-    "symmetry_curves",
-    "validation_curves",
-    "walk_curves",
 ]

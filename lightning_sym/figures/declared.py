@@ -18,6 +18,7 @@ Text = str | Callable[[Row], str]
 Kind = Literal["line", "lines", "dots", "error", "bars", "steps", "area"]
 # Beyond this many points the axis of penalties is logarithmic, if there are larger ones.
 _LINEAR = 10.0
+_MOST = 12  # names in a legend
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Marks:
             ``steps``, or ``area`` (stacked).
         label: Name of a series in the legend: text with columns in braces, or a function of a row. Series with the
             same label have the same color. Default: the values of ``group``.
-        error: Columns of the ends of the interval, or one column of its half length. Further pairs and columns are
-            used where the ones before are None.
+        error: Columns of the ends of the interval, or one column of standard errors, which are combined over
+            observations. Further ones are used where those before are None.
         where: Which rows are drawn: values by column (a tuple lists several), or a function of a row.
         factor: Multiplies heights and intervals.
         values: Format of the mean that is printed beside each of the ``bars``; empty for none.
@@ -152,7 +153,7 @@ class Chart:
         columns: Panels in a row; 0 chooses one or two.
         size: Width and height of a panel in inches; None chooses them.
         legend: One ``below`` or ``beside`` all panels, one in ``each``, one in each ``above`` what is drawn, or none.
-        share: Axes that all panels share: ``"x"``, ``"y"`` or ``"xy"``.
+        share: Axes that panels share: ``"x"``, ``"y"``, both, or ``"r"`` for vertical axes of a row.
     """
 
     panels: Sequence[Panel]
@@ -178,8 +179,16 @@ class Chart:
     def named(
         self, name: str, tables: Mapping[str, Sequence[Row]] | Sequence[Row], title: str = ""
     ) -> Iterator[tuple[str, Figure]]:
-        """Yield the name and the figure, which is drawn when it is asked for; arguments as for :meth:`draw`."""
-        yield name, self.draw(tables, title)
+        """Yield the name and the figure, if there is something to draw, when it is asked for.
+
+        Args:
+            name: Name of the figure.
+            tables: As for :meth:`draw`.
+            title: Title of the report.
+        """
+        named = tables if isinstance(tables, Mapping) else {"": tables}
+        if any(True for panel in self.panels for _ in panel.split(named)):
+            yield name, self.draw(named, title)
 
 
 @shared.readable
@@ -189,7 +198,7 @@ def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Fig
     columns = min(chart.columns or (1 if len(split) <= 3 else 2), len(split))
     width, height = chart.size or (6.4 if columns == 1 else 3.5, 2.8)
     size = width * columns, 1.0 + height * -(-len(split) // columns)
-    sharing: Any = {f"share{axis}": axis in chart.share for axis in "xy"}
+    sharing: Any = {"sharex": "x" in chart.share, "sharey": "row" if "r" in chart.share else "y" in chart.share}
     figure, places = shared.panels(*size, len(split), columns, title=title, **sharing)
     series = [
         [(marks, list(_series(marks, rows[index]))) for index, marks in enumerate(panel.marks)]
@@ -234,15 +243,16 @@ def _series(marks: Marks, rows: Sequence[Row]) -> Iterator[_Series]:
     def label(row: Row) -> str:
         return ", ".join(map(str, _key(row, marks.group))) if marks.label is None else _text(marks.label, row)
 
-    def interval(row: Row) -> tuple[float, float]:
-        mean = _number(row[marks.y])
+    def interval(found: Sequence[Row]) -> tuple[float, float]:
         for one in marks.error:
-            low, high = (
-                (_number(row.get(one[0])), _number(row.get(one[1])))
-                if isinstance(one, tuple)
-                else (mean - _number(row.get(one)), mean + _number(row.get(one)))
-            )
-            if np.isfinite(low) and np.isfinite(high):
+            if isinstance(one, tuple):
+                low, high = (_number(found[0].get(end)) for end in one)
+            else:  # standard errors of independent observations
+                known = [row for row in found if np.isfinite([_number(row.get(one)), _number(row[marks.y])]).all()]
+                mean = np.mean([row[marks.y] for row in known]) if known else np.nan
+                half = np.sqrt(sum(row[one] ** 2 for row in known)) / max(1, len(known))
+                low, high = float(mean - half), float(mean + half)
+            if np.isfinite([low, high]).all():
                 return marks.factor * low, marks.factor * high
         return np.nan, np.nan
 
@@ -256,7 +266,7 @@ def _series(marks: Marks, rows: Sequence[Row]) -> Iterator[_Series]:
         heights = np.full((len(by_place), max(map(len, by_place.values()))), np.nan)
         for place, found in enumerate(by_place.values()):
             heights[place, : len(found)] = [marks.factor * _number(row[marks.y]) for row in found]
-        low, high = np.array([interval(found[0]) for found in by_place.values()]).T
+        low, high = np.array([interval(found) for found in by_place.values()]).T
         look = {"label": key[-1], **marks.look, **marks.looks.get(key[-1], {})}
         yield _Series(look.pop("label"), list(by_place), heights, low, high, look)
 
@@ -407,6 +417,9 @@ def _legend(figure: Figure, places: Sequence[Axes], legend: str) -> None:
         for axes in places:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 known.setdefault(label, handle)
+        if len(known) > _MOST:  # colors go from dark to bright, some are enough
+            chosen = np.linspace(0, len(known) - 1, _MOST).round().astype(int)
+            known = {label: known[label] for label in np.array(list(known), dtype=object)[chosen]}
         if len(known) > 1:
             beside = legend == "beside"
             columns = 1 if beside else 2 if max(map(len, known)) > 12 else 3

@@ -132,47 +132,6 @@ def similarity_depth(
     return figure
 
 
-_COMPARED_WITH = {"start": "the start", "reference": "the reference", "members": "other members"}
-
-
-@shared.readable
-def similarity_curves(
-    epochs: Sequence[float], panels: Mapping[tuple[str, str], Mapping[str, ArrayLike]], *, title: str = ""
-) -> Figure:
-    """Draw similarity over training: a row for what is compared with, a column for each measure, a line for each site.
-
-    Lines are means over members or pairs, shades reach from the lowest to the highest; NaN is left out.
-
-    Args:
-        epochs: How many epochs had been trained at each point. Length ``T``.
-        panels: By what is compared with (``"start"``, ``"reference"``, ``"members"``) and measure, row by row: by site,
-            shape ``[T, links]``.
-        title: Above all.
-
-    Returns:
-        The figure.
-
-    Raises:
-        ValueError: If there are no panels.
-    """
-    shared.check_some(panels=panels)
-    measures = len({measure for _, measure in panels})
-    columns = measures if measures <= 2 else 1 if measures % 2 else 2
-    rows = -(-len(panels) // columns)
-    figure, places = shared.panels(
-        1.0 + 3.6 * columns, 0.8 + 3.0 * rows, len(panels), columns, title=title, sharex=True, sharey=True
-    )
-    for index, (axes, ((compared_with, measure), lines)) in enumerate(zip(places, panels.items(), strict=True)):
-        for (site, values), color in zip(lines.items(), shared.line_colors(len(lines)), strict=True):
-            by_link = np.asarray(values, dtype=float)
-            shared.band(axes, np.asarray(epochs, dtype=float), by_link, color=color, lw=1.8, label=site)
-        shared.over_epochs(axes, "similarity" if index % columns == 0 else "")
-        axes.set_title(f"{measure}, with {_COMPARED_WITH[compared_with]}", fontsize=10)
-    places[0].set_ylim(top=1.03)  # shared by all, and when all is drawn: the other end is that of the data
-    shared.legend_of_some(places[0])
-    return figure
-
-
 @dataclass(frozen=True)
 class ZooPanel:
     """A panel of :func:`similarity_of_zoos`.

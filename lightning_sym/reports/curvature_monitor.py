@@ -1,12 +1,10 @@
 """What CurvatureMonitor says of a run: how sharp the loss was while networks were trained."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from lightning_sym.figures import sharpness_curves
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.reports.cells import over_members
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -20,6 +18,39 @@ UNITS = {
     "along_step": "second derivative in the direction of the optimizer step just taken, same unit",
     "trace": "sum of eigenvalues, same unit, with its standard error in trace_error",
 }
+
+_TRACE = Marks("trace", "epoch", label="trace")
+CHART = Chart(
+    [
+        Panel(
+            [
+                Marks("top_eigenvalue", "epoch", label="largest"),
+                Marks("along_step", "epoch", label="along the step", look={"ls": "--"}),
+            ],
+            "Eigenvalue",
+            "epoch",
+            "second derivative of the loss",
+            whole=True,
+        ),
+        Panel(
+            [_TRACE, replace(_TRACE, kind="error", error=["trace_error"], look={"ls": "", "marker": ""})],
+            "Trace",
+            "epoch",
+            "sum of eigenvalues, ± standard error",
+            whole=True,
+        ),
+        Panel(
+            [Marks("loss", "epoch", label="loss")],
+            "Training loss",
+            "epoch",
+            "in eval mode, without regularisers",
+            log="y",
+            whole=True,
+        ),
+    ],
+    "Sharpness of {title}",
+    legend="each",
+)
 
 
 def monitor_scalars(point: Point, prefix: str = "curvature", *, named: bool = False) -> dict[str, float]:
@@ -54,15 +85,5 @@ def monitor_results(
         for number, values in point["members"].items()
     ]
     table = ResultTable(name, "Hessian of the training loss, while training", rows, UNITS, about)
-    return RunResults([table], _figures(points, name, network))
-
-
-def _figures(points: Sequence[Point], name: str, network: str) -> Iterator[tuple[str, Figure]]:
-    curves = {
-        quantity: [[values.get(quantity, math.nan) for values in point["members"].values()] for point in points]
-        for quantity in QUANTITIES
-    }
-    if members := len(points[-1]["members"]):
-        count = f", mean of {members} members" if members > 1 else ""
-        title = f"Sharpness of {network} while training{count}"
-        yield name, sharpness_curves([point["epoch"] for point in points], **curves, title=title)
+    count = f", mean of {members} members" if (members := len(points[-1]["members"])) > 1 else ""
+    return RunResults([table], CHART.named(name, rows, f"{network} while training{count}"))

@@ -47,7 +47,7 @@ def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str |
     chart = path_chart(points, "alignment", title="Between checkpoints", panel="test data", loss=loss)
     return RunResults(
         tables,
-        [] if not points else chart.named("interpolation", points),
+        chart.named("interpolation", points),
         files={"symmetry.txt": f"{found.symmetry}\n"},
         notes=[f"note: {note}" for note in found.notes],
     )

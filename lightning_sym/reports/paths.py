@@ -62,4 +62,4 @@ def path_chart(
         for outer in dict.fromkeys(tuple(row[name] for name in by[:-1]) for row in rows)
         for quantity, label, factor in quantities
     ]
-    return Chart(panels, title, columns=min(2, len({tuple(row[name] for name in by) for row in rows})), share="x")
+    return Chart(panels, title, columns=min(2, len({tuple(row[name] for name in by) for row in rows})), share="xr")

@@ -7,16 +7,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import seeded
 from lightning_sym._tags import details, tag
 from lightning_sym._text import unknown
-from lightning_sym.figures import similarity_curves
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.cells import finite
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -34,6 +32,23 @@ UNITS = {
     "similarity": "1: the same up to what the measure does not see; unitless; empty where features are not finite",
 }
 START, REFERENCE, MEMBERS = "start", "reference", "members"
+_OTHERS = {START: "the start", REFERENCE: "the reference", MEMBERS: "other members"}
+CHART = Chart(
+    [
+        Panel(
+            [Marks("similarity", "epoch", ["site"])],
+            lambda row: f"{row['measure']}, with {_OTHERS[row['with']]}",
+            "epoch",
+            "similarity",
+            ["with", "measure"],
+            top=1.03,
+            whole=True,
+        )
+    ],
+    "Similarity of representations of {title} while training",
+    columns=2,
+    share="xy",
+)
 _BATCH = 100  # images that a network sees at a time
 
 
@@ -323,15 +338,7 @@ def monitor_results(
     """
     rows = list(_rows(points, links, measures, sites))
     table = ResultTable(name, "similarity of representations while training", rows, UNITS, about)
-    curves = {
-        (compared_with, measure): {
-            site: np.stack([point["values"][compared_with][:, i, j].numpy() for point in points])
-            for j, site in enumerate(sites)
-        }
-        for compared_with in links
-        for i, measure in enumerate(measures)
-    }
-    return RunResults([table], _figures(points, curves, name, network))
+    return RunResults([table], CHART.named(name, rows, network))
 
 
 def _rows(
@@ -351,10 +358,3 @@ def _rows(
                     "site": site, "first": first, "second": second if compared_with == MEMBERS else None,
                     "similarity": finite(float(values[row, i, j])),
                 }  # fmt: skip
-
-
-def _figures(
-    points: Sequence[Mapping[str, Any]], curves: Mapping[tuple[str, str], Mapping[str, Any]], name: str, network: str
-) -> Iterator[tuple[str, Figure]]:
-    title = f"Similarity of representations of {network} while training"
-    yield name, similarity_curves([point["epoch"] for point in points], curves, title=title)

@@ -1,5 +1,6 @@
 """Spectra and sharpness of the members of a zoo, and how much of it is a matter of their symmetry."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 
 from lightning_sym.curvature import SharpnessModuloSymmetry, SpectralDensity
 from lightning_sym.curvature.modulo_symmetry import MEASURES
-from lightning_sym.figures import sharpness_bars, spectral_densities
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.reports.cells import Row, finite, text_table
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -113,11 +114,27 @@ def _figures(
 ) -> Iterator[tuple[str, Figure]]:
     low, high = min(m.density.low for m in members.values()), max(m.density.high for m in members.values())
     x = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64)
-    densities = {f"member {number}": one.density.at(x, width).numpy() for number, one in members.items()}
     size = next(iter(members.values())).density.size
-    yield "spectrum", spectral_densities(x.numpy(), densities, width=width, size=size, title=title)
-    measures = {
-        measure: {place: [row[place] for row in rows if row["measure"] == measure] for place in _PLACES}
-        for measure in MEASURES
-    }
-    yield "sharpness", sharpness_bars([str(number) for number in members], measures, title=title)
+    single = 1 / (size * width * math.sqrt(2 * math.pi))  # the peak of one eigenvalue
+    densities = [
+        {"member": number, "eigenvalue": place, "density": max(density, 1e-3 * single)}
+        for number, one in members.items()
+        for place, density in zip(x.tolist(), one.density.at(x, width).tolist(), strict=True)
+    ]
+    panel = Panel(
+        [Marks("density", "eigenvalue", label="member {member}", look={"lw": 1.2})],
+        xlabel=f"eigenvalue (smoothed with a Gaussian of width {width:.2g})",
+        ylabel="density",
+        log="y",
+        bottom=1e-2 * single,
+        levels={"one eigenvalue": single},
+    )
+    yield from Chart([panel]).named("spectrum", densities, title)
+    bars = [
+        {**row, "member": str(row["member"]), "place": place.replace("raw", "as_it_is"), "value": row[place]}
+        for row in rows
+        for place in _PLACES
+    ]
+    marks = Marks("value", "member", kind="bars", label=lambda row: row["place"].replace("_", " "))
+    panel = Panel([marks], lambda row: row["measure"].replace("_", " "), "member", by=["measure"])
+    yield from Chart([panel], columns=1).named("sharpness", bars, title)

@@ -1,20 +1,17 @@
 """How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
 
 import copy
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from operator import getitem
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_sym._random import seeded
 from lightning_sym._tags import MOST_CURVES, overview, tag
-from lightning_sym.figures import symmetry_curves
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports.cells import finite, over_members
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -238,15 +235,20 @@ def monitor_results(
         distance: Whether there are distances.
     """
     what = "units of axis groups while training: balance of incoming and outgoing squared norms"
-    tables = [ResultTable(name, what, list(_group_rows(points, kinds)), UNITS, about)]
+    groups, gauges = list(_group_rows(points, kinds)), []
+    tables = [ResultTable(name, what, groups, UNITS, about)]
     if distance:
-        rows = [
+        gauges = [
             {**head, **{gauge: finite(values["distance"][gauge]) for gauge in GAUGES}}
             for head, values in _by_member(points)
         ]
         what = "distance of the parameters to those at the start of training"
-        tables.append(ResultTable(f"{name}_distance", what, rows, UNITS, about))
-    return RunResults(tables, _figures(points, kinds, name, network, distance))
+        tables.append(ResultTable(f"{name}_distance", what, gauges, UNITS, about))
+    members = len(points[-1]["members"])
+    count = f", mean of {members} members" if members > 1 else ""
+    dead = any(row["dead"] for row in groups) and (distance or any(len(kind.quantities) > 1 for kind in kinds.values()))
+    chart = _chart(kinds, f"Symmetry of {network} while training{count}", dead=dead)
+    return RunResults(tables, chart.named(name, {"groups": groups, "distance": gauges}))
 
 
 def _by_member(points: Sequence[Point]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
@@ -262,22 +264,36 @@ def _group_rows(points: Sequence[Point], kinds: Mapping[str, GroupKind]) -> Iter
             yield {**head, "group": group, "size": kinds[group].size, **numbers}
 
 
-def _figures(
-    points: Sequence[Point], kinds: Mapping[str, GroupKind], name: str, network: str, distance: bool
-) -> Iterator[tuple[str, Figure]]:
-    def over_time(*keys: str) -> list[list[float]]:
-        return [[functools.reduce(getitem, keys, values) for values in point["members"].values()] for point in points]
+def _chart(kinds: Mapping[str, GroupKind], title: str, *, dead: bool) -> Chart:
+    def of_groups(quantity: str, heading: str, label: str) -> Panel:
+        def defined(row: Mapping[str, Any]) -> bool:
+            return quantity in kinds[row["group"]].quantities
 
-    curves = {
-        quantity: {g: over_time("groups", g, quantity) for g, kind in kinds.items() if quantity in kind.quantities}
-        for quantity in ("imbalance", "drift", "dead")
-    }
-    distances = {gauge: over_time("distance", gauge) for gauge in (GAUGES if distance else ())}
-    if curves["imbalance"] or curves["drift"] or distances:
-        members = len(points[-1]["members"])
-        count = f", mean of {members} members" if members > 1 else ""
-        title = f"Symmetry of {network} while training{count}"
-        yield name, symmetry_curves([point["epoch"] for point in points], **curves, distance=distances, title=title)
+        def short(row: Mapping[str, Any]) -> str:
+            name: str = row["group"]
+            return name if len(name) <= 28 else "..." + name[-25:]
+
+        return Panel(
+            [Marks(quantity, "epoch", label=short, where=defined)], heading, "epoch", label, bottom=0, whole=True
+        )
+
+    looks = [("as trained", "#1b1b1b", "-"), ("balanced, units in place", "#009e73", "--"),
+             ("canonical, units sorted", "#cc79a7", ":")]  # fmt: skip
+    distances = [
+        Marks(gauge, "epoch", label=label, look={"color": color, "ls": style}, table="distance")
+        for gauge, (label, color, style) in zip(GAUGES, looks, strict=True)
+    ]
+    panels = [
+        of_groups("imbalance", "Imbalance, 0 = balanced", "$|$in $-$ out$|$ / (in $+$ out),\nsquared norms"),
+        of_groups(
+            "drift",
+            "Change of what gradient flow conserves",
+            "change of (in $-$ out)\n/ (in $+$ out) at the start",
+        ),
+        Panel(distances, "Distance to the start", "epoch", "relative to the norm at the start", bottom=0, whole=True),
+    ]
+    panels += [of_groups("dead", "Dead units", "number of units, mean over members")] if dead else []
+    return Chart(panels, title, columns=1, legend="each")
 
 
 def _group_tag(group: str) -> str:
