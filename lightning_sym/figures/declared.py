@@ -16,6 +16,7 @@ from lightning_sym.figures._panels import Values
 Row = Mapping[str, Any]
 Text = str | Callable[[Row], str]
 Kind = Literal["line", "lines", "dots", "error", "bars", "steps", "area"]
+_COLORS = (shared.BLUE, shared.VERMILION, shared.SKY, shared.ORANGE, shared.GREEN, shared.PINK, shared.BLACK)
 # Beyond this many points the axis of penalties is logarithmic, if there are larger ones.
 _LINEAR = 10.0
 _MOST = 12  # names in a legend
@@ -29,7 +30,7 @@ class Marks:
     with a band from the lowest to the highest, or the given interval.
 
     Attributes:
-        y: Column of the heights; None and NaN are left out.
+        y: Column of the heights; None, NaN, and rows without the column are left out.
         x: Column of the places. Text gives one tick per name.
         group: Columns whose values tell the series apart.
         kind: ``line``, ``lines`` (one for each observation), ``dots``, ``error`` (bars of the interval), ``bars``,
@@ -66,6 +67,7 @@ class Marks:
             tables: Rows by the name of the table.
         """
         rows = tables[self.table] if self.table else next(iter(tables.values()))
+        rows = [row for row in rows if self.y in row]
         if callable(self.where):
             return list(filter(self.where, rows))
         wanted = {name: value if isinstance(value, tuple) else (value,) for name, value in self.where.items()}
@@ -276,7 +278,8 @@ def _color(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> None:
     every = [one for panel in series for _, found in panel for one in found]
     fixed = {one.label: one.look["color"] for one in every if "color" in one.look}
     free = [label for label in dict.fromkeys(one.label for one in every) if label not in fixed]
-    colors = {**dict(zip(free, shared.line_colors(len(free)), strict=True)), **fixed}
+    chosen = _COLORS if len(free) <= len(_COLORS) else shared.line_colors(len(free))
+    colors = {**dict(zip(free, chosen, strict=False)), **fixed}
     for one in every:
         one.look.setdefault("color", colors[one.label])
 
@@ -288,6 +291,8 @@ def _draw(axes: Axes, panel: Panel, row: Row, found: Sequence[tuple[Marks, Seque
     for marks, own in found:
         stack: Any = 0.0
         for index, one in enumerate(own):
+            if not np.isfinite(one.heights).any():
+                continue
             x = np.array([names.index(str(place)) if named else place for place in one.places], dtype=float)
             beside = named and any(set(one.places) & set(other.places) for other in own if other is not one)
             if beside and marks.kind in ("bars", "error"):

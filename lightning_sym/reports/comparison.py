@@ -19,7 +19,7 @@ from lightning_sym._runs import FinishedRun, is_seed
 from lightning_sym._statistics import student_interval
 from lightning_sym._tags import is_detail
 from lightning_sym._text import ranges
-from lightning_sym.figures import Compared, comparison_dots
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.reports.cells import broken_name, counted, text_table, unique
 from lightning_sym.reports.table import ResultTable
 
@@ -34,6 +34,22 @@ UNITS = {
 }
 _MOST_ROWS = 40  # on the terminal
 _MOST_PANELS = 12
+# The first group is blue; vermilion are those that differ from it.
+_ROLES = {"first": {"color": "#0072b2"}, "differs": {"color": "#d55e00"}, "open": {"color": "#1b1b1b"}}
+_DOTS = Chart(
+    [
+        Panel(
+            [
+                Marks("value", "group", ["role"], "dots", looks=_ROLES, look={"ms": 10, "alpha": 0.4}, table="runs"),
+                Marks("mean", "group", ["role"], "error", error=[("low", "high")], looks=_ROLES,
+                      look={"ls": "", "ms": 8}),
+            ],
+            "{number}", by=["number"], flat=True,
+        )
+    ],
+    "{title}; bars: 95 % intervals over seeds",
+    columns=2, size=(4.0, 2.0), legend="",
+)  # fmt: skip
 _MOST_UNITS = 8
 # Beside results, which depend on the machine and on what else it does.
 _OF_MACHINE = ("time/", "memory/")
@@ -102,18 +118,21 @@ class Comparison:
 
     def figure(self) -> Figure:
         """Draw a panel for each number, of many only the first: a dot for each run, means with intervals."""
-        panels = {}
-        for number in unique(self.table.rows, "number")[:_MOST_PANELS]:
-            rows = {row["group"]: row for row in self.table.rows if row["number"] == number}
-            panels[number] = [
-                Compared(
-                    group.name,
-                    [found[number] for run in group.runs if number in (found := self.values.get(run.name, {}))],
-                    **{key: rows[group.name][key] for key in ("low", "high", "decided") if group.name in rows},
-                )
-                for group in self.groups
-            ]
-        return comparison_dots(panels, title=f"{self.table.what}; bars: 95 % intervals over seeds")
+        shown = unique(self.table.rows, "number")[:_MOST_PANELS]
+        first = self.groups[0].name
+        means = [
+            {**row, "role": "first" if row["group"] == first else "differs" if row["decided"] else "open"}
+            for row in self.table.rows
+            if row["number"] in shown
+        ]
+        runs = [
+            {**row, "value": found[row["number"]]}
+            for row in means
+            for group in self.groups
+            for run in group.runs
+            if group.name == row["group"] and row["number"] in (found := self.values.get(run.name, {}))
+        ]
+        return _DOTS.draw({"means": means, "runs": runs}, self.table.what)
 
 
 def compare_runs(
