@@ -18,13 +18,7 @@ from lightning_sym.figures.similarity import (
     similarity_maps,
 )
 from lightning_sym.figures.stitching import (
-    PenaltyFamily,
-    PenaltyPanel,
-    SparsityFamily,
-    penalty_curves,
     penalty_heat_map,
-    rotation_penalty,
-    sparsity_against_penalty,
 )
 from lightning_sym.figures.zoo import confusion_matrix
 
@@ -35,10 +29,7 @@ __all__ = [
     "HeatMap",
     "Marks",
     "Panel",
-    "PenaltyFamily",
-    "PenaltyPanel",
     "Scale",
-    "SparsityFamily",
     "betti_curve",
     "cards",
     "class_stack_figure",
@@ -50,12 +41,9 @@ __all__ = [
     "isosurface_mesh",
     "log_contour",
     "loss_surface",
-    "penalty_curves",
     "penalty_heat_map",
     "planes_beside",
     "point_set",
-    "rotation_penalty",
     "search_curves",
     "similarity_maps",
-    "sparsity_against_penalty",
 ]

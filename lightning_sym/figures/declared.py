@@ -67,7 +67,10 @@ class Marks:
             tables: Rows by the name of the table.
         """
         rows = tables[self.table] if self.table else next(iter(tables.values()))
+        order = {place: index for index, place in enumerate(dict.fromkeys(row.get(self.x) for row in rows))}
         rows = [row for row in rows if self.y in row]
+        if any(isinstance(row[self.x], str) for row in rows):
+            rows.sort(key=lambda row: order[row[self.x]])
         if callable(self.where):
             return list(filter(self.where, rows))
         wanted = {name: value if isinstance(value, tuple) else (value,) for name, value in self.where.items()}
@@ -199,16 +202,18 @@ def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Fig
     shared.check_some(panels=split)
     columns = min(chart.columns or (1 if len(split) <= 3 else 2), len(split))
     width, height = chart.size or (6.4 if columns == 1 else 3.5, 2.8)
-    size = width * columns, 1.0 + height * -(-len(split) // columns)
+    size = max(6.4, width * columns), 1.0 + height * -(-len(split) // columns)
     sharing: Any = {"sharex": "x" in chart.share, "sharey": "row" if "r" in chart.share else "y" in chart.share}
     figure, places = shared.panels(*size, len(split), columns, title=title, **sharing)
     series = [
         [(marks, list(_series(marks, rows[index]))) for index, marks in enumerate(panel.marks)]
         for panel, _, rows in split
     ]
-    _color(series)
-    for axes, (panel, row, _), found in zip(places, split, series, strict=True):
-        _draw(axes, panel, row, found)
+    for together in [[one] for one in series] if chart.legend in ("each", "above") else [series]:
+        _color(together)
+    for axes, (panel, row, rows), found in zip(places, split, series, strict=True):
+        ticks = dict.fromkeys(one[marks.x] for index, marks in enumerate(panel.marks) for one in rows[index])
+        _draw(axes, panel, row, found, list(ticks) if any(isinstance(tick, str) for tick in ticks) else [])
     _once(places, columns)
     pointed = [(axes, found) for axes, (panel, *_), found in zip(places, split, series, strict=True) if panel.points]
     if pointed:
@@ -284,17 +289,17 @@ def _color(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> None:
         one.look.setdefault("color", colors[one.label])
 
 
-def _draw(axes: Axes, panel: Panel, row: Row, found: Sequence[tuple[Marks, Sequence[_Series]]]) -> None:
+def _draw(
+    axes: Axes, panel: Panel, row: Row, found: Sequence[tuple[Marks, Sequence[_Series]]], names: Sequence[str]
+) -> None:
     every = [one for _, own in found for one in own]
-    names = list(dict.fromkeys(str(place) for one in every for place in one.places))
-    named = any(isinstance(place, str) for one in every for place in one.places)
     for marks, own in found:
         stack: Any = 0.0
         for index, one in enumerate(own):
             if not np.isfinite(one.heights).any():
                 continue
-            x = np.array([names.index(str(place)) if named else place for place in one.places], dtype=float)
-            beside = named and any(set(one.places) & set(other.places) for other in own if other is not one)
+            x = np.array([names.index(place) if names else place for place in one.places], dtype=float)
+            beside = bool(names) and any(set(one.places) & set(other.places) for other in own if other is not one)
             if beside and marks.kind in ("bars", "error"):
                 x += (index - (len(own) - 1) / 2) * (0.82 / len(own) if marks.kind == "bars" else 0.07)
             if marks.kind == "area":
@@ -310,7 +315,7 @@ def _draw(axes: Axes, panel: Panel, row: Row, found: Sequence[tuple[Marks, Seque
     axes.set_title(_text(panel.title, row), fontsize=10)
     labels = panel.xlabel, panel.ylabel
     axes.set(**dict(zip(("ylabel", "xlabel") if panel.flat else ("xlabel", "ylabel"), labels, strict=True)))
-    if named:
+    if names:
         _name(axes, [panel.names.get(name, name) for name in names], flat=panel.flat)
     elif panel.whole:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

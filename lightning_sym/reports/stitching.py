@@ -11,18 +11,14 @@ from rich.table import Table
 
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import details, tag
-from lightning_sym.figures import (
-    PenaltyFamily,
-    PenaltyPanel,
-    SparsityFamily,
-    penalty_curves,
-    penalty_heat_map,
-    sparsity_against_penalty,
-)
+from lightning_sym.figures import Chart, Marks, Panel, penalty_heat_map
 from lightning_sym.reports.cells import Row, finite, in_points, numeric, spread_cell, stopped_notes, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
 AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
+_TITLES = {AS_IS: "batch norm statistics as training left them", RECALIBRATED: "statistics recalibrated"}
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", "h")
+_GREYS, _DASHES = ("#7a7a7a", "#a0a0a0", "#5a5a5a", "#b5b5b5"), ("--", ":", "-.", (0, (6, 1.5, 1, 1.5)))
 UNITS = {
     "penalty": "mean accuracy of both members less that of the stitched network; fraction of inputs, positive is worse",
     "accuracy": "fraction of inputs, 0 to 1",
@@ -166,37 +162,60 @@ class _Grid:
 
 def _figures(summary: Sequence[Row], title: str, sites_differ: bool) -> Iterator[tuple[str, Figure]]:
     kinds = [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]
-    best = _Grid(summary, _best_kind(summary))
+    best, looks = _best_kind(summary), _looks(summary)
     if not sites_differ:
-        panels = [_panel(kind, summary) for kind in kinds]
-        yield "penalties", penalty_curves(panels, title=f"Stitching penalty: {title}")
+        panels = [
+            Panel(_marks("place", "family", looks, {"batch_norm": (kind, NO_NORM)}), _TITLES.get(kind, ""), points=True)
+            for kind in kinds
+        ]
+        chart = Chart(panels, "Stitching penalty: {title}", columns=1, legend="beside", share="y")
+        yield from chart.named("penalties", summary, title)
     else:
         below, above = unique(summary, "site"), unique(summary, "target_site")
-        for family in best.families:
+        for family in unique(summary, "family"):
             values = np.full((len(below), len(above)), np.nan)
-            for (_, other), row in best.rows.items():
-                if other == family:
+            for row in summary:
+                if row["family"] == family and row["batch_norm"] in (best, NO_NORM):
                     values[below.index(row["site"]), above.index(row["target_site"])] = numeric(row["penalty"])
             figure = penalty_heat_map(values, below, above, f"Stitching penalty, {family}: {title}")
             yield _map_name(summary, family), figure
-    if any(family.startswith("lasso") for family in best.families):
-        names = "sparsity", "penalty", "penalty_std"
-        families = [
-            SparsityFamily(family, sparsity, penalty, std, baseline=not trained)
-            for family, trained in best.families.items()
-            for sparsity, penalty, std in [[best.column(family, name) for name in names]]
-        ]
-        yield "sparsity", sparsity_against_penalty(families, best.places, title=f"Sparsity: {title}")
+    if any(row["family"].startswith("lasso") for row in summary):
+        known = [row for row in summary if row["batch_norm"] in (best, NO_NORM) and row["sparsity"] is not None]
+        marks = [
+            Marks("penalty", "sparsity", ["family"], "error", error=["penalty_std"], factor=100, looks=looks,
+                  look={"ls": ""})
+        ]  # fmt: skip
+        panel = Panel(marks, "{place}", "sparsity: fraction of zeros in the map", by=["place"], points=True)
+        chart = Chart([panel], "Sparsity: {title}", columns=2, legend="beside", share="xy")
+        yield from chart.named("sparsity", known, title)
 
 
-def _panel(kind: str, summary: Sequence[Row]) -> PenaltyPanel:
-    grid = _Grid(summary, kind)
-    titles = {AS_IS: "batch norm statistics as training left them", RECALIBRATED: "statistics recalibrated"}
-    families = []
-    for family, trained in grid.families.items():
-        ends = {name: grid.column(family, f"penalty_{name}") for name in ("low", "high", "std")}
-        families.append(PenaltyFamily(family, grid.column(family, "penalty"), **ends, baseline=not trained))
-    return PenaltyPanel(titles.get(kind, ""), grid.places, families)
+def _marks(x: str, group: str, looks: Mapping[str, Mapping[str, Any]], where: Mapping[str, Any]) -> list[Marks]:
+    """Return the marks of penalties in points, with the interval or else the standard deviation.
+
+    Args:
+        x: Column of the places.
+        group: Column of the series.
+        looks: Properties by series; those with ``ls`` are baselines, without error bars.
+        where: Which rows are drawn.
+    """
+    error: Any = [("penalty_low", "penalty_high"), "penalty_std"]
+    of: Any = {"x": x, "group": [group], "factor": 100, "looks": looks}
+    return [
+        Marks("penalty", kind="error", error=error, where={**where, "trained": True}, **of),
+        Marks("penalty", kind="line", where={**where, "trained": False}, **of),
+    ]
+
+
+def _looks(summary: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return the looks of families: markers of trained ones, grey dashes of baselines."""
+    trained = {row["family"]: row["trained"] for row in summary}
+    baselines = [family for family, learned in trained.items() if not learned]
+    others = [family for family, learned in trained.items() if learned]
+    return {
+        **{family: {"color": _GREYS[k % 4], "ls": _DASHES[k % 4], "lw": 1.2} for k, family in enumerate(baselines)},
+        **{family: {"marker": _MARKERS[k % 10]} for k, family in enumerate(others)},
+    }
 
 
 def _map_name(summary: Sequence[Row], family: str) -> str:
