@@ -214,6 +214,8 @@ def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Fig
     for axes, (panel, row, rows), found in zip(places, split, series, strict=True):
         ticks = dict.fromkeys(one[marks.x] for index, marks in enumerate(panel.marks) for one in rows[index])
         _draw(axes, panel, row, found, list(ticks) if any(isinstance(tick, str) for tick in ticks) else [])
+    for axes, (panel, *_) in zip(places, split, strict=True):
+        _end(axes, panel)
     _once(places, columns)
     pointed = [(axes, found) for axes, (panel, *_), found in zip(places, split, series, strict=True) if panel.points]
     if pointed:
@@ -369,13 +371,17 @@ def _scale(axes: Axes, panel: Panel, every: Sequence[_Series]) -> None:
         axes.set_xscale("log")
         for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
             formatted(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
-    limit = axes.set_xlim if panel.flat else axes.set_ylim
+    if not np.isfinite(drawn).any():
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#7f7f7f")
+
+
+def _end(axes: Axes, panel: Panel) -> None:
+    """Set the ends of the axis of heights, when everything is drawn: panels may share it."""
     if panel.bottom is not None or panel.top is not None:
         low, high = axes.get_xlim() if panel.flat else axes.get_ylim()
         low = low if panel.bottom is None else panel.bottom
-        limit(low, high + 0.03 * (high - low) if panel.top is None else panel.top)
-    if not np.isfinite(drawn).any():
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#7f7f7f")
+        ends = low, high + 0.03 * (high - low) if panel.top is None else panel.top
+        (axes.set_xlim if panel.flat else axes.set_ylim)(ends)
 
 
 def _name(axes: Axes, names: Sequence[str], *, flat: bool) -> None:

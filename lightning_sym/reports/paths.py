@@ -53,7 +53,7 @@ def path_chart(
     panels = [
         Panel(
             [Marks(quantity, "t", [group], where=dict(zip(by, outer, strict=False)), factor=factor, looks=LOOKS)],
-            panel if quantity == "loss" else "",
+            panel,
             "$t$, from A ($0$) to B ($1$)",
             label,
             by[-1:],
