@@ -3,18 +3,16 @@
 import functools
 import math
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ParamSpec
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
@@ -139,13 +137,6 @@ def band(axes: Axes, places: Values, values: Values, **look: Any) -> None:
         axes.fill_between(places, *ends, color=look["color"], alpha=0.15, lw=0)
 
 
-def over_epochs(axes: Axes, ylabel: str) -> None:
-    """Name the axes of a panel whose horizontal axis is epochs, and draw a grid."""
-    axes.set(xlabel="epoch", ylabel=ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.grid(alpha=0.25)
-
-
 def numbered_cells(
     axes: Axes,
     values: Values,
@@ -174,18 +165,6 @@ def numbered_cells(
                 color = "white" if dark[row, column] else INK
                 axes.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=color)
     return image
-
-
-def legend_beside(
-    figure: Figure,
-    handles: Iterable[Artist],
-    place: str = "right center",
-    handlelength: float | None = None,
-    columns: int = 1,
-) -> None:
-    """Put a legend beside all axes; the layout leaves room for it."""
-    look: Any = {"loc": f"outside {place}", "handlelength": handlelength, "ncols": columns}
-    figure.legend(handles=list(handles), frameon=False, fontsize=9, **look)
 
 
 def legend_above(axes: Axes) -> None:

@@ -1,6 +1,5 @@
 """Declare a report: its columns and its charts; one engine makes tables, figures and final numbers of them."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +76,7 @@ def final_numbers(columns: Sequence[Column], rows: Sequence[Row]) -> dict[str, f
             if column.number and row.get(column.name) is not None:
                 words = {name: str(value).replace(" ", "_") for name, value in row.items()}
                 found.setdefault(tag(column.number.format_map(words)), []).append(row[column.name])
-    return {name: values[0] if len(values) == 1 else math.fsum(values) / len(values) for name, values in found.items()}
+    return {name: values[0] if len(values) == 1 else sum(values) / len(values) for name, values in found.items()}
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,40 @@ import torch
 from matplotlib.figure import Figure
 
 from lightning_sym.curvature import SharpnessModuloSymmetry, SpectralDensity
-from lightning_sym.curvature.modulo_symmetry import MEASURES
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, finite, text_table
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.cells import Row, finite
+from lightning_sym.reports.report import Column, Report
+from lightning_sym.reports.table import RunResults
 
 _PLACES = ("raw", "balanced", "modulo_symmetry")
-UNITS = {
-    "top_eigenvalue": "largest eigenvalue, in nats (or the loss's unit) per squared unit of parameters",
-    "trace": "sum of eigenvalues, same unit",
-    "norm": "Frobenius norm, same unit",
-    "raw": "of the network as it is",
-    "balanced": "of the canonical member of its orbit",
-    "modulo_symmetry": "of that member, in the directions orthogonal to the orbit: the same for all of the orbit",
-    "gauge_share": "1 - modulo_symmetry / raw; negative where the network is flatter than the balanced member",
-    "raw_error, modulo_error": "standard error of the trace; of the eigenvalue, its residual",
-    "node, weight": "nodes and weights of the spectral density, modulo symmetry; the weights of one probe sum to 1",
-}
+_WHAT = "Hessian modulo symmetry of the members of a zoo"
+
+
+def _share(row: Row) -> str:
+    return "-" if row["gauge_share"] is None else f"{100 * row['gauge_share']:.0f} %"
+
+
+REPORT = Report(
+    {"sharpness": f"{_WHAT}: sharpness", "spectrum": f"{_WHAT}: densities"},
+    [
+        Column("top_eigenvalue", "largest eigenvalue, in nats (or the loss's unit) per squared unit of parameters"),
+        Column("trace", "sum of eigenvalues, same unit"),
+        Column("norm", "Frobenius norm, same unit"),
+        Column("member", heading="member", text="d"),
+        Column("measure", heading="measure", text=lambda row: row["measure"].replace("_", " ")),
+        Column("raw", "of the network as it is", "as it is", number="sharpness/{measure}/raw"),
+        Column("balanced", "of the canonical member of its orbit", "balanced", number="sharpness/{measure}/balanced"),
+        Column("modulo_symmetry", "of that member, in the directions orthogonal to the orbit: the same for all of the "
+               "orbit", "modulo symmetry", number="sharpness/{measure}/modulo_symmetry"),
+        Column("gauge_share", "1 - modulo_symmetry / raw; negative where the network is flatter than the balanced "
+               "member", "gauge share", _share),
+        Column("raw_error, modulo_error", "standard error of the trace; of the eigenvalue, its residual"),
+        Column("node, weight", "nodes and weights of the spectral density, modulo symmetry; the weights of one probe "
+               "sum to 1"),
+    ],
+    layout={"names": 2, "whole": ()},
+    places={"picture": "sharpness.png", "table": "sharpness.csv"},
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,32 +68,17 @@ def spectrum_results(members: Mapping[int, MemberSpectrum], *, title: str, about
     """
     rows = list(sharpness_rows(members))
     width = max(one.density.width for one in members.values())
-    means = {
-        f"sharpness/{measure}/{place}": sum(row[place] for row in rows if row["measure"] == measure) / len(members)
-        for measure in MEASURES
-        for place in _PLACES
-    }
-    what = "Hessian modulo symmetry of the members of a zoo"
-    facts = {**about, "smoothing": width}
     notes = list(dict.fromkeys(note for one in members.values() for note in one.sharpness.notes))
     some = next(iter(members.values())).sharpness
     taken = f"{some.orbit} of {some.parameters} directions are the orbit's"
     kept = f"; {some.statistics} move statistics of batch norms, and stay" if some.statistics else ""
-    return RunResults(
-        [
-            ResultTable("sharpness", f"{what}: sharpness", rows, UNITS, facts),
-            ResultTable("spectrum", f"{what}: densities", list(node_rows(members)), UNITS, facts),
-        ],
-        _figures(members, rows, width, title),
-        numbers=means,
-        shown=text_table(
-            title,
-            ("member", "measure", "as it is", "balanced", "modulo symmetry", "gauge share"),
-            [_cells(row) for row in rows],
-            names=2,
-        ),
+    return REPORT.results(
+        {"sharpness": rows, "spectrum": list(node_rows(members))},
+        title=title,
+        about={**about, "smoothing": width},
+        headline=None,
+        figures=_figures(members, rows, width, title),
         notes=[taken + kept, *notes],
-        places={"picture": "sharpness.png", "table": "sharpness.csv"},
     )
 
 
@@ -100,13 +102,6 @@ def node_rows(members: Mapping[int, MemberSpectrum]) -> Iterator[dict[str, Any]]
         for probe, (nodes, weights) in enumerate(zip(one.density.nodes, one.density.weights, strict=True)):
             for node, weight in zip(nodes.tolist(), weights.tolist(), strict=True):
                 yield {"member": number, "probe": probe, "node": node, "weight": weight}
-
-
-def _cells(row: Row) -> list[str]:
-    share = row["gauge_share"]
-    values = [f"{row[place]:.4g}" for place in _PLACES]
-    last = "-" if share is None else f"{100 * share:.0f} %"
-    return [str(row["member"]), row["measure"].replace("_", " "), *values, last]
 
 
 def _figures(
