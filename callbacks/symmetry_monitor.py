@@ -1,4 +1,4 @@
-"""How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
+"""Training along and across symmetry orbits: conserved quantities, balance, dead units, distance to the start."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What all figures share: panels, curves with a band, tables of numbers, legends."""
+"""Helpers of all figures: panels, curves with a band, tables of numbers, legends."""
 
 import functools
 import math
@@ -55,7 +55,7 @@ def panels(
 
 
 def readable(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Make the titles and the names of the axes of what a function draws large enough for a small picture of it.
+    """Enlarge titles and axis labels of the figure that a function returns, for small pictures of it.
 
     That is what TensorBoard shows before one clicks. Those that are too long then go on in another line.
     """
@@ -168,7 +168,7 @@ def numbered_cells(
 
 
 def legend_above(axes: Axes) -> None:
-    """Name what is drawn in a strip above all of it, for which the axis is made longer, so that it hides nothing."""
+    """Add a legend above the data; the axis is extended, so the legend hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return

@@ -153,7 +153,7 @@ class Chart:
     """A figure: panels of the columns of tables.
 
     Attributes:
-        panels: What is drawn, row by row; a panel without rows is left out.
+        panels: Panels, row by row; a panel without rows is left out.
         title: Above all; ``{title}`` stands for the title of the report.
         columns: Panels in a row; 0 chooses one or two.
         size: Width and height of a panel in inches; None chooses them.
@@ -225,7 +225,7 @@ def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Fig
 
 
 def _once(places: Sequence[Axes], columns: int) -> None:
-    """Leave out the names of axes that the panel to the left or below has, too."""
+    """Remove axis labels that the panel to the left or below repeats."""
     for index, axes in enumerate(places):
         row, below = places[index - index % columns], places[index + columns : index + columns + 1]
         if axes is not row and axes.get_ylabel() == row.get_ylabel():
@@ -399,7 +399,7 @@ def _name(axes: Axes, names: Sequence[str], *, flat: bool) -> None:
 
 
 def _penalties(panels: Sequence[Axes], every: Sequence[_Series]) -> None:
-    """Scale an axis of penalties, shared by some panels, so that small ones are seen beside very large ones."""
+    """Scale an axis of penalties that panels share; small penalties stay visible with very large ones."""
     drawn = np.concatenate([(one.mean + one.lengths * [[-1], [1]]).ravel() for one in every])
     finite = drawn[np.isfinite(drawn)]
     lowest, highest = float(finite.min(initial=0.0)), float(finite.max(initial=1.0))

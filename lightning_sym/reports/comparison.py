@@ -1,4 +1,4 @@
-"""Several finished runs beside each other: the settings in which they differ, and what each group of seeds found."""
+"""Compare finished runs: settings that differ, and the numbers of each group of seeds."""
 
 import fnmatch
 import itertools
@@ -72,7 +72,7 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several runs found.
+    """Comparison of several runs.
 
     Attributes:
         table: A row for each number and group of runs.
@@ -92,7 +92,7 @@ class Comparison:
         """Print the settings that differ, a row for each number and a column for each group, and the notes.
 
         Args:
-            console: What is printed to.
+            console: Console to print to.
         """
         names = [group.name for group in self.groups]
         counts = ["runs", *(str(len(group.runs)) for group in self.groups)]
@@ -138,7 +138,7 @@ class Comparison:
 def compare_runs(
     runs: Sequence[FinishedRun], *, metrics: Sequence[str] = (), table: str | None = None, ignore: Sequence[str] = ()
 ) -> Comparison:
-    """Compare what runs ended with; those that differ by seeds only are one group, over which means are taken.
+    """Compare the final numbers of runs; runs that differ by seeds only form a group with a mean.
 
     Args:
         runs: At least two. Values do not depend on their order; the first group is what others are compared with.
@@ -204,7 +204,7 @@ def _groups(runs: Sequence[FinishedRun], ignore: Sequence[str]) -> list[RunGroup
 
 
 def _stem(names: Sequence[str]) -> str:
-    """Return what names have in common at their beginning, ``wide`` of ``wide-seed0`` and ``wide-seed1``."""
+    """Return the common beginning of names, ``wide`` of ``wide-seed0`` and ``wide-seed1``."""
     if len(names) == 1:
         return names[0]
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
@@ -371,7 +371,7 @@ def _explained(groups: Sequence[RunGroup], rows: Sequence[Mapping[str, Any]]) ->
 
 
 def _of_units(names: Sequence[str], units: Mapping[str, str]) -> list[str]:
-    """Say what numbers are measured in, once for those that have the same unit."""
+    """Return the units of numbers, each unit once."""
     same: dict[str, list[str]] = {}
     for name in names:
         if name in units:
@@ -395,7 +395,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def _precise(length: float, value: float) -> Callable[[float], str]:
-    """Return what prints numbers with as many digits as an interval of some length tells apart, at least four."""
+    """Return a formatter with as many digits as an interval of this length resolves, at least four."""
     if not length or not 1e-4 <= abs(value) < 1e6:
         return "{:.4g}".format
     digits = max(2 - math.floor(math.log10(length)), 0)

@@ -1,4 +1,4 @@
-"""What CurvatureMonitor says of a run: how sharp the loss was while networks were trained."""
+"""Sharpness of the loss during training, as CurvatureMonitor reports it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -54,12 +54,12 @@ CHART = Chart(
 
 
 def monitor_scalars(point: Point, prefix: str = "curvature", *, named: bool = False) -> dict[str, float]:
-    """Return what is logged for a point: means over members.
+    """Return the logged numbers of a point: means over members.
 
     Args:
         point: ``members``, by number: those of ``QUANTITIES`` that were found.
         prefix: First part of all tags.
-        named: Whether each member has a tag of its own, too.
+        named: Whether each member also has its own tag.
     """
     found = {
         f"{prefix}/{name}": {number: values[name] for number, values in point["members"].items() if name in values}
@@ -71,12 +71,12 @@ def monitor_scalars(point: Point, prefix: str = "curvature", *, named: bool = Fa
 def monitor_results(
     points: Sequence[Point], *, network: str, about: Mapping[str, Any], name: str = "curvature"
 ) -> RunResults:
-    """Say how sharp the loss was while networks were trained.
+    """Report the sharpness of the loss during training.
 
     Args:
         points: In the order of time: ``step``, ``epoch`` and ``members``, as for :func:`monitor_scalars`.
         network: Name of the architecture, for the title.
-        about: What is needed to make the table again.
+        about: Everything needed to make the table again.
         name: Name of the files.
     """
     rows = [

@@ -1,4 +1,4 @@
-"""Loss and accuracy along curves between the members of a zoo, beside the straight lines."""
+"""Loss and accuracy along curves and linear paths between the members of a zoo."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ UNITS = {
 
 @dataclass(frozen=True, eq=False)
 class MeasuredPath:
-    """What was evaluated on one way between the two networks of a pair.
+    """Losses and accuracies on one path between the two networks of a pair.
 
     Attributes:
         curve: The curve; the straight line as one without bends.
@@ -85,13 +85,13 @@ def curve_results(
     notes: Sequence[str] = (),
     loss: str | None = None,
 ) -> RunResults:
-    """Say how high the loss is along curves, and along the straight lines.
+    """Report the loss along curves and along linear paths.
 
     Args:
         paths: What was evaluated, by path (``"line"``, ``"matched"``, ``"bezier"``, ``"chain"``) and pair.
         planes: Planes of some curves.
         title: Title of tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         notes: Lines below the table on the terminal.
         loss: Name of the loss; None for the cross-entropy.
     """

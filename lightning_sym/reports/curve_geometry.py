@@ -58,12 +58,12 @@ Shapes = Mapping[CurveOf, CurveShape]
 
 
 def curve_geometry_results(shapes: Shapes, *, title: str, about: Mapping[str, Any]) -> RunResults:
-    """Say what was found along curves.
+    """Report the geometry along curves.
 
     Args:
         shapes: By curve.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     if not shapes:
         return RunResults([], notes=["no curve was kept, so that there is nothing to look along"])
@@ -149,7 +149,7 @@ def density_rows(shapes: Shapes) -> list[dict[str, Any]]:
 
 
 def jacobian_rows(shapes: Shapes) -> list[dict[str, Any]]:
-    """Return how alike the Jacobians by the input are, of every two points of each curve."""
+    """Return the similarity of input Jacobians between every two points of each curve."""
     return [
         {
             **name._asdict(),
@@ -282,7 +282,7 @@ def _short(value: float | None) -> str:
 
 
 def _probed(shape: CurveShape) -> str:
-    """Return what a probe that was trained at the start says there and at the end."""
+    """Return the accuracy at both ends of a probe trained at the start."""
     here, there = float(shape.probe[0, 0]), float(shape.probe[0, -1])
     if math.isnan(here):
         return ""

@@ -1,4 +1,4 @@
-"""How much single units mean, in the networks' own basis and in rotated ones."""
+"""Concepts of single units, in the networks' own basis and in rotated ones."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -72,11 +72,11 @@ CHART = Chart(
 
 
 class OneBasis(Protocol):
-    """What was found of one network in one basis; ``lightning_sym.tasks.dissection.Dissected`` is one."""
+    """Dissection of one network in one basis; ``lightning_sym.tasks.dissection.Dissected`` is one."""
 
     @property
     def zoo(self) -> str:
-        """What its zoo is called."""
+        """Name of its zoo."""
 
     @property
     def member(self) -> int:
@@ -96,7 +96,7 @@ class OneBasis(Protocol):
 
     @property
     def found(self) -> BasisDissection:
-        """What was found."""
+        """The dissection."""
 
 
 class MeanInterval(NamedTuple):
@@ -128,14 +128,14 @@ def mean_interval(values: ArrayLike, level: float = 0.95) -> MeanInterval:
 def dissection_results(
     results: Sequence[OneBasis], concepts: Sequence[Any], *, least: float, title: str, about: Mapping[str, Any]
 ) -> RunResults:
-    """Say how much single units mean, in the networks' own basis and in rotated ones.
+    """Report the concepts of single units, in the networks' own basis and in rotated ones.
 
     Args:
         results: Of each network and basis.
         concepts: Names and categories of the concepts.
-        least: What an overlap has to exceed.
+        least: Threshold of the overlap.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     rows = basis_rows(results, least)
     summary, changes = summary_rows(rows), change_rows(rows)
@@ -197,7 +197,7 @@ def _of_live(values: Tensor, live: Tensor, how: str) -> float | None:
 
 
 def unit_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float) -> list[dict[str, Any]]:
-    """Return what each unit of each trained network detects, in the network's own basis."""
+    """Return the detected concept of each unit of each trained network, in the network's own basis."""
     rows = []
     for one in results:
         if (one.network, one.basis, one.alpha) != ("trained", "rotation", 0.0):
@@ -232,7 +232,7 @@ def summary_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def change_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return how much each quantity changes from the network's own basis to the end of a path, member by member."""
+    """Return the change of each quantity along a path, by member."""
     start = {(row["zoo"], row["member"], row["network"]): row for row in rows if _begins(row)}
     found = []
     for key in _keys(rows, "zoo", "network", "basis"):

@@ -70,7 +70,7 @@ SNAPSHOT_UNITS = {
 
 @dataclass(frozen=True, eq=False)
 class MeasuredEnsemble:
-    """What was measured of one ensemble.
+    """Scores of one ensemble.
 
     Attributes:
         name: Its name in tables.
@@ -92,13 +92,13 @@ def ensemble_results(
     snapshots: Sequence[Row] = (),
     notes: Sequence[str] = (),
 ) -> RunResults:
-    """Say what ensembles are worth.
+    """Report the scores of ensembles.
 
     Args:
         ensembles: At least one; all scored on the same samples.
         title: Title of tables and figures.
         split: What the samples are: ``"test"``.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         snapshots: A row for each snapshot of fast geometric ensembles, if there are any.
         notes: Lines below the table on the terminal.
     """

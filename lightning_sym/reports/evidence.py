@@ -1,4 +1,4 @@
-"""What priors learned by evidence say about layers: the paper's table of effective parameters, and its curves."""
+"""Layers under priors learned by evidence: the paper's table of effective parameters, and its curves."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,19 +65,19 @@ def evidence_results(
     about: Mapping[str, Any],
     keep: str = "last",
 ) -> RunResults:
-    """Say what the evidence made of layers and paths.
+    """Report the evidence and the effective parameters of layers and paths.
 
     Args:
         records: A mapping for each update and network: ``epoch``, ``member`` if there are several, the four terms of
             the evidence per datum, ``seconds``, and ``paths``: by path ``layer``, ``parameters`` and what is in
             ``OF_PATHS``.
         last: The last record of each network that was not stopped, by number.
-        tested: What each network has on the test split: ``loss`` and maybe ``accuracy``.
+        tested: Test scores of each network: ``loss`` and maybe ``accuracy``.
         network: Name of the architecture.
-        architecture: All that is known of it.
+        architecture: All facts about it.
         members: Number of networks; None for the only one of a task.
         updated: Whether precisions were ever updated; if not, the table on the terminal says so.
-        about: What else is needed to make the tables again.
+        about: Everything else needed to make the tables again.
         keep: Which weights the tested networks have: of their ``"best"`` epoch, or of the ``"last"``, which all else
             is of.
     """
@@ -177,7 +177,7 @@ def _figures(records: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]
 
 
 def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float], of: str) -> list[str]:
-    """Say how good the networks are, what their evidence is, and what a pass costs."""
+    """Summarise test scores, evidence and the cost of a curvature pass."""
     notes = []
     if "accuracy" in test:
         notes.append(f"{of}test accuracy {100 * test['accuracy']:.2f} %, loss {test['loss']:.4g}")
@@ -198,7 +198,7 @@ def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float
 
 
 def _descent(records: Sequence[Row]) -> list[str]:
-    """Say that the evidence is worse at the end than after the first update, if it is."""
+    """Warn if the evidence is worse at the end than after the first update."""
     if not records:
         return []
     epochs = sorted(record["epoch"] for record in records)

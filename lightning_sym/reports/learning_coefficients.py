@@ -1,4 +1,4 @@
-"""Learning coefficients, or why there are none: rows, tables and figures of estimates by chains."""
+"""Learning coefficients by chains, or the reasons for refusal: rows, tables and figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ _MOST_PANELS, _MOST_NOTES = 16, 4
 
 
 def coefficient_record(found: LearningCoefficientEstimate) -> dict[str, Any]:
-    """Return what is kept of an estimate, as plain values: ``values`` for a row, and some ``traces``.
+    """Return the record of an estimate, as plain values: ``values`` for a row, and some ``traces``.
 
     Args:
         found: The estimate.
@@ -78,7 +78,7 @@ def coefficient_record(found: LearningCoefficientEstimate) -> dict[str, Any]:
 
 
 def refused_record(reason: str) -> dict[str, Any]:
-    """Return what is kept of a network for which no chains could be run.
+    """Return the record of a network without chains.
 
     Args:
         reason: Why, in one sentence.
@@ -90,7 +90,7 @@ def refused_record(reason: str) -> dict[str, Any]:
 
 
 def short_refusal(values: Row) -> str:
-    """Return in a few words why there is no estimate; empty if there is one."""
+    """Return the reason for refusal in a few words; empty if there is an estimate."""
     refusal = values["refusal"]
     if not refusal:
         return ""
@@ -112,13 +112,13 @@ def coefficient_results(
     about: Mapping[str, Any],
     name: str = "learning_coefficient",
 ) -> RunResults:
-    """Say what chains found.
+    """Report the estimates of chains.
 
     Args:
-        entries: What is known of each network (``network``, its name; ``epoch`` and ``step`` of training; ``exact`` and
+        entries: Facts about each network (``network``, its name; ``epoch`` and ``step`` of training; ``exact`` and
             ``theory`` where they are known), and its :func:`coefficient_record`; in the order of time.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         name: Name of the files.
     """
     columns = dict.fromkeys(key for _, record in entries for key in record["values"])

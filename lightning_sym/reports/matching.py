@@ -54,7 +54,7 @@ _SHOWN = (
 
 
 class Line(NamedTuple):
-    """What was evaluated on the line between the two networks of each pair.
+    """Evaluation of the line between the two networks of each pair.
 
     Attributes:
         method: How they were matched.
@@ -75,7 +75,7 @@ class MergedPair:
         pair: Their numbers in the zoo.
         method: How they were matched.
         losses: By split, loss and accuracy of the first, of the second, and of the mean.
-        output_change: By how much matching has changed the function of the second, see ``UNITS``.
+        output_change: Change of the second network's function by matching, see ``UNITS``.
     """
 
     pair: Pair
@@ -109,17 +109,17 @@ def matching_results(
     merged: Sequence[MergedPair] = (),
     changes: Mapping[tuple[Pair, str], float] | None = None,
 ) -> RunResults:
-    """Say how high the barriers between networks are, before and after matching, and whether functions have changed.
+    """Report barriers between networks before and after matching, and changes of functions.
 
     Args:
         curves: By what was evaluated and by pair: loss and accuracy on the line, with their barriers.
         distances: Euclidean distance between the parameters of both networks, by pair and method.
         symmetry: The symmetry group of the networks.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         loss: Name of the loss; None for the cross-entropy.
         merged: Means of matched networks, which are the members 0, 1, ... of the zoo ``merged``.
-        changes: By how much matching has changed the function of the second network, by pair and method; None if it
+        changes: Change of the second network's function by matching, by pair and method; None if it
             was not measured.
     """
     summary, points = matching_summary(curves, changes), curve_rows(curves)
@@ -195,7 +195,7 @@ def merged_rows(merged: Sequence[MergedPair]) -> list[dict[str, Any]]:
 
 
 def merged_notes(merged: Sequence[MergedPair]) -> list[str]:
-    """Say what the means are worth, over pairs."""
+    """Summarise the scores of weight averages over pairs."""
     if not merged:
         return []
     found = [own.losses["test"] for own in merged]
@@ -211,7 +211,7 @@ def merged_notes(merged: Sequence[MergedPair]) -> list[str]:
 
 
 def _change_notes(curves: Curves, summary: Sequence[Row]) -> list[str]:
-    """Say what became of the second networks' function where matching has changed it."""
+    """Report losses of the second networks where matching has changed their function."""
     found = []
     for row in summary:
         line = _line(row)
@@ -235,7 +235,7 @@ def _changes(row: Row) -> bool:
 
 
 def _named(row: Row) -> str:
-    """Return how the method of a row is called: with what it does to the function, if it changes that."""
+    """Return the name of a method, with the change of the function if there is one."""
     name = str(row["method"]).replace("_", "-")
     return f"{name}\nchanges B by {numeric(row['output_change']):.1%}" if _changes(row) else name
 

@@ -1,4 +1,4 @@
-"""What merging or aligning checkpoints found: losses, barriers, distances."""
+"""Results of merging or aligning checkpoints: losses, barriers, distances."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +20,11 @@ UNITS = {
 
 
 def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str | None = None) -> RunResults:
-    """Make tables and a figure of what was found.
+    """Make the tables and the figure of merged checkpoints.
 
     Args:
         found: By :func:`lightning_sym.connectivity.merge_checkpoints`.
-        about: What is needed to make the result again.
+        about: Everything needed to make the result again.
         loss: Name of the loss; None for the cross-entropy.
     """
     about = {

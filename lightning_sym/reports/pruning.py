@@ -1,4 +1,4 @@
-"""What pruning on the Rashomon set found: steps, widths, and pruning by magnitude at the same widths."""
+"""Results of pruning on the Rashomon set: steps, widths, and pruning by magnitude at the same widths."""
 
 import math
 import statistics
@@ -78,12 +78,12 @@ class PrunedMember:
 
     Attributes:
         member: Its number in the zoo.
-        epsilon: By how much its loss may exceed that of the whole network.
+        epsilon: Largest increase of the loss over that of the whole network.
         threshold: Largest loss that is allowed.
         history: Steps; first the whole network.
         sizes: Units of the whole network by axis group.
         widths: Units that are left.
-        parameters: Numbers that are trained, of the whole network and of what is left.
+        parameters: Trainable parameters of the whole and of the pruned network.
         walks: All walks, those that failed included.
         steps: Their optimizer steps.
         finished: Whether it was pruned to the end.
@@ -116,13 +116,13 @@ class PrunedMember:
 def pruning_results(
     members: Sequence[PrunedMember], refused: Mapping[str, str], *, title: str, about: Mapping[str, Any]
 ) -> RunResults:
-    """Say how small networks have become.
+    """Report the sizes of pruned networks.
 
     Args:
         members: The networks.
-        refused: Why units of an axis group were left alone, by its name.
+        refused: Reason for keeping the units of an axis group, by its name.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     summary = [summary_row(member) for member in members]
     about = {**about, "refused": dict(refused)}
@@ -160,7 +160,7 @@ def pruning_results(
 
 
 def against_twins(summary: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say how test errors differ from those of the twins, on average over members, where there are two or more.
+    """Compare test errors with those of the twins: means over two or more members.
 
     Args:
         summary: Rows of :func:`summary_row`.
@@ -191,7 +191,7 @@ def _named(member: PrunedMember) -> str:
 
 
 def summary_row(member: PrunedMember) -> dict[str, Any]:
-    """Return what is left of a network, beside its twin."""
+    """Return the numbers of a pruned network and of its twin."""
     first, last = member.history[0], member.history[-1]
     twin = member.twin[-1] if member.twin and member.twin[-1]["units"] == member.units[-1] else {}
     return {

@@ -55,7 +55,7 @@ def rotation_results(
     numbers: Mapping[str, float],
     headline: str | None,
 ) -> RunResults:
-    """Say what it costs to rotate units.
+    """Report the penalty of rotating units.
 
     Args:
         networks: What is known of each before it is tested: ``name``, ``member``, ``site``, ``kind``, ``repeat`` and
@@ -64,7 +64,7 @@ def rotation_results(
             ``member_accuracy`` (of the network that was not rotated) of each network.
         stopped: Why networks were stopped, by their place in the list.
         title: For table and figure.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         numbers: Mean penalties on the test split, by tag.
         headline: The name of that of the kind which the run is about.
     """

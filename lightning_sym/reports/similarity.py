@@ -1,4 +1,4 @@
-"""How similar the layers of networks are, beside what comes for free."""
+"""Similarity of the layers of networks, compared with null values."""
 
 import math
 import re
@@ -52,7 +52,7 @@ _DEPTH = Chart(
 
 @dataclass(frozen=True)
 class Similarities:
-    """What was measured.
+    """Measured similarities.
 
     Attributes:
         values: By measure and kind (``trained``, ``untrained``, ``shuffled``), shape ``[pairs, layers of the first,
@@ -94,12 +94,12 @@ class Similarities:
 
 
 def similarity_results(found: Similarities, *, title: str, about: Mapping[str, Any]) -> RunResults:
-    """Say how similar networks are, layer by layer and beside the null values.
+    """Report the similarity of networks by layer, with the null values.
 
     Args:
-        found: What was measured.
+        found: Measured similarities.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     every = matrix_rows(found)
     summary = _beside(found, every)
@@ -130,12 +130,12 @@ def similarity_results(found: Similarities, *, title: str, about: Mapping[str, A
 def similarity_of_zoos_results(
     found: Mapping[str, Similarities], *, title: str, about: Mapping[str, Any]
 ) -> RunResults:
-    """Say how similar the networks of each zoo are, layer by layer and beside the null values.
+    """Report the similarity of the networks of each zoo by layer, with the null values.
 
     Args:
         found: What was measured, by the names of the zoos.
         title: For the table and the figure.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     summary = [
         {"zoo": name, **row}
@@ -208,7 +208,7 @@ def matrix_rows(found: Similarities) -> list[dict[str, Any]]:
 
 
 def _beside(found: Similarities, every: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of each layer with the one that it stands beside."""
+    """Return the rows of each layer and its partner."""
     width = len(found.layers[1])
     block = len(found.layers[0]) * width
     return [

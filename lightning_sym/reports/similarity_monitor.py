@@ -1,4 +1,4 @@
-"""How similar networks are to their start, to a reference and to each other while they are trained."""
+"""Similarity of networks during training to their start, to a reference and to each other."""
 
 import copy
 import itertools
@@ -127,7 +127,7 @@ class SimilarityMeter:
         return known, possible
 
     def links(self, numbers: Sequence[int]) -> dict[str, list[Pair]]:
-        """Return what is compared, by what with: pairs of members' numbers.
+        """Return the compared pairs of members by the kind of comparison.
 
         Args:
             numbers: The members.
@@ -291,7 +291,7 @@ def _matching_sites(reference: nn.Module, sites: Sequence[str]) -> list[str]:
 def monitor_scalars(
     point: Mapping[str, Any], measures: Sequence[str], sites: Sequence[str], prefix: str
 ) -> dict[str, float]:
-    """Return what is logged for a point: means over members or pairs of what is finite; single sites are details.
+    """Return the logged numbers of a point: means of finite values over members or pairs; single sites are details.
 
     Args:
         point: ``values``, as :meth:`SimilarityMeter.values` returns them.
@@ -325,15 +325,15 @@ def monitor_results(
     about: Mapping[str, Any],
     name: str = "similarity",
 ) -> RunResults:
-    """Say how similar networks were while they were trained.
+    """Report the similarity of networks during training.
 
     Args:
         points: In the order of time: ``step``, ``epoch`` and ``values``, as for :func:`monitor_scalars`.
-        links: What was compared, see :meth:`SimilarityMeter.links`.
+        links: Compared pairs, see :meth:`SimilarityMeter.links`.
         measures: Names of the measures.
         sites: Names of the sites.
         network: Name of the architecture, for the title.
-        about: What is needed to make the table again.
+        about: Everything needed to make the table again.
         name: Name of the files.
     """
     rows = list(_rows(points, links, measures, sites))

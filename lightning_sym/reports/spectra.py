@@ -1,4 +1,4 @@
-"""Spectra and sharpness of the members of a zoo, and how much of it is a matter of their symmetry."""
+"""Spectra and sharpness of the members of a zoo, raw and modulo symmetry."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ REPORT = Report(
 
 @dataclass(frozen=True, eq=False)
 class MemberSpectrum:
-    """What was measured of one member.
+    """Measurements of one member.
 
     Attributes:
         sharpness: Its sharpness.
@@ -59,12 +59,12 @@ class MemberSpectrum:
 
 
 def spectrum_results(members: Mapping[int, MemberSpectrum], *, title: str, about: Mapping[str, Any]) -> RunResults:
-    """Say how sharp networks are, and how much of that is a matter of the member of their orbit.
+    """Report the sharpness of networks and the part of it that depends on the point of the orbit.
 
     Args:
         members: What was measured, by number; at least one.
         title: For the table and the figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     rows = list(sharpness_rows(members))
     width = max(one.density.width for one in members.values())

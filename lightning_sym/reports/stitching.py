@@ -43,7 +43,7 @@ def stitching_results(
     two_zoos: bool = False,
     epochs: int | None = None,
 ) -> RunResults:
-    """Say what the stitched networks lose.
+    """Report the penalties of stitched networks.
 
     Args:
         networks: What is known of each before it is tested: ``name``, ``lower``, ``upper`` (numbers of the members),
@@ -53,7 +53,7 @@ def stitching_results(
             each network.
         stopped: Why networks were stopped, by their place in the list.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         two_zoos: Whether lower and upper members are of different zoos, so that equal numbers are different models.
         epochs: For how many epochs maps were trained, for the advice to train them longer; None gives no number.
     """

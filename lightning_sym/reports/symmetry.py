@@ -1,4 +1,4 @@
-"""How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
+"""Training along and across symmetry orbits: conserved quantities, balance, dead units, distance to the start."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ GAUGES = ("parameters", "balanced", "canonical")
 
 
 class GroupKind(NamedTuple):
-    """What is defined for an axis group.
+    """Quantities that are defined for an axis group.
 
     Attributes:
         size: Number of units.
@@ -50,7 +50,7 @@ class GroupKind(NamedTuple):
 
     @property
     def quantities(self) -> list[str]:
-        """The names of what is measured."""
+        """Names of the measured quantities."""
         defined = {"imbalance": self.two_sided, "conserved": self.conserved, "drift": self.conserved}
         return [name for name in OF_GROUPS if defined.get(name, True)]
 
@@ -64,7 +64,7 @@ class SymmetryMeter:
 
     Attributes:
         symmetry: The symmetry of the network.
-        kinds: What is defined for each axis group, by its name.
+        kinds: Quantities that are defined for each axis group, by its name.
 
     Raises:
         ValueError: If the network has no parameters, or cannot be copied or traced.
@@ -101,7 +101,7 @@ class SymmetryMeter:
 
     @torch.no_grad()
     def start(self, state: Mapping[str, Tensor], *, distance: bool = True) -> dict[str, Any]:
-        """Return what later weights are compared with.
+        """Return the start, to compare later weights with.
 
         Args:
             state: Parameters and buffers, by name.
@@ -187,14 +187,14 @@ def _quantities(kind: GroupKind, found: Balance | None, start: Mapping[str, Any]
 
 
 def monitor_scalars(point: Point, prefix: str = "symmetry", *, named: bool = False) -> Numbers:
-    """Return what is logged for a point, without what is not finite: means over members, and over axis groups.
+    """Return the logged numbers of a point: means of finite values over members, and over axis groups.
 
     Those of single groups are details if there are more than a monitor has room for.
 
     Args:
         point: ``members``, by number: their ``groups`` and ``distance`` as :meth:`SymmetryMeter.values` gives them.
         prefix: First part of all tags.
-        named: Whether each member has a tag of its own, too.
+        named: Whether each member also has its own tag.
     """
     found: dict[str, dict[int, float]] = {}
     quantity_of: dict[str, str] = {}  # of the tags of single groups
@@ -224,13 +224,13 @@ def monitor_results(
     name: str = "symmetry",
     distance: bool = True,
 ) -> RunResults:
-    """Say how training moved networks along and across the orbits of their symmetry group.
+    """Report how training moved networks along and across their symmetry orbits.
 
     Args:
         points: In the order of time: ``step``, ``epoch`` and ``members``, as for :func:`monitor_scalars`.
-        kinds: What is defined for each axis group.
+        kinds: Quantities that are defined for each axis group.
         network: Name of the architecture, for the title.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         name: Name of the files.
         distance: Whether there are distances.
     """

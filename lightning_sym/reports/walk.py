@@ -58,7 +58,7 @@ def walk_results(
     settings: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> RunResults:
-    """Say where a walk through equivalent weights went.
+    """Report a walk through equivalent weights.
 
     Args:
         walk: The walk, the teacher first.
@@ -66,9 +66,9 @@ def walk_results(
         orbit: These distances.
         samples: Langevin chains near the teacher; None for none.
         title: What the class is of.
-        teacher: What is known of it.
+        teacher: Facts about it.
         settings: Settings of the walk and the chains.
-        about: What else is needed to make the table again.
+        about: Everything else needed to make the table again.
     """
     distances = (walk.vectors - walk.vectors[0]).norm(dim=1)
     dimensions = walk.vectors.shape[1] - walk.ranks

@@ -32,7 +32,7 @@ def zoo_results(
     most: int = 12,
     loss: str | None = None,
 ) -> RunResults:
-    """Say what a fit of a population found.
+    """Report the members of a population.
 
     Args:
         numbers: The members' numbers.
@@ -41,7 +41,7 @@ def zoo_results(
         stopped: The ``reason`` of each member that was stopped, by number.
         kept: Epochs trained when the weights were taken that were kept, by number.
         network: Name of the architecture, for titles.
-        about: What is needed to make the table again.
+        about: Everything needed to make the table again.
         curves: Per validation each member's accuracy, or its loss if there is none; empty if there was no validation.
             Shape ``[validations, M]``.
         epochs: How many epochs had been trained at each.
