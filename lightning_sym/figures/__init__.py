@@ -3,7 +3,7 @@
 from lightning_sym.figures._equivalence import FoundPoint, Scale
 from lightning_sym.figures.cards import cards
 from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
-from lightning_sym.figures.declared import Chart, Marks, Panel
+from lightning_sym.figures.declared import Chart, Marks, Panel, epoch_panel
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
     betti_curve,
@@ -37,6 +37,7 @@ __all__ = [
     "contour_levels",
     "curve_planes",
     "embedding",
+    "epoch_panel",
     "isosurface",
     "isosurface_mesh",
     "log_contour",

@@ -124,6 +124,18 @@ class Panel:
             yield next(row for found in own.values() for row in found), own
 
 
+def epoch_panel(title: str, ylabel: str, *marks: Marks, **look: Any) -> Panel:
+    """Return a panel over the epochs of training.
+
+    Args:
+        title: Above the panel.
+        ylabel: Name of the vertical axis.
+        *marks: Drawn on top of one another.
+        **look: Further fields of :class:`Panel`.
+    """
+    return Panel(marks, title, "epoch", ylabel, whole=True, **look)
+
+
 @dataclass(frozen=True, eq=False)
 class _Series:
     """The numbers of a series: places ``[T]``, heights ``[T, M]`` and the interval ``[T]``, NaN where there is none."""

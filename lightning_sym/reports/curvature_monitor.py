@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.reports.cells import over_members
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -20,33 +20,15 @@ UNITS = {
 }
 
 _TRACE = Marks("trace", "epoch", label="trace")
+_ERRORS = replace(_TRACE, kind="error", error=["trace_error"], look={"ls": "", "marker": ""})
+_LARGEST = Marks("top_eigenvalue", "epoch", label="largest")
+_ALONG = Marks("along_step", "epoch", label="along the step", look={"ls": "--"})
+_LOSS = Marks("loss", "epoch", label="loss")
 CHART = Chart(
     [
-        Panel(
-            [
-                Marks("top_eigenvalue", "epoch", label="largest"),
-                Marks("along_step", "epoch", label="along the step", look={"ls": "--"}),
-            ],
-            "Eigenvalue",
-            "epoch",
-            "second derivative of the loss",
-            whole=True,
-        ),
-        Panel(
-            [_TRACE, replace(_TRACE, kind="error", error=["trace_error"], look={"ls": "", "marker": ""})],
-            "Trace",
-            "epoch",
-            "sum of eigenvalues, ± standard error",
-            whole=True,
-        ),
-        Panel(
-            [Marks("loss", "epoch", label="loss")],
-            "Training loss",
-            "epoch",
-            "in eval mode, without regularisers",
-            log="y",
-            whole=True,
-        ),
+        epoch_panel("Eigenvalue", "second derivative of the loss", _LARGEST, _ALONG),
+        epoch_panel("Trace", "sum of eigenvalues, ± standard error", _TRACE, _ERRORS),
+        epoch_panel("Training loss", "in eval mode, without regularisers", _LOSS, log="y"),
     ],
     "Sharpness of {title}",
     legend="each",

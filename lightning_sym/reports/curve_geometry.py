@@ -218,23 +218,16 @@ def _chart(rows: Sequence[Row], *, dense: bool) -> Chart:
     ]
     ranks = {"rank": "rank", "nullity": "nullity", "orbit_dimension": "dimension of the orbit"}
     start = {"cosine_to_start": "mean cosine", "cka_to_start": "linear CKA", "probe_from_start": "probe's accuracy"}
+    norms, curvatures = ({f"{name}_{what}": name for name in DIRECTIONS} for what in ("norm", "curvature"))
     identities = {
         "gradient_identity": "gradient along the curve",
         "curvature_identity": "second derivative of the loss",
     }
     panels = [
         panel("loss and gradient", lines({"loss": "loss", "gradient_norm": "norm of the gradient"})),
-        panel(r"$\|H d\|$ for $\|d\| = 1$", lines({f"{name}_norm": name for name in DIRECTIONS}), log="y"),
-        panel(
-            r"$d^\top H d$ for $\|d\| = 1$",
-            lines({f"{name}_curvature": name for name in DIRECTIONS}),
-            levels={"0": 0.0},
-        ),
-        panel(
-            "eigenvalues and trace",
-            [*lines({name: name.replace("_", " ") for name in tops}), errors],
-            bottom=0,
-        ),
+        panel(r"$\|H d\|$ for $\|d\| = 1$", lines(norms), log="y"),
+        panel(r"$d^\top H d$ for $\|d\| = 1$", lines(curvatures), levels={"0": 0.0}),
+        panel("eigenvalues and trace", [*lines({name: name.replace("_", " ") for name in tops}), errors], bottom=0),
         Panel(density, "density of eigenvalues, smoothed", "eigenvalue of the Hessian", log="y")
         if dense
         else panel("eigenvalues near zero", counts),

@@ -5,6 +5,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import seeded
 from lightning_sym._tags import details, tag
 from lightning_sym._text import unknown
-from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.cells import finite
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -33,18 +34,9 @@ UNITS = {
 }
 START, REFERENCE, MEMBERS = "start", "reference", "members"
 _OTHERS = {START: "the start", REFERENCE: "the reference", MEMBERS: "other members"}
+_PANEL = epoch_panel("", "similarity", Marks("similarity", "epoch", ["site"]), by=["with", "measure"], top=1.03)
 CHART = Chart(
-    [
-        Panel(
-            [Marks("similarity", "epoch", ["site"])],
-            lambda row: f"{row['measure']}, with {_OTHERS[row['with']]}",
-            "epoch",
-            "similarity",
-            ["with", "measure"],
-            top=1.03,
-            whole=True,
-        )
-    ],
+    [replace(_PANEL, title=lambda row: f"{row['measure']}, with {_OTHERS[row['with']]}")],
     "Similarity of representations of {title} while training",
     columns=2,
     share="xy",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sym._random import seeded
 from lightning_sym._tags import MOST_CURVES, overview, tag
-from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports.cells import finite, over_members
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -265,17 +265,9 @@ def _group_rows(points: Sequence[Point], kinds: Mapping[str, GroupKind]) -> Iter
 
 
 def _chart(kinds: Mapping[str, GroupKind], title: str, *, dead: bool) -> Chart:
-    def of_groups(quantity: str, heading: str, label: str) -> Panel:
-        def defined(row: Mapping[str, Any]) -> bool:
-            return quantity in kinds[row["group"]].quantities
-
-        def short(row: Mapping[str, Any]) -> str:
-            name: str = row["group"]
-            return name if len(name) <= 28 else "..." + name[-25:]
-
-        return Panel(
-            [Marks(quantity, "epoch", label=short, where=defined)], heading, "epoch", label, bottom=0, whole=True
-        )
+    def of_groups(quantity: str) -> Marks:
+        defined = {name for name, kind in kinds.items() if quantity in kind.quantities}
+        return Marks(quantity, "epoch", label=_short, where=lambda row: row["group"] in defined)
 
     looks = [("as trained", "#1b1b1b", "-"), ("balanced, units in place", "#009e73", "--"),
              ("canonical, units sorted", "#cc79a7", ":")]  # fmt: skip
@@ -283,17 +275,22 @@ def _chart(kinds: Mapping[str, GroupKind], title: str, *, dead: bool) -> Chart:
         Marks(gauge, "epoch", label=label, look={"color": color, "ls": style}, table="distance")
         for gauge, (label, color, style) in zip(GAUGES, looks, strict=True)
     ]
+    ratio, change = (
+        "$|$in $-$ out$|$ / (in $+$ out),\nsquared norms",
+        "change of (in $-$ out)\n/ (in $+$ out) at the start",
+    )
     panels = [
-        of_groups("imbalance", "Imbalance, 0 = balanced", "$|$in $-$ out$|$ / (in $+$ out),\nsquared norms"),
-        of_groups(
-            "drift",
-            "Change of what gradient flow conserves",
-            "change of (in $-$ out)\n/ (in $+$ out) at the start",
-        ),
-        Panel(distances, "Distance to the start", "epoch", "relative to the norm at the start", bottom=0, whole=True),
+        epoch_panel("Imbalance, 0 = balanced", ratio, of_groups("imbalance"), bottom=0),
+        epoch_panel("Change of what gradient flow conserves", change, of_groups("drift"), bottom=0),
+        epoch_panel("Distance to the start", "relative to the norm at the start", *distances, bottom=0),
+        epoch_panel("Dead units", "number of units, mean over members", of_groups("dead"), bottom=0),
     ]
-    panels += [of_groups("dead", "Dead units", "number of units, mean over members")] if dead else []
-    return Chart(panels, title, columns=1, legend="each")
+    return Chart(panels if dead else panels[:3], title, columns=1, legend="each")
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    name: str = row["group"]
+    return name if len(name) <= 28 else "..." + name[-25:]
 
 
 def _group_tag(group: str) -> str:

@@ -26,23 +26,17 @@ _AWAY = 1e-4  # of the distance from the teacher, which counts as away from its 
 def _chart(*, bound: bool) -> Chart:
     """Return the chart of a walk; distances to the orbit may be upper bounds."""
     orbit = f"to its orbit under the symmetry group{', at most' if bound else ''}"
-    distances = [
-        Marks("distance", "step", label="to the beginning"),
-        Marks("orbit_distance", "step", label=orbit, look={"ls": "--"}),
-    ]
-    losses = [
-        Marks("J", "step", label="after a step along the tangent", look={"lw": 1}, table="predicted"),
-        Marks("J", "step", label="after the correction", look={"lw": 1.2}),
-    ]
+
+    def line(name: str, label: str, style: str = "-", **of: Any) -> Marks:
+        return Marks(name, "step", label=label, look={"ls": style}, **of)
+
+    distances = [line("distance", "to the beginning"), line("orbit_distance", orbit, "--")]
+    losses = [line("J", "after a step along the tangent", table="predicted"), line("J", "after the correction")]
+    dimensions = [line("dimension", "dimension", kind="steps")]
     panels = [
         Panel(distances, "Where the walk goes", "step", "distance of weights", bottom=0),
         Panel(losses, "J on the way", "step", "J", log="y"),
-        Panel(
-            [Marks("dimension", "step", kind="steps", label="dimension")],
-            "Dimension of the class there",
-            "step",
-            "weights less rank of the Jacobian",
-        ),
+        Panel(dimensions, "Dimension of the class there", "step", "weights less rank of the Jacobian"),
     ]
     return Chart(panels, "A walk through the class: {title}", legend="each")
 
