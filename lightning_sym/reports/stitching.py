@@ -147,26 +147,17 @@ def _best_kind(summary: Sequence[Row]) -> str:
     return next(kind for kind in (RECALIBRATED, AS_IS, NO_NORM) if kind in kinds)
 
 
-class _Grid:
-    """The summary with one kind of statistics, by place and family; places without batch norm have the only one."""
-
-    def __init__(self, summary: Sequence[Row], kind: str) -> None:
-        self.rows = {(row["place"], row["family"]): row for row in summary if row["batch_norm"] in (kind, NO_NORM)}
-        self.places = unique(summary, "place")
-        self.families = {row["family"]: row["trained"] for row in summary}
-
-    def column(self, family: str, name: str) -> list[float]:
-        """Return a number of a family at all places, NaN where there is none."""
-        return [numeric(self.rows.get((place, family), {}).get(name)) for place in self.places]
+def _kinds(summary: Sequence[Row]) -> list[str]:
+    """Return the kinds of statistics; places without batch norm go with each."""
+    return [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]
 
 
 def _figures(summary: Sequence[Row], title: str, sites_differ: bool) -> Iterator[tuple[str, Figure]]:
-    kinds = [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]
     best, looks = _best_kind(summary), _looks(summary)
     if not sites_differ:
         panels = [
             Panel(_marks("place", "family", looks, {"batch_norm": (kind, NO_NORM)}), _TITLES.get(kind, ""), points=True)
-            for kind in kinds
+            for kind in _kinds(summary)
         ]
         chart = Chart(panels, "Stitching penalty: {title}", columns=1, legend="beside", share="y")
         yield from chart.named("penalties", summary, title)
@@ -274,15 +265,14 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
     places = unique(summary, "place")
     few = len(places) <= 4
     lines: list[list[str] | None] = []
-    for kind in [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]:
-        grid = _Grid(summary, kind)
+    for kind in _kinds(summary):
+        rows = {(r["family"], r["place"]): r for r in summary if r["batch_norm"] in (kind, NO_NORM)}
         lines += [] if kind == NO_NORM else [[f"[bold]{kind}[/bold]"]]
-        for family, trained in grid.families.items():
+        for family, trained in {row["family"]: row["trained"] for row in summary}.items():
             name = f"{family}{'' if trained else ' *'}"
-            found = dict(zip(places, grid.column(family, "penalty"), strict=True))
+            found = {place: numeric(rows.get((family, place), {}).get("penalty")) for place in places}
             if few:
-                spreads = grid.column(family, "penalty_std")
-                lines.append([name, *map(_cell, found.values(), spreads)])
+                lines.append([name, *(_cell(rows.get((family, place), {})) for place in places)])
             elif known := {place: value for place, value in found.items() if math.isfinite(value)}:
                 worst = max(known, key=known.__getitem__)
                 values = [float(np.mean(list(known.values()))), min(known.values()), known[worst]]
@@ -292,7 +282,5 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
     return text_table(f"Stitching penalties on test data: {title}", columns, lines, whole=["map"])
 
 
-def _cell(penalty: float, std: float) -> str:
-    if math.isnan(penalty):
-        return "-"
-    return spread_cell(in_points, penalty, finite(std))
+def _cell(row: Row) -> str:
+    return "-" if row.get("penalty") is None else spread_cell(in_points, row["penalty"], row["penalty_std"])
