@@ -169,6 +169,33 @@ def unique(rows: Iterable[Row], column: str) -> list[Any]:
     return list(dict.fromkeys(row[column] for row in rows))
 
 
+def grouped(rows: Iterable[Row], *columns: str) -> list[tuple[dict[str, Any], list[Row]]]:
+    """Group rows by the values of some columns, in the order of the rows.
+
+    Args:
+        rows: The rows.
+        *columns: Names of the columns.
+
+    Returns:
+        For each combination its values by column, and its rows.
+    """
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in columns), []).append(row)
+    return [(dict(zip(columns, key, strict=True)), own) for key, own in found.items()]
+
+
+def averages(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float | None]:
+    """Return means over rows by column; None where no row has a value.
+
+    Args:
+        rows: The rows.
+        names: The columns.
+    """
+    known = {name: [row[name] for row in rows if row[name] is not None] for name in names}
+    return {name: math.fsum(values) / len(values) if values else None for name, values in known.items()}
+
+
 def counted(number: int, noun: str) -> str:
     """Return ``1 pair`` or ``3 pairs``."""
     return f"{number} {noun}{'s' * (number > 1)}"

@@ -15,7 +15,7 @@ from lightning_sym._tags import details, tag
 from lightning_sym.connectivity import Barrier, Curve, CurveSummary
 from lightning_sym.figures import CurvePlane, curve_planes
 from lightning_sym.landscape import WeightPlane
-from lightning_sym.reports.cells import Row, finite, text_table, unique
+from lightning_sym.reports.cells import Row, averages, finite, grouped, text_table, unique
 from lightning_sym.reports.paths import path_chart
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -162,16 +162,10 @@ def path_rows(paths: Paths) -> list[dict[str, Any]]:
 def curve_summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return means over pairs, by path and split, with the standard deviation of the barrier."""
     found = []
-    for path in unique(rows, "path"):
-        for split in unique(rows, "split"):
-            own = [row for row in rows if (row["path"], row["split"]) == (path, split)]
-            mean: dict[str, Any] = {"path": path, "split": split, "pairs": len(own)}
-            for name in own[0]:
-                if name not in ("path", "split", "first", "second"):
-                    values = [row[name] for row in own if row[name] is not None]
-                    mean[name] = math.fsum(values) / len(values) if values else None
-            spread = float(np.std([row["loss_barrier"] for row in own], ddof=1)) if len(own) > 1 else math.nan
-            found.append({**mean, "loss_barrier_std": finite(spread)})
+    for key, own in grouped(rows, "path", "split"):
+        mean = averages(own, [name for name in own[0] if name not in ("path", "split", "first", "second")])
+        spread = float(np.std([row["loss_barrier"] for row in own], ddof=1)) if len(own) > 1 else math.nan
+        found.append({**key, "pairs": len(own), **mean, "loss_barrier_std": finite(spread)})
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sym._tags import tag
 from lightning_sym.dissection import BasisDissection
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
+from lightning_sym.reports.cells import Row, finite, grouped, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
 QUANTITIES = (
@@ -220,8 +220,7 @@ def unit_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float
 def summary_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the means over members of each basis, with their intervals."""
     found = []
-    for key in _keys(rows, "zoo", "network", "basis", "alpha"):
-        own = [row for row in rows if all(row[name] == value for name, value in key.items())]
+    for key, own in grouped(rows, "zoo", "network", "basis", "alpha"):
         line: dict[str, Any] = {**key, "members": len(own)}
         for quantity in QUANTITIES:
             interval = mean_interval([numeric(row[quantity]) for row in own])
@@ -235,8 +234,8 @@ def change_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the change of each quantity along a path, by member."""
     start = {(row["zoo"], row["member"], row["network"]): row for row in rows if _begins(row)}
     found = []
-    for key in _keys(rows, "zoo", "network", "basis"):
-        ends = [row for row in rows if row["alpha"] == 1 and all(row[name] == value for name, value in key.items())]
+    for key, own in grouped(rows, "zoo", "network", "basis"):
+        ends = [row for row in own if row["alpha"] == 1]
         for quantity in QUANTITIES:
             pairs = [(numeric(row[quantity]), start[row["zoo"], row["member"], row["network"]]) for row in ends]
             differences = [end - numeric(first[quantity]) for end, first in pairs]
@@ -258,11 +257,6 @@ def change_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _begins(row: Row) -> bool:
     return bool(row["basis"] == "rotation" and row["alpha"] == 0)
-
-
-def _keys(rows: Sequence[Row], *names: str) -> list[dict[str, Any]]:
-    """Return the different values of some columns together, in the order of the rows."""
-    return [dict(zip(names, key, strict=True)) for key in dict.fromkeys(tuple(row[n] for n in names) for row in rows)]
 
 
 def _shown(summary: Sequence[Row], changes: Sequence[Row], title: str) -> Table:

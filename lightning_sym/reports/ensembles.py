@@ -1,13 +1,12 @@
 """Ensembles beside each other: accuracy, loss, calibration and diversity as their members are added."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_sym.ensembles import EnsembleScores
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, finite, spread_cell, unique
+from lightning_sym.reports.cells import Row, averages, finite, grouped, spread_cell
 from lightning_sym.reports.report import Column, Report
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -147,12 +146,4 @@ def ensemble_row(ensemble: MeasuredEnsemble, count: int) -> dict[str, Any]:
 
 def ensemble_means(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return means over the ensembles of each kind; those of standard errors too, as the samples are the same."""
-    found = []
-    for kind in unique(rows, "kind"):
-        own = [row for row in rows if row["kind"] == kind]
-        mean: dict[str, Any] = {"kind": kind, "ensembles": len(own)}
-        for name in list(own[0])[2:]:
-            values = [row[name] for row in own if row[name] is not None]
-            mean[name] = math.fsum(values) / len(values) if values else None
-        found.append(mean)
-    return found
+    return [{**key, "ensembles": len(own), **averages(own, list(own[0])[2:])} for key, own in grouped(rows, "kind")]

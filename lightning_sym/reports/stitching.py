@@ -12,7 +12,17 @@ from rich.table import Table
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import details, tag
 from lightning_sym.figures import Chart, Marks, Panel, penalty_heat_map
-from lightning_sym.reports.cells import Row, finite, in_points, numeric, spread_cell, stopped_notes, text_table, unique
+from lightning_sym.reports.cells import (
+    Row,
+    finite,
+    grouped,
+    in_points,
+    numeric,
+    spread_cell,
+    stopped_notes,
+    text_table,
+    unique,
+)
 from lightning_sym.reports.table import ResultTable, RunResults
 
 AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
@@ -106,11 +116,8 @@ def stitching_summary(rows: Sequence[Row], *, two_zoos: bool = False) -> list[di
         rows: As :func:`stitching_rows` gives them.
         two_zoos: Whether equal numbers of lower and upper members are different models; there is no interval then.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["batch_norm"], row["place"], row["family"]), []).append(row)
     summary = []
-    for (kind, place, family), found in groups.items():
+    for _, found in grouped(rows, "batch_norm", "place", "family"):
         used = [row for row in found if row["penalty"] is not None]
         values = [row["penalty"] for row in used]
         numbers: dict[str, Any] = dict.fromkeys(("penalty", "penalty_std", "penalty_low", "penalty_high"))
@@ -125,11 +132,9 @@ def stitching_summary(rows: Sequence[Row], *, two_zoos: bool = False) -> list[di
             note = interval.note
         summary.append(
             {
-                "place": place,
-                **{name: found[0][name] for name in ("site", "target_site")},
-                "family": family,
-                "trained": found[0]["trained"],
-                "batch_norm": kind,
+                **{
+                    name: found[0][name] for name in ("place", "site", "target_site", "family", "trained", "batch_norm")
+                },
                 "pairs": len(used),
                 **numbers,
                 "accuracy": float(np.mean([row["accuracy"] for row in used])) if used else None,
