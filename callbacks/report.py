@@ -14,7 +14,7 @@ from lightning_sym.callbacks._checks import check_needs, checked_datamodule, on_
 from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.datamodules import InMemoryDataModule, InputDataModule
-from lightning_sym.reports import RunResults
+from lightning_sym.reports import Report, RunResults
 from lightning_sym.tasks.same_run import check_same_run
 from lightning_sym.zoo import versions
 
@@ -116,7 +116,12 @@ class RunReport(AfterFit):
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
+    Raises:
+        TypeError: If a subclass has neither :meth:`report` nor ``declared``.
+
     Attributes:
+        declared: Tables, columns and charts of the report. With it :meth:`measure` returns rows by the name of the
+            table, and :meth:`report` need not be written.
         needs: Names of what the task must have; any task that has it will do. What is set after the constructor must be
             declared in the class of the task.
         example: A task that has it, for the message to those that do not.
@@ -124,24 +129,32 @@ class RunReport(AfterFit):
         results: What :meth:`report` returned; None before that, and on ranks other than 0.
     """
 
+    declared: ClassVar[Report | None] = None
+
     def __init__(self, dirpath: str | None = None) -> None:
         super().__init__(dirpath)
+        if self.declared is None and type(self).report is RunReport.report:
+            raise TypeError(f"{type(self).__name__} has no method report; write it, or declare what measure returns.")
         self.results: RunResults | None = None
 
     def measure(self, trainer: Trainer, task: Any, data: Any) -> Any:
         """Return what has to be evaluated for the report; called on every rank, for all to work together."""
         return None
 
-    @abstractmethod
     def report(self, trainer: Trainer, task: Any, data: Any, measured: Any) -> RunResults:
         """Return what is written and printed; called on rank 0 only.
+
+        By default ``measured`` are rows by the name of the table, for the declaration ``declared``.
 
         Args:
             trainer: Trainer of the run.
             task: The task.
             data: The datamodule.
             measured: What :meth:`measure` returned.
+
         """
+        assert self.declared is not None
+        return self.declared.results(measured, title=type(task).__name__, about=self.source(data))
 
     def publish(self, trainer: Trainer, results: RunResults) -> None:
         """Write tables and files, draw figures, and send all to the loggers; called on rank 0 only."""

@@ -1,4 +1,4 @@
-"""Movement of a network along its symmetry orbits: conserved quantities, balance, dead units, distance to the start."""
+"""Training along and across symmetry orbits: conserved quantities, balance, dead units, distance to the start."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Three ReLU units of one input have no barrier: a path between equivalent weights along which J stays 0.
 
-Two units that exchange their slopes must cross a barrier (``optimal_path`` of ``two_unit_class.py``). An additional unit allows a
-path around it, which is built here segment by segment:
+Two units that exchange their slopes must cross a barrier (``optimal_path`` of ``two_unit_class.py``). An additional
+unit allows a path around it, which is built here segment by segment:
 
     python examples/path_without_barrier.py
 """

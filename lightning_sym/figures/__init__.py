@@ -2,11 +2,8 @@
 
 from lightning_sym.figures._equivalence import FoundPoint, Scale
 from lightning_sym.figures.cards import cards
-from lightning_sym.figures.comparison import Compared, comparison_dots
 from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
-from lightning_sym.figures.curve_geometry import GeometryLines, curve_geometry_panels
-from lightning_sym.figures.dissection import Paths, dissection_curves
-from lightning_sym.figures.ensembles import EnsembleCurve, ensemble_curves
+from lightning_sym.figures.declared import Chart, Marks, Panel, epoch_panel
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
     betti_curve,
@@ -16,96 +13,38 @@ from lightning_sym.figures.equivalence_sets import (
     point_set,
     search_curves,
 )
-from lightning_sym.figures.equivalence_walks import walk_curves
-from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
-from lightning_sym.figures.learning_coefficients import (
-    ChainTraces,
-    Coefficient,
-    chain_traces,
-    coefficient_curves,
-    coefficient_rows,
-)
-from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
-from lightning_sym.figures.pruning import PruningCurve, pruning_curves
 from lightning_sym.figures.similarity import (
-    Depth,
     HeatMap,
-    ZooPanel,
-    similarity_curves,
-    similarity_depth,
     similarity_maps,
-    similarity_of_zoos,
 )
-from lightning_sym.figures.spectra import sharpness_bars, sharpness_curves, spectral_densities
 from lightning_sym.figures.stitching import (
-    PenaltyFamily,
-    PenaltyPanel,
-    SparsityFamily,
-    penalty_curves,
     penalty_heat_map,
-    rotation_penalty,
-    sparsity_against_penalty,
 )
-from lightning_sym.figures.symmetry import symmetry_curves
-from lightning_sym.figures.zoo import confusion_matrix, validation_curves
+from lightning_sym.figures.zoo import confusion_matrix
 
 __all__ = [
-    "Bars",
-    "ChainTraces",
-    "Coefficient",
-    "Compared",
+    "Chart",
     "CurvePlane",
-    "Depth",
-    "EnsembleCurve",
     "FoundPoint",
-    "GeometryLines",
     "HeatMap",
-    "Lines",
-    "Paths",
-    "PenaltyFamily",
-    "PenaltyPanel",
-    "PruningCurve",
+    "Marks",
+    "Panel",
     "Scale",
-    "SparsityFamily",
-    "ZooPanel",
-    "barrier_bars",
     "betti_curve",
     "cards",
-    "chain_traces",
     "class_stack_figure",
-    "coefficient_curves",
-    "coefficient_rows",
-    "comparison_dots",
     "confusion_matrix",
     "contour_levels",
-    "curve_geometry_panels",
     "curve_planes",
-    "dissection_curves",
     "embedding",
-    "ensemble_curves",
-    "evidence_curves",
-    "interpolation_curves",
+    "epoch_panel",
     "isosurface",
     "isosurface_mesh",
     "log_contour",
     "loss_surface",
-    "penalty_curves",
     "penalty_heat_map",
     "planes_beside",
     "point_set",
-    "pruning_curves",
-    "relative_effective_parameters",
-    "rotation_penalty",
     "search_curves",
-    "sharpness_bars",
-    "sharpness_curves",
-    "similarity_curves",
-    "similarity_depth",
     "similarity_maps",
-    "similarity_of_zoos",
-    "sparsity_against_penalty",
-    "spectral_densities",
-    "symmetry_curves",
-    "validation_curves",
-    "walk_curves",
 ]

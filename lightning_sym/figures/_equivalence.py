@@ -1,4 +1,4 @@
-"""What the figures of equivalence classes share: found points, marks of the scale of J, warnings."""
+"""Helpers of figures of equivalence classes: found points, marks of the scale of J, warnings."""
 
 import re
 import textwrap

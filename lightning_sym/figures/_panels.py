@@ -1,20 +1,18 @@
-"""What all figures share: panels, curves with a band, tables of numbers, legends."""
+"""Helpers of all figures: panels, curves with a band, tables of numbers, legends."""
 
 import functools
 import math
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ParamSpec
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
@@ -57,7 +55,7 @@ def panels(
 
 
 def readable(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Make the titles and the names of the axes of what a function draws large enough for a small picture of it.
+    """Enlarge titles and axis labels of the figure that a function returns, for small pictures of it.
 
     That is what TensorBoard shows before one clicks. Those that are too long then go on in another line.
     """
@@ -132,18 +130,11 @@ def band(axes: Axes, places: Values, values: Values, **look: Any) -> None:
     if not shown.any():
         return
     places, values = places[shown], values[shown]
-    marker = "o" if len(places) == 1 else None  # a line through one point cannot be seen
-    axes.plot(places, np.nanmean(values, axis=1), marker=marker, zorder=3, **look)
+    look = {"marker": "o" if len(places) == 1 else None, **look}  # a line through one point cannot be seen
+    axes.plot(places, np.nanmean(values, axis=1), zorder=3, **look)
     if values.shape[1] > 1:
         ends = np.nanmin(values, axis=1), np.nanmax(values, axis=1)
         axes.fill_between(places, *ends, color=look["color"], alpha=0.15, lw=0)
-
-
-def over_epochs(axes: Axes, ylabel: str) -> None:
-    """Name the axes of a panel whose horizontal axis is epochs, and draw a grid."""
-    axes.set(xlabel="epoch", ylabel=ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.grid(alpha=0.25)
 
 
 def numbered_cells(
@@ -176,20 +167,8 @@ def numbered_cells(
     return image
 
 
-def legend_beside(
-    figure: Figure,
-    handles: Iterable[Artist],
-    place: str = "right center",
-    handlelength: float | None = None,
-    columns: int = 1,
-) -> None:
-    """Put a legend beside all axes; the layout leaves room for it."""
-    look: Any = {"loc": f"outside {place}", "handlelength": handlelength, "ncols": columns}
-    figure.legend(handles=list(handles), frameon=False, fontsize=9, **look)
-
-
 def legend_above(axes: Axes) -> None:
-    """Name what is drawn in a strip above all of it, for which the axis is made longer, so that it hides nothing."""
+    """Add a legend above the data; the axis is extended, so the legend hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return

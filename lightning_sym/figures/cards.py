@@ -1,4 +1,4 @@
-"""A figure as TensorBoard shows it: a picture for each panel, whose words can be read on a small card."""
+"""A figure for TensorBoard: one picture per panel, with words that can be read on a small card."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -56,7 +56,7 @@ def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
 
 
 def _name_each(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Give each panel what only the outer ones of a figure have: a title, names of its axes, their ticks, a legend."""
+    """Copy titles, axis labels, ticks and legends of the outer panels to all panels."""
     titles = {axes: axes.get_title() for axes in panels}
     below = {axes: axes.get_xlabel() for axes in panels}
     beside = {axes: axes.get_ylabel() for axes in panels}

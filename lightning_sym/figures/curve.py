@@ -18,7 +18,7 @@ _LEVELS, _FINEST, _CLIP = 7, -5.0, 5.0
 
 @dataclass(frozen=True)
 class CurvePlane:
-    """What one panel of :func:`curve_planes` shows.
+    """Content of one panel of :func:`curve_planes`.
 
     Attributes:
         title: Above the panel.

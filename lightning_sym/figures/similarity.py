@@ -1,6 +1,5 @@
 """Figures of similarity: all layers with all, and each with its like over depth."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +9,6 @@ from numpy.typing import ArrayLike
 
 from lightning_sym.figures import _panels as shared
 
-# Name, color and style of each kind, in all figures the same.
-_LOOKS = {
-    "trained": ("trained", shared.BLUE, "-"),
-    "untrained": ("untrained", shared.VERMILION, "--"),
-    "shuffled": ("shuffled inputs", "#7f7f7f", ":"),
-}
 _MOST_NUMBERS = 10  # layers up to which cells have numbers in them
 
 
@@ -64,168 +57,10 @@ def similarity_maps(
         texts = [[f"{v:.2f}" if np.isfinite(v) else "" for v in row] for row in values]
         texts = texts if layers <= _MOST_NUMBERS else []
         image = shared.numbered_cells(axes, values, texts, "viridis", (lowest, 1.0), 8)
-        axes.set_title(f"{column.title}, {_LOOKS[kind][0]}", fontsize=9)
+        axes.set_title(f"{column.title}, {kind}", fontsize=9)
         beside, under = labels[kind]
         axes.set_xticks(range(len(under)), under, rotation=90, fontsize=7)
         axes.set_yticks(range(len(beside)), beside, fontsize=7)
         axes.tick_params(labelleft=index % len(kinds) == 0)
     figure.colorbar(image, ax=places, shrink=0.6, pad=0.01)
-    return figure
-
-
-@dataclass(frozen=True)
-class Depth:
-    """A panel of :func:`similarity_depth`.
-
-    Attributes:
-        title: Name of the measure.
-        values: By kind, the similarity of each layer with its like. Each of shape ``[layers, pairs]``.
-    """
-
-    title: str
-    values: Mapping[str, ArrayLike]
-
-
-@shared.readable
-def similarity_depth(
-    panels: Sequence[Depth], layers: Sequence[str], live: Mapping[str, Sequence[float]], *, title: str = ""
-) -> Figure:
-    """Draw similarity over depth, a panel for each measure, and the share of live channels in the last panel.
-
-    Lines are means over pairs, shades reach from the lowest to the highest pair: of trained networks, and of the nulls.
-
-    Args:
-        panels: The measures; at least one.
-        layers: Names of the layers, from the input on.
-        live: By kind of networks, the fraction of channels that are live, in [0, 1], for each layer; may be empty.
-        title: Above all.
-
-    Returns:
-        The figure.
-
-    Raises:
-        ValueError: If there are no panels.
-    """
-    shared.check_some(panels=panels)
-    count = len(panels) + bool(live)
-    columns = min(2, count)
-    figure, places = shared.panels(
-        1.0 + 2.7 * columns, 1.2 + 2.7 * -(-count // columns), count, columns, title=title, sharex=True, sharey=True
-    )
-    depth = np.arange(len(layers), dtype=float)
-    for axes, panel in zip(places, panels, strict=False):
-        for kind, values in panel.values.items():
-            name, color, style = _LOOKS[kind]
-            shared.band(axes, depth, np.asarray(values, dtype=float), color=color, ls=style, lw=2.0, label=name)
-        axes.set_title(panel.title, fontsize=10)
-    for kind, shares in live.items():
-        name, color, style = _LOOKS[kind]
-        places[-1].plot(depth, shares, color=color, ls=style, lw=2.0, marker="o", ms=3, label=name)
-        places[-1].set_title("live channels, fraction", fontsize=10)
-    for axes in places:
-        axes.grid(alpha=0.25)
-        axes.set_xticks(depth, layers, rotation=90, fontsize=7)
-    places[0].set_ylim(top=1.03)
-    places[0].set_ylabel("similarity")
-    handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    return figure
-
-
-_COMPARED_WITH = {"start": "the start", "reference": "the reference", "members": "other members"}
-
-
-@shared.readable
-def similarity_curves(
-    epochs: Sequence[float], panels: Mapping[tuple[str, str], Mapping[str, ArrayLike]], *, title: str = ""
-) -> Figure:
-    """Draw similarity over training: a row for what is compared with, a column for each measure, a line for each site.
-
-    Lines are means over members or pairs, shades reach from the lowest to the highest; NaN is left out.
-
-    Args:
-        epochs: How many epochs had been trained at each point. Length ``T``.
-        panels: By what is compared with (``"start"``, ``"reference"``, ``"members"``) and measure, row by row: by site,
-            shape ``[T, links]``.
-        title: Above all.
-
-    Returns:
-        The figure.
-
-    Raises:
-        ValueError: If there are no panels.
-    """
-    shared.check_some(panels=panels)
-    measures = len({measure for _, measure in panels})
-    columns = measures if measures <= 2 else 1 if measures % 2 else 2
-    rows = -(-len(panels) // columns)
-    figure, places = shared.panels(
-        1.0 + 3.6 * columns, 0.8 + 3.0 * rows, len(panels), columns, title=title, sharex=True, sharey=True
-    )
-    for index, (axes, ((compared_with, measure), lines)) in enumerate(zip(places, panels.items(), strict=True)):
-        for (site, values), color in zip(lines.items(), shared.line_colors(len(lines)), strict=True):
-            by_link = np.asarray(values, dtype=float)
-            shared.band(axes, np.asarray(epochs, dtype=float), by_link, color=color, lw=1.8, label=site)
-        shared.over_epochs(axes, "similarity" if index % columns == 0 else "")
-        axes.set_title(f"{measure}, with {_COMPARED_WITH[compared_with]}", fontsize=10)
-    places[0].set_ylim(top=1.03)  # shared by all, and when all is drawn: the other end is that of the data
-    shared.legend_of_some(places[0])
-    return figure
-
-
-@dataclass(frozen=True)
-class ZooPanel:
-    """A panel of :func:`similarity_of_zoos`.
-
-    Attributes:
-        title: Name of the measure and layer.
-        values: By kind, for each zoo the mean and both ends of an interval; NaN where there is none. Each of shape
-            ``[zoos, 3]``.
-    """
-
-    title: str
-    values: Mapping[str, ArrayLike]
-
-
-@shared.readable
-def similarity_of_zoos(zoos: Sequence[str], panels: Sequence[ZooPanel], *, title: str = "") -> Figure:
-    """Draw the similarity of the members of each zoo, with intervals: of trained networks, and of the nulls.
-
-    Args:
-        zoos: Names of the zoos, from left to right. If all are numbers > 0, these are the axis, a logarithmic one with
-            lines from zoo to zoo.
-        panels: A panel for each layer and measure, at least one.
-        title: Above all.
-
-    Returns:
-        The figure.
-
-    Raises:
-        ValueError: If there are no zoos or panels.
-    """
-    shared.check_some(zoos=zoos, panels=panels)
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, places = shared.panels(
-        1.0 + 2.9 * columns, 1.2 + 2.6 * rows, len(panels), columns, title=title, sharex=True, sharey=True
-    )
-    ordered = all(re.fullmatch(r"\d+(\.\d+)?", zoo) and float(zoo) > 0 for zoo in zoos)
-    across = np.array([float(zoo) for zoo in zoos]) if ordered else np.arange(len(zoos), dtype=float)
-    for axes, panel in zip(places, panels, strict=True):
-        for kind, values in panel.values.items():
-            name, color, style = _LOOKS[kind]
-            means, low, high = np.asarray(values, dtype=float).T
-            bars = np.nan_to_num(np.maximum(0.0, [means - low, high - means]))
-            axes.errorbar(
-                across, means, bars, color=color, ls=style if ordered else "", marker="o", ms=4, capsize=2, label=name
-            )
-        if ordered:
-            axes.set_xscale("log", base=2)
-        axes.set_xticks(across, zoos, rotation=0 if ordered else 90, fontsize=8)
-        axes.minorticks_off()
-        axes.grid(alpha=0.25)
-        axes.set_title(panel.title, fontsize=10)
-    places[0].set_ylim(top=1.03)
-    handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     return figure

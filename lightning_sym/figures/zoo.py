@@ -1,55 +1,12 @@
-"""Figures of a zoo."""
+"""Figure of the confusion of the members of a zoo."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lightning_sym.figures import _panels as shared
-
-
-@shared.readable
-def validation_curves(
-    accuracy: Sequence[Sequence[float]],
-    numbers: Sequence[int],
-    *,
-    epochs: Sequence[float],
-    kept: Mapping[int, float] | None = None,
-    quantity: str = "accuracy",
-) -> Figure:
-    """Draw every member's validation accuracy, or loss, over epochs, and their mean.
-
-    Args:
-        accuracy: Per validation one value per member; NaN where there is none. Shape ``[validations, M]``.
-        numbers: The members' numbers, for the legend. Length ``M``.
-        epochs: How many epochs had been trained at each validation.
-        kept: How many epochs had been trained when the weights were taken that were kept, by member number; marked by
-            a dot.
-        quantity: What the values are, ``"accuracy"`` or ``"loss"``.
-
-    Returns:
-        The figure.
-    """
-    figure, (axes,) = shared.panels(5.2, 3.8)
-    values = np.asarray(accuracy, dtype=float).reshape(len(accuracy), len(numbers))
-    places = np.asarray(epochs, dtype=float)
-    colors = colormaps["viridis"](np.linspace(0.05, 0.9, len(numbers)))
-    few = len(numbers) <= 10
-    width, alpha, dot = (1.4, 0.9, 5) if few else (0.7, 0.5, 3)
-    for number, color, curve in zip(numbers, colors, values.T, strict=True):
-        label = f"member {number}" if few else None
-        axes.plot(places, curve, color=color, lw=width, alpha=alpha, label=label)
-        taken = places == (kept or {}).get(number)
-        axes.plot(places[taken], curve[taken], "o", color=color, ms=dot)
-    if np.isfinite(values).any(axis=1).all():
-        mean = np.nanmean(values, axis=1)
-        axes.plot(places, mean, "--", color=shared.INK, lw=1.8, label=f"mean of {len(numbers)}", zorder=3)
-    shared.over_epochs(axes, f"validation {quantity}")
-    axes.set_title(f"Validation {quantity}" + (" (dot: weights kept)" if kept else ""))
-    axes.legend(fontsize=8, loc="lower right" if quantity == "accuracy" else "upper right", framealpha=0.9)
-    return figure
 
 
 @shared.readable

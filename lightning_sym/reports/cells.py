@@ -1,4 +1,4 @@
-"""What rows and tables are made of: numbers that files and figures can hold, text for the terminal."""
+"""Cells of tables: numbers for files and figures, text for the terminal."""
 
 import math
 import re
@@ -31,8 +31,8 @@ def text_table(
 ) -> Table:
     """Return a table for the terminal, the first columns aligned left and the others right, 80 characters at most.
 
-    Of a table that is wider, headings go on in another line, then long words are cut in the middle, and then the last
-    columns stand below the others.
+    If a table is wider, headings are wrapped, then long words are shortened in the middle, and then the last
+    columns are printed below the others.
 
     Args:
         title: Above it.
@@ -141,12 +141,12 @@ def in_points(fraction: float) -> str:
 
 
 def stopped_notes(networks: Sequence[Row], stopped: Mapping[int, str], file: str, most: int = 4) -> list[str]:
-    """Say why networks were stopped, and of further ones only how many they are.
+    """Return the reasons for stopping networks; of further ones, only their number.
 
     Args:
         networks: With the ``name`` of each.
         stopped: Why, by their place in the list.
-        file: Where all of them are.
+        file: File with all of them.
         most: Notes of single ones.
     """
     notes = [f"{networks[index]['name']} was stopped: {reason}" for index, reason in stopped.items()]
@@ -169,17 +169,44 @@ def unique(rows: Iterable[Row], column: str) -> list[Any]:
     return list(dict.fromkeys(row[column] for row in rows))
 
 
+def grouped(rows: Iterable[Row], *columns: str) -> list[tuple[dict[str, Any], list[Row]]]:
+    """Group rows by the values of some columns, in the order of the rows.
+
+    Args:
+        rows: The rows.
+        *columns: Names of the columns.
+
+    Returns:
+        For each combination its values by column, and its rows.
+    """
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in columns), []).append(row)
+    return [(dict(zip(columns, key, strict=True)), own) for key, own in found.items()]
+
+
+def averages(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float | None]:
+    """Return means over rows by column; None where no row has a value.
+
+    Args:
+        rows: The rows.
+        names: The columns.
+    """
+    known = {name: [row[name] for row in rows if row[name] is not None] for name in names}
+    return {name: math.fsum(values) / len(values) if values else None for name, values in known.items()}
+
+
 def counted(number: int, noun: str) -> str:
     """Return ``1 pair`` or ``3 pairs``."""
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def over_members(values: Mapping[str, Mapping[int, float]], *, named: bool) -> dict[str, float]:
-    """Return what is logged of members: means, without what is not finite, and each member's own value.
+    """Return the logged numbers of members: means over finite values, and each member's value.
 
     Args:
         values: By tag and number of the member.
-        named: Whether each member has a tag of its own, ``details/<tag>/member-0003``, too.
+        named: Whether each member also has its own tag, ``details/<tag>/member-0003``.
     """
     scalars: dict[str, float] = {}
     for tag, of_all in values.items():
@@ -192,5 +219,5 @@ def over_members(values: Mapping[str, Mapping[int, float]], *, named: bool) -> d
 
 
 def picked(holder: object, *names: str) -> dict[str, Any]:
-    """Return attributes by name, for what is said about a table."""
+    """Return attributes by name, for the facts about a table."""
     return {name: getattr(holder, name) for name in names}

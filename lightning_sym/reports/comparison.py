@@ -1,4 +1,4 @@
-"""Several finished runs beside each other: the settings in which they differ, and what each group of seeds found."""
+"""Compare finished runs: settings that differ, and the numbers of each group of seeds."""
 
 import fnmatch
 import itertools
@@ -19,7 +19,7 @@ from lightning_sym._runs import FinishedRun, is_seed
 from lightning_sym._statistics import student_interval
 from lightning_sym._tags import is_detail
 from lightning_sym._text import ranges
-from lightning_sym.figures import Compared, comparison_dots
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.reports.cells import broken_name, counted, text_table, unique
 from lightning_sym.reports.table import ResultTable
 
@@ -34,6 +34,22 @@ UNITS = {
 }
 _MOST_ROWS = 40  # on the terminal
 _MOST_PANELS = 12
+# The first group is blue; vermilion are those that differ from it.
+_ROLES = {"first": {"color": "#0072b2"}, "differs": {"color": "#d55e00"}, "open": {"color": "#1b1b1b"}}
+_DOTS = Chart(
+    [
+        Panel(
+            [
+                Marks("value", "group", ["role"], "dots", looks=_ROLES, look={"ms": 10, "alpha": 0.4}, table="runs"),
+                Marks("mean", "group", ["role"], "error", error=[("low", "high")], looks=_ROLES,
+                      look={"ls": "", "ms": 8}),
+            ],
+            "{number}", by=["number"], flat=True,
+        )
+    ],
+    "{title}; bars: 95 % intervals over seeds",
+    columns=2, size=(4.0, 2.0), legend="",
+)  # fmt: skip
 _MOST_UNITS = 8
 # Beside results, which depend on the machine and on what else it does.
 _OF_MACHINE = ("time/", "memory/")
@@ -56,7 +72,7 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several runs found.
+    """Comparison of several runs.
 
     Attributes:
         table: A row for each number and group of runs.
@@ -76,7 +92,7 @@ class Comparison:
         """Print the settings that differ, a row for each number and a column for each group, and the notes.
 
         Args:
-            console: What is printed to.
+            console: Console to print to.
         """
         names = [group.name for group in self.groups]
         counts = ["runs", *(str(len(group.runs)) for group in self.groups)]
@@ -102,24 +118,27 @@ class Comparison:
 
     def figure(self) -> Figure:
         """Draw a panel for each number, of many only the first: a dot for each run, means with intervals."""
-        panels = {}
-        for number in unique(self.table.rows, "number")[:_MOST_PANELS]:
-            rows = {row["group"]: row for row in self.table.rows if row["number"] == number}
-            panels[number] = [
-                Compared(
-                    group.name,
-                    [found[number] for run in group.runs if number in (found := self.values.get(run.name, {}))],
-                    **{key: rows[group.name][key] for key in ("low", "high", "decided") if group.name in rows},
-                )
-                for group in self.groups
-            ]
-        return comparison_dots(panels, title=f"{self.table.what}; bars: 95 % intervals over seeds")
+        shown = unique(self.table.rows, "number")[:_MOST_PANELS]
+        first = self.groups[0].name
+        means = [
+            {**row, "role": "first" if row["group"] == first else "differs" if row["decided"] else "open"}
+            for row in self.table.rows
+            if row["number"] in shown
+        ]
+        runs = [
+            {**row, "value": found[row["number"]]}
+            for row in means
+            for group in self.groups
+            for run in group.runs
+            if group.name == row["group"] and row["number"] in (found := self.values.get(run.name, {}))
+        ]
+        return _DOTS.draw({"means": means, "runs": runs}, self.table.what)
 
 
 def compare_runs(
     runs: Sequence[FinishedRun], *, metrics: Sequence[str] = (), table: str | None = None, ignore: Sequence[str] = ()
 ) -> Comparison:
-    """Compare what runs ended with; those that differ by seeds only are one group, over which means are taken.
+    """Compare the final numbers of runs; runs that differ by seeds only form a group with a mean.
 
     Args:
         runs: At least two. Values do not depend on their order; the first group is what others are compared with.
@@ -185,7 +204,7 @@ def _groups(runs: Sequence[FinishedRun], ignore: Sequence[str]) -> list[RunGroup
 
 
 def _stem(names: Sequence[str]) -> str:
-    """Return what names have in common at their beginning, ``wide`` of ``wide-seed0`` and ``wide-seed1``."""
+    """Return the common beginning of names, ``wide`` of ``wide-seed0`` and ``wide-seed1``."""
     if len(names) == 1:
         return names[0]
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
@@ -352,7 +371,7 @@ def _explained(groups: Sequence[RunGroup], rows: Sequence[Mapping[str, Any]]) ->
 
 
 def _of_units(names: Sequence[str], units: Mapping[str, str]) -> list[str]:
-    """Say what numbers are measured in, once for those that have the same unit."""
+    """Return the units of numbers, each unit once."""
     same: dict[str, list[str]] = {}
     for name in names:
         if name in units:
@@ -376,7 +395,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def _precise(length: float, value: float) -> Callable[[float], str]:
-    """Return what prints numbers with as many digits as an interval of some length tells apart, at least four."""
+    """Return a formatter with as many digits as an interval of this length resolves, at least four."""
     if not length or not 1e-4 <= abs(value) < 1e6:
         return "{:.4g}".format
     digits = max(2 - math.floor(math.log10(length)), 0)

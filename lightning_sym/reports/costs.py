@@ -1,4 +1,4 @@
-"""What a run would cost, from the times of its parts: plain sums and products, which docs/scaling-out.md writes out."""
+"""Estimate the cost of a run from the times of its parts; docs/scaling-out.md has the formulas."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Network:
-    """What joins devices.
+    """Network between devices.
 
     Attributes:
         bandwidth: Bytes per second that a process sends, and receives, at once.
@@ -68,7 +68,7 @@ class RunCosts:
         epochs: Epochs.
         validation: One validation.
         validations: How many there are.
-        epoch: What comes once in an epoch beside steps and validation.
+        epoch: Work once per epoch apart from steps and validation.
         periodic: What callbacks do after some epochs, by their names, and how often.
         after: Everything after the last epoch: tests, reports, figures.
         gradients: Bytes of all gradients of a step.
@@ -108,8 +108,8 @@ def cost_table(costs: RunCosts, what: str) -> ResultTable:
     """Return a row for each part and one for all.
 
     Args:
-        costs: What was measured.
-        what: What is run.
+        costs: Measured similarities.
+        what: Description of the run.
     """
     rows = [
         {"part": name, "times": times, "each": each.wall, "wall": each.wall * times, "cpu": each.cpu * times}
@@ -122,7 +122,7 @@ def cost_table(costs: RunCosts, what: str) -> ResultTable:
 
 
 def sharing_table(costs: RunCosts, devices: int, network: Network | None = None) -> ResultTable:
-    r"""Return what the run would cost on several devices like this one, by strategy.
+    r"""Estimate the cost of the run on several devices like this one, by strategy.
 
     With ``ddp`` a process takes every ``N``-th batch: :math:`\lceil S / N \rceil` steps of an epoch, each followed by a
     ring all-reduce of the gradients, :math:`2 (N - 1) / N \cdot G / b + 2 (N - 1) \ell` seconds, which nothing

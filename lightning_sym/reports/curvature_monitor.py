@@ -1,12 +1,10 @@
-"""What CurvatureMonitor says of a run: how sharp the loss was while networks were trained."""
+"""Sharpness of the loss during training, as CurvatureMonitor reports it."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from lightning_sym.figures import sharpness_curves
+from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.reports.cells import over_members
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -21,14 +19,29 @@ UNITS = {
     "trace": "sum of eigenvalues, same unit, with its standard error in trace_error",
 }
 
+_TRACE = Marks("trace", "epoch", label="trace")
+_ERRORS = replace(_TRACE, kind="error", error=["trace_error"], look={"ls": "", "marker": ""})
+_LARGEST = Marks("top_eigenvalue", "epoch", label="largest")
+_ALONG = Marks("along_step", "epoch", label="along the step", look={"ls": "--"})
+_LOSS = Marks("loss", "epoch", label="loss")
+CHART = Chart(
+    [
+        epoch_panel("Eigenvalue", "second derivative of the loss", _LARGEST, _ALONG),
+        epoch_panel("Trace", "sum of eigenvalues, ± standard error", _TRACE, _ERRORS),
+        epoch_panel("Training loss", "in eval mode, without regularisers", _LOSS, log="y"),
+    ],
+    "Sharpness of {title}",
+    legend="each",
+)
+
 
 def monitor_scalars(point: Point, prefix: str = "curvature", *, named: bool = False) -> dict[str, float]:
-    """Return what is logged for a point: means over members.
+    """Return the logged numbers of a point: means over members.
 
     Args:
         point: ``members``, by number: those of ``QUANTITIES`` that were found.
         prefix: First part of all tags.
-        named: Whether each member has a tag of its own, too.
+        named: Whether each member also has its own tag.
     """
     found = {
         f"{prefix}/{name}": {number: values[name] for number, values in point["members"].items() if name in values}
@@ -40,12 +53,12 @@ def monitor_scalars(point: Point, prefix: str = "curvature", *, named: bool = Fa
 def monitor_results(
     points: Sequence[Point], *, network: str, about: Mapping[str, Any], name: str = "curvature"
 ) -> RunResults:
-    """Say how sharp the loss was while networks were trained.
+    """Report the sharpness of the loss during training.
 
     Args:
         points: In the order of time: ``step``, ``epoch`` and ``members``, as for :func:`monitor_scalars`.
         network: Name of the architecture, for the title.
-        about: What is needed to make the table again.
+        about: Everything needed to make the table again.
         name: Name of the files.
     """
     rows = [
@@ -54,15 +67,5 @@ def monitor_results(
         for number, values in point["members"].items()
     ]
     table = ResultTable(name, "Hessian of the training loss, while training", rows, UNITS, about)
-    return RunResults([table], _figures(points, name, network))
-
-
-def _figures(points: Sequence[Point], name: str, network: str) -> Iterator[tuple[str, Figure]]:
-    curves = {
-        quantity: [[values.get(quantity, math.nan) for values in point["members"].values()] for point in points]
-        for quantity in QUANTITIES
-    }
-    if members := len(points[-1]["members"]):
-        count = f", mean of {members} members" if members > 1 else ""
-        title = f"Sharpness of {network} while training{count}"
-        yield name, sharpness_curves([point["epoch"] for point in points], **curves, title=title)
+    count = f", mean of {members} members" if (members := len(points[-1]["members"])) > 1 else ""
+    return RunResults([table], CHART.named(name, rows, f"{network} while training{count}"))

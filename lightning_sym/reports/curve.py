@@ -1,4 +1,4 @@
-"""Loss and accuracy along curves between the members of a zoo, beside the straight lines."""
+"""Loss and accuracy along curves and linear paths between the members of a zoo."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lightning_sym._tags import details, tag
 from lightning_sym.connectivity import Barrier, Curve, CurveSummary
-from lightning_sym.figures import CurvePlane, Lines, curve_planes, interpolation_curves
+from lightning_sym.figures import CurvePlane, curve_planes
 from lightning_sym.landscape import WeightPlane
-from lightning_sym.reports.cells import Row, finite, text_table, unique
+from lightning_sym.reports.cells import Row, averages, finite, grouped, text_table, unique
+from lightning_sym.reports.paths import path_chart
 from lightning_sym.reports.table import ResultTable, RunResults
 
 Pair = tuple[int, int]
@@ -40,7 +41,7 @@ UNITS = {
 
 @dataclass(frozen=True, eq=False)
 class MeasuredPath:
-    """What was evaluated on one way between the two networks of a pair.
+    """Losses and accuracies on one path between the two networks of a pair.
 
     Attributes:
         curve: The curve; the straight line as one without bends.
@@ -84,19 +85,19 @@ def curve_results(
     notes: Sequence[str] = (),
     loss: str | None = None,
 ) -> RunResults:
-    """Say how high the loss is along curves, and along the straight lines.
+    """Report the loss along curves and along linear paths.
 
     Args:
         paths: What was evaluated, by path (``"line"``, ``"matched"``, ``"bezier"``, ``"chain"``) and pair.
         planes: Planes of some curves.
         title: Title of tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         notes: Lines below the table on the terminal.
         loss: Name of the loss; None for the cross-entropy.
     """
     rows = path_rows(paths)
     classified = all(row["accuracy_lowest"] is not None for row in rows)
-    summary = curve_summary(rows)
+    summary, points = curve_summary(rows), point_rows(paths)
     barriers, highest = (
         {tag(name, f"{row['split']}_loss", row["path"]): row[f"loss_{name}"] for row in summary}
         for name in ("barrier", "highest")
@@ -108,7 +109,7 @@ def curve_results(
     tables = [
         ResultTable("summary", what + "means over pairs", summary, UNITS, about),
         ResultTable("curves", what + "of each pair", rows, UNITS, about),
-        ResultTable("points", what + "all places", point_rows(paths), UNITS, about),
+        ResultTable("points", what + "all places", points, UNITS, about),
     ]
     places = {"picture": "along.png", "table": "summary.csv", "pairs": "curves.csv"}
     if planes:
@@ -124,7 +125,7 @@ def curve_results(
         places["curve"] = next(iter(curves))
     return RunResults(
         tables,
-        _figures(paths, planes, title, loss or "nats"),
+        _figures(points, planes, title, loss),
         files=curves,
         numbers=numbers,
         headline=min(curved, key=lambda name: numbers[name], default=None),
@@ -161,16 +162,10 @@ def path_rows(paths: Paths) -> list[dict[str, Any]]:
 def curve_summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return means over pairs, by path and split, with the standard deviation of the barrier."""
     found = []
-    for path in unique(rows, "path"):
-        for split in unique(rows, "split"):
-            own = [row for row in rows if (row["path"], row["split"]) == (path, split)]
-            mean: dict[str, Any] = {"path": path, "split": split, "pairs": len(own)}
-            for name in own[0]:
-                if name not in ("path", "split", "first", "second"):
-                    values = [row[name] for row in own if row[name] is not None]
-                    mean[name] = math.fsum(values) / len(values) if values else None
-            spread = float(np.std([row["loss_barrier"] for row in own], ddof=1)) if len(own) > 1 else math.nan
-            found.append({**mean, "loss_barrier_std": finite(spread)})
+    for key, own in grouped(rows, "path", "split"):
+        mean = averages(own, [name for name in own[0] if name not in ("path", "split", "first", "second")])
+        spread = float(np.std([row["loss_barrier"] for row in own], ddof=1)) if len(own) > 1 else math.nan
+        found.append({**key, "pairs": len(own), **mean, "loss_barrier_std": finite(spread)})
     return found
 
 
@@ -199,26 +194,15 @@ def plane_rows(planes: Sequence[MeasuredPlane]) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(paths: Paths, planes: Sequence[MeasuredPlane], title: str, loss: str) -> Iterator[tuple[str, Figure]]:
-    first = next(iter(next(iter(paths.values())).values()))
-    columns = [
-        Lines(
-            f"{split} data",
-            _stacked({name: [path.along[split].loss for path in own.values()] for name, own in paths.items()}),
-            _stacked({name: [path.along[split].accuracy for path in own.values()] for name, own in paths.items()}),
-        )
-        for split in first.along
-    ]
-    t = first.along["train"].t.numpy()
-    yield "along", interpolation_curves(t, columns, title=f"Between two networks: {title}", loss=loss)
+def _figures(
+    points: Sequence[Row], planes: Sequence[MeasuredPlane], title: str, loss: str | None
+) -> Iterator[tuple[str, Figure]]:
+    chart = path_chart(
+        points, "path", ["split"], title="Between two networks: {title}", panel="{split} data", loss=loss
+    )
+    yield from chart.named("along", points, title)
     if planes:
         yield "planes", curve_planes([_panel(plane) for plane in planes], title=f"Planes of curves: {title}")
-
-
-def _stacked(values: Mapping[str, Sequence[Tensor | None]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return a row for each pair, by path; nothing where there is no accuracy."""
-    there = {name: [one for one in own if one is not None] for name, own in values.items()}
-    return {name: torch.stack(own).numpy() for name, own in there.items() if own}
 
 
 def _panel(measured: MeasuredPlane) -> CurvePlane:

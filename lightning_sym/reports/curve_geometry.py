@@ -1,10 +1,10 @@
 """The geometry along curves: rows, tables and figures of what was found at their points."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -12,8 +12,8 @@ from lightning_sym._tags import details, tag
 from lightning_sym.connectivity import CurveShape, PointGeometry
 from lightning_sym.connectivity.curves import CurveKind
 from lightning_sym.connectivity.geometry import DIRECTIONS, TOLERANCE
-from lightning_sym.figures import GeometryLines, curve_geometry_panels
-from lightning_sym.reports.cells import finite, numeric, text_table
+from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.reports.cells import Row, finite, numeric, text_table
 from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
@@ -58,26 +58,27 @@ Shapes = Mapping[CurveOf, CurveShape]
 
 
 def curve_geometry_results(shapes: Shapes, *, title: str, about: Mapping[str, Any]) -> RunResults:
-    """Say what was found along curves.
+    """Report the geometry along curves.
 
     Args:
         shapes: By curve.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     if not shapes:
         return RunResults([], notes=["no curve was kept, so that there is nothing to look along"])
-    tables = [ResultTable("geometry", "the geometry at points of curves", geometry_rows(shapes), UNITS, about)]
-    for name, what, rows in (
-        ("geometry_near_zero", "eigenvalues near zero at points of curves", near_zero_rows(shapes)),
-        ("geometry_density", "density of eigenvalues at points of curves", density_rows(shapes)),
+    rows, near, densities = geometry_rows(shapes), near_zero_rows(shapes), density_rows(shapes)
+    tables = [ResultTable("geometry", "the geometry at points of curves", rows, UNITS, about)]
+    for name, what, found in (
+        ("geometry_near_zero", "eigenvalues near zero at points of curves", near),
+        ("geometry_density", "density of eigenvalues at points of curves", densities),
         ("geometry_jacobians", "likeness of Jacobians by the input between points", jacobian_rows(shapes)),
     ):
-        tables += [ResultTable(name, what, rows, UNITS, about)] if rows else []
+        tables += [ResultTable(name, what, found, UNITS, about)] if found else []
     first = next(iter(shapes))
     return RunResults(
         tables,
-        _figures(shapes, title),
+        _figures(shapes, rows, near, densities, title),
         numbers=_numbers(shapes),
         shown=_shown(shapes, title),
         notes=_notes(shapes),
@@ -148,7 +149,7 @@ def density_rows(shapes: Shapes) -> list[dict[str, Any]]:
 
 
 def jacobian_rows(shapes: Shapes) -> list[dict[str, Any]]:
-    """Return how alike the Jacobians by the input are, of every two points of each curve."""
+    """Return the similarity of input Jacobians between every two points of each curve."""
     return [
         {
             **name._asdict(),
@@ -195,48 +196,65 @@ def _figure_name(name: CurveOf) -> str:
     return f"geometry-{name.first}-{name.second}-{name.kind}"
 
 
-def _figures(shapes: Shapes, title: str) -> Iterator[tuple[str, Figure]]:
-    for name, shape in shapes.items():
-        yield _figure_name(name), curve_geometry_panels(_drawn(shape), title=f"Along the curve {name.title}: {title}")
+def _chart(rows: Sequence[Row], *, dense: bool) -> Chart:
+    """Return the eight panels of a curve; ``dense`` if there are densities of eigenvalues."""
 
+    def panel(title: str, marks: Sequence[Marks], **look: Any) -> Panel:
+        return Panel(marks, title, "place $t$ on the curve", **look)
 
-def _drawn(shape: CurveShape) -> GeometryLines:
-    points = shape.points
-    names = [d for d in DIRECTIONS if any(d in point.directions for point in points)]
-    missing = (math.nan, math.nan)
-    along = {name: [point.directions.get(name, missing) for point in points] for name in names}
-    count = max(len(point.spectrum.eigenvalues) for point in points)
-    near = [point.spectrum.near_zero for point in points]
-    counts = {
-        f"|λ| < {tolerance:g}{words}": [getattr(each, how)[tolerance] for each in near if each is not None]
+    def lines(labels: Mapping[str, str], table: str = "geometry", **where: Any) -> list[Marks]:
+        look = {"marker": "o", "ms": 4}
+        return [Marks(name, "t", label=label, look=look, table=table, where=where) for name, label in labels.items()]
+
+    tops = [name for name in rows[0] if name.startswith("eigenvalue_")]
+    trace = {"ls": "--", "marker": "s", "ms": 4, "color": "#7f7f7f"}
+    errors = Marks("trace", "t", kind="error", label="trace ± standard error", error=["trace_error"], look=trace)
+    density = [Marks("density", "eigenvalue", ["t"], label="t = {t:g}", table="density")]
+    counts = [
+        marks
         for tolerance in _COUNTED
         for how, words in (("relative", " of the largest"), ("absolute", ""))
-        if all(near)
+        for marks in lines({how: f"|λ| < {tolerance:g}{words}"}, "near", tolerance=tolerance)
+    ]
+    ranks = {"rank": "rank", "nullity": "nullity", "orbit_dimension": "dimension of the orbit"}
+    start = {"cosine_to_start": "mean cosine", "cka_to_start": "linear CKA", "probe_from_start": "probe's accuracy"}
+    norms, curvatures = ({f"{name}_{what}": name for name in DIRECTIONS} for what in ("norm", "curvature"))
+    identities = {
+        "gradient_identity": "gradient along the curve",
+        "curvature_identity": "second derivative of the loss",
     }
-    ranks = {key: [numeric(getattr(point.jacobian, key)) for point in points] for key in ("rank", "nullity")}
-    if shape.orbit_dimension is not None:
-        ranks["dimension of the orbit"] = [float(shape.orbit_dimension)] * len(points)
-    densities = {p.t: (d.grid(_GRID).numpy(), d.at(d.grid(_GRID)).numpy()) for p in points if (d := p.spectrum.density)}
-    return GeometryLines(
-        t=[point.t for point in points],
-        loss=[point.loss for point in points],
-        gradient_norm=[point.gradient_norm for point in points],
-        norms={name: [norm for norm, _ in values] for name, values in along.items()},
-        curvatures={name: [curvature for _, curvature in values] for name, values in along.items()},
-        eigenvalues=np.array([[numeric(_eigenvalue(p, number)) for p in points] for number in range(count)]),
-        trace=[point.spectrum.trace for point in points],
-        trace_error=[point.spectrum.trace_error for point in points],
-        ranks=ranks,
-        similarity={"mean cosine": shape.cosine[0].numpy(), "linear CKA": shape.cka[0].numpy()}
-        | ({"probe's accuracy": shape.probe[0].numpy()} if shape.probe.isfinite().all() else {}),
-        deviations={
-            "gradient along the curve": [point.gradient_identity.deviation for point in points],
-            "second derivative of the loss": [point.curvature_identity.deviation for point in points],
-        },
-        tolerance=TOLERANCE,
-        counts=counts,
-        density=densities,
-    )
+    panels = [
+        panel("loss and gradient", lines({"loss": "loss", "gradient_norm": "norm of the gradient"})),
+        panel(r"$\|H d\|$ for $\|d\| = 1$", lines(norms), log="y"),
+        panel(r"$d^\top H d$ for $\|d\| = 1$", lines(curvatures), levels={"0": 0.0}),
+        panel("eigenvalues and trace", [*lines({name: name.replace("_", " ") for name in tops}), errors], bottom=0),
+        Panel(density, "density of eigenvalues, smoothed", "eigenvalue of the Hessian", log="y")
+        if dense
+        else panel("eigenvalues near zero", counts),
+        panel("Jacobian by the weights", lines(ranks), log="y"),
+        panel("Jacobian by the input, likeness to the start", lines(start), top=1.03),
+        panel("identities: relative deviation", lines(identities), log="y", levels={"tolerance": TOLERANCE}),
+    ]
+    return Chart(panels, columns=2, size=(4.0, 3.1), legend="above")
+
+
+def _figures(
+    shapes: Shapes, rows: Sequence[Row], near: Sequence[Row], densities: Sequence[Row], title: str
+) -> Iterator[tuple[str, Figure]]:
+    for name in shapes:
+        own, zeros, dense = (
+            [row for row in table if (row["first"], row["second"], row["kind"]) == name]
+            for table in (rows, near, densities)
+        )
+        nothing = {"t": own[0]["t"], "tolerance": _COUNTED[0], "relative": None, "absolute": None}
+        highest = max((row["density"] for row in dense), default=0)
+        tables = {
+            "geometry": own,
+            "near": zeros or [nothing],
+            "density": [row for row in dense if row["density"] > 1e-6 * highest],
+        }
+        chart = replace(_chart(own, dense=bool(dense)), title=f"Along the curve {name.title}: {{title}}")
+        yield from chart.named(_figure_name(name), tables, title)
 
 
 def _shown(shapes: Shapes, title: str) -> Table:
@@ -257,7 +275,7 @@ def _short(value: float | None) -> str:
 
 
 def _probed(shape: CurveShape) -> str:
-    """Return what a probe that was trained at the start says there and at the end."""
+    """Return the accuracy at both ends of a probe trained at the start."""
     here, there = float(shape.probe[0, 0]), float(shape.probe[0, -1])
     if math.isnan(here):
         return ""

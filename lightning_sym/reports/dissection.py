@@ -1,11 +1,10 @@
-"""How much single units mean, in the networks' own basis and in rotated ones."""
+"""Concepts of single units, in the networks' own basis and in rotated ones."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from rich.table import Table
 from scipy.stats import t as student
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from lightning_sym._tags import tag
 from lightning_sym.dissection import BasisDissection
-from lightning_sym.figures import Paths, dissection_curves
-from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
+from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.reports.cells import Row, finite, grouped, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
 QUANTITIES = (
@@ -46,12 +45,38 @@ UNITS = {
 _SHOWN = ("interpretable", "distinct", "kurtosis", "class_variance")
 
 
+def _panel(quantity: str, heading: str) -> Panel:
+    error = [(f"{quantity}_low", f"{quantity}_high")]
+    look = {"ls": "", "marker": "x", "ms": 7, "mew": 1.8}
+    marks = [
+        Marks(quantity, "alpha", ["zoo"], error=error, where={"network": "trained", "basis": "rotation"}),
+        Marks(quantity, "alpha", ["zoo", "network"], where={"network": "untrained", "basis": "rotation"},
+              look={"ls": "--", "lw": 1.2}),
+        Marks(quantity, "alpha", ["zoo", "basis"], where={"basis": "permutation"}, look=look),
+    ]  # fmt: skip
+    return Panel(marks, heading, r"$\alpha$: own basis ($0$) to a random one ($1$)",
+                 bottom=None if quantity == "kurtosis" else 0)  # fmt: skip
+
+
+CHART = Chart(
+    [
+        _panel("interpretable", "interpretable units"),
+        _panel("distinct", "distinct concepts"),
+        _panel("overlap", "largest overlap, mean"),
+        _panel("kurtosis", "kurtosis, median"),
+        _panel("participation", "participation ratio, median"),
+        _panel("class_variance", "variance explained by class, mean"),
+    ],
+    "What units mean in rotated bases: {title}",
+)
+
+
 class OneBasis(Protocol):
-    """What was found of one network in one basis; ``lightning_sym.tasks.dissection.Dissected`` is one."""
+    """Dissection of one network in one basis; ``lightning_sym.tasks.dissection.Dissected`` is one."""
 
     @property
     def zoo(self) -> str:
-        """What its zoo is called."""
+        """Name of its zoo."""
 
     @property
     def member(self) -> int:
@@ -71,7 +96,7 @@ class OneBasis(Protocol):
 
     @property
     def found(self) -> BasisDissection:
-        """What was found."""
+        """The dissection."""
 
 
 class MeanInterval(NamedTuple):
@@ -103,14 +128,14 @@ def mean_interval(values: ArrayLike, level: float = 0.95) -> MeanInterval:
 def dissection_results(
     results: Sequence[OneBasis], concepts: Sequence[Any], *, least: float, title: str, about: Mapping[str, Any]
 ) -> RunResults:
-    """Say how much single units mean, in the networks' own basis and in rotated ones.
+    """Report the concepts of single units, in the networks' own basis and in rotated ones.
 
     Args:
         results: Of each network and basis.
         concepts: Names and categories of the concepts.
-        least: What an overlap has to exceed.
+        least: Threshold of the overlap.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     rows = basis_rows(results, least)
     summary, changes = summary_rows(rows), change_rows(rows)
@@ -133,7 +158,7 @@ def dissection_results(
             ResultTable("bases", what + "of each network in each basis", rows, UNITS, about),
             ResultTable("units", what + "unit by unit, unrotated", unit_rows(results, concepts, least), UNITS, about),
         ],
-        _figures(summary, title),
+        CHART.named("dissection", summary, title),
         numbers=numbers,
         shown=_shown(summary, changes, title),
         notes=notes,
@@ -172,7 +197,7 @@ def _of_live(values: Tensor, live: Tensor, how: str) -> float | None:
 
 
 def unit_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float) -> list[dict[str, Any]]:
-    """Return what each unit of each trained network detects, in the network's own basis."""
+    """Return the detected concept of each unit of each trained network, in the network's own basis."""
     rows = []
     for one in results:
         if (one.network, one.basis, one.alpha) != ("trained", "rotation", 0.0):
@@ -195,8 +220,7 @@ def unit_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float
 def summary_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the means over members of each basis, with their intervals."""
     found = []
-    for key in _keys(rows, "zoo", "network", "basis", "alpha"):
-        own = [row for row in rows if all(row[name] == value for name, value in key.items())]
+    for key, own in grouped(rows, "zoo", "network", "basis", "alpha"):
         line: dict[str, Any] = {**key, "members": len(own)}
         for quantity in QUANTITIES:
             interval = mean_interval([numeric(row[quantity]) for row in own])
@@ -207,11 +231,11 @@ def summary_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def change_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return how much each quantity changes from the network's own basis to the end of a path, member by member."""
+    """Return the change of each quantity along a path, by member."""
     start = {(row["zoo"], row["member"], row["network"]): row for row in rows if _begins(row)}
     found = []
-    for key in _keys(rows, "zoo", "network", "basis"):
-        ends = [row for row in rows if row["alpha"] == 1 and all(row[name] == value for name, value in key.items())]
+    for key, own in grouped(rows, "zoo", "network", "basis"):
+        ends = [row for row in own if row["alpha"] == 1]
         for quantity in QUANTITIES:
             pairs = [(numeric(row[quantity]), start[row["zoo"], row["member"], row["network"]]) for row in ends]
             differences = [end - numeric(first[quantity]) for end, first in pairs]
@@ -233,23 +257,6 @@ def change_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _begins(row: Row) -> bool:
     return bool(row["basis"] == "rotation" and row["alpha"] == 0)
-
-
-def _keys(rows: Sequence[Row], *names: str) -> list[dict[str, Any]]:
-    """Return the different values of some columns together, in the order of the rows."""
-    return [dict(zip(names, key, strict=True)) for key in dict.fromkeys(tuple(row[n] for n in names) for row in rows)]
-
-
-def _figures(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
-    paths = []
-    for key in _keys(summary, "zoo", "network", "basis"):
-        if key["basis"] == "group":
-            continue
-        own = [row for row in summary if all(row[name] == value for name, value in key.items())]
-        ends = ("", "_low", "_high")
-        values = {q: np.array([[numeric(row[q + end]) for end in ends] for row in own]) for q in QUANTITIES}
-        paths.append(Paths(key["zoo"], key["network"], key["basis"], np.array([row["alpha"] for row in own]), values))
-    yield "dissection", dissection_curves(paths, title=f"What units mean in rotated bases: {title}")
 
 
 def _shown(summary: Sequence[Row], changes: Sequence[Row], title: str) -> Table:

@@ -1,4 +1,4 @@
-"""What a search for equivalent weights found: candidates, points, sets on planes through them, and their pictures."""
+"""Results of a search for equivalent weights: candidates, points, and sets on planes through the points."""
 
 import json
 import math
@@ -78,7 +78,7 @@ def equivalence_results(
     missing: Sequence[str],
     about: Mapping[str, Any],
 ) -> RunResults:
-    """Say what a search found and what the sets around it are.
+    """Report the points of a search and the sets around them.
 
     Args:
         search: The search.
@@ -88,7 +88,7 @@ def equivalence_results(
         scale: J0 and V on the grids' inputs.
         exact: The exact class on the grids' inputs, where there is a theory of it.
         missing: Sentences on the grids that there are not.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     if exact is not None:
         facts = picked(exact, "kind", "dimension", "components", "barrier")
@@ -124,7 +124,7 @@ def equivalence_results(
 
 
 def candidate_rows(search: SearchData) -> list[dict[str, Any]]:
-    """Return what became of every candidate."""
+    """Return the outcome of every candidate."""
     rows = []
     for number, entry in search.outcomes.items():
         signs = {}
@@ -207,7 +207,7 @@ def point_rows(
 
 
 def set_rows(grids: Sequence[EvaluatedGrid]) -> list[dict[str, Any]]:
-    """Return what the set J < epsilon is on each grid, and on the refined ones."""
+    """Return the numbers of the set J < epsilon on each grid and each refined grid."""
     return [
         _set_row(one, numbers, refined)
         for one in grids
@@ -273,7 +273,7 @@ def _shown(points: Sequence[Row]) -> Table:
 
 
 def _notes(candidates: Sequence[Row], grids: Sequence[EvaluatedGrid]) -> list[str]:
-    """Say what became of the candidates and what the sets are."""
+    """Summarise the candidates and the sets."""
     outcomes = [row["outcome"] for row in candidates]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
     lines = [

@@ -247,7 +247,7 @@ def grid_figures(
 
 
 def _exact_fields(evaluated: EvaluatedGrid, exact: TwoUnitClass) -> list[tuple[str, Values]]:
-    """Return fields on the grid whose zeros are the exact class, or whose common zeros are."""
+    """Return fields on the grid; the exact class is their common zero set."""
     grid, plane = evaluated.grid, evaluated.plane
     coefficients = grid.coefficients(0, grid.size).to(plane.basis.device)
     fields = exact.residuals(plane, coefficients).cpu().numpy().reshape(*grid.shape, 2)

@@ -1,4 +1,4 @@
-"""What priors learned by evidence say about layers: the paper's table of effective parameters, and its curves."""
+"""Layers under priors learned by evidence: the paper's table of effective parameters, and its curves."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,13 +7,33 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_sym.figures import evidence_curves, relative_effective_parameters
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.reports.cells import Row, text_table
 from lightning_sym.reports.table import ResultTable, RunResults
 
 Number = int | None  # of a member; None for the only network of a task
 
 TERMS = ("log_marginal_likelihood", "log_likelihood", "log_determinant", "scatter")
+_SIGNS = dict(zip(TERMS, (-1, -1, 1, 1), strict=True))
+_DRAWN: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    ("log_likelihood", "fit: -log likelihood", {"color": "#2f6690", "lw": 1.4}),
+    ("log_determinant", "½ log determinant ratio", {"color": "#c8553d", "lw": 1.4}),
+    ("scatter", "scatter: ½ Σ δ‖θ‖²", {"color": "#d9a441", "lw": 1.4}),
+    ("log_marginal_likelihood", "sum: -L / N", {"color": "#1b1b1b", "lw": 2.0}),
+)
+_FAMILIES = {"fc": "#c8553d", "conv": "#2f6690", "gconv": "#588b5a"}  # of paths, the same colors everywhere
+SHARES = Chart(
+    [
+        Panel(
+            [
+                Marks("relative", "epoch", ["path"], "area", lambda row: row["path"].upper(),
+                      looks={name.upper(): {"color": color} for name, color in _FAMILIES.items()})
+            ],
+            "{layer}", "epoch", "relative effective parameters", ["layer"], bottom=0, top=1, whole=True,
+        )
+    ],
+    size=(3.0, 2.0), legend="beside", share="xy",
+)  # fmt: skip
 OF_PATHS = ("precision", "mean_square", "effective", "normalised", "relative")
 UNITS = {
     "precision": "of the Gaussian prior; the geometric mean over tensors if they have several",
@@ -45,19 +65,19 @@ def evidence_results(
     about: Mapping[str, Any],
     keep: str = "last",
 ) -> RunResults:
-    """Say what the evidence made of layers and paths.
+    """Report the evidence and the effective parameters of layers and paths.
 
     Args:
         records: A mapping for each update and network: ``epoch``, ``member`` if there are several, the four terms of
             the evidence per datum, ``seconds``, and ``paths``: by path ``layer``, ``parameters`` and what is in
             ``OF_PATHS``.
         last: The last record of each network that was not stopped, by number.
-        tested: What each network has on the test split: ``loss`` and maybe ``accuracy``.
+        tested: Test scores of each network: ``loss`` and maybe ``accuracy``.
         network: Name of the architecture.
-        architecture: All that is known of it.
+        architecture: All facts about it.
         members: Number of networks; None for the only one of a task.
         updated: Whether precisions were ever updated; if not, the table on the terminal says so.
-        about: What else is needed to make the tables again.
+        about: Everything else needed to make the tables again.
         keep: Which weights the tested networks have: of their ``"best"`` epoch, or of the ``"last"``, which all else
             is of.
     """
@@ -142,31 +162,29 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _figures(records: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
-    epochs = sorted({record["epoch"] for record in records})
-    groups = [[record for record in records if record["epoch"] == epoch] for epoch in epochs]
-    if layers := _relaxed(records[-1]):
-        relative = {
-            layer: {
-                name: [_mean([_relaxed(record)[layer][name]["relative"] for record in group]) for group in groups]
-                for name in paths
-            }
-            for layer, paths in layers.items()
-        }
-        yield "relative_effective_parameters", relative_effective_parameters(epochs, relative, title=title)
-    curves = {name: [_mean([record[name] for record in group]) for group in groups] for name in TERMS}
-    yield "evidence", evidence_curves(epochs, curves, title=title)
+    shares = [
+        {"epoch": record["epoch"], "layer": layer, "path": path, "relative": values["relative"]}
+        for record in records
+        for layer, paths in _relaxed(record).items()
+        for path, values in paths.items()
+    ]
+    yield from SHARES.named("relative_effective_parameters", shares, title)
+    terms = [{"epoch": row["epoch"], **{n: sign * row[n] for n, sign in _SIGNS.items()}} for row in records]
+    log = "y" if min(row[name] for row in terms for name in _SIGNS) > 0 else ""  # not of every regression
+    marks = [Marks(name, "epoch", label=label, look=look) for name, label, look in _DRAWN]
+    chart = Chart([Panel(marks, "", "epoch", "nats per training datum", log=log, whole=True)])
+    yield from chart.named("evidence", terms, title)
 
 
 def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float], of: str) -> list[str]:
-    """Say how good the networks are, what their evidence is, and what a pass costs."""
+    """Summarise test scores, evidence and the cost of a curvature pass."""
     notes = []
     if "accuracy" in test:
         notes.append(f"{of}test accuracy {100 * test['accuracy']:.2f} %, loss {test['loss']:.4g}")
     elif test:
         notes.append(f"{of}test loss {test['loss']:.4g}")
     if last:
-        signs = dict(zip(TERMS, (-1, -1, 1, 1), strict=True))
-        means = (f"{sign * _mean([record[name] for record in last]):.4g}" for name, sign in signs.items())
+        means = (f"{sign * _mean([record[name] for record in last]):.4g}" for name, sign in _SIGNS.items())
         total, fit, determinant, scatter = means
         noise = [record["noise"] for record in last if "noise" in record]
         seconds = _mean([record["seconds"] for record in records])
@@ -180,7 +198,7 @@ def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float
 
 
 def _descent(records: Sequence[Row]) -> list[str]:
-    """Say that the evidence is worse at the end than after the first update, if it is."""
+    """Warn if the evidence is worse at the end than after the first update."""
     if not records:
         return []
     epochs = sorted(record["epoch"] for record in records)

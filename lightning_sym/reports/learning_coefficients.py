@@ -1,6 +1,5 @@
-"""Learning coefficients, or why there are none: rows, tables and figures of estimates by chains."""
+"""Learning coefficients by chains, or the reasons for refusal: rows, tables and figures."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +7,9 @@ import torch
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_sym.figures import ChainTraces, Coefficient, chain_traces, coefficient_curves, coefficient_rows
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.landscape import LearningCoefficientEstimate
-from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
+from lightning_sym.reports.cells import Row, finite, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
@@ -36,7 +35,7 @@ _MOST_PANELS, _MOST_NOTES = 16, 4
 
 
 def coefficient_record(found: LearningCoefficientEstimate) -> dict[str, Any]:
-    """Return what is kept of an estimate, as plain values: ``values`` for a row, and some ``traces``.
+    """Return the record of an estimate, as plain values: ``values`` for a row, and some ``traces``.
 
     Args:
         found: The estimate.
@@ -79,7 +78,7 @@ def coefficient_record(found: LearningCoefficientEstimate) -> dict[str, Any]:
 
 
 def refused_record(reason: str) -> dict[str, Any]:
-    """Return what is kept of a network for which no chains could be run.
+    """Return the record of a network without chains.
 
     Args:
         reason: Why, in one sentence.
@@ -91,7 +90,7 @@ def refused_record(reason: str) -> dict[str, Any]:
 
 
 def short_refusal(values: Row) -> str:
-    """Return in a few words why there is no estimate; empty if there is one."""
+    """Return the reason for refusal in a few words; empty if there is an estimate."""
     refusal = values["refusal"]
     if not refusal:
         return ""
@@ -113,13 +112,13 @@ def coefficient_results(
     about: Mapping[str, Any],
     name: str = "learning_coefficient",
 ) -> RunResults:
-    """Say what chains found.
+    """Report the estimates of chains.
 
     Args:
-        entries: What is known of each network (``network``, its name; ``epoch`` and ``step`` of training; ``exact`` and
+        entries: Facts about each network (``network``, its name; ``epoch`` and ``step`` of training; ``exact`` and
             ``theory`` where they are known), and its :func:`coefficient_record`; in the order of time.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         name: Name of the files.
     """
     columns = dict.fromkeys(key for _, record in entries for key in record["values"])
@@ -144,7 +143,7 @@ def coefficient_results(
             ResultTable(name, "local learning coefficients by Langevin chains", rows, UNITS, about),
             ResultTable(f"{name}_traces", "nb (L - reference) along chains", traces, UNITS, about),
         ],
-        _figures(entries, last, title, name),
+        _figures(rows, traces, title, name),
         numbers=numbers,
         headline=f"{name}/final" if f"{name}/final" in numbers else None,
         shown=_shown(shown, title),
@@ -153,50 +152,83 @@ def coefficient_results(
     )
 
 
+_OVER_TRAINING = Chart(
+    [
+        Panel(
+            [
+                Marks("estimate", "epoch", label="mean of those that are stationary"),
+                Marks("estimate", "epoch", kind="dots", label="networks", look={"ms": 7, "alpha": 0.6}),
+            ],
+            xlabel="epoch", ylabel="learning coefficient", bottom=0, whole=True,
+        ),
+        Panel([Marks("refused", "epoch", kind="steps", label="refused", look={"color": "#7f7f7f"}, table="refused")],
+              xlabel="epoch", ylabel="refused", bottom=0, whole=True),
+    ],
+    "Learning coefficients: {title}",
+    share="x",
+)  # fmt: skip
+_AT_THE_END = Chart(
+    [
+        Panel(
+            [
+                Marks("theory", "name", kind="dots", label="learning coefficient", look={"marker": "D", "ms": 6.5}),
+                Marks("exact", "name", kind="dots", label="exact for these chains", look={"marker": "|", "ms": 13}),
+                Marks("estimate", "name", kind="error", label="estimate ± standard error", error=["standard_error"],
+                      look={"ls": ""}),
+            ],
+            ylabel="learning coefficient", bottom=0, flat=True,
+        )
+    ],
+    "Learning coefficients: {title}",
+)  # fmt: skip
+_TRACES = Chart(
+    [
+        Panel(
+            [
+                *(Marks(f"chain_{chain}", "step_of_chain", label="chains", look={"color": "#56b4e9", "lw": 0.5})
+                  for chain in range(_CHAINS)),
+                Marks("mean", "step_of_chain", label="mean of all chains", look={"color": "#0072b2", "lw": 0.8}),
+                Marks("mean", "step_of_chain", label="... after the burn-in", look={"color": "#0072b2", "lw": 2.4},
+                      where=lambda row: row["step_of_chain"] >= row["burn_in"]),
+            ],
+            "{name}", "step", "nβ (L - L₀)", ["name"], bottom=0,
+            levels=lambda row: {} if row.get("exact") is None else {"exact": row["exact"]},
+        )
+    ],
+    "Chains behind them: {title}",
+)  # fmt: skip
+
+
 def _figures(
-    entries: Sequence[tuple[Row, Mapping[str, Any]]],
-    last: Sequence[tuple[Row, Mapping[str, Any]]],
+    rows: Sequence[Row],
+    traces: Sequence[Row],
     title: str,
     name: str,
 ) -> Iterator[tuple[str, Figure]]:
-    epochs = unique([head for head, _ in entries], "epoch") if "epoch" in entries[0][0] else []
-    title = f"Learning coefficients: {title}"
+    epochs = unique(rows, "epoch") if "epoch" in rows[0] else []
+    last = [row for row in rows if row.get("epoch") == rows[-1].get("epoch")]
+    named = [{**row, "name": _said(row)} for row in last]
     if len(epochs) > 1:
-        networks = unique([head for head, _ in entries], "network")
-        table = [[math.nan] * len(networks) for _ in epochs]
-        refused = [0] * len(epochs)
-        for head, record in entries:
-            row = epochs.index(head["epoch"])
-            table[row][networks.index(head["network"])] = numeric(record["values"]["estimate"])
-            refused[row] += bool(record["values"]["refusal"])
-        yield name, coefficient_curves(epochs, table, refused, title=title)
-    else:
-        bars = [
-            Coefficient(
-                head["network"],
-                estimate=numeric(record["values"]["estimate"]),
-                error=numeric(record["values"]["standard_error"]),
-                exact=numeric(head.get("exact")),
-                theory=numeric(head.get("theory")),
-                refused=short_refusal(record["values"]),
-            )
-            for head, record in last
+        refused = [
+            {"epoch": epoch, "refused": sum(bool(row["refusal"]) for row in rows if row["epoch"] == epoch)}
+            for epoch in epochs
         ]
-        yield name, coefficient_rows(bars, title=title)
+        yield from _OVER_TRAINING.named(name, {"estimates": rows, "refused": refused}, title)
+    else:
+        yield from _AT_THE_END.named(name, named, title)
+    drawn = {row["network"]: row for row in last}
     panels = [
-        ChainTraces(
-            f"{head['network']}" + (f": {short_refusal(record['values'])}" if record["values"]["refusal"] else ""),
-            record["traces"]["steps"],
-            record["traces"]["chains"],
-            record["traces"]["mean"],
-            numeric(head.get("exact")),
-            record["values"]["burn_in"] * record["values"]["draw_every"],
-            bool(record["values"]["refusal"]),
-        )
-        for head, record in [entry for entry in last if entry[1]["traces"]["steps"]][:_MOST_PANELS]
+        {**row, "name": _said(own), "burn_in": own["burn_in"] * own["draw_every"]}
+        for row in traces
+        if row.get("epoch") == rows[-1].get("epoch") and (own := drawn[row["network"]])
     ]
-    if panels:
-        yield f"{name}_traces", chain_traces(panels, title=f"Chains behind them: {title.partition(': ')[2]}")
+    most = unique(panels, "name")[:_MOST_PANELS]
+    yield from _TRACES.named(f"{name}_traces", [row for row in panels if row["name"] in most], title)
+
+
+def _said(row: Row) -> str:
+    """Return the name of a network, with the reason where it was refused."""
+    return f"{row['network']}: {short_refusal(row)}" if row["refusal"] else str(row["network"])
 
 
 def _shown(rows: Sequence[Row], title: str) -> Table:

@@ -13,8 +13,9 @@ from rich.table import Table
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import tag
 from lightning_sym.connectivity import Barrier, CurveLosses
-from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.reports.cells import Row, finite, numeric, picked, spread_cell, text_table, unique
+from lightning_sym.reports.paths import LOOKS, path_chart
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
 from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.symmetry import Symmetry
@@ -40,6 +41,7 @@ UNITS = {
     "std": "standard deviation over pairs, sample form",
 }
 _BARRIERS = ("loss_barrier", "loss_barrier_mean", "accuracy_barrier", "accuracy_barrier_mean")
+_NAMES = {method: look["label"] for method, look in LOOKS.items()}
 _SUFFIXES = {NO_NORM: "", AS_IS: ", statistics as they are", RECALIBRATED: ", statistics recalibrated"}
 # A larger relative change of outputs is said wherever the method is named; rounding stays far below.
 _CHANGED = 1e-3
@@ -52,7 +54,7 @@ _SHOWN = (
 
 
 class Line(NamedTuple):
-    """What was evaluated on the line between the two networks of each pair.
+    """Evaluation of the line between the two networks of each pair.
 
     Attributes:
         method: How they were matched.
@@ -73,7 +75,7 @@ class MergedPair:
         pair: Their numbers in the zoo.
         method: How they were matched.
         losses: By split, loss and accuracy of the first, of the second, and of the mean.
-        output_change: By how much matching has changed the function of the second, see ``UNITS``.
+        output_change: Change of the second network's function by matching, see ``UNITS``.
     """
 
     pair: Pair
@@ -107,20 +109,21 @@ def matching_results(
     merged: Sequence[MergedPair] = (),
     changes: Mapping[tuple[Pair, str], float] | None = None,
 ) -> RunResults:
-    """Say how high the barriers between networks are, before and after matching, and whether functions have changed.
+    """Report barriers between networks before and after matching, and changes of functions.
 
     Args:
         curves: By what was evaluated and by pair: loss and accuracy on the line, with their barriers.
         distances: Euclidean distance between the parameters of both networks, by pair and method.
         symmetry: The symmetry group of the networks.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         loss: Name of the loss; None for the cross-entropy.
         merged: Means of matched networks, which are the members 0, 1, ... of the zoo ``merged``.
-        changes: By how much matching has changed the function of the second network, by pair and method; None if it
+        changes: Change of the second network's function by matching, by pair and method; None if it
             was not measured.
     """
-    summary = matching_summary(curves, changes)
+    summary, points = matching_summary(curves, changes), curve_rows(curves)
+    barriers = barrier_rows(curves, distances, changes)
     units = UNITS if loss is None else _units_of(loss)
     what = "the lines between networks of a zoo, before and after matching: "
     last = summary[-1]["batch_norm"]
@@ -144,13 +147,11 @@ def matching_results(
     return RunResults(
         [
             ResultTable("summary", what + "barriers over pairs", summary, units, about),
-            ResultTable(
-                "barriers", what + "barriers of each pair", barrier_rows(curves, distances, changes), units, about
-            ),
-            ResultTable("curves", what + "all points", curve_rows(curves), units, about),
+            ResultTable("barriers", what + "barriers of each pair", barriers, units, about),
+            ResultTable("curves", what + "all points", points, units, about),
             *means,
         ],
-        _figures(curves, summary, title, loss),
+        _figures(points, barriers, summary, title, loss),
         files={"symmetry.txt": f"{symmetry}\n", "symmetry.json": json.dumps(facts, indent=1) + "\n"},
         texts={"symmetry": str(symmetry)},
         numbers=numbers,
@@ -194,7 +195,7 @@ def merged_rows(merged: Sequence[MergedPair]) -> list[dict[str, Any]]:
 
 
 def merged_notes(merged: Sequence[MergedPair]) -> list[str]:
-    """Say what the means are worth, over pairs."""
+    """Summarise the scores of weight averages over pairs."""
     if not merged:
         return []
     found = [own.losses["test"] for own in merged]
@@ -210,7 +211,7 @@ def merged_notes(merged: Sequence[MergedPair]) -> list[str]:
 
 
 def _change_notes(curves: Curves, summary: Sequence[Row]) -> list[str]:
-    """Say what became of the second networks' function where matching has changed it."""
+    """Report losses of the second networks where matching has changed their function."""
     found = []
     for row in summary:
         line = _line(row)
@@ -234,7 +235,7 @@ def _changes(row: Row) -> bool:
 
 
 def _named(row: Row) -> str:
-    """Return how the method of a row is called: with what it does to the function, if it changes that."""
+    """Return the name of a method, with the change of the function if there is one."""
     name = str(row["method"]).replace("_", "-")
     return f"{name}\nchanges B by {numeric(row['output_change']):.1%}" if _changes(row) else name
 
@@ -315,38 +316,31 @@ def _shown_columns(summary: Sequence[Row], loss: str | None = None) -> list[tupl
     return found if loss is None else [(*column[:4], "") if column[4] == "nats" else column for column in found]
 
 
-def _figures(curves: Curves, summary: Sequence[Row], title: str, loss: str | None) -> Iterator[tuple[str, Figure]]:
-    t = next(iter(next(iter(curves.values())).values())).t.numpy()
-    columns = [_lines(curves, kind, split) for kind in _kinds(curves) for split in SPLITS]
-    yield "interpolation", interpolation_curves(t, columns, title=f"Between two networks: {title}", loss=loss or "nats")
-    last = _kinds(curves)[-1]
-    panels = [
-        Bars(
-            ", ".join(filter(None, (heading, unit))),
-            {row["method"]: [factor * numeric(getattr(c, name)) for c in curves[_line(row)].values()] for row in rows},
-            {row["method"]: tuple(factor * numeric(row[f"{name}_{end}"]) for end in ("low", "high")) for row in rows},  # type: ignore[misc]
-        )
-        for split, name, factor, heading, unit in _shown_columns(summary, loss)
-        for rows in [[row for row in summary if (row["batch_norm"], row["split"]) == (last, split)]]
-    ]
-    yield "barriers", barrier_bars(panels, title=f"Barriers: {title}{_SUFFIXES[last]}")
+def _figures(
+    points: Sequence[Row], barriers: Sequence[Row], summary: Sequence[Row], title: str, loss: str | None
+) -> Iterator[tuple[str, Figure]]:
+    lines = path_chart(
+        points,
+        "method",
+        ["batch_norm", "split"],
+        title="Between two networks: {title}",
+        panel=lambda row: f"{row['split']} data{_SUFFIXES[row['batch_norm']].replace(', ', chr(10))}",
+        loss=loss,
+    )
+    yield from lines.named("interpolation", points, title)
+    last = summary[-1]["batch_norm"]
+    panels = []
+    for split, name, factor, heading, unit in _shown_columns(summary, loss):
+        of: Any = {"x": "method", "group": ["method"], "where": {"batch_norm": last, "split": split}, "looks": LOOKS}
+        bars = Marks(name, kind="bars", error=[(f"{name}_low", f"{name}_high")], factor=factor, values=".3g", **of)
+        dots = Marks(name, kind="dots", factor=factor, table="barriers", **of)
+        panels.append(Panel([bars, dots], ", ".join(filter(None, (heading, unit))), flat=True, names=_NAMES))
+    chart = Chart(panels, f"Barriers: {{title}}{_SUFFIXES[last]}", columns=1, legend="")
+    yield from chart.named("barriers", {"summary": summary, "barriers": barriers}, title)
 
 
 def _line(row: Row) -> Line:
     return Line(row["method"], row["batch_norm"], row["split"])
-
-
-def _lines(curves: Curves, kind: str, split: str) -> Lines:
-    found = {line.method: list(c.values()) for line, c in curves.items() if line[1:] == (kind, split)}
-    return Lines(
-        f"{split} data{_SUFFIXES[kind].replace(', ', chr(10))}",
-        {method: torch.stack([curve.loss for curve in each]).numpy() for method, each in found.items()},
-        {
-            method: torch.stack(rows).numpy()
-            for method, each in found.items()
-            if (rows := [curve.accuracy for curve in each if curve.accuracy is not None])
-        },
-    )
 
 
 def _shown(summary: Sequence[Row], title: str, loss: str | None) -> Table:

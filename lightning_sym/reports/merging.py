@@ -1,13 +1,10 @@
-"""What merging or aligning checkpoints found: losses, barriers, distances."""
+"""Results of merging or aligning checkpoints: losses, barriers, distances."""
 
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from matplotlib.figure import Figure
-
 from lightning_sym.connectivity import MergedCheckpoints
-from lightning_sym.figures import Lines, interpolation_curves
+from lightning_sym.reports.paths import path_chart
 from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
@@ -23,11 +20,11 @@ UNITS = {
 
 
 def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str | None = None) -> RunResults:
-    """Make tables and a figure of what was found.
+    """Make the tables and the figure of merged checkpoints.
 
     Args:
         found: By :func:`lightning_sym.connectivity.merge_checkpoints`.
-        about: What is needed to make the result again.
+        about: Everything needed to make the result again.
         loss: Name of the loss; None for the cross-entropy.
     """
     about = {
@@ -44,11 +41,13 @@ def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str |
     if found.losses is not None:
         rows = [{"weights": name, "loss": own, "accuracy": acc} for name, (own, acc) in found.losses.items()]
         tables.insert(0, ResultTable("networks", "on the test data", rows, UNITS, about))
-    if found.barriers is not None:
-        tables.append(ResultTable("curves", "points on the lines", list(_points(found)), UNITS, about))
+    points = list(_points(found))
+    if points:
+        tables.append(ResultTable("curves", "points on the lines", points, UNITS, about))
+    chart = path_chart(points, "alignment", title="Between checkpoints", panel="test data", loss=loss)
     return RunResults(
         tables,
-        _figures(found, loss or "nats"),
+        chart.named("interpolation", points),
         files={"symmetry.txt": f"{found.symmetry}\n"},
         notes=[f"note: {note}" for note in found.notes],
     )
@@ -71,20 +70,3 @@ def _points(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
             accuracies = [None] * len(barrier.t) if barrier.accuracy is None else barrier.accuracy.tolist()
             for t, loss, accuracy in zip(barrier.t.tolist(), barrier.loss.tolist(), accuracies, strict=True):
                 yield {"to": file.name, "alignment": name, "t": t, "loss": loss, "accuracy": accuracy}
-
-
-def _figures(found: MergedCheckpoints, loss: str) -> Iterator[tuple[str, Figure]]:
-    if found.barriers is None:
-        return
-    losses = {name: torch.stack([own.loss for own in rows]).numpy() for name, rows in found.barriers.items()}
-    accuracies = {
-        name: torch.stack([own.accuracy for own in rows if own.accuracy is not None]).numpy()
-        for name, rows in found.barriers.items()
-        if all(own.accuracy is not None for own in rows)
-    }
-    t = next(iter(found.barriers.values()))[0].t.numpy()
-
-    yield (
-        "interpolation",
-        interpolation_curves(t, [Lines("test data", losses, accuracies)], title="Between checkpoints", loss=loss),
-    )

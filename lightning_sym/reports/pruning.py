@@ -1,34 +1,75 @@
-"""What pruning on the Rashomon set found: steps, widths, and pruning by magnitude at the same widths."""
+"""Results of pruning on the Rashomon set: steps, widths, and pruning by magnitude at the same widths."""
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from matplotlib.figure import Figure
-from rich.table import Table
-
 from lightning_sym._tags import details
-from lightning_sym.figures import PruningCurve, pruning_curves
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.landscape import PruningStep
-from lightning_sym.reports.cells import counted, numeric, text_table
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.cells import Row, counted
+from lightning_sym.reports.report import Column, Report
+from lightning_sym.reports.table import RunResults
 
-UNITS = {
-    "loss": "mean over all training data, without augmentation; of a cross-entropy in nats",
-    "threshold": "as loss: that of the whole network plus epsilon",
-    "test_loss": "as loss, on test data",
-    "test_error": "fraction of test data, 0 to 1",
-    "units": "units left in all axis groups that are pruned",
-    "removed": "units that went in this step",
-    "walks": "walks by then, those that failed included",
-    "walked": "whether a walk went before; otherwise the units could go as they were",
-    "steps": "optimizer steps of all walks",
-    "parameters": "numbers that are trained",
-    "magnitude": "the twin that is pruned by magnitude to the same widths, after as many optimizer steps",
-    "widths": "units left in each axis group",
-}
+
+def _panel(quantity: str, title: str, ylabel: str, factor: float = 1, log: str = "x") -> Panel:
+    of: Any = {"x": "units", "group": ["member", "epsilon"], "label": "member {member}, ε = {epsilon:g}"}
+    marks = [
+        Marks(quantity, **of, factor=factor, look={"marker": "."}, table="steps"),
+        Marks(quantity, **of, factor=factor, look={"ls": "--", "lw": 1.2}, table="magnitude"),
+    ]
+    marks += [Marks("threshold", **of, look={"ls": ":", "lw": 1.4}, table="steps")] if quantity == "loss" else []
+    return Panel(marks, title, "units left", ylabel, log=log)
+
+
+def _arrow(before: str, after: str, text: Callable[[Any], str] = str) -> Callable[[Row], str]:
+    return lambda row: f"{text(row[before])} → {text(row[after])}"
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+_WHAT = "networks pruned with a bound on the training loss: "
+REPORT = Report(
+    {
+        "summary": _WHAT + "what is left",
+        "steps": _WHAT + "all steps",
+        "magnitude": "their twins, pruned by magnitude",
+        "widths": _WHAT + "units of each axis group",
+    },
+    [
+        Column("member", "", "member", "d"),
+        Column("epsilon", "", "epsilon", "g"),
+        Column("units_shown", "", "units", _arrow("units_before", "units")),
+        Column("loss", "mean over all training data, without augmentation; of a cross-entropy in nats", "loss", ".4f"),
+        Column("threshold", "as loss: that of the whole network plus epsilon", "bound", ".4f"),
+        Column("test_loss", "as loss, on test data"),
+        Column("test_error", "fraction of test data, 0 to 1", "test error",
+               _arrow("test_error_before", "test_error", _percent)),
+        Column("units", "units left in all axis groups that are pruned"),
+        Column("removed", "units that went in this step"),
+        Column("walks", "walks by then, those that failed included"),
+        Column("walked", "whether a walk went before; otherwise the units could go as they were"),
+        Column("steps", "optimizer steps of all walks"),
+        Column("parameters", "numbers that are trained"),
+        Column("magnitude", "the twin that is pruned by magnitude to the same widths, after as many optimizer steps",
+               "magnitude", lambda row: _percent(row["magnitude_test_error"])),
+        Column("widths", "units left in each axis group"),
+    ],
+    {
+        "pruning": Chart(
+            [
+                _panel("loss", "Loss on all training data", "training loss, nats (dotted: threshold)", log="xy"),
+                _panel("test_error", "Test data (dashed: magnitude, as wide, trained as long)", "test error, %", 100),
+            ],
+            "Fewer units below a bound on the loss: {title}",
+        )
+    },
+    places={"picture": "pruning.png", "table": "summary.csv", "steps": "steps.csv"},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,12 +78,12 @@ class PrunedMember:
 
     Attributes:
         member: Its number in the zoo.
-        epsilon: By how much its loss may exceed that of the whole network.
+        epsilon: Largest increase of the loss over that of the whole network.
         threshold: Largest loss that is allowed.
         history: Steps; first the whole network.
         sizes: Units of the whole network by axis group.
         widths: Units that are left.
-        parameters: Numbers that are trained, of the whole network and of what is left.
+        parameters: Trainable parameters of the whole and of the pruned network.
         walks: All walks, those that failed included.
         steps: Their optimizer steps.
         finished: Whether it was pruned to the end.
@@ -75,17 +116,16 @@ class PrunedMember:
 def pruning_results(
     members: Sequence[PrunedMember], refused: Mapping[str, str], *, title: str, about: Mapping[str, Any]
 ) -> RunResults:
-    """Say how small networks have become.
+    """Report the sizes of pruned networks.
 
     Args:
         members: The networks.
-        refused: Why units of an axis group were left alone, by its name.
+        refused: Reason for keeping the units of an axis group, by its name.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     summary = [summary_row(member) for member in members]
     about = {**about, "refused": dict(refused)}
-    what = "networks pruned with a bound on the training loss: "
     several = len({member.epsilon for member in members}) > 1
     numbers = {"pruning/units": float(min(row["units"] for row in summary))}
     for member, row in zip(members, summary, strict=True):
@@ -104,24 +144,23 @@ def pruning_results(
     if any(member.twin for member in members):
         notes.append("magnitude: pruned by magnitude to the same widths, trained for as many steps")
     notes += against_twins(summary)
-    return RunResults(
-        [
-            ResultTable("summary", what + "what is left", summary, UNITS, about),
-            ResultTable("steps", what + "all steps", step_rows(members), UNITS, about),
-            ResultTable("magnitude", "their twins, pruned by magnitude", twin_rows(members), UNITS, about),
-            ResultTable("widths", what + "units of each axis group", width_rows(members), UNITS, about),
-        ],
-        _figures(members, title),
+    return replace(REPORT, title=f"Pruned {counted(len(summary), 'network')}: {{title}}").results(
+        {
+            "summary": summary,
+            "steps": step_rows(members),
+            "magnitude": twin_rows(members),
+            "widths": width_rows(members),
+        },
+        title=title,
+        about=about,
         numbers=numbers,
         headline="pruning/units",
-        shown=_shown(summary, title),
         notes=notes,
-        places={"picture": "pruning.png", "table": "summary.csv", "steps": "steps.csv"},
     )
 
 
 def against_twins(summary: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say how test errors differ from those of the twins, on average over members, where there are two or more.
+    """Compare test errors with those of the twins: means over two or more members.
 
     Args:
         summary: Rows of :func:`summary_row`.
@@ -152,7 +191,7 @@ def _named(member: PrunedMember) -> str:
 
 
 def summary_row(member: PrunedMember) -> dict[str, Any]:
-    """Return what is left of a network, beside its twin."""
+    """Return the numbers of a pruned network and of its twin."""
     first, last = member.history[0], member.history[-1]
     twin = member.twin[-1] if member.twin and member.twin[-1]["units"] == member.units[-1] else {}
     return {
@@ -213,40 +252,3 @@ def width_rows(members: Sequence[PrunedMember]) -> list[dict[str, Any]]:
         for member in members
         for group, size in member.sizes.items()
     ]
-
-
-def _figures(members: Sequence[PrunedMember], title: str) -> Iterator[tuple[str, Figure]]:
-    several = len({member.member for member in members}) > 1
-    curves = []
-    for member in members:
-        label = (f"member {member.member}, " if several else "") + rf"$\varepsilon$ = {member.epsilon:g}"
-        error = [numeric(step.numbers.get("test_error")) for step in member.history]
-        losses = [step.loss for step in member.history]
-        curves.append(PruningCurve(label, member.units, losses, error, member.threshold))
-        if member.twin:
-            losses, error = ([numeric(row.get(name)) for row in member.twin] for name in ("loss", "test_error"))
-            curves.append(PruningCurve(label, [int(row["units"]) for row in member.twin], losses, error))
-    yield "pruning", pruning_curves(curves, title=f"Fewer units below a bound on the loss: {title}")
-
-
-def _shown(summary: Sequence[Mapping[str, Any]], title: str) -> Table:
-    columns = ["member", "epsilon", "units", "loss", "bound", "test error", "magnitude"]
-    lines = []
-    for row in summary:
-        errors = [_percent(row[name]) for name in ("test_error_before", "test_error", "magnitude_test_error")]
-        lines.append(
-            [
-                str(row["member"]),
-                f"{row['epsilon']:g}",
-                f"{row['units_before']} → {row['units']}",
-                f"{row['loss']:.4f}",
-                f"{row['threshold']:.4f}",
-                f"{errors[0]} → {errors[1]}",
-                errors[2],
-            ]
-        )
-    return text_table(f"Pruned {counted(len(summary), 'network')}: {title}", columns, lines, whole=columns)
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.1f} %"

@@ -1,14 +1,13 @@
 """The rotation penalty of every member, site, kind and repeat."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_sym.figures import PenaltyFamily, rotation_penalty
-from lightning_sym.reports.cells import Row, finite, in_points, numeric, spread_cell, stopped_notes, text_table, unique
+from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.reports.cells import Row, finite, in_points, spread_cell, stopped_notes, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
 _SAMPLES = 2000
@@ -30,6 +29,20 @@ KINDS = {
     "none": "not rotated, trained on",
     "undo": "group element, undone exactly",
 }
+_BASELINES = {KINDS["none"]: {"color": "#7a7a7a"}, KINDS["undo"]: {"color": "#b5b5b5"}}
+CHART = Chart(
+    [
+        Panel(
+            [
+                Marks("penalty", "site", kind="bars", label=lambda row: KINDS.get(row["kind"], row["kind"]),
+                      error=[("low", "high"), "std"], factor=100, values=".1f", looks=_BASELINES)
+            ],
+            points=True,
+        )
+    ],
+    "Rotation penalty: {title}",
+    size=(8.0, 3.8), legend="beside",
+)  # fmt: skip
 
 
 def rotation_results(
@@ -42,7 +55,7 @@ def rotation_results(
     numbers: Mapping[str, float],
     headline: str | None,
 ) -> RunResults:
-    """Say what it costs to rotate units.
+    """Report the penalty of rotating units.
 
     Args:
         networks: What is known of each before it is tested: ``name``, ``member``, ``site``, ``kind``, ``repeat`` and
@@ -51,7 +64,7 @@ def rotation_results(
             ``member_accuracy`` (of the network that was not rotated) of each network.
         stopped: Why networks were stopped, by their place in the list.
         title: For table and figure.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         numbers: Mean penalties on the test split, by tag.
         headline: The name of that of the kind which the run is about.
     """
@@ -63,7 +76,7 @@ def rotation_results(
             ResultTable("penalties", what + "each rotated network", rows, UNITS, about),
             ResultTable("summary", what + "per site and kind", summary, UNITS, about),
         ],
-        _figures(summary, f"Rotation penalty: {title}"),
+        CHART.named("rotation_penalty", summary, title),
         numbers=numbers,
         headline=headline,
         shown=_shown(summary, title),
@@ -171,15 +184,6 @@ def _differences(summary: Sequence[Row]) -> list[str]:
         mean, low, high = (row[name] for name in names)
         parts.append(f"{row['site']} {spread_cell(in_points, mean, None, low, high)}".replace("\n", " "))
     return [f"orthogonal less group, member by member: {', '.join(parts)}"] if parts else []
-
-
-def _figures(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
-    families = []
-    for kind in unique(summary, "kind"):
-        own = [row for row in summary if row["kind"] == kind]
-        mean, low, high, std = ([numeric(row[name]) for row in own] for name in ("penalty", "low", "high", "std"))
-        families.append(PenaltyFamily(KINDS.get(kind, kind), mean, low, high, std, baseline=kind in ("none", "undo")))
-    yield "rotation_penalty", rotation_penalty(unique(summary, "site"), families, title=title)
 
 
 def _shown(summary: Sequence[Row], title: str) -> Table:

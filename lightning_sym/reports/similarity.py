@@ -1,13 +1,12 @@
-"""How similar the layers of networks are, beside what comes for free."""
+"""Similarity of the layers of networks, compared with null values."""
 
-import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.table import Table
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import tag
-from lightning_sym.figures import Depth, HeatMap, ZooPanel, similarity_depth, similarity_maps, similarity_of_zoos
+from lightning_sym.figures import Chart, HeatMap, Marks, Panel, similarity_maps
 from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -31,11 +30,29 @@ UNITS = {
 }
 _ZOOS = ("first", "other")
 _EXCESS = "above_untrained"
+# Column, name, color and style of trained networks and of the nulls.
+_KINDS = (
+    ("similarity", "trained", "#0072b2", "-"),
+    ("untrained", "untrained", "#d55e00", "--"),
+    ("shuffled", "shuffled inputs", "#7f7f7f", ":"),
+)
+_LOOKS = {label: {"color": color, "ls": style, "lw": 2.0} for _, label, color, style in _KINDS}
+_DEPTH = Chart(
+    [
+        Panel([Marks(kind, "first_layer", label=label, looks=_LOOKS, table="pairs") for kind, label, *_ in _KINDS],
+              "{measure}", ylabel="similarity", by=["measure"], top=1.03),
+        Panel([Marks("share", "layer", ["weights"], looks=_LOOKS, table="channels")], "live channels, fraction",
+              ylabel="similarity", top=1.03),
+    ],
+    "Similarity over depth: {title}",
+    columns=2,
+    share="xy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Similarities:
-    """What was measured.
+    """Measured similarities.
 
     Attributes:
         values: By measure and kind (``trained``, ``untrained``, ``shuffled``), shape ``[pairs, layers of the first,
@@ -77,15 +94,16 @@ class Similarities:
 
 
 def similarity_results(found: Similarities, *, title: str, about: Mapping[str, Any]) -> RunResults:
-    """Say how similar networks are, layer by layer and beside the null values.
+    """Report the similarity of networks by layer, with the null values.
 
     Args:
-        found: What was measured.
+        found: Measured similarities.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     every = matrix_rows(found)
     summary = _beside(found, every)
+    pairs, channels = pair_rows(found), channel_rows(found)
     what = "similarity of layers of networks: "
     numbers = {
         tag("similarity_mean", measure): float(np.mean([row["similarity"] for row in rows]))
@@ -97,10 +115,10 @@ def similarity_results(found: Similarities, *, title: str, about: Mapping[str, A
         [
             ResultTable("summary", what + "each layer with its like, over pairs", summary, UNITS, about),
             ResultTable("matrices", what + "all layers with all, over pairs", every, UNITS, about),
-            ResultTable("pairs", what + "all layers with all, each pair", pair_rows(found), UNITS, about),
-            ResultTable("channels", "live channels of each network", channel_rows(found), UNITS, about),
+            ResultTable("pairs", what + "all layers with all, each pair", pairs, UNITS, about),
+            ResultTable("channels", "live channels of each network", channels, UNITS, about),
         ],
-        _figures(found, title),
+        _figures(found, pairs, channels, title),
         numbers=numbers,
         headline=next(iter(numbers), None),
         shown=_shown(summary, title),
@@ -112,12 +130,12 @@ def similarity_results(found: Similarities, *, title: str, about: Mapping[str, A
 def similarity_of_zoos_results(
     found: Mapping[str, Similarities], *, title: str, about: Mapping[str, Any]
 ) -> RunResults:
-    """Say how similar the networks of each zoo are, layer by layer and beside the null values.
+    """Report the similarity of the networks of each zoo by layer, with the null values.
 
     Args:
         found: What was measured, by the names of the zoos.
         title: For the table and the figure.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     summary = [
         {"zoo": name, **row}
@@ -134,33 +152,31 @@ def similarity_of_zoos_results(
             ResultTable("pairs", what + "all layers with all, each pair", pairs, UNITS, about),
             ResultTable("channels", "live channels of each network", channels, UNITS, about),
         ],
-        [("zoos", similarity_of_zoos(list(found), _panels(summary), title=f"Similarity within zoos: {title}"))],
+        _of_zoos(summary, title),
         shown=_shown(summary, title),
         notes=["mean over pairs; in brackets 95 % interval for the mean, over models", *notes],
         places={"picture": "zoos.png", "table": "summary.csv", "pairs": "pairs.csv"},
     )
 
 
-def _panels(summary: Sequence[Row]) -> list[ZooPanel]:
-    """Return what is drawn: a panel for each place of a layer and measure."""
-    layers = {
-        zoo: unique([row for row in summary if row["zoo"] == zoo], "first_layer") for zoo in unique(summary, "zoo")
-    }
-    depth = max(map(len, layers.values()))
-    nulls = [name for name in ("untrained", "shuffled") if name in summary[0]]
-    panels = []
-    for place, measure in itertools.product(range(depth), unique(summary, "measure")):
-        values: dict[str, list[list[float]]] = {}
-        for zoo, names in layers.items():
-            row = next(
-                (row for row in summary if (row["zoo"], row["measure"]) == (zoo, measure)
-                 and row["first_layer"] == (names[place] if place < len(names) else None)), {}
-            )  # fmt: skip
-            for name in ("similarity", *nulls):
-                ends = [numeric(row.get(key)) for key in (name, f"{name}_low", f"{name}_high")]
-                values.setdefault("trained" if name == "similarity" else name, []).append(ends)
-        panels.append(ZooPanel(f"{measure}, layer {place + 1}", values))
-    return panels
+def _of_zoos(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
+    """Yield the chart of zoos side by side; zoos named by numbers are places on a logarithmic axis."""
+    ordered = all(re.fullmatch(r"\d+(\.\d+)?", row["zoo"]) and float(row["zoo"]) > 0 for row in summary)
+    rows = [
+        {**row, "place": place, "zoo": float(zoo) if ordered else zoo}
+        for zoo in unique(summary, "zoo")
+        for place, layer in enumerate(unique([row for row in summary if row["zoo"] == zoo], "first_layer"), 1)
+        for row in summary
+        if (row["zoo"], row["first_layer"]) == (zoo, layer)
+    ]
+    marks = [
+        Marks(kind, "zoo", kind="error", label=label, error=[(f"{kind}_low", f"{kind}_high")],
+              look={"color": color, "ls": style if ordered else ""})
+        for kind, label, color, style in _KINDS
+    ]  # fmt: skip
+    panel = Panel(marks, "{measure}, layer {place}", by=["place", "measure"], log="x" if ordered else "", top=1.03)
+    chart = Chart([panel], "Similarity within zoos: {title}", columns=2, share="xy")
+    yield from chart.named("zoos", sorted(rows, key=lambda row: row["place"]), title)
 
 
 def matrix_rows(found: Similarities) -> list[dict[str, Any]]:
@@ -192,7 +208,7 @@ def matrix_rows(found: Similarities) -> list[dict[str, Any]]:
 
 
 def _beside(found: Similarities, every: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of each layer with the one that it stands beside."""
+    """Return the rows of each layer and its partner."""
     width = len(found.layers[1])
     block = len(found.layers[0]) * width
     return [
@@ -242,7 +258,9 @@ def _live_share(found: Similarities, kind: str, side: int) -> list[float]:
     return [float(np.mean([live / channels for live, channels in layer])) for layer in zip(*own, strict=True)]
 
 
-def _figures(found: Similarities, title: str) -> Iterator[tuple[str, Figure]]:
+def _figures(
+    found: Similarities, rows: Sequence[Row], channels: Sequence[Row], title: str
+) -> Iterator[tuple[str, Figure]]:
     other = 0 if found.one_zoo else 1
     maps = [
         HeatMap(measure, {kind: values.nanmean(0).numpy() for kind, values in kinds.items() if kind in found.live})
@@ -250,24 +268,20 @@ def _figures(found: Similarities, title: str) -> Iterator[tuple[str, Figure]]:
     ]
     labels = {kind: (_labels(found, kind, 0), _labels(found, kind, other)) for kind in found.live}
     yield "heat_maps", similarity_maps(maps, labels, title=f"Similarity, mean over pairs: {title}")
-    depths = [
-        Depth(measure, {kind: _along(values, found.partners(measure)) for kind, values in kinds.items()})
-        for measure, kinds in found.values.items()
-    ]
-    live = {kind: _live_share(found, kind, 0) for kind in found.live}
-    yield "depth", similarity_depth(depths, found.layers[0], live, title=f"Similarity over depth: {title}")
+    beside = {
+        (measure, found.layers[0][i], found.layers[1][j])
+        for measure in found.values
+        for i, j in enumerate(found.partners(measure))
+    }
+    pairs = [row for row in rows if (row["measure"], row["first_layer"], row["second_layer"]) in beside]
+    live = [{**row, "share": row["live"] / row["channels"]} for row in channels if row["zoo"] == _ZOOS[0]]
+    yield from _DEPTH.named("depth", {"pairs": pairs, "channels": live}, title)
 
 
 def _labels(found: Similarities, kind: str, side: int) -> list[str]:
     """Return the names of layers, with the share of channels that are live."""
     shares = _live_share(found, kind, side)
     return [f"{name}\n{share:.0%} live" for name, share in zip(found.layers[side], shares, strict=True)]
-
-
-def _along(values: Tensor, partners: Sequence[int]) -> NDArray[np.float64]:
-    """Return the similarity of each layer with the one it stands beside. Shape ``[layers, pairs]``."""
-    along: NDArray[np.float64] = torch.stack([values[:, i, j] for i, j in enumerate(partners)]).numpy()
-    return along
 
 
 def _shown(summary: Sequence[Row], title: str) -> Table:

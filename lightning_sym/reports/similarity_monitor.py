@@ -1,22 +1,21 @@
-"""How similar networks are to their start, to a reference and to each other while they are trained."""
+"""Similarity of networks during training to their start, to a reference and to each other."""
 
 import copy
 import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import seeded
 from lightning_sym._tags import details, tag
 from lightning_sym._text import unknown
-from lightning_sym.figures import similarity_curves
+from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.cells import finite
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -34,6 +33,14 @@ UNITS = {
     "similarity": "1: the same up to what the measure does not see; unitless; empty where features are not finite",
 }
 START, REFERENCE, MEMBERS = "start", "reference", "members"
+_OTHERS = {START: "the start", REFERENCE: "the reference", MEMBERS: "other members"}
+_PANEL = epoch_panel("", "similarity", Marks("similarity", "epoch", ["site"]), by=["with", "measure"], top=1.03)
+CHART = Chart(
+    [replace(_PANEL, title=lambda row: f"{row['measure']}, with {_OTHERS[row['with']]}")],
+    "Similarity of representations of {title} while training",
+    columns=2,
+    share="xy",
+)
 _BATCH = 100  # images that a network sees at a time
 
 
@@ -112,7 +119,7 @@ class SimilarityMeter:
         return known, possible
 
     def links(self, numbers: Sequence[int]) -> dict[str, list[Pair]]:
-        """Return what is compared, by what with: pairs of members' numbers.
+        """Return the compared pairs of members by the kind of comparison.
 
         Args:
             numbers: The members.
@@ -276,7 +283,7 @@ def _matching_sites(reference: nn.Module, sites: Sequence[str]) -> list[str]:
 def monitor_scalars(
     point: Mapping[str, Any], measures: Sequence[str], sites: Sequence[str], prefix: str
 ) -> dict[str, float]:
-    """Return what is logged for a point: means over members or pairs of what is finite; single sites are details.
+    """Return the logged numbers of a point: means of finite values over members or pairs; single sites are details.
 
     Args:
         point: ``values``, as :meth:`SimilarityMeter.values` returns them.
@@ -310,28 +317,20 @@ def monitor_results(
     about: Mapping[str, Any],
     name: str = "similarity",
 ) -> RunResults:
-    """Say how similar networks were while they were trained.
+    """Report the similarity of networks during training.
 
     Args:
         points: In the order of time: ``step``, ``epoch`` and ``values``, as for :func:`monitor_scalars`.
-        links: What was compared, see :meth:`SimilarityMeter.links`.
+        links: Compared pairs, see :meth:`SimilarityMeter.links`.
         measures: Names of the measures.
         sites: Names of the sites.
         network: Name of the architecture, for the title.
-        about: What is needed to make the table again.
+        about: Everything needed to make the table again.
         name: Name of the files.
     """
     rows = list(_rows(points, links, measures, sites))
     table = ResultTable(name, "similarity of representations while training", rows, UNITS, about)
-    curves = {
-        (compared_with, measure): {
-            site: np.stack([point["values"][compared_with][:, i, j].numpy() for point in points])
-            for j, site in enumerate(sites)
-        }
-        for compared_with in links
-        for i, measure in enumerate(measures)
-    }
-    return RunResults([table], _figures(points, curves, name, network))
+    return RunResults([table], CHART.named(name, rows, network))
 
 
 def _rows(
@@ -351,10 +350,3 @@ def _rows(
                     "site": site, "first": first, "second": second if compared_with == MEMBERS else None,
                     "similarity": finite(float(values[row, i, j])),
                 }  # fmt: skip
-
-
-def _figures(
-    points: Sequence[Mapping[str, Any]], curves: Mapping[tuple[str, str], Mapping[str, Any]], name: str, network: str
-) -> Iterator[tuple[str, Figure]]:
-    title = f"Similarity of representations of {network} while training"
-    yield name, similarity_curves([point["epoch"] for point in points], curves, title=title)

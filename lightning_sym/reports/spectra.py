@@ -1,5 +1,6 @@
-"""Spectra and sharpness of the members of a zoo, and how much of it is a matter of their symmetry."""
+"""Spectra and sharpness of the members of a zoo, raw and modulo symmetry."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,28 +9,45 @@ import torch
 from matplotlib.figure import Figure
 
 from lightning_sym.curvature import SharpnessModuloSymmetry, SpectralDensity
-from lightning_sym.curvature.modulo_symmetry import MEASURES
-from lightning_sym.figures import sharpness_bars, spectral_densities
-from lightning_sym.reports.cells import Row, finite, text_table
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.reports.cells import Row, finite
+from lightning_sym.reports.report import Column, Report
+from lightning_sym.reports.table import RunResults
 
 _PLACES = ("raw", "balanced", "modulo_symmetry")
-UNITS = {
-    "top_eigenvalue": "largest eigenvalue, in nats (or the loss's unit) per squared unit of parameters",
-    "trace": "sum of eigenvalues, same unit",
-    "norm": "Frobenius norm, same unit",
-    "raw": "of the network as it is",
-    "balanced": "of the canonical member of its orbit",
-    "modulo_symmetry": "of that member, in the directions orthogonal to the orbit: the same for all of the orbit",
-    "gauge_share": "1 - modulo_symmetry / raw; negative where the network is flatter than the balanced member",
-    "raw_error, modulo_error": "standard error of the trace; of the eigenvalue, its residual",
-    "node, weight": "nodes and weights of the spectral density, modulo symmetry; the weights of one probe sum to 1",
-}
+_WHAT = "Hessian modulo symmetry of the members of a zoo"
+
+
+def _share(row: Row) -> str:
+    return "-" if row["gauge_share"] is None else f"{100 * row['gauge_share']:.0f} %"
+
+
+REPORT = Report(
+    {"sharpness": f"{_WHAT}: sharpness", "spectrum": f"{_WHAT}: densities"},
+    [
+        Column("top_eigenvalue", "largest eigenvalue, in nats (or the loss's unit) per squared unit of parameters"),
+        Column("trace", "sum of eigenvalues, same unit"),
+        Column("norm", "Frobenius norm, same unit"),
+        Column("member", heading="member", text="d"),
+        Column("measure", heading="measure", text=lambda row: row["measure"].replace("_", " ")),
+        Column("raw", "of the network as it is", "as it is", number="sharpness/{measure}/raw"),
+        Column("balanced", "of the canonical member of its orbit", "balanced", number="sharpness/{measure}/balanced"),
+        Column("modulo_symmetry", "of that member, in the directions orthogonal to the orbit: the same for all of the "
+               "orbit", "modulo symmetry", number="sharpness/{measure}/modulo_symmetry"),
+        Column("gauge_share", "1 - modulo_symmetry / raw; negative where the network is flatter than the balanced "
+               "member", "gauge share", _share),
+        Column("raw_error, modulo_error", "standard error of the trace; of the eigenvalue, its residual"),
+        Column("node, weight", "nodes and weights of the spectral density, modulo symmetry; the weights of one probe "
+               "sum to 1"),
+    ],
+    layout={"names": 2, "whole": ()},
+    places={"picture": "sharpness.png", "table": "sharpness.csv"},
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class MemberSpectrum:
-    """What was measured of one member.
+    """Measurements of one member.
 
     Attributes:
         sharpness: Its sharpness.
@@ -41,41 +59,26 @@ class MemberSpectrum:
 
 
 def spectrum_results(members: Mapping[int, MemberSpectrum], *, title: str, about: Mapping[str, Any]) -> RunResults:
-    """Say how sharp networks are, and how much of that is a matter of the member of their orbit.
+    """Report the sharpness of networks and the part of it that depends on the point of the orbit.
 
     Args:
         members: What was measured, by number; at least one.
         title: For the table and the figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
     """
     rows = list(sharpness_rows(members))
     width = max(one.density.width for one in members.values())
-    means = {
-        f"sharpness/{measure}/{place}": sum(row[place] for row in rows if row["measure"] == measure) / len(members)
-        for measure in MEASURES
-        for place in _PLACES
-    }
-    what = "Hessian modulo symmetry of the members of a zoo"
-    facts = {**about, "smoothing": width}
     notes = list(dict.fromkeys(note for one in members.values() for note in one.sharpness.notes))
     some = next(iter(members.values())).sharpness
     taken = f"{some.orbit} of {some.parameters} directions are the orbit's"
     kept = f"; {some.statistics} move statistics of batch norms, and stay" if some.statistics else ""
-    return RunResults(
-        [
-            ResultTable("sharpness", f"{what}: sharpness", rows, UNITS, facts),
-            ResultTable("spectrum", f"{what}: densities", list(node_rows(members)), UNITS, facts),
-        ],
-        _figures(members, rows, width, title),
-        numbers=means,
-        shown=text_table(
-            title,
-            ("member", "measure", "as it is", "balanced", "modulo symmetry", "gauge share"),
-            [_cells(row) for row in rows],
-            names=2,
-        ),
+    return REPORT.results(
+        {"sharpness": rows, "spectrum": list(node_rows(members))},
+        title=title,
+        about={**about, "smoothing": width},
+        headline=None,
+        figures=_figures(members, rows, width, title),
         notes=[taken + kept, *notes],
-        places={"picture": "sharpness.png", "table": "sharpness.csv"},
     )
 
 
@@ -101,23 +104,32 @@ def node_rows(members: Mapping[int, MemberSpectrum]) -> Iterator[dict[str, Any]]
                 yield {"member": number, "probe": probe, "node": node, "weight": weight}
 
 
-def _cells(row: Row) -> list[str]:
-    share = row["gauge_share"]
-    values = [f"{row[place]:.4g}" for place in _PLACES]
-    last = "-" if share is None else f"{100 * share:.0f} %"
-    return [str(row["member"]), row["measure"].replace("_", " "), *values, last]
-
-
 def _figures(
     members: Mapping[int, MemberSpectrum], rows: list[dict[str, Any]], width: float, title: str
 ) -> Iterator[tuple[str, Figure]]:
     low, high = min(m.density.low for m in members.values()), max(m.density.high for m in members.values())
     x = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64)
-    densities = {f"member {number}": one.density.at(x, width).numpy() for number, one in members.items()}
     size = next(iter(members.values())).density.size
-    yield "spectrum", spectral_densities(x.numpy(), densities, width=width, size=size, title=title)
-    measures = {
-        measure: {place: [row[place] for row in rows if row["measure"] == measure] for place in _PLACES}
-        for measure in MEASURES
-    }
-    yield "sharpness", sharpness_bars([str(number) for number in members], measures, title=title)
+    single = 1 / (size * width * math.sqrt(2 * math.pi))  # the peak of one eigenvalue
+    densities = [
+        {"member": number, "eigenvalue": place, "density": max(density, 1e-3 * single)}
+        for number, one in members.items()
+        for place, density in zip(x.tolist(), one.density.at(x, width).tolist(), strict=True)
+    ]
+    panel = Panel(
+        [Marks("density", "eigenvalue", label="member {member}", look={"lw": 1.2})],
+        xlabel=f"eigenvalue (smoothed with a Gaussian of width {width:.2g})",
+        ylabel="density",
+        log="y",
+        bottom=1e-2 * single,
+        levels={"one eigenvalue": single},
+    )
+    yield from Chart([panel]).named("spectrum", densities, title)
+    bars = [
+        {**row, "member": str(row["member"]), "place": place.replace("raw", "as_it_is"), "value": row[place]}
+        for row in rows
+        for place in _PLACES
+    ]
+    marks = Marks("value", "member", kind="bars", label=lambda row: row["place"].replace("_", " "))
+    panel = Panel([marks], lambda row: row["measure"].replace("_", " "), "member", by=["measure"])
+    yield from Chart([panel], columns=1).named("sharpness", bars, title)

@@ -11,18 +11,24 @@ from rich.table import Table
 
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import details, tag
-from lightning_sym.figures import (
-    PenaltyFamily,
-    PenaltyPanel,
-    SparsityFamily,
-    penalty_curves,
-    penalty_heat_map,
-    sparsity_against_penalty,
+from lightning_sym.figures import Chart, Marks, Panel, penalty_heat_map
+from lightning_sym.reports.cells import (
+    Row,
+    finite,
+    grouped,
+    in_points,
+    numeric,
+    spread_cell,
+    stopped_notes,
+    text_table,
+    unique,
 )
-from lightning_sym.reports.cells import Row, finite, in_points, numeric, spread_cell, stopped_notes, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
 AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
+_TITLES = {AS_IS: "batch norm statistics as training left them", RECALIBRATED: "statistics recalibrated"}
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", "h")
+_GREYS, _DASHES = ("#7a7a7a", "#a0a0a0", "#5a5a5a", "#b5b5b5"), ("--", ":", "-.", (0, (6, 1.5, 1, 1.5)))
 UNITS = {
     "penalty": "mean accuracy of both members less that of the stitched network; fraction of inputs, positive is worse",
     "accuracy": "fraction of inputs, 0 to 1",
@@ -47,7 +53,7 @@ def stitching_results(
     two_zoos: bool = False,
     epochs: int | None = None,
 ) -> RunResults:
-    """Say what the stitched networks lose.
+    """Report the penalties of stitched networks.
 
     Args:
         networks: What is known of each before it is tested: ``name``, ``lower``, ``upper`` (numbers of the members),
@@ -57,7 +63,7 @@ def stitching_results(
             each network.
         stopped: Why networks were stopped, by their place in the list.
         title: For tables and figures.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         two_zoos: Whether lower and upper members are of different zoos, so that equal numbers are different models.
         epochs: For how many epochs maps were trained, for the advice to train them longer; None gives no number.
     """
@@ -110,11 +116,8 @@ def stitching_summary(rows: Sequence[Row], *, two_zoos: bool = False) -> list[di
         rows: As :func:`stitching_rows` gives them.
         two_zoos: Whether equal numbers of lower and upper members are different models; there is no interval then.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["batch_norm"], row["place"], row["family"]), []).append(row)
     summary = []
-    for (kind, place, family), found in groups.items():
+    for _, found in grouped(rows, "batch_norm", "place", "family"):
         used = [row for row in found if row["penalty"] is not None]
         values = [row["penalty"] for row in used]
         numbers: dict[str, Any] = dict.fromkeys(("penalty", "penalty_std", "penalty_low", "penalty_high"))
@@ -129,11 +132,9 @@ def stitching_summary(rows: Sequence[Row], *, two_zoos: bool = False) -> list[di
             note = interval.note
         summary.append(
             {
-                "place": place,
-                **{name: found[0][name] for name in ("site", "target_site")},
-                "family": family,
-                "trained": found[0]["trained"],
-                "batch_norm": kind,
+                **{
+                    name: found[0][name] for name in ("place", "site", "target_site", "family", "trained", "batch_norm")
+                },
                 "pairs": len(used),
                 **numbers,
                 "accuracy": float(np.mean([row["accuracy"] for row in used])) if used else None,
@@ -151,52 +152,66 @@ def _best_kind(summary: Sequence[Row]) -> str:
     return next(kind for kind in (RECALIBRATED, AS_IS, NO_NORM) if kind in kinds)
 
 
-class _Grid:
-    """The summary with one kind of statistics, by place and family; places without batch norm have the only one."""
-
-    def __init__(self, summary: Sequence[Row], kind: str) -> None:
-        self.rows = {(row["place"], row["family"]): row for row in summary if row["batch_norm"] in (kind, NO_NORM)}
-        self.places = unique(summary, "place")
-        self.families = {row["family"]: row["trained"] for row in summary}
-
-    def column(self, family: str, name: str) -> list[float]:
-        """Return a number of a family at all places, NaN where there is none."""
-        return [numeric(self.rows.get((place, family), {}).get(name)) for place in self.places]
+def _kinds(summary: Sequence[Row]) -> list[str]:
+    """Return the kinds of statistics; places without batch norm go with each."""
+    return [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]
 
 
 def _figures(summary: Sequence[Row], title: str, sites_differ: bool) -> Iterator[tuple[str, Figure]]:
-    kinds = [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]
-    best = _Grid(summary, _best_kind(summary))
+    best, looks = _best_kind(summary), _looks(summary)
     if not sites_differ:
-        panels = [_panel(kind, summary) for kind in kinds]
-        yield "penalties", penalty_curves(panels, title=f"Stitching penalty: {title}")
+        panels = [
+            Panel(_marks("place", "family", looks, {"batch_norm": (kind, NO_NORM)}), _TITLES.get(kind, ""), points=True)
+            for kind in _kinds(summary)
+        ]
+        chart = Chart(panels, "Stitching penalty: {title}", columns=1, legend="beside", share="y")
+        yield from chart.named("penalties", summary, title)
     else:
         below, above = unique(summary, "site"), unique(summary, "target_site")
-        for family in best.families:
+        for family in unique(summary, "family"):
             values = np.full((len(below), len(above)), np.nan)
-            for (_, other), row in best.rows.items():
-                if other == family:
+            for row in summary:
+                if row["family"] == family and row["batch_norm"] in (best, NO_NORM):
                     values[below.index(row["site"]), above.index(row["target_site"])] = numeric(row["penalty"])
             figure = penalty_heat_map(values, below, above, f"Stitching penalty, {family}: {title}")
             yield _map_name(summary, family), figure
-    if any(family.startswith("lasso") for family in best.families):
-        names = "sparsity", "penalty", "penalty_std"
-        families = [
-            SparsityFamily(family, sparsity, penalty, std, baseline=not trained)
-            for family, trained in best.families.items()
-            for sparsity, penalty, std in [[best.column(family, name) for name in names]]
-        ]
-        yield "sparsity", sparsity_against_penalty(families, best.places, title=f"Sparsity: {title}")
+    if any(row["family"].startswith("lasso") for row in summary):
+        known = [row for row in summary if row["batch_norm"] in (best, NO_NORM) and row["sparsity"] is not None]
+        marks = [
+            Marks("penalty", "sparsity", ["family"], "error", error=["penalty_std"], factor=100, looks=looks,
+                  look={"ls": ""})
+        ]  # fmt: skip
+        panel = Panel(marks, "{place}", "sparsity: fraction of zeros in the map", by=["place"], points=True)
+        chart = Chart([panel], "Sparsity: {title}", columns=2, legend="beside", share="xy")
+        yield from chart.named("sparsity", known, title)
 
 
-def _panel(kind: str, summary: Sequence[Row]) -> PenaltyPanel:
-    grid = _Grid(summary, kind)
-    titles = {AS_IS: "batch norm statistics as training left them", RECALIBRATED: "statistics recalibrated"}
-    families = []
-    for family, trained in grid.families.items():
-        ends = {name: grid.column(family, f"penalty_{name}") for name in ("low", "high", "std")}
-        families.append(PenaltyFamily(family, grid.column(family, "penalty"), **ends, baseline=not trained))
-    return PenaltyPanel(titles.get(kind, ""), grid.places, families)
+def _marks(x: str, group: str, looks: Mapping[str, Mapping[str, Any]], where: Mapping[str, Any]) -> list[Marks]:
+    """Return the marks of penalties in points, with the interval or else the standard deviation.
+
+    Args:
+        x: Column of the places.
+        group: Column of the series.
+        looks: Properties by series; those with ``ls`` are baselines, without error bars.
+        where: Which rows are drawn.
+    """
+    error: Any = [("penalty_low", "penalty_high"), "penalty_std"]
+    of: Any = {"x": x, "group": [group], "factor": 100, "looks": looks}
+    return [
+        Marks("penalty", kind="error", error=error, where={**where, "trained": True}, **of),
+        Marks("penalty", kind="line", where={**where, "trained": False}, **of),
+    ]
+
+
+def _looks(summary: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return the looks of families: markers of trained ones, grey dashes of baselines."""
+    trained = {row["family"]: row["trained"] for row in summary}
+    baselines = [family for family, learned in trained.items() if not learned]
+    others = [family for family, learned in trained.items() if learned]
+    return {
+        **{family: {"color": _GREYS[k % 4], "ls": _DASHES[k % 4], "lw": 1.2} for k, family in enumerate(baselines)},
+        **{family: {"marker": _MARKERS[k % 10]} for k, family in enumerate(others)},
+    }
 
 
 def _map_name(summary: Sequence[Row], family: str) -> str:
@@ -255,15 +270,14 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
     places = unique(summary, "place")
     few = len(places) <= 4
     lines: list[list[str] | None] = []
-    for kind in [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]:
-        grid = _Grid(summary, kind)
+    for kind in _kinds(summary):
+        rows = {(r["family"], r["place"]): r for r in summary if r["batch_norm"] in (kind, NO_NORM)}
         lines += [] if kind == NO_NORM else [[f"[bold]{kind}[/bold]"]]
-        for family, trained in grid.families.items():
+        for family, trained in {row["family"]: row["trained"] for row in summary}.items():
             name = f"{family}{'' if trained else ' *'}"
-            found = dict(zip(places, grid.column(family, "penalty"), strict=True))
+            found = {place: numeric(rows.get((family, place), {}).get("penalty")) for place in places}
             if few:
-                spreads = grid.column(family, "penalty_std")
-                lines.append([name, *map(_cell, found.values(), spreads)])
+                lines.append([name, *(_cell(rows.get((family, place), {})) for place in places)])
             elif known := {place: value for place, value in found.items() if math.isfinite(value)}:
                 worst = max(known, key=known.__getitem__)
                 values = [float(np.mean(list(known.values()))), min(known.values()), known[worst]]
@@ -273,7 +287,5 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
     return text_table(f"Stitching penalties on test data: {title}", columns, lines, whole=["map"])
 
 
-def _cell(penalty: float, std: float) -> str:
-    if math.isnan(penalty):
-        return "-"
-    return spread_cell(in_points, penalty, finite(std))
+def _cell(row: Row) -> str:
+    return "-" if row.get("penalty") is None else spread_cell(in_points, row["penalty"], row["penalty_std"])

@@ -1,20 +1,17 @@
-"""How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
+"""Training along and across symmetry orbits: conserved quantities, balance, dead units, distance to the start."""
 
 import copy
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from operator import getitem
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_sym._random import seeded
 from lightning_sym._tags import MOST_CURVES, overview, tag
-from lightning_sym.figures import symmetry_curves
+from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports.cells import finite, over_members
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -39,7 +36,7 @@ GAUGES = ("parameters", "balanced", "canonical")
 
 
 class GroupKind(NamedTuple):
-    """What is defined for an axis group.
+    """Quantities that are defined for an axis group.
 
     Attributes:
         size: Number of units.
@@ -53,7 +50,7 @@ class GroupKind(NamedTuple):
 
     @property
     def quantities(self) -> list[str]:
-        """The names of what is measured."""
+        """Names of the measured quantities."""
         defined = {"imbalance": self.two_sided, "conserved": self.conserved, "drift": self.conserved}
         return [name for name in OF_GROUPS if defined.get(name, True)]
 
@@ -67,7 +64,7 @@ class SymmetryMeter:
 
     Attributes:
         symmetry: The symmetry of the network.
-        kinds: What is defined for each axis group, by its name.
+        kinds: Quantities that are defined for each axis group, by its name.
 
     Raises:
         ValueError: If the network has no parameters, or cannot be copied or traced.
@@ -104,7 +101,7 @@ class SymmetryMeter:
 
     @torch.no_grad()
     def start(self, state: Mapping[str, Tensor], *, distance: bool = True) -> dict[str, Any]:
-        """Return what later weights are compared with.
+        """Return the start, to compare later weights with.
 
         Args:
             state: Parameters and buffers, by name.
@@ -190,14 +187,14 @@ def _quantities(kind: GroupKind, found: Balance | None, start: Mapping[str, Any]
 
 
 def monitor_scalars(point: Point, prefix: str = "symmetry", *, named: bool = False) -> Numbers:
-    """Return what is logged for a point, without what is not finite: means over members, and over axis groups.
+    """Return the logged numbers of a point: means of finite values over members, and over axis groups.
 
     Those of single groups are details if there are more than a monitor has room for.
 
     Args:
         point: ``members``, by number: their ``groups`` and ``distance`` as :meth:`SymmetryMeter.values` gives them.
         prefix: First part of all tags.
-        named: Whether each member has a tag of its own, too.
+        named: Whether each member also has its own tag.
     """
     found: dict[str, dict[int, float]] = {}
     quantity_of: dict[str, str] = {}  # of the tags of single groups
@@ -227,26 +224,31 @@ def monitor_results(
     name: str = "symmetry",
     distance: bool = True,
 ) -> RunResults:
-    """Say how training moved networks along and across the orbits of their symmetry group.
+    """Report how training moved networks along and across their symmetry orbits.
 
     Args:
         points: In the order of time: ``step``, ``epoch`` and ``members``, as for :func:`monitor_scalars`.
-        kinds: What is defined for each axis group.
+        kinds: Quantities that are defined for each axis group.
         network: Name of the architecture, for the title.
-        about: What is needed to make the tables again.
+        about: Everything needed to make the tables again.
         name: Name of the files.
         distance: Whether there are distances.
     """
     what = "units of axis groups while training: balance of incoming and outgoing squared norms"
-    tables = [ResultTable(name, what, list(_group_rows(points, kinds)), UNITS, about)]
+    groups, gauges = list(_group_rows(points, kinds)), []
+    tables = [ResultTable(name, what, groups, UNITS, about)]
     if distance:
-        rows = [
+        gauges = [
             {**head, **{gauge: finite(values["distance"][gauge]) for gauge in GAUGES}}
             for head, values in _by_member(points)
         ]
         what = "distance of the parameters to those at the start of training"
-        tables.append(ResultTable(f"{name}_distance", what, rows, UNITS, about))
-    return RunResults(tables, _figures(points, kinds, name, network, distance))
+        tables.append(ResultTable(f"{name}_distance", what, gauges, UNITS, about))
+    members = len(points[-1]["members"])
+    count = f", mean of {members} members" if members > 1 else ""
+    dead = any(row["dead"] for row in groups) and (distance or any(len(kind.quantities) > 1 for kind in kinds.values()))
+    chart = _chart(kinds, f"Symmetry of {network} while training{count}", dead=dead)
+    return RunResults(tables, chart.named(name, {"groups": groups, "distance": gauges}))
 
 
 def _by_member(points: Sequence[Point]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
@@ -262,22 +264,33 @@ def _group_rows(points: Sequence[Point], kinds: Mapping[str, GroupKind]) -> Iter
             yield {**head, "group": group, "size": kinds[group].size, **numbers}
 
 
-def _figures(
-    points: Sequence[Point], kinds: Mapping[str, GroupKind], name: str, network: str, distance: bool
-) -> Iterator[tuple[str, Figure]]:
-    def over_time(*keys: str) -> list[list[float]]:
-        return [[functools.reduce(getitem, keys, values) for values in point["members"].values()] for point in points]
+def _chart(kinds: Mapping[str, GroupKind], title: str, *, dead: bool) -> Chart:
+    def of_groups(quantity: str) -> Marks:
+        defined = {name for name, kind in kinds.items() if quantity in kind.quantities}
+        return Marks(quantity, "epoch", label=_short, where=lambda row: row["group"] in defined)
 
-    curves = {
-        quantity: {g: over_time("groups", g, quantity) for g, kind in kinds.items() if quantity in kind.quantities}
-        for quantity in ("imbalance", "drift", "dead")
-    }
-    distances = {gauge: over_time("distance", gauge) for gauge in (GAUGES if distance else ())}
-    if curves["imbalance"] or curves["drift"] or distances:
-        members = len(points[-1]["members"])
-        count = f", mean of {members} members" if members > 1 else ""
-        title = f"Symmetry of {network} while training{count}"
-        yield name, symmetry_curves([point["epoch"] for point in points], **curves, distance=distances, title=title)
+    looks = [("as trained", "#1b1b1b", "-"), ("balanced, units in place", "#009e73", "--"),
+             ("canonical, units sorted", "#cc79a7", ":")]  # fmt: skip
+    distances = [
+        Marks(gauge, "epoch", label=label, look={"color": color, "ls": style}, table="distance")
+        for gauge, (label, color, style) in zip(GAUGES, looks, strict=True)
+    ]
+    ratio, change = (
+        "$|$in $-$ out$|$ / (in $+$ out),\nsquared norms",
+        "change of (in $-$ out)\n/ (in $+$ out) at the start",
+    )
+    panels = [
+        epoch_panel("Imbalance, 0 = balanced", ratio, of_groups("imbalance"), bottom=0),
+        epoch_panel("Change of what gradient flow conserves", change, of_groups("drift"), bottom=0),
+        epoch_panel("Distance to the start", "relative to the norm at the start", *distances, bottom=0),
+        epoch_panel("Dead units", "number of units, mean over members", of_groups("dead"), bottom=0),
+    ]
+    return Chart(panels if dead else panels[:3], title, columns=1, legend="each")
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    name: str = row["group"]
+    return name if len(name) <= 28 else "..." + name[-25:]
 
 
 def _group_tag(group: str) -> str:

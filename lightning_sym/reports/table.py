@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: tables with units, figures, and what is said of them on the terminal."""
+"""Results of a finished run: tables with units, figures, and the summary on the terminal."""
 
 import csv
 import io
@@ -24,9 +24,9 @@ class ResultTable:
 
     Attributes:
         name: The files are named for it: ``name.csv`` and ``name.json``.
-        what: What the rows are, in a few words.
+        what: Short description of the rows.
         rows: One mapping for each row, all with the same keys in the same order; None and numbers, text and booleans.
-        units: What the columns are measured in, by name.
+        units: Units of the columns, by name.
         about: Seeds, settings, versions, fingerprints, ...: what JSON can hold.
 
     Example:
@@ -66,19 +66,19 @@ class ResultTable:
         """Print all rows, numbers with four digits.
 
         Args:
-            console: What is printed to.
+            console: Console to print to.
         """
         console.print(text_table(self.what, self.columns, [list(map(_text, row.values())) for row in self.rows]))
 
 
 @dataclass(frozen=True)
 class RunResults:
-    """All that a report writes, draws, logs and prints.
+    """Everything a report writes, draws, logs and prints.
 
     Attributes:
         tables: Written to the folder of results.
         figures: Names and figures, which become ``<name>.png``; an iterator may draw each when it is asked for.
-        files: What else is written, by file name.
+        files: Further files by name.
         texts: Text for TensorBoard, by tag, shown as it is laid out.
         numbers: Final numbers for the loggers, by tag.
         headline: The name of the run's main figure, one of ``numbers``: it stands beside the hyperparameters in
@@ -111,7 +111,7 @@ class RunResults:
         """Print the summary: a table, the notes, and where the files are.
 
         Args:
-            console: What is printed to.
+            console: Console to print to.
             folder: Folder of the results.
             run: Folder of the run.
         """

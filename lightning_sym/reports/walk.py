@@ -1,14 +1,13 @@
 """A walk through a class of equivalent weights, and its learning coefficient."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_sym.figures import walk_curves
+from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.landscape import LevelSetWalk, OrbitDistances, SGLDSamples
 from lightning_sym.reports.cells import text_table
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -20,7 +19,26 @@ UNITS = {
     "dimension": "number of weights less the rank of the Jacobian of the outputs: local dimension of the class",
     "learning_coefficient": "mean of J over temperature, of Langevin chains: half the codimension at a regular point",
 }
+_LOWEST = 1e-34  # where J = 0 is drawn
 _AWAY = 1e-4  # of the distance from the teacher, which counts as away from its orbit
+
+
+def _chart(*, bound: bool) -> Chart:
+    """Return the chart of a walk; distances to the orbit may be upper bounds."""
+    orbit = f"to its orbit under the symmetry group{', at most' if bound else ''}"
+
+    def line(name: str, label: str, style: str = "-", **of: Any) -> Marks:
+        return Marks(name, "step", label=label, look={"ls": style}, **of)
+
+    distances = [line("distance", "to the beginning"), line("orbit_distance", orbit, "--")]
+    losses = [line("J", "after a step along the tangent", table="predicted"), line("J", "after the correction")]
+    dimensions = [line("dimension", "dimension", kind="steps")]
+    panels = [
+        Panel(distances, "Where the walk goes", "step", "distance of weights", bottom=0),
+        Panel(losses, "J on the way", "step", "J", log="y"),
+        Panel(dimensions, "Dimension of the class there", "step", "weights less rank of the Jacobian"),
+    ]
+    return Chart(panels, "A walk through the class: {title}", legend="each")
 
 
 def walk_results(
@@ -34,7 +52,7 @@ def walk_results(
     settings: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> RunResults:
-    """Say where a walk through equivalent weights went.
+    """Report a walk through equivalent weights.
 
     Args:
         walk: The walk, the teacher first.
@@ -42,9 +60,9 @@ def walk_results(
         orbit: These distances.
         samples: Langevin chains near the teacher; None for none.
         title: What the class is of.
-        teacher: What is known of it.
+        teacher: Facts about it.
         settings: Settings of the walk and the chains.
-        about: What else is needed to make the table again.
+        about: Everything else needed to make the table again.
     """
     distances = (walk.vectors - walk.vectors[0]).norm(dim=1)
     dimensions = walk.vectors.shape[1] - walk.ranks
@@ -62,14 +80,15 @@ def walk_results(
     about = {"teacher": teacher, "orbit_distance_is": orbit.kind, "settings": settings, "found": facts, **about}
     rows = walk_rows(walk, places, orbit)
 
-    def figures() -> Iterator[tuple[str, Figure]]:
-        curves = (walk.losses, walk.predictor_losses, dimensions, distances, places, orbit.distances)
-        bound = orbit.kind != "exact"
-        yield "walk", walk_curves(*(c.cpu() for c in curves), bound=bound, title=f"A walk through the class: {title}")
-
+    drawn = {
+        "walk": [{**row, "J": max(row["J"], _LOWEST)} for row in rows],
+        "predicted": [
+            {"step": step + 1, "J": max(loss, _LOWEST)} for step, loss in enumerate(walk.predictor_losses.tolist())
+        ],
+    }
     return RunResults(
         [ResultTable("walk", "a walk through weights that compute the teacher's function", rows, UNITS, about)],
-        figures(),
+        _chart(bound=orbit.kind != "exact").named("walk", drawn, title),
         files={"walk.safetensors": save({"weights": walk.vectors.cpu().contiguous()})},
         numbers={f"walk/{name}": float(value) for name, value in facts.items()},
         shown=_shown(facts, len(rows) - 1),

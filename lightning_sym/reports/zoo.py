@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_sym.figures import confusion_matrix, validation_curves
+from lightning_sym.figures import Chart, Marks, Panel, confusion_matrix
 from lightning_sym.reports.cells import Row, text_table
 from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.zoo import statistics
@@ -32,7 +32,7 @@ def zoo_results(
     most: int = 12,
     loss: str | None = None,
 ) -> RunResults:
-    """Say what a fit of a population found.
+    """Report the members of a population.
 
     Args:
         numbers: The members' numbers.
@@ -41,7 +41,7 @@ def zoo_results(
         stopped: The ``reason`` of each member that was stopped, by number.
         kept: Epochs trained when the weights were taken that were kept, by number.
         network: Name of the architecture, for titles.
-        about: What is needed to make the table again.
+        about: Everything needed to make the table again.
         curves: Per validation each member's accuracy, or its loss if there is none; empty if there was no validation.
             Shape ``[validations, M]``.
         epochs: How many epochs had been trained at each.
@@ -61,8 +61,12 @@ def zoo_results(
 
     def figures() -> Iterator[tuple[str, Figure]]:
         if len(curves):
-            shown = validation_curves(curves, numbers, epochs=epochs, kept=kept, quantity=quantity)
-            yield "validation_curves", shown
+            drawn = [
+                {"member": number, "epoch": epoch, quantity: value, "kept": kept.get(number) == epoch}
+                for epoch, values in zip(epochs, curves, strict=True)
+                for number, value in zip(numbers, values, strict=True)
+            ]
+            yield from _chart(quantity, len(numbers), kept=bool(kept)).named("validation_curves", drawn)
         if confusion is not None:
             title = f"{len(numbers)} {network}, {said}"
             yield "confusion", confusion_matrix(confusion.numpy(), class_names=class_names, title=title)
@@ -76,6 +80,18 @@ def zoo_results(
         notes=[f"member {row['member']} was stopped: {row['stopped']}" for row in rows if row["stopped"]],
         places={**({"picture": picture} if picture else {}), "table": "members.csv"},
     )
+
+
+def _chart(quantity: str, members: int, *, kept: bool) -> Chart:
+    """Return the chart of validation curves; of many members it names none."""
+    few: Any = {"group": ["member"], "label": "member {member}"} if members <= 10 else {"label": "members"}
+    marks = [
+        Marks(quantity, "epoch", kind="lines", look={"lw": 1.2 if members <= 10 else 0.7, "alpha": 0.7}, **few),
+        Marks(quantity, "epoch", kind="dots", where={"kept": True}, look={"ms": 9}, **few),
+        Marks(quantity, "epoch", label=f"mean of {members}", look={"color": "#1b1b1b", "ls": "--"}),
+    ]
+    heading = f"Validation {quantity}{' (dot: weights kept)' if kept else ''}"
+    return Chart([Panel(marks, heading, "epoch", f"validation {quantity}", whole=True)])
 
 
 def units(loss: str | None) -> dict[str, str]:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sym.callbacks import SimilarityMonitor
 from lightning_sym.cli.metrics_csv import MetricsCSV
-from lightning_sym.figures import similarity_curves
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.reports.similarity_monitor import SimilarityMeter
 from lightning_sym.similarity import CKA, GroupProcrustes, features_of
@@ -241,15 +240,3 @@ def test_files_and_figure(tmp_path):
     assert about["measures"] == {"mine": {"measure": "cka_max"}}
     assert len(read_csv(tmp_path / "results" / "watched.csv")) == 3 * 2 * (3 + 3)
     assert float(imread(tmp_path / "results" / "watched.png")[..., :3].std()) > 0.05
-
-
-def test_figure_shows_all_values():
-    panels = {("start", "a"): {"one": [[1.0], [0.9]]}, ("start", "b"): {"one": [[1.0], [-0.2]]}}
-    panels |= {("members", name): {"one": [[0.3, 0.5], [0.4, np.nan]]} for name in "ab"}
-    figure = similarity_curves([0.0, 1.0], panels)
-    assert [axes.get_title() for axes in figure.axes][::3] == ["a, with the start", "b, with other members"]
-    assert figure.axes[2].lines[0].get_ydata() == pytest.approx([0.4, 0.4])
-    for axes in figure.axes:
-        low, high = axes.get_ylim()
-        assert low < -0.2
-        assert high > 1

@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 from fits import digits, fit
@@ -12,7 +11,6 @@ from torch import nn
 
 from lightning_sym.callbacks import SpectrumReport
 from lightning_sym.curvature import sharpness_modulo_symmetry
-from lightning_sym.figures import sharpness_bars, spectral_densities
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import ZooTask
@@ -41,17 +39,6 @@ def test_tables_hold_what_the_functions_find(tmp_path) -> None:
     assert len(nodes) == 2 * 2 * 6
     assert sum(float(row["weight"]) for row in nodes) == pytest.approx(4)
     assert all(imread(tmp_path / "results" / f"{name}.png").std() > 0.05 for name in ("spectrum", "sharpness"))
-
-
-def test_figures_show_what_they_are_given() -> None:
-    x = np.linspace(-1, 3, 50)
-    (axes,) = spectral_densities(x, {"member 0": np.exp(-(x**2)), "member 1": 0 * x}, width=0.1, size=100).axes
-    np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), np.maximum(np.exp(-(x**2)), 1e-3 / 25.0663), rtol=1e-4)
-    assert (axes.get_lines()[1].get_ydata() > 0).all()  # zero has no logarithm
-    values = {"raw": [3.0, 2.0], "balanced": [2.0, 1.0], "modulo_symmetry": [1.5, 1.0]}
-    panels = sharpness_bars(["0", "1"], {"trace": values, "norm": values}).axes
-    assert [bar.get_height() for bar in panels[1].patches] == [3, 2, 2, 1, 1.5, 1]
-    assert_refused(spectral_densities, x, {}, width=0.1, size=3, says="densities")
 
 
 @pytest.mark.parametrize("name", ["steps", "probes", "trace_probes", "train_batches"])

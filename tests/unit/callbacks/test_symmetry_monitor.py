@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from fits import digits
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import SymmetryMonitor
 from lightning_sym.cli.metrics_csv import MetricsCSV
-from lightning_sym.figures import symmetry_curves
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import ZooTask
@@ -277,33 +275,3 @@ def test_tensorboard_and_files(tmp_path):
     about = json.loads((tmp_path / "results" / "symmetry.json").read_text())
     assert about["units"]["drift"].startswith("sum over units")
     assert [row["group"] for row in about["symmetry"]] == ["linear1", "linear2"]
-
-
-# ---- the figure
-
-
-def test_figure_draws_what_is_given():
-    epochs = [0.0, 1.0, 2.0]
-    values = np.array([[0.5, 0.7], [0.4, np.nan], [0.2, 0.3]])
-    figure = symmetry_curves(
-        epochs, imbalance={"a": values}, drift={}, distance={"parameters": [0.0, 1.0, 2.0]}, dead={"a": [0, 0, 1]}
-    )
-    left, middle, right = figure.axes
-    assert left.lines[0].get_ydata() == pytest.approx([0.6, 0.4, 0.25])
-    assert len(left.collections) == 1  # the shade from member to member
-    assert not middle.collections
-    assert right.get_title() == "Dead units"
-    none_dead = symmetry_curves(epochs, imbalance={"a": values}, drift={}, distance={}, dead={"a": [0, 0, 0]})
-    assert len(none_dead.axes) == 1
-
-
-def test_figure_names_some_of_many_groups():
-    many = {f"layer{index}": [0.1 * index, 0.2] for index in range(30)}
-    figure = symmetry_curves([0, 1], imbalance=many, drift=many, distance={})
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert (labels[0], labels[-1]) == ("layer0", "layer29")
-    assert len(labels) < 8
-
-
-def test_figure_of_nothing_is_refused():
-    assert_refused(symmetry_curves, [0.0], imbalance={}, drift={}, distance={}, says="Nothing to draw")

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,22 +11,20 @@ from matplotlib.figure import Figure
 
 from lightning_sym import figures
 from lightning_sym.figures import (
+    Chart,
     FoundPoint,
     HeatMap,
-    Lines,
-    PenaltyFamily,
-    PenaltyPanel,
+    Marks,
+    Panel,
     cards,
     confusion_matrix,
-    interpolation_curves,
     isosurface,
-    penalty_curves,
     planes_beside,
-    relative_effective_parameters,
     similarity_maps,
-    validation_curves,
 )
 from lightning_sym.figures.cards import CARD
+from lightning_sym.reports.evidence import SHARES
+from lightning_sym.reports.paths import path_chart
 
 T = np.linspace(0, 1, 5)
 GRID = np.add.outer(T, T)
@@ -36,15 +35,19 @@ class _Scale:
     zero, constant = 0.1, 1.0
 
 
-def penalties() -> Figure:
-    sites = ["relu1", "functional-relu-2", "module.relu"]
-    family = PenaltyFamily("full", np.array([0.0, 0.3, 0.9]), *[np.zeros(3)] * 3)
-    return penalty_curves([PenaltyPanel(title, sites, [family]) for title in ("as is", "recalibrated")], title=LONG)
+def penalties(*panels: str, sites: Sequence[str] = ("relu1", "functional-relu-2", "module.relu")) -> Figure:
+    rows = [{"site": site, "panel": panel, "penalty": 0.3 * k} for panel in panels for k, site in enumerate(sites)]
+    panel = Panel([Marks("penalty", "site", kind="error", label="full")], "{panel}", by=["panel"], points=True)
+    return Chart([panel], LONG, columns=1, legend="beside", share="y").draw(rows)
 
 
 def interpolation() -> Figure:
-    columns = [Lines(title, {"weights": T}, {"weights": T}) for title in ("as is", "recalibrated", "merged")]
-    return interpolation_curves(T, columns, title=LONG)
+    rows = [
+        {"t": t, "loss": t, "accuracy": t, "method": "weights", "split": split}
+        for split in ("as is", "recalibrated", "merged")
+        for t in T
+    ]
+    return path_chart(rows, "method", ["split"], title=LONG, panel="{split}", loss=None).draw(rows)
 
 
 def maps() -> Figure:
@@ -60,17 +63,24 @@ def planes() -> Figure:
 
 
 def shares() -> Figure:
-    layers = {f"blocks.{number}.conv": {"fc": [0.1, 0.2], "conv": [0.9, 0.8]} for number in range(5)}
-    return relative_effective_parameters([1, 2], layers, title=LONG)
+    rows = [
+        {"epoch": epoch, "layer": f"blocks.{number}.conv", "path": path, "relative": relative}
+        for number in range(5)
+        for epoch in (1, 2)
+        for path, relative in (("fc", 0.1 * epoch), ("conv", 1 - 0.1 * epoch))
+    ]
+    return SHARES.draw(rows, LONG)
 
 
 def views() -> Figure:
     return isosurface(GRID[..., None] + T, T, 1.0, [FoundPoint("A", (0.5, 0.5, 0.5), 0.1)], _Scale(), title=LONG)
 
 
-DRAWN = {"penalties": (penalties, 2), "interpolation": (interpolation, 6), "maps": (maps, 4), "planes": (planes, 2)}
+DRAWN = {"interpolation": (interpolation, 6), "maps": (maps, 4), "planes": (planes, 2)}
+DRAWN |= {"penalties": (lambda: penalties("as is", "recalibrated"), 2)}
 DRAWN |= {"shares": (shares, 5), "views": (views, 2)}
-DRAWN |= {"curves": (lambda: validation_curves([[0.1], [0.2]], [0], epochs=[1, 2]), 1)}
+CURVE = Chart([Panel([Marks("y", "x")], "Accuracy", "epoch", "accuracy")])
+DRAWN |= {"curves": (lambda: CURVE.draw([{"x": 1, "y": 0.1}, {"x": 2, "y": 0.2}]), 1)}
 DRAWN |= {"confusion": (lambda: confusion_matrix(np.eye(30), title=LONG), 1)}
 
 
@@ -98,8 +108,7 @@ def test_each_panel_is_a_picture_that_can_be_read(name):
 
 def test_names_of_a_few_sites_can_be_read():
     for sites, slant in ((["relu1", "relu2"], 0), ([f"activation{number}" for number in range(1, 5)], 30)):
-        family = PenaltyFamily("full", np.zeros(len(sites)), *[np.zeros(len(sites))] * 3)
-        for _, card in cards(penalty_curves([PenaltyPanel(title, sites, [family]) for title in "ab"])):
+        for _, card in cards(penalties("a", "b", sites=sites)):
             card.savefig(io.BytesIO())
             (panel,) = (axes for axes in card.axes if axes.get_visible())
             per_point = min(CARD[0] / card.get_figwidth(), CARD[1] / card.get_figheight()) / 72
@@ -117,14 +126,13 @@ def test_what_only_outer_panels_name_is_on_every_card():
         (panel,) = (axes for axes in card.axes if axes.get_visible())
         found.append((panel.get_title(), panel.get_ylabel()))
         assert "from A" in panel.get_xlabel()
-    kinds = [("as is", "recalibrated")] * 2 + [("merged",)] * 2
-    rows = zip(kinds, ["loss, nats", "accuracy, %"] * 2, strict=True)
-    assert found == [(title, row) for titles, row in rows for title in titles]
+    labels = ["loss, nats"] * 3 + ["accuracy, %"] * 3
+    assert found == list(zip(["as is", "recalibrated", "merged"] * 2, labels, strict=True))
 
 
 def test_every_figure_is_drawn_with_words_that_can_be_read():
     """The decorator enlarges them; a new function without it would be small in TensorBoard's page of images."""
     functions = {name: getattr(figures, name) for name in figures.__all__ if callable(getattr(figures, name))}
     plain = [name for name, draw in functions.items() if draw.__annotations__.get("return") is Figure]
-    assert len(plain) > 25
+    assert len(plain) > 10
     assert [name for name in plain if not hasattr(functions[name], "__wrapped__")] == []

@@ -5,7 +5,7 @@ import pytest
 from helpers import assert_refused
 from test_equivalence_figures import drawn
 
-from lightning_sym.figures import CurvePlane, GeometryLines, contour_levels, curve_geometry_panels, curve_planes
+from lightning_sym.figures import CurvePlane, contour_levels, curve_planes
 
 
 def test_levels_are_dense_near_the_lowest_loss():
@@ -48,33 +48,3 @@ def test_a_panel_for_each_plane_with_the_curve_and_its_points():
 def test_flat_planes_can_be_drawn():
     drawn(curve_planes([plane("flat", height=0.0)]))
     assert_refused(curve_planes, [], says="planes must have at least one entry")
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_legends_of_a_geometry_lie_over_no_line(dense):
-    """Constant lines over all the width, as ranks are, leave no free corner."""
-    ones = np.ones(5)
-    lines = GeometryLines(
-        t=np.linspace(0, 1, 5),
-        loss=ones,
-        gradient_norm=2 * ones,
-        norms={name: (number + 1) * ones for number, name in enumerate(("straight", "detour", "tangent", "random"))},
-        curvatures={"straight": -ones, "detour": ones},
-        eigenvalues=[5 * ones],
-        trace=20 * ones,
-        trace_error=2 * ones,
-        ranks={"rank": 640 * ones, "nullity": 8000 * ones, "dimension of the orbit": 128 * ones},
-        similarity={"mean cosine": ones, "linear CKA": 0.9 * ones},
-        deviations={"gradient along the curve": 1e-8 * ones, "second derivative of the loss": 1e-5 * ones},
-        tolerance=1e-6,
-        counts={} if dense else {f"|λ| < {tolerance:g} of the largest": ones / tolerance for tolerance in (1e-3, 1e-6)},
-        density={t: (np.linspace(-1, 5, 20), ones[0] * np.ones(20)) for t in (0.0, 0.5, 1.0)} if dense else {},
-    )
-    figure = drawn(curve_geometry_panels(lines))
-    for axes in figure.axes:
-        box = axes.get_legend().get_window_extent()
-        heights = [
-            axes.transData.transform(line.get_xydata())[:, 1] for line in axes.get_lines() if len(line.get_xydata()) > 2
-        ]
-        assert max(map(max, heights)) < box.y0, axes.get_title()
-        assert box.y1 < axes.get_window_extent().y1

@@ -76,7 +76,7 @@ def test_what_intervals_decide_is_marked():
     assert "1.0100 *" not in text
     assert found.settings == {"model.network.widths": ["[2]", "[9]"], "model.seed": ["0-2", "0-2"]}
     (panel, other) = found.figure().axes
-    assert (panel.get_xlabel(), other.get_xlabel()) == ("loss", "same")
+    assert (panel.get_title(), other.get_title()) == ("loss", "same")
     assert not too_small(found.figure())
     assert [label.get_text() for label in panel.get_yticklabels()] == ["narrow", "wide"]
 

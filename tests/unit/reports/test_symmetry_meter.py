@@ -145,7 +145,14 @@ def test_tables_have_a_row_for_every_point_member_and_group():
     assert groups.rows[5] == {"step": 2, "epoch": 1.0, "member": 0, "group": "b", "size": 5, "imbalance": None,
                               "conserved": None, "drift": None, "dead": 1}  # fmt: skip
     assert [row["canonical"] for row in distances.rows] == [0.5, 0.5, None, None]
-    assert [name for name, _ in found.figures] == ["mine"]
+    ((name, figure),) = found.figures
+    titles = [
+        "Imbalance, 0 = balanced",
+        "Change of what gradient flow conserves",
+        "Distance to the start",
+        "Dead units",
+    ]
+    assert (name, [axes.get_title() for axes in figure.axes]) == ("mine", titles)
     for values in (values for one in points for values in one["members"].values()):
         del values["groups"]["conv1 (2)"]
     without = monitor_results(points, {"b": KINDS["b"]}, network="Net", about={}, distance=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lightning_sym.reports import ResultTable, RunResults
-from lightning_sym.reports.cells import counted, cut_middle, finite, spread_cell, text_table
+from lightning_sym.reports.cells import averages, counted, cut_middle, finite, grouped, spread_cell, text_table
 
 ROWS = [{"step": 1, "loss": 0.123456, "note": None}, {"step": 2, "loss": None, "note": "a, b"}]
 
@@ -106,3 +106,12 @@ def test_cells():
     assert spread_cell("{:.1f}".format, 1.0, None, 0.5, 1.5) == "1.0\n\\[0.5, 1.5]"
     assert (finite(1.5), finite(float("nan")), finite(float("inf"))) == (1.5, None, None)
     assert (counted(1, "pair"), counted(2, "pair")) == ("1 pair", "2 pairs")
+
+
+def test_rows_are_grouped_in_their_order_and_averaged():
+    rows = [
+        {"kind": kind, "loss": loss, "none": None} for kind, loss in (("b", 1.0), ("a", 2.0), ("b", 4.0), ("b", None))
+    ]
+    found = grouped(rows, "kind")
+    assert [(key, len(own)) for key, own in found] == [({"kind": "b"}, 3), ({"kind": "a"}, 1)]
+    assert averages(found[0][1], ["loss", "none"]) == {"loss": 2.5, "none": None}

@@ -13,8 +13,8 @@ from rich.console import Console
 from lightning_sym.callbacks import SimilarityOfZoosReport, SimilarityReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import MNIST5kDataModule
-from lightning_sym.figures import ZooPanel, similarity_of_zoos
 from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron
+from lightning_sym.reports.similarity import Similarities, similarity_of_zoos_results
 from lightning_sym.similarity import (
     CKA,
     Features,
@@ -285,12 +285,14 @@ def test_no_zoos_are_refused():
 
 
 def test_zoos_that_are_numbers_are_an_axis_and_others_are_names():
-    values = {"trained": [[0.5, 0.4, 0.7], [0.6, math.nan, math.nan]], "untrained": [[0.1, 0.1, 0.1]] * 2}
-    wide = similarity_of_zoos(["8", "32"], [ZooPanel("cka", values)]).axes[0]
-    assert wide.get_xscale() == "log"
-    assert [line.get_xdata().tolist() for line in wide.lines[:1]] == [[8.0, 32.0]]
-    named = similarity_of_zoos(["relu", "tanh"], [ZooPanel("cka", values)]).axes[0]
-    assert [text.get_text() for text in named.get_xticklabels()] == ["relu", "tanh"]
+    found = Similarities({"cka": {"trained": torch.tensor([[[0.5]], [[0.6]], [[0.7]]])}}, [(0, 1), (0, 2), (1, 2)],
+                         (["relu"], ["relu"]), {})  # fmt: skip
+    ((_, figure),) = similarity_of_zoos_results(dict.fromkeys(("8", "32"), found), title="", about={}).figures
+    assert figure.axes[0].get_xscale() == "log"
+    assert figure.axes[0].lines[0].get_xdata().tolist() == [8.0, 32.0]
+    assert figure.axes[0].get_title() == "cka, layer 1"
+    ((_, figure),) = similarity_of_zoos_results(dict.fromkeys(("relu", "tanh"), found), title="", about={}).figures
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["relu", "tanh"]
 
 
 def test_pairs_are_drawn_and_intervals_are_over_models(matching_zoo, tmp_path):
