@@ -122,7 +122,7 @@ class Capture:
         left_out: The names of outputs that do not count.
         folded: The constants whose values the run may have read.
         buffers: The names of the states that are not parameters.
-        charts: By parameter, the constant n if the graph contains the sum w + n in place of the parameter w: a number,
+        charts: By parameter, the constant n if the graph contains the sum w + n instead of the parameter w: a number,
             or one per element of a vector.
         pieces: By parameter that the network reads in pieces, these pieces, if the graph contains them instead of the
             parameter.

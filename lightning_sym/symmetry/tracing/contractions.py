@@ -221,7 +221,7 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
         return None
     if several and "constants" in (r.made_of(first), r.made_of(second)):
         return None
-    # Of several axes that only one factor has, one becomes the rows; the other factor is constant along the rest.
+    # If only one factor has several axes, one becomes the rows; the other factor is constant along the rest.
     (own, wide), (other, more) = (
         _rows(r, letters, part, free) for letters, part, free in ((one, first, own), (two, second, other))
     )
