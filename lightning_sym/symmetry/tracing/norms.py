@@ -169,8 +169,7 @@ class _Finder:
         return tuple(writers), tuple(others)
 
     def _scaled(self, node: fx.Node) -> Any:
-        """Return the value that a product multiplies by a number, by gains, or by one number for all units; else None.
-        """
+        """Return the value that a product multiplies by a number, gains, or one number for all units; else None."""
         one, two = node.args[:2]
         for value, factor in ((one, two), (two, one)) if name_of(node) == "mul" else ((one, two),):
             if isinstance(value, fx.Node):
