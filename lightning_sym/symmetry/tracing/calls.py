@@ -65,7 +65,7 @@ class Call(NamedTuple):
             return found
         what = type(chosen).__name__ if self.output is not None or _named(outputs) is None else type(outputs).__name__
         raise OutputError(
-            f"the network puts out nothing that can be compared, but {what}; expected tensors, or tuples, "
+            f"the network returns nothing that can be compared, but {what}; expected tensors, or tuples, "
             "dictionaries or dataclasses of them"
         )
 
@@ -94,7 +94,7 @@ class Call(NamedTuple):
             return [value for name, value in named.items() if name not in _CACHES]
         if named is None:
             what = "one tensor" if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise OutputError(f"output is {self.output!r}, but the network puts out {what}; expected None")
+            raise OutputError(f"output is {self.output!r}, but the network returns {what}; expected None")
         if isinstance(self.output, int) and not isinstance(outputs, Mapping):
             named = dict(enumerate(named.values()))
         if self.output not in named:
@@ -159,7 +159,7 @@ def check_arguments(network: nn.Module, call: Call, options: Sequence[str] = ())
         signature.bind(*call.positional, **call.keywords)
     except TypeError as error:
         raise TypeError(
-            f"the example does not fit {kind}.forward ({error}); expected what it takes: {arguments_of(network)}"
+            f"the example does not fit {kind}.forward ({error}); expected its arguments: {arguments_of(network)}"
         ) from None
 
 

@@ -634,7 +634,7 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
         )
     if "no fake impl" in text:
         return ValueError(
-            f"the network cannot be traced, {because}; expected that every operation says what shape comes out: "
+            f"the network cannot be traced, {because}; expected operations that declare their output shapes: "
             "see torch.library.register_fake"
         )
     return ValueError(

@@ -37,7 +37,7 @@ def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
         value = replace(value, chooses=None)
     if isinstance(before, Tensor) and before.is_floating_point() and not after.is_floating_point():
         if value.labels:
-            trace.note("rounds, so that small changes of what it takes change nothing, which no group says")
+            trace.note("rounds, so that small changes of its input have no effect; the group does not contain these")
         return replace(trace.permutations_only(value), chooses=value.chooses)
     passed = Value(
         value.shape,

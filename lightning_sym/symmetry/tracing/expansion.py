@@ -309,7 +309,7 @@ class Expansion:
             node: fx.Node = value.node
             return node
         if value.labels or value.concrete is not None:
-            raise NotWrittenError("makes a value of its own")
+            raise NotWrittenError("constructs a value")
         made: Written = self._demand("", value.shape)
         node = made.node
         return node
@@ -320,8 +320,8 @@ class Expansion:
             if not isinstance(value, Value):
                 raise TypeError(
                     f"the rule for {self.operation} gives a {type(value).__name__} to a method of the trace; expected "
-                    "a Value: trace.parameter(module, name) for a parameter, trace.compute(function, value) for what "
-                    "takes numbers, too"
+                    "a Value: trace.parameter(module, name) for a parameter, trace.compute(function, value) for a "
+                    "function of numbers"
                 )
 
     def _axes(self, value: Value, axes: int | Sequence[int]) -> list[int]:
@@ -405,13 +405,13 @@ class _Replacement(Expansion):
         if len(results) != len(wanted):
             raise TypeError(
                 f"the rule for {self.operation} returned {len(results)} values; expected {len(wanted)}, one for each "
-                "tensor that comes out"
+                "output tensor"
             )
         for value, real in zip(results, wanted, strict=True):
             if tuple(value.shape) != tuple(real.shape):
                 raise ValueError(
                     f"the rule for {self.operation} returned a value of shape {tuple(value.shape)}; expected "
-                    f"{tuple(real.shape)}, the shape of what comes out"
+                    f"{tuple(real.shape)}, the shape of the output"
                 )
         return [self._node(value) for value in results]
 

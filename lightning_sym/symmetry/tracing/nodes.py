@@ -34,7 +34,7 @@ def result_shape(node: fx.Node, index: int | None = None) -> tuple[int, ...]:
     value = node.meta["val"]
     if index is None and isinstance(value, (list, tuple)):
         if len(value) != 1:
-            raise ValueError(f"{len(value)} values come out; expected the place of one of them: output_shape(0)")
+            raise ValueError(f"the operation has {len(value)} results; expected the index of one: output_shape(0)")
         index = 0
     return tuple((value if index is None else value[index]).shape)
 

@@ -320,8 +320,7 @@ def checked_results(result: Any, owner: Any) -> list[Any]:
     if not parts or not all(isinstance(part, Value) or part is None for part in parts):
         called = type(owner).__name__ if isinstance(owner, nn.Module) else operation_name(owner)
         raise TypeError(
-            f"the rule for {called} returned {type(result).__name__}; expected the Value that comes out, or a list of "
-            "them"
+            f"the rule for {called} returned {type(result).__name__}; expected the resulting Value, or a list of Values"
         )
     return parts
 
@@ -365,7 +364,7 @@ def pointwise(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
         return trace.permutations_only(values[0])
     result: Value | None = None
     if any(value.labels for value in values):
-        trace.note("combines several tensors in a way that is not known; units may change places, scales are fixed")
+        trace.note("combines several tensors by an unknown function; units can be permuted, scales are fixed")
     for value in values:
         value = trace.permutations_only(value)
         result = value if result is None else trace.join(result, value, product=False)

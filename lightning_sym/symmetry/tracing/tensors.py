@@ -59,7 +59,7 @@ class Tensors(NamedTuple):
         read = _read(captures)
         unused = [name for name in self.parameters if name not in read]
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-        note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
+        note = f"parameters that evaluation never uses are unchanged, even if training reads them: {names}"
         return [note] if unused else []
 
     def constants(self, captures: Sequence[Capture]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[l
         behind = [] if gain is None else [_slot_on(structure, gain, 0)]
         seen = [_slot_on(values, name, axis) for name, axis in norm.seen]
         if not all(_moves_alike(structure, slots[0], slot) for slot in [*slots, *behind]) or None in seen:
-            notes.append(f"what reads the layer norm of the bias {offset} keeps its mean, as it moves in another way")
+            notes.append(f"readers of the layer norm with bias {offset} keep their mean, as they move in another way")
             continue
         assert slots[0] is not None
         powers = [1, *[-1] * (len(slots) - 1)]
@@ -43,9 +43,7 @@ def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[l
             gains = {name: str(gain) for name, _ in around}
             found.append(Tilt(slots[0].size, ((offset, 0),), gains, tuple(norm.readers), tuple(norm.seen)))
         else:
-            notes.append(
-                f"what reads the layer norm of the bias {offset} keeps its mean, as other gains are in between"
-            )
+            notes.append(f"readers of the layer norm with bias {offset} keep their mean, as other gains are in between")
     return found, notes
 
 

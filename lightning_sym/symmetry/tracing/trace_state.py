@@ -117,8 +117,8 @@ class TraceState:
         if name in self.constants or not tensor.is_floating_point():
             if tensor.is_meta:
                 self.constraints.notes[
-                    f"{name} is a constant without values (on meta): what it meets is fixed; build the network under "
-                    "without_weights(), which keeps buffers"
+                    f"{name} is a constant without values (on meta): units combined with it are fixed; build the "
+                    "network under without_weights(), which keeps buffers"
                 ] = None
                 return Value(tuple(tensor.shape))
             return Value(tuple(tensor.shape), concrete=tensor.detach().to("cpu", copy=True))

@@ -147,8 +147,8 @@ class Trace(Joining):
 
     def _only_unlabelled(self, method: str) -> "OnlyUnlabelledError":
         return OnlyUnlabelledError(
-            f"the rule for {self.operation} calls trace.{method} and looks at labels or constraints, too; expected a "
-            "rule that does one of the two, as what acts on values is not known yet where functions are followed"
+            f"the rule for {self.operation} calls trace.{method} and also reads labels or constraints; expected a rule "
+            "that does only one of these, as labels are unknown when functions are traced"
         )
 
     def contract(

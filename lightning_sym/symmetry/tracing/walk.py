@@ -212,7 +212,7 @@ class Walk(Trace):
                     left = label.at(~reached[1:].reshape(label.atom.shape))
                     self.constraints.fix(label if self.examples == 1 else left)
                     maker = self.made_by.get(key)
-                    where = "what is made of weights" if maker is None else f"what {self.where_is(maker)} makes"
+                    where = "a value made of weights" if maker is None else f"the result of {self.where_is(maker)}"
                     where = where if root.state is None else f"{root.state}{list(label.axes)}"
                     self.constraints.notes[
                         f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"

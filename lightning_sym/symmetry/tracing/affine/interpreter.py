@@ -192,7 +192,7 @@ class Interpreter(Layers):
             if "demand" in node.meta:
                 self._demanded(node, value, where, living=living)
             elif living and name not in operations(Trait.POINTWISE):
-                self.system.note(f"{name} in {where}: nothing is added to what it takes")
+                self.system.note(f"{name} in {where}: its arguments are not translated")
         if isinstance(val, (list, tuple)):
             return [
                 self.nonlinear(given, tuple(own.shape), None) if isinstance(own, Tensor) else None for own in val
@@ -214,9 +214,9 @@ class Interpreter(Layers):
         """Note constraints of a user's rule that a more specific rule could avoid."""
         method, rule = node.meta["demand"][0], f"{node.meta['rule_of']} in {where}: its rule"
         if method == "elementwise" and not value.varies:
-            self.system.blind[f"{rule} says of a function of weights only which group it has"] = None
+            self.system.blind[f"{rule} describes a function of weights only by its group"] = None
         elif living and method not in ("", "elementwise", "fix"):
-            self.system.blind[f"{rule} does not say what becomes of what is added, so that nothing is added here"] = (
+            self.system.blind[f"{rule} does not describe the effect of translations, so that there are none here"] = (
                 None
             )
 

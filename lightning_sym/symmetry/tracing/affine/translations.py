@@ -36,11 +36,11 @@ from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.numbering import sum_by
 
 # Names for kinds of entries.
-NORM = "biases that batch norms take off"
-LINEAR = "biases that linear layers take off"
+NORM = "biases that batch norms absorb"
+LINEAR = "biases that linear layers absorb"
 UNSEEN = "biases that nothing sees"
-OPPOSED = "weights against one another"
-WRITERS = "means that norms take off"
+OPPOSED = "coupled translations"
+WRITERS = "means that norms subtract"
 READERS = "rows that read a layer norm"
 
 
@@ -67,7 +67,7 @@ def find_translations(
         return _found(captures, tensors, constants, fixed, keep, outputs=outputs)
     except Exception as error:  # the interpreter does not support this form of an operation
         found, why = Translations(), f"{type(error).__name__}: {error}"
-        found.notes.append(f"what may be added to weights was not searched, as the affine interpreter stopped ({why})")
+        found.notes.append(f"translations of weights were not searched, as the affine interpreter stopped ({why})")
         return found
 
 
