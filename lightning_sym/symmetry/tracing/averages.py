@@ -215,7 +215,7 @@ def _scattered(r: Rewriter, node: Any) -> _Scattered | None:
 
 
 def _indicated(r: Rewriter, node: Any) -> fx.Node | None:
-    """Return the index whose one-hot vectors are the columns of a matrix; None for other matrices."""
+    """Return the index with one-hot vectors equal to a matrix's columns; None for other matrices."""
     turned = False
     while r.name(node) in _CASTS | _MOVES:
         shape = r.shape(node.args[0])

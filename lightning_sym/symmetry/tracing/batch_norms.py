@@ -23,7 +23,7 @@ _ARITHMETIC = {"add", "sub", "mul", "div"}
 _CLOSE = 1e-9  # relative rounding errors in float64
 _MOST = 12  # operations of a batch norm
 _MOST_STATES = 4  # mean, variance, gain and bias
-_LARGE = 2**22  # elements of a value on which the operations are run
+_LARGE = 2**22  # elements of a value for the evaluation
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def recognise_batch_norms(rewriter: Rewriter) -> int:
     """Replace each written-out batch norm, and each with a later gain and bias, by one operation.
 
     Args:
-        rewriter: The rewriter of the captured network, whose graph is changed.
+        rewriter: The rewriter of the captured network. Changes the graph.
 
     Returns:
         The number of changes.

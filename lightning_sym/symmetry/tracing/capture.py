@@ -88,7 +88,7 @@ class Template:
         return cls(rest, given, form), [leaf for leaf in leaves if isinstance(leaf, kind)]
 
     def filled(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments and keywords with the given items in place of the tensors."""
+        """Return the arguments and keywords with the given items for the tensors."""
         left = iter(tensors)
         leaves = [next(left) if given else leaf for leaf, given in zip(self.leaves, self.given, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self.form)
@@ -116,18 +116,18 @@ class Capture:
         graph: The operations, in the order of execution.
         states: The name of the parameter or buffer behind each placeholder that holds one.
         inputs: The placeholders of the network's inputs.
-        modules: The innermost named module in which each operation ran.
+        modules: The innermost named module that ran each operation.
         marks: The named tensors.
         leaves: The module call behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
-        folded: The constants whose values the run may have read.
+        folded: The constants with values that the run may have read.
         buffers: The names of the states that are not parameters.
-        charts: By parameter, the constant n if the graph contains the sum w + n instead of the parameter w: a number,
-            or one per element of a vector.
+        charts: By parameter w, the number n of the sum w + n that replaces it in the graph; for vectors perhaps one
+            number per element.
         pieces: By parameter that the network reads in pieces, these pieces, if the graph contains them instead of the
             parameter.
         call: The captured call.
-        rules: The operations and modules to which users' rules were applied.
+        rules: The operations and modules replaced by users' rules.
         told: Pairs (factor name, parameter name) that such rules passed to factors.
     """
 
@@ -485,7 +485,7 @@ def _leaf_forward(module: nn.Module, outputs: list[Any], calls: dict[int, Leaf])
 
     Args:
         module: The module.
-        outputs: The outputs of its calls, in order, with (shape, dtype) in place of tensors.
+        outputs: The outputs of its calls, in order, with (shape, dtype) for tensors.
         calls: Receives each call.
     """
 
@@ -536,9 +536,9 @@ def capture(
 
     Args:
         network: The network.
-        call: Its arguments, of whose tensors only the shapes matter, and the outputs that count.
+        call: Its arguments, used only for the shapes of tensors, and the outputs that count.
         leaf_types: Module classes to record as one operation.
-        cuts: Cuts of the network, whose values receive the additional names ``site/0``, ``site/1``, ...
+        cuts: Cuts of the network; their values receive the additional names ``site/0``, ``site/1``, ...
         fold: Whether to compute the values of constants during the run, which is slower. Without it the function falls
             back to folding where the network needs values.
 
@@ -592,7 +592,7 @@ def capture(
                 raise _refusal(error, misspelt(network, call), _of_experts(network)) from error
             module = None
         except Exception as error:
-            raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # says what the log would
+            raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # as in the log
     if module is None or (_hidden(module) and not fold):
         return capture(network, call, leaf_types, cuts=cuts, fold=True)
     _check_operations(module, recorder)
@@ -644,7 +644,7 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
 
 
 def _hidden(module: fx.GraphModule) -> list[fx.Node]:
-    """Return the tensors of a graph whose producing operations were not recorded."""
+    """Return the tensors of a graph without a recorded operation."""
     nodes = [node for node in module.graph.nodes if node.op == "get_attr"]
     return [node for node in nodes if isinstance(getattr(module, str(node.target), None), FakeTensor)]
 

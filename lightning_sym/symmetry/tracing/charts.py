@@ -213,7 +213,7 @@ def _number(r: Rewriter, item: object) -> float | None:
 
 
 def charts_of(captures: Sequence[Capture]) -> tuple[dict[str, float | tuple[float, ...]], set[str]]:
-    """Return the charts on which all captures agree, and the names of parameters on which they disagree."""
+    """Return the charts common to all captures, and the names of parameters with differing charts."""
     charts: dict[str, float | tuple[float, ...]] = {}
     unlike: set[str] = set()
     for name in sorted({name for capture in captures for name in capture.charts}):

@@ -42,7 +42,7 @@ def _placed(labels: Sequence[Label], axis: int, shape: tuple[int, ...], rank: in
 
 @register_rule(Trait.CHOOSE)
 def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
-    """Return the largest values and their indices: values ignore the order of units, indices move with it."""
+    """Return the largest values and their indices: values are invariant under permutations, indices move along."""
     name, meta = trace.operation, trace.node.meta["val"]
     if values_in((args, kwargs)) or (name in ("max", "min") and isinstance(meta, Tensor)):
         return unknown(trace, value, *args, **kwargs)
@@ -141,7 +141,7 @@ def picked(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
         places = {args[0] % value.ndim: args[1]}
     for axis, index in places.items():
         value = taken_at(trace, value, axis, index)
-    if name == "gather":  # along axes on which the index is not expanded, each position reads others
+    if name == "gather":  # positions along unexpanded axes of the index read other elements
         meta = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], trace.node.args[2])
         taken = [axis for axis in range(meta.ndim) if meta.stride(axis) and meta.shape[axis] > 1]
         value = trace.free_of(value, taken, TAKEN)

@@ -305,7 +305,7 @@ class Constraints:
         return number
 
     def fix(self, label: Label) -> None:
-        """Require that no element acts on a label."""
+        """Require that the group does not act on a label."""
         self.fix_units(label.atom)
         self.fix_scales(label.scale)
         self.restrict(label)
@@ -316,6 +316,6 @@ class Constraints:
         Args:
             parents: The parents.
             members: The units, of equal shape.
-            gains: Whether the parents are gains, each of which multiplies several units (shared by heads).
+            gains: Whether the parents are gains that multiply several units each (shared by heads).
         """
         (self.shared_gains if gains else self.blocks).append((parents.ravel(), members.ravel()))

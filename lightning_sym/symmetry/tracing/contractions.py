@@ -45,7 +45,7 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def shown(r: Rewriter, node: fx.Node) -> list[fx.Node]:
-    """Return the chain of values whose memory a node shows, from the source to the node itself."""
+    """Return the chain of views from the source of a node's memory to the node itself."""
     found = [node]
     while r.name(found[-1]) in VIEWS and isinstance(before := found[-1].args[0], fx.Node):
         if memories_of(before) != memories_of(node):
@@ -435,7 +435,7 @@ def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of an elementwise product of two factors, one of which is constant along some axis."""
+    """Rewrite the sum of an elementwise product if one factor is constant along some axis."""
     product, axes = node.args[0], argument(node, 1, "dim")
     if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
         return None
@@ -557,7 +557,7 @@ def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
-    """Return the value whose parts are reassembled in their original order; None if they are not."""
+    """Return the original value of reassembled parts; None if their order or extent differs."""
     memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
     if len(memories) < len(parts) or any(memory != memories[0] for memory in memories):
         return None
@@ -582,7 +582,7 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
 
 
 def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the value whose list of parts contains a node."""
+    """Return the value that a list was split from, given one of its parts; else None."""
     if r.name(node) != "getitem" or r.name(node.args[0]) not in operations(Trait.PARTS):
         return None
     source = node.args[0].args[0]  # type: ignore[union-attr]

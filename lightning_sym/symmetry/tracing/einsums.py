@@ -41,7 +41,7 @@ def _is_close(one: Tensor, two: Tensor) -> bool:
 
 
 def find_sum(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown: tuple[int, ...]) -> Sum | None:
-    """Find the axes over which a function sums; None if it is no sum over whole axes.
+    """Find the summed axes of a function; None if it is no sum over whole axes.
 
     Args:
         function: Maps a value of the first shape to one of the second.
@@ -63,7 +63,7 @@ def find_sum(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown
 def find_contraction(
     function: Bilinear, first: tuple[int, ...], second: tuple[int, ...], shown: tuple[int, ...]
 ) -> Contraction | None:
-    """Find the axes of two values over which a function sums their products; None for other functions.
+    """Find the summed axes of a function that adds products of two values; None for other functions.
 
     Args:
         function: Bilinear.

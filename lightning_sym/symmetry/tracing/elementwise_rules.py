@@ -145,7 +145,7 @@ def _is_square(node: torch.fx.Node) -> bool:
 
 
 def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
-    """Return the axes over which every reader of a node sums; empty if it has other readers."""
+    """Return the axes summed by every reader of a node; empty if it has other readers."""
     common = set(range(rank))
     for user in node.users:
         name = name_of(user)

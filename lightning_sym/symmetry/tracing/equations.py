@@ -183,7 +183,7 @@ def idle_together(
     Args:
         forms: Exponents by position. Shape (positions, generators).
         slots: For each slot its tensor, its axes, its shape, and the index of its first position.
-        alone: Tensors on which each position counts separately.
+        alone: Tensors with separately counted positions.
         modulo_two: Whether the exponents are those of signs.
 
     Returns:

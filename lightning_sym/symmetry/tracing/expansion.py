@@ -1,9 +1,9 @@
 """Apply users' rules: replace their operations by the torch operations that the rules describe.
 
 A rule describes values, independently of the group acting on them. It is therefore called once before the normal form,
-with an `Expansion` instead of the `Trace`: sums, products, norms and moves become torch operations, which all later
-steps can follow. Everything without a torch operation (a function of which only the group is known) becomes a `demand`.
-See docs/theory/tracing.md, 6.
+with an `Expansion` instead of the `Trace`. Sums, products, norms and moves become torch operations, so that all later
+steps can follow them. A function without a torch operation, given only by its group, becomes a `demand`. See
+docs/theory/tracing.md, 6.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class NotWrittenError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Written(Value):
-    """A value in a rule, of which only the shape is known.
+    """A value of known shape in a rule; its labels are unknown.
 
     Attributes:
         node: The node that produces it.
@@ -117,7 +117,7 @@ class Expansion:
         self.rewriter, self.node, self.capture = rewriter, node, rewriter.capture
         self._leaf = rewriter.capture.leaves[node.args[2]] if node.target is OPAQUE[1] else None  # type: ignore[index]
         self._demands: list[fx.Node] = []  # sums and products, which constrain their arguments even if unread
-        self._nothing: list[fx.Node] = []  # values on which no element acts
+        self._nothing: list[fx.Node] = []  # values without labels
         self._target: Any = node.target
         self._parameters: dict[str, fx.Node] = {}
         if self._leaf is not None:
@@ -166,12 +166,12 @@ class Expansion:
         self.capture.told.add((factor, name))
 
     def fix(self, value: Value, reason: str | None = None) -> Value:
-        """Fix this value: no element may act on it."""
+        """Fix this value: the group may not act on it."""
         self._check(value)
         return self._demand("fix", value.shape, value, reason)
 
     def elementwise(self, value: Value, **allowed: Any) -> Value:
-        """Apply one function to every element, of which only the group is known."""
+        """Apply one function to every element; only the function's group is known."""
         self._check(value)
         return self._demand("elementwise", value.shape, value, **allowed)
 
@@ -180,7 +180,7 @@ class Expansion:
         return self.elementwise(value)
 
     def linear_along(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
-        """Apply a linear map of which only the axes are known."""
+        """Apply an unspecified linear map along known axes."""
         self._check(value)
         axes = self._axes(value, axes)
         return self._demand("linear_along", shape, value, list(axes), list(shape))
@@ -335,7 +335,7 @@ class Expansion:
         return found
 
     def _demand(self, method: str, shape: Sequence[int], *args: Any, **kwargs: Any) -> Written:
-        """Write a call of a method of the trace as a node; without a method, no element acts on the result."""
+        """Write a call of a method of the trace as a node; without a method, the result has no labels."""
         args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
         template, inputs = Template.of(fx.Node, args, kwargs)
         given = inputs or ([] if method else [node for node in self.node.all_input_nodes if _is_tensor(node)])

@@ -19,7 +19,7 @@ _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "empty", "dropout")
 class Folding(TorchFunctionMode):
     """Computes integers and masks that are independent of the input; reads ``tensor.data`` as ``tensor.detach()``.
 
-    A known mask in an index is replaced by the indices of its true entries, the number of which is then known.
+    A known mask in an index is replaced by the indices of its true entries, so that their number is known.
 
     Args:
         known: Pairs of a tensor without data and its value.

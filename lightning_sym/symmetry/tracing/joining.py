@@ -249,7 +249,7 @@ class Joining(Placing):
     def _alone(
         self, label: Label, other: Value, shape: tuple[int, ...], product: bool, *, number: bool = False
     ) -> Label | None:
-        """Combine a label with a value without labels there; None if no element can act on the result.
+        """Combine a label with a value without labels there; None if the group cannot act on the result.
 
         Args:
             label: The label.

@@ -44,7 +44,7 @@ def respell_layers(rewriter: Rewriter) -> int:
     """Replace each written-out linear layer, convolution, mean, contraction or rotary embedding by one operation.
 
     Args:
-        rewriter: The rewriter of the captured network, whose graph is changed.
+        rewriter: The rewriter of the captured network. Changes the graph.
 
     Returns:
         The number of changes.
@@ -169,7 +169,7 @@ class _Respeller:
                 return
 
     def _add_weights(self, region: _Region, node: fx.Node) -> bool:
-        """Trace weights back to their parameters; return whether only linear operations lie between."""
+        """Trace weights back to their parameters; return whether all operations between are linear."""
         left = [node]
         while left:
             node = left.pop()

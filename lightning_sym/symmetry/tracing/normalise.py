@@ -47,7 +47,7 @@ aten = torch.ops.aten
 def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     """Rewrite a captured network in the vocabulary of the normal form, in place, without changing its function.
 
-    The only exception is a row of a softmax in which all entries are masked: it may change as if none were masked.
+    The only exception is a softmax row with all entries masked: it may change as if none were masked.
 
     Args:
         capture: The network.
@@ -90,7 +90,7 @@ def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the stack whose terms a reduction combines, or the concatenation of values of size 1."""
+    """Return the stack that a reduction combines, or the concatenation of values of size 1."""
     stack = node.args[0] if node.args else None
     if r.name(node) not in _FOLDS or r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
         return None
@@ -219,7 +219,7 @@ def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _inverted(r: Rewriter, value: Any, user: fx.Node) -> fx.Node | None:
-    """Return the moved value whose reciprocal a value is."""
+    """Return x with the same moves if a value is a moved reciprocal of x; else None."""
     way: list[fx.Node] = []
     while r.name(value) in operations(Trait.REGROUP) and r.only_for(value, user):
         way.append(value)

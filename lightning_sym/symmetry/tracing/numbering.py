@@ -13,7 +13,7 @@ from lightning_sym.symmetry.arrays import rising
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.integer[Any]]  # 32-bit where there are millions
-_AT_ONCE = 2**17  # positions whose hashes are held in memory at once
+_AT_ONCE = 2**17  # positions hashed in memory at once
 
 
 def mix(values: Numbers) -> Hashes:

@@ -21,8 +21,8 @@ def overwrite(trace: Trace, base: Value, where: Tensor, new: Value) -> Value:
     Args:
         trace: The trace.
         base: The value that is written into.
-        where: For each element of `new`, its destination as a position in the flattened `base`. Of the shape of `new`,
-            int64, without repetition.
+        where: For each element of `new`, its destination as a position in the flattened `base`. Shape of `new`, int64,
+            without repetition.
         new: The written value.
     """
     where = where.reshape(-1)
@@ -43,7 +43,7 @@ def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Ten
 
     Args:
         trace: The trace.
-        inside: The positions of the first value. Of the result's shape, bool.
+        inside: The positions of the first value. Shape of the result, bool.
         new: The first value.
         put: Moves it to the result's shape; elements outside ``inside`` are ignored.
         base: The second value, of the result's shape.
@@ -91,7 +91,7 @@ def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Ten
 
 
 def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
-    """Record the positions at which units are visible; only units with equal positions can be permuted."""
+    """Record the visible positions of units; only units with equal positions can be permuted."""
     label = trace.constraints.resolve(label)
     others = [axis for axis in range(shown.ndim) if axis not in label.axes]
     rows = shown.permute(*label.axes, *others).reshape(label.size, -1).numpy()
@@ -101,7 +101,7 @@ def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
 
 
 def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return the positions of some axes at which a mask is true anywhere."""
+    """Return a mask of positions on some axes with a true entry along the others."""
     others = [axis for axis in range(mask.ndim) if axis not in axes]
     result: NDArray[np.bool_] = (mask.any(others) if others else mask).numpy()
     return result

@@ -36,7 +36,7 @@ class Placing(TraceState):
     """Computes the labels of a value after moves and after operations along axes."""
 
     def tied(self, value: Value, axes: Sequence[int], reason: str = ALONG) -> Value:
-        """Let elements act identically along some axes: all places of a channel become one unit.
+        """Let the group act identically along some axes: all places of a channel become one unit.
 
         Args:
             value: Any value.

@@ -1,8 +1,8 @@
 """Rotary positions: constants that rotate planes of coordinates, by different angles at each position.
 
-In every convention (halves, neighbours, complex numbers, matrices), a rotary embedding combines each coordinate x_c
-with its partner: x_c own_c + x_partner other_c, with constants own and other. The normal form spells it as one
-operation, `rotary`. See docs/theory/intertwiners.md, 2.15.
+Conventions differ (halves, neighbours, complex numbers, matrices), but a rotary embedding always combines each
+coordinate x_c with its partner. The result is x_c own_c + x_partner other_c, with constants own and other. The normal
+form spells it as one operation, `rotary`. See docs/theory/intertwiners.md, 2.15.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class Planes(NamedTuple):
 
     Attributes:
         axis: The axis of the coordinates.
-        own: Shape of the value, with size 1 along axes on which all entries are equal.
+        own: Shape of the value, with size 1 along constant axes.
         other: Shape as for ``own``.
         partner: Shape (coordinates,).
         source: Shape (coordinates,).
@@ -82,9 +82,9 @@ class Planes(NamedTuple):
 def find_planes(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Planes | None:
     r"""Find the planes that a function rotates, if it has no other effect.
 
-    A plane with the matrices :math:`M_p` at positions p has as its group the commutant: all A with :math:`A M_p = M_p
-    A` for all p, or :math:`A' M_p = M_p A` after a reflection. For multiples of rotations it consists of the complex
-    numbers :math:`a + b J`, for any angles.
+    The group of a plane with matrices :math:`M_p` at positions p is the commutant: all A with :math:`A M_p = M_p A` for
+    all p, or :math:`A' M_p = M_p A` after a reflection. For multiples of rotations it consists of the complex numbers
+    :math:`a + b J`, for any angles.
 
     Args:
         function: Linear; takes and returns values of one shape.

@@ -1,8 +1,8 @@
-"""Decompose recurrent layers into two time steps, whose constraints on the weights equal those of all steps.
+"""Decompose recurrent layers into two time steps, with the same constraints on the weights as all steps.
 
-`nn.LSTM`, `nn.GRU` and `nn.RNN` are one operation each. All steps share their weights, so an element acts on the state
-identically after each step. Two steps, the second of which reads the first one's state, therefore express every
-constraint (docs/theory/intertwiners.md, 2.9). The result does not compute the layer's values.
+`nn.LSTM`, `nn.GRU` and `nn.RNN` are one operation each. All steps share their weights, so the group acts on the state
+identically after each step. Two steps therefore express every constraint, as the second step reads the state of the
+first (docs/theory/intertwiners.md, 2.9). The result does not compute the layer's values.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Cell = Callable[[Tensor, Tensor, State], State]
 
 @torch.library.custom_op("lightning_sym::any_step", mutates_args=())
 def any_step(sequence: Tensor, axis: int) -> Tensor:
-    """Return any step of a sequence; no element may act along its axis."""
+    """Return any step of a sequence; the group may not act along its axis."""
     raise RuntimeError("a step is only traced, never taken")
 
 

@@ -34,14 +34,14 @@ _SUMS = operations(Trait.SUM | Trait.REDUCE | Trait.CONTRACT | Trait.SOFTMAX | T
 _LAST = {"exp", "log", "cat", "addcmul"} | operations(Trait.JOIN | Trait.PRODUCT) | _MOVEMENTS
 _MOST_NODES = 48  # of a region
 _MOST_FAILURES = 4  # failed starting values per region
-_LOW = -1e3  # masked logits; their exponentials vanish beside all others
+_LOW = -1e3  # masked logits; their exponentials are negligible
 
 
 def recognise(rewriter: Rewriter) -> int:
     """Replace each written-out norm and softmax by one operation.
 
     Args:
-        rewriter: The rewriter of the captured network, whose graph is changed.
+        rewriter: The rewriter of the captured network. Changes the graph.
 
     Returns:
         The number of changes.
@@ -320,7 +320,7 @@ class _Recogniser:
             put: Whether to insert missing logits, rather than only return their source.
 
         Returns:
-            The logits, or a constant from which they follow; None if neither exists.
+            The logits, or a constant that determines them; None if neither exists.
         """
         numbers = torch.zeros(_size(start) or (), dtype=torch.float64)
         shown = self._run(region, start, steps, numbers) != 0
@@ -344,7 +344,7 @@ class _Recogniser:
 
 
 def _laid_out(shape: tuple[int, ...], found: Measured) -> tuple[list[int], tuple[int, ...]]:
-    """Return the order and the shape in which a norm acts on the last axes; blocks of an axis become a new axis."""
+    """Return the axis order and shape for a norm over the last axes; blocks of an axis become a new axis."""
     order = [axis for axis in range(len(shape)) if axis not in found.axes]
     parts = [shape[axis] for axis in order]
     if found.split is not None:
@@ -356,7 +356,7 @@ def _laid_out(shape: tuple[int, ...], found: Measured) -> tuple[list[int], tuple
 
 
 def _beside(kind: str, place: int, own: tuple[int, ...], sizes: tuple[int, ...]) -> list[int] | None:
-    """Return the shape in which a factor of a linear map's result multiplies an argument instead; None if impossible.
+    """Reshape a factor of a linear map's result into a factor of an argument; None if impossible.
 
     Args:
         kind: The map: ``linear`` or ``matmul``.

@@ -18,8 +18,8 @@ Bools = NDArray[np.bool_]
 class Rotation:
     r"""A cell of units on which an orthogonal matrix Q may act.
 
-    At places after gains :math:`\gamma_l`, :math:`D Q D^{-1}` acts, with :math:`D = \prod_l
-    \operatorname{diag}(\gamma_l)^{k_l}`. The gains themselves are unchanged.
+    At places after gains :math:`\gamma_l`, :math:`D Q D^{-1}` acts, with
+    :math:`D = \prod_l \operatorname{diag}(\gamma_l)^{k_l}`. The gains themselves are unchanged.
 
     Attributes:
         units: The units, in order. Shape (size,).
@@ -86,8 +86,7 @@ def own_exponents(forms: sparse.csr_matrix, columns: Ints) -> Floats | None:
         columns: The positions of the units. Shape (units, columns), with at least two units.
 
     Returns:
-        Shape (columns,); None if a unit has no generator of its own or several, or if another generator acts on only
-        some of the units.
+        Shape (columns,); None unless each unit has exactly one own generator, and all others act on all units or none.
     """
     units, width = columns.shape
     if not width:

@@ -97,7 +97,7 @@ def _is_known(operation: str) -> bool:
 
 
 def namesakes(network: nn.Module) -> list[str]:
-    """Return notes on modules without a rule whose class has the same name as a class with a rule."""
+    """Return notes on modules without a rule if another class of the same name has one."""
     by_name = {kind.__name__: kind for kind in _MODULE_RULES}
     classes = dict.fromkeys(type(module) for module in network.modules())
     return [
@@ -146,7 +146,7 @@ def rule_for(target: Any) -> Rule:
 
 
 def results_of(trace: Trace) -> Any:
-    """Return the results of the current operation as values on which no element acts."""
+    """Return the results of the current operation as values without labels."""
     meta = trace.node.meta.get("val")
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: Value(tuple(t.shape)), meta)
 

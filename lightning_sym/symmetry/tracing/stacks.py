@@ -372,8 +372,8 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
     """Give each member of a stack separate units in all constraints.
 
     Returns:
-        The parameters with such units, on two axes together; and the names of values inside the network on which their
-        action depends on the input.
+        The parameters with such units, on two axes together. The names of values inside the network with an
+        input-dependent action.
     """
     constraints = stacks.constraints
     atoms, scales = _shared(stacks, axis_labels)

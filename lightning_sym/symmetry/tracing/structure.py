@@ -174,7 +174,7 @@ class Structure:
         Args:
             orbit: The orbit's index.
             kind: Whether to return positions (as `columns`), or generators (as `scale_table` or `sign_table`).
-            permutation: For each unit, its source; without parents of blocks.
+            permutation: For each unit, its source; parents of blocks may be missing.
         """
         tables = {"columns": self.columns, "scales": self.scale_table, "signs": self.sign_table}
         table, place = tables[kind][orbit], self.place_in_orbit[permutation[self.orbits[orbit]]]
@@ -227,7 +227,7 @@ class Structure:
 
     @cached_property
     def moving(self) -> tuple[str, ...]:
-        """The network's names of tensors on which the group acts."""
+        """The network's names of tensors that the group changes."""
         owners = self.charts.owners
         return tuple(dict.fromkeys(owners.get(name, name) for name in self.slots_of))
 

@@ -102,7 +102,7 @@ def with_parts(r: Rewriter, value: fx.Node, weights: fx.Node, shape: Sequence[in
         r: The rewriter.
         value: The value.
         weights: Made of weights alone.
-        shape: The shape in which they are added.
+        shape: The shape of the weights in the sum.
         added: Whether they are added rather than subtracted.
     """
     name, parts = r.name(weights), weights.args[:2]
@@ -216,7 +216,7 @@ def _squared(r: Rewriter, node: Any) -> tuple[fx.Node, int] | None:
 
 
 def _scalar_product(r: Rewriter, node: Any) -> tuple[float, Any, Any]:
-    """Return the factor and the memory layouts of two values whose scalar products a node computes.
+    """Return the factor and the memory layouts of two values if a node computes their scalar products.
 
     The summed axis is last in both layouts.
     """

@@ -63,7 +63,7 @@ class Tensors(NamedTuple):
         return [note] if unused else []
 
     def constants(self, captures: Sequence[Capture]) -> dict[str, Tensor]:
-        """Return the tensors whose values the solution may read: integers, unsaved constants, and folded constants."""
+        """Return the tensors with relevant values: integers, unsaved constants, and folded constants."""
         read, valued = _read(captures), {name for captured in captures for name in captured.folded}
         return {
             name: tensor

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 class Tilt:
     r"""A family of maps :math:`D (I + t 1^T) D^{-1}` of a layer norm's output, with D the diagonal of its gain.
 
-    The normalised values sum to zero, so only the norm's bias changes, and the readers apply the inverse. For a stream
-    read by layer norms, and directly by linear layers, the map acts on the readers' summed axes and its inverse on the
-    writers: norms do not read multiples of ones. Writers may have gains.
+    The normalised values sum to zero, so only the norm's bias changes, and the readers apply the inverse. Streams read
+    by layer norms, and directly by linear layers, have such maps as norms do not read multiples of ones. There the map
+    acts on the readers' summed axes, and its inverse on the writers. Writers may have gains.
 
     Attributes:
         size: The number of entries of t.
-        moved: Pairs (name, axis) on which the map acts: the norm's bias, or the readers of a stream.
+        moved: Pairs (name, axis) of tensors for the map: the norm's bias, or the readers of a stream.
         gains: By tensor or value, the gain whose diagonal D conjugates the map there: the norm's gain, or that after a
             writer. Without an entry, D is 1.
-        readers: Pairs (name, axis) of weights on which the inverse acts, transposed: readers of the norm, or writers of
-            the stream.
-        seen: Pairs (name, axis) of values inside the network on which the map acts.
-        written: Pairs (name, axis) of values on which the inverse acts, transposed.
+        readers: Pairs (name, axis) of weights for the transposed inverse: readers of the norm, or writers of the
+            stream.
+        seen: Pairs (name, axis) of values inside the network for the map.
+        written: Pairs (name, axis) of values for the transposed inverse.
         of_stream: Whether the map belongs to a stream. Its determinant is then positive; in rotated streams the sign of
             all units replaces a negative one.
     """
@@ -42,7 +42,7 @@ class Leaning:
     """A stream that only layer norms and linear layers read.
 
     Attributes:
-        readers: The linear layers' weights, and the axis over which each sums.
+        readers: The linear layers' weights, each with its summed axis.
         writers: The weights, biases and tables that write into it, and their axis of the stream's units.
         seen: Named values on the stream, and this axis.
         gains: By writer or named value, the gain after it, if any.
@@ -64,7 +64,7 @@ class Normed:
     """The readers of layer norms with a common gain and bias, as found by a walk.
 
     Attributes:
-        readers: The weights of linear layers that read them, and the axis over which each sums.
+        readers: The weights of linear layers that read them, each with its summed axis.
         alone: Whether they have no other readers.
         seen: Named values that contain their output, and the value's last axis.
     """

@@ -58,14 +58,14 @@ class Value:
 
     Attributes:
         shape: Its shape.
-        labels: The units that act on it: usually one label, on the channels; none if no element acts on it. A parameter
-            has one per axis. The labels of one value have disjoint axes.
+        labels: The units that act on it: usually one label, on the channels; none if the group does not act on it. A
+            parameter has one per axis. The labels of one value have disjoint axes.
         concrete: The elements of a value made of constants only (indices, masks).
         state: The name of the parameter or buffer that this is, before any operation.
         offset: The constant that a unit's sign change adds: sigmoid(-x) = 1 - sigmoid(x). Only a linear operation with
             a bias can absorb it (docs/theory/intertwiners.md, 1.4).
-        by_size: Whether a constant may differ for inputs of another size: it depends on positions (a range, a
-            triangle), or is a part of a nonuniform constant.
+        by_size: Whether a constant may differ for inputs of another size. Such constants depend on positions (a range,
+            a triangle), or are parts of nonuniform constants.
         sources: Pairs of a source value and the moves, step by step, from its elements to this value.
         squared: Whether these are squares of units that orthogonal matrices may mix; such matrices do not act on
             squares.

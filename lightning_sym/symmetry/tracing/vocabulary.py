@@ -159,11 +159,11 @@ class Trace(Joining):
         two_axes: Sequence[int | None],
         shape: Sequence[int],
     ) -> Value:
-        """Multiply two values and sum over one axis of each: an element acts on one factor, its inverse on the other.
+        """Multiply two values and sum over one axis of each: the group acts on one factor, inversely on the other.
 
         Args:
             one: First factor.
-            one_axes: The result's axis for each of its axes; None for vanishing axes, the first of which is summed.
+            one_axes: The result's axis for each of its axes; None for vanishing axes; the first of these is summed.
             two: Second factor.
             two_axes: The same for the second factor. An axis shared by both is a batch axis.
             shape: The result's shape.
@@ -237,7 +237,7 @@ class Trace(Joining):
                 continue
             across = others.index(target)
             size = other.shape[across]
-            # The other factor can undo an element on summed units only if these differ between blocks.
+            # The other factor can undo the action on summed units only if these differ between blocks.
             met = {across, others.index(None)} if goes.index(None) in value.labels[0].axes else {across}
             if size == 1 or not any(met <= {*label.axes} for label in other.labels) or not self._repeats(value, axis):
                 continue
@@ -275,7 +275,7 @@ class Trace(Joining):
 
     @staticmethod
     def _holds_twice(value: Value, axis: int) -> bool:
-        """Whether an element of a value is repeated along an axis."""
+        """Whether an entry of a value is repeated along an axis."""
         roots = {id(root): math.prod(root.shape) for root, _ in value.sources}
         if not roots or math.prod(value.shape) <= sum(roots.values()) or math.prod(value.shape) > _MANY:
             return False
@@ -291,7 +291,7 @@ class Trace(Joining):
     def _undone(
         self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]], *, alone: bool
     ) -> Label | None:
-        """Let the second factor undo elements that act on the summed axis of the first factor.
+        """Let the second factor undo the group's action on the summed axis of the first factor.
 
         Args:
             values: The factors.

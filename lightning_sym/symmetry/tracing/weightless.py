@@ -82,7 +82,7 @@ class _Step:
 
     Attributes:
         call: The function.
-        leaves: Its flat arguments: steps in place of tensors on the meta device, copies of other tensors.
+        leaves: Its flat arguments: steps for tensors on the meta device, copies of other tensors.
         spec: The nesting of the arguments.
         changed: Index of the argument that the call changes in place; None if it creates a tensor.
         place: Index of the created tensor among the results.
@@ -275,7 +275,7 @@ def constant_values(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _initialised(network: nn.Module, prefix: str, module: nn.Module, names: list[str], fill: int) -> dict[str, Tensor]:
-    """Run the initialisation of a copied module, whose buffers first hold the number ``fill``; return these buffers."""
+    """Fill buffers of a copied module with a number, run its initialisation, and return these buffers."""
     twin = copy.copy(module)
     twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
     for name in names:

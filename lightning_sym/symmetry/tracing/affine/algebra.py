@@ -65,7 +65,7 @@ class Algebra:
         Args:
             value: The value.
             axes: The axes.
-            seen: Whether drifts whose functions vary along these axes must vanish.
+            seen: Whether drifts with functions that vary along these axes must vanish.
         """
         parts = [own for own in (value.translation, *value.more) if own is not None]
         changing = [own for own in parts if varying(own) & set(axes)]

@@ -101,7 +101,7 @@ class System:
         self.fixed: set[str] = set()  # weights with other readers
         self.derived: list[Derived] = []
         self.probes: list[Tensor] = []  # each represents many unknowns with equal equations; must be zero
-        self.products: list[tuple[Tensor, Tensor]] = []  # pairs of which one must vanish
+        self.products: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; one of each pair must vanish
         self.lengths: set[int] = set()  # of the inputs of the current capture
         self.walk = 0  # index of their choice of length
         self.counted = False  # whether anything was multiplied by a length

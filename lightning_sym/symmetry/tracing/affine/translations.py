@@ -60,7 +60,7 @@ def find_translations(
         tensors: Its parameters and buffers by name. Values matter for those in `constants`, shapes for others.
         constants: The names of tensors in no state dict.
         fixed: The names of tensors without translations.
-        keep: Weights whose rows keep their mean.
+        keep: Weights with rows that keep their mean.
         outputs: Whether a softmax reads the outputs along their last axis, and therefore ignores a common offset.
     """
     try:

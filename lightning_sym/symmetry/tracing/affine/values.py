@@ -20,7 +20,7 @@ from lightning_sym.symmetry.tracing.coordinates import varies
 Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
 
-# Kinds of unknowns, in the order in which equations define them: the last kind first.
+# Kinds of unknowns; equations define those of the last kind first.
 DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
@@ -101,7 +101,7 @@ class Total:
     Attributes:
         segments: The number of segments.
         constant: A number common to all segments.
-        terms: Coefficients, the segment of each entry (thin), and the shape over which they are summed.
+        terms: Coefficients, the segment of each entry (thin), and the shape of the sum.
         before: An earlier total, and the index of the earlier segment for each segment; added to this total.
     """
 
@@ -330,7 +330,7 @@ class Unknowns:
         return torch.from_numpy(result).reshape(shape)
 
     def _sum(self, numbers: Ints, terms: list[tuple[float, list[tuple[Atom, int, Ints]]]]) -> Ints:
-        """Return unknowns whose sum with multiples of others is zero; equal sums share them."""
+        """Return unknowns that sum to zero with multiples of others; equal sums share them."""
         by = tuple((factor, *((atom, power, at.tobytes()) for atom, power, at in items)) for factor, items in terms)
         key = numbers.tobytes(), by
         if key not in self._sums:
