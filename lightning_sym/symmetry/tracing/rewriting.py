@@ -369,7 +369,7 @@ class Rewriter:
         return node.op == "get_attr" or (node.op == "call_function" and operation and not written_by(node))
 
     def erase_unread(self) -> None:
-        """Erase all operations without readers, except those that alone read a parameter or input."""
+        """Erase all operations without readers, except those that alone read a parameter or buffer."""
         alive: set[fx.Node] = set()
         for node in reversed(list(self.graph.nodes)):
             read = any(user in alive for user in node.users) or self._is_named(node)

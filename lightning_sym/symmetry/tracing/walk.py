@@ -264,7 +264,7 @@ class Walk(Trace):
 
 
 def _made_for(node: fx.Node) -> bool:
-    """Whether layers write, unit by unit, into a value and have no other reader."""
+    """Whether a layer without other readers writes into a value by operations that act unit by unit."""
     left = [node]
     while left:
         if name_of(node := left.pop()) not in _UNIT_BY_UNIT:
