@@ -719,7 +719,7 @@ def test_a_linear_map_of_which_only_the_axes_are_known_says_so() -> None:
         images(2, 3),
     )
     assert symmetry.dimension == 16
-    assert "does not say what becomes of what is added" in symmetry.notes[0]
+    assert "does not describe the effect of translations" in symmetry.notes[0]
     _, said = notes(
         lambda trace, module, x: trace.join(
             trace.normalise(x, [-1], mean=True), trace.elementwise(trace.parameter(module, "weight")), product=True
@@ -727,7 +727,7 @@ def test_a_linear_map_of_which_only_the_axes_are_known_says_so() -> None:
         lambda s, x: F.layer_norm(x, (7,), eps=0.0) * F.softplus(s.weight),
         weight=(7,),
     )
-    assert "a function of weights only which group it has" in said[0]
+    assert "a function of weights only by its group" in said[0]
 
 
 def trace_normalised(trace: Any, module: Any, x: Value) -> Any:
@@ -754,7 +754,7 @@ def test_rules_that_are_wrong_say_how(capfd: pytest.CaptureFixture[str]) -> None
     refused(lambda trace, module, x: trace.normalize(x), ("no 'normalize'", "it has", "normalise"), AttributeError)
     refused(lambda trace, module: None, ("the rule for Mine", "expected rule(trace, module"), TypeError)
     refused(lambda trace, module, x: [x, x], "returned 2 values; expected 1", TypeError)
-    refused(lambda trace, module, x: 3, "returned int; expected the Value", TypeError)
+    refused(lambda trace, module, x: 3, "returned int; expected the resulting Value", TypeError)
     refused(lambda trace, module, x: trace.parameter(module, "gain"), "no parameter or buffer 'gain'", KeyError)
     refused(
         lambda trace, module, x: trace.compute(lambda x: x * float(x.sum()), x),
@@ -787,13 +787,13 @@ def test_rules_that_are_wrong_say_how(capfd: pytest.CaptureFixture[str]) -> None
     several = lambda trace, x: trace.linear_along(x, [-1], trace.output_shape())  # noqa: E731
     register_rule(act_and_peak)(several)
     network = between(lambda s, x: act_and_peak(x)[0])(Plain)
-    assert_refused(trace_symmetry, network, vectors(2, 3), says=("2 values come out", "output_shape(0)"))
+    assert_refused(trace_symmetry, network, vectors(2, 3), says=("has 2 results", "output_shape(0)"))
     refused(lambda trace, module, x: x, ("self-test", "check your rule for Mine"), RuntimeError)
     weight = nn.Parameter(numbers(7))
     refused(lambda trace, module, x: trace.compute(lambda x: x * weight, x), "none of its arguments", ValueError)
     refused(
         lambda trace, module, x: trace.compute(torch.relu, trace.move(x.with_labels(*x.labels), lambda t: t)),
-        "looks at labels or constraints", TypeError,
+        "also reads labels or constraints", TypeError,
     )  # fmt: skip
     refused(lambda trace, x: x, "expected rule(trace, x, gain, eps, scale)", TypeError, fused_norm)
     refused(

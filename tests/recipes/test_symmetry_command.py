@@ -178,7 +178,7 @@ def test_shapes_and_flags_are_read() -> None:
         ("symmetry_nets.Net", "symmetry_nets.Net does not say what it takes; give the shape of one input"),
         ("symmetry_nets.number", "symmetry_nets.number makes a int; expected a network"),
         ("symmetry_nets.Net --input=4", "the network does not run on the example input"),
-        ("symmetry_nets.Net --input=5 --output=logits", "output is 'logits', but the network puts out one tensor"),
+        ("symmetry_nets.Net --input=5 --output=logits", "output is 'logits', but the network returns one tensor"),
         (
             "symmetry_nets.Tokens --output=score",
             "Unknown output 'score'; expected one of: scores, hidden. Did you mean",

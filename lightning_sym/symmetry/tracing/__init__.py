@@ -1,1 +1,1 @@
-"""From the operations of a network to what its symmetries may do: capture, rules, constraints, structure."""
+"""Derive the symmetry group of a network from its operations: capture, rules, constraints, structure."""

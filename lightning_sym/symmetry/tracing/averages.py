@@ -1,7 +1,7 @@
-"""One spelling for means with weights that are given, or count something: products with a softmax.
+"""Spell means with given or counted weights in one way: products with a softmax.
 
-A sum with weights that no parameter changes, divided by the sum of these weights, keeps what all terms share. So does a
-product with a softmax, and the softmax of logarithms are the weights over their sum.
+A sum with parameter-free weights, divided by the sum of these weights, preserves a constant that all terms share. So
+does a product with a softmax: the softmax of logarithms equals the weights divided by their sum.
 """
 
 from typing import Any, NamedTuple
@@ -23,14 +23,14 @@ _CLOSE = 1e-9
 
 
 def is_data(r: Rewriter, node: fx.Node) -> bool:
-    """Whether a node is made of nothing but what goes into the network."""
+    """Whether a node depends on the network's inputs only."""
     if any(one in r.capture.states or r.made_of(one) == "weights" for one in ancestors(node)):
         return False
     return r.made_of(node) == "inputs"
 
 
 def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a sum with weights that is divided by their sum, and weights that are divided by their sum."""
+    """Rewrite a weighted sum divided by the sum of its weights, and weights divided by their sum."""
     total, count = node.args[:2]
     if not isinstance(total, fx.Node) or not isinstance(count, fx.Node) or r.shape(total) != r.shape(node):
         return None
@@ -67,7 +67,7 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _logits(r: Rewriter, weights: Any) -> fx.Node | None:
-    """Return of what some weights are the exponentials; None if they are none."""
+    """Return the logarithms of weights that are exponentials; None if they are not."""
     way: list[fx.Node] = []
     while r.name(weights) in _MOVES and isinstance(weights, fx.Node):
         way.append(weights)
@@ -84,7 +84,7 @@ def _logits(r: Rewriter, weights: Any) -> fx.Node | None:
 def _shares(r: Rewriter, weights: fx.Node, axis: int) -> fx.Node:
     """Return weights divided by their sum along an axis."""
     shares = r.insert(aten.softmax.int, r.insert(aten.log.default, weights), axis)
-    shares.meta["stands_for"] = (lambda given: given / given.sum(axis, keepdim=True)), 2  # where some are negative
+    shares.meta["stands_for"] = (lambda given: given / given.sum(axis, keepdim=True)), 2  # for negative weights
     return shares
 
 
@@ -94,16 +94,16 @@ def _is_sum(r: Rewriter, node: fx.Node) -> bool:
     return r.name(node) == "sum" or _scattered(r, node) is not None
 
 
-# Weights that are given.
+# Given weights.
 
 
 def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: fx.Node, axis: int = -1) -> bool:
-    """Whether a quotient keeps ones that are multiplied by weights, or is weights that sum to one, whatever is given.
+    """Whether a quotient maps ones to ones, or consists of weights that sum to one, for any input.
 
     Args:
         r: The rewriter.
         node: The quotient.
-        product: The product of the weights and a value; None if the quotient is that of the weights themselves.
+        product: The product of the weights and a value; None if the quotient is of the weights themselves.
         weights: The weights.
         axis: The axis along which they sum to one.
     """
@@ -142,12 +142,12 @@ def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: f
     except NOT_ON_NUMBERS:
         return False
     result = values[node] if product is not None else values[node].sum(axis)
-    result = result[~result.isnan()]  # nothing is over no terms
+    result = result[~result.isnan()]  # 0 / 0, without terms
     return bool(len(result)) and bool(((result - 1).abs() <= _CLOSE).all())
 
 
 def _sampled(node: fx.Node, numbers: list[int]) -> Tensor:
-    """Return random values of what goes into the network."""
+    """Return random values for an input of the network."""
     held: Tensor = node.meta["val"]
     generator = torch.Generator().manual_seed(0)
     if held.is_floating_point():
@@ -157,17 +157,17 @@ def _sampled(node: fx.Node, numbers: list[int]) -> Tensor:
     return values.bool() if held.dtype == torch.bool else values
 
 
-# Weights that count.
+# Weights that count terms.
 
 
 class _Scattered(NamedTuple):
-    """Values that are added up by an index.
+    """Values that an operation sums by an index.
 
     Attributes:
-        axis: The axis along which the values are chosen.
-        places: The place to which each value goes. Shape (values,).
-        size: The number of places.
-        values: The values; None if they are ones.
+        axis: The axis of the sum.
+        places: The destination of each value. Shape (values,), int64.
+        size: The number of destinations.
+        values: The values; None if all are ones.
     """
 
     axis: int
@@ -177,7 +177,7 @@ class _Scattered(NamedTuple):
 
 
 def _scattered(r: Rewriter, node: Any) -> _Scattered | None:
-    """Return what an operation adds up by an index, to nothing else."""
+    """Describe an operation that sums values by an index into zeros; None for other operations."""
     name = r.name(node)
     if name in ("index_add", "scatter_add", "scatter_reduce", "index_put") and isinstance(node, fx.Node):
         base, *given = node.args
@@ -215,7 +215,7 @@ def _scattered(r: Rewriter, node: Any) -> _Scattered | None:
 
 
 def _indicated(r: Rewriter, node: Any) -> fx.Node | None:
-    """Return the index whose indicators a matrix holds, with an index for each column."""
+    """Return the index with one-hot vectors equal to a matrix's columns; None for other matrices."""
     turned = False
     while r.name(node) in _CASTS | _MOVES:
         shape = r.shape(node.args[0])
@@ -229,7 +229,7 @@ def _indicated(r: Rewriter, node: Any) -> fx.Node | None:
 
 
 def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> fx.Node | None:
-    """Return sums by an index over the number of their terms as a product of shares and values."""
+    """Return indexed sums divided by the number of their terms as a product of shares and values."""
     while r.name(count) in _MOVES | _CASTS:
         count = count.args[0]  # type: ignore[assignment]
     summed, counted = _scattered(r, total), _scattered(r, count)
@@ -238,7 +238,7 @@ def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> f
     size, terms = summed.size, r.shape(summed.places)[0]
     shape = [1] * len(r.shape(total))
     shape[summed.axis] = size
-    # The number of terms stands along the axis of the sums, and nowhere else.
+    # The number of terms is indexed by the axis of the sums and no other.
     alike = (
         counted.places is summed.places
         and len(r.shape(count)) == 1
@@ -247,7 +247,7 @@ def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> f
     if not alike or summed.axis != 0 or size * terms > _MOST or len(shape) > 2:
         return None
     weights, values = _indicators(r, summed.places, size, summed.values), summed.values
-    if (rows := _rows(r, values)) is not None:  # taken by another index
+    if (rows := _rows(r, values)) is not None:  # gathered by another index
         source, index = rows
         taken = _indicators(r, index, r.shape(source)[0], values)
         if size * r.shape(source)[0] > _MOST or terms * r.shape(source)[0] > _MOST:
@@ -257,14 +257,14 @@ def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> f
 
 
 def _indicators(r: Rewriter, index: fx.Node, size: int, like: fx.Node) -> fx.Node:
-    """Return which place each entry of an index is. Shape (places, entries)."""
+    """Return the one-hot matrix of an index. Shape (places, entries)."""
     kind, device = like.meta["val"].dtype, like.meta["val"].device
     places = reshaped(r, r.insert(aten.arange.default, size, dtype=torch.int64, device=device), [size, 1])
     return r.insert(aten.to.dtype, r.insert(aten.eq.Tensor, places, index), kind)
 
 
 def _rows(r: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return of which value, by which index, a value is the rows; None if it is not."""
+    """Return (source, index) if a value consists of rows of a source at an index; else None."""
     if r.name(node) == "index":
         places: Any = node.args[1]
         index = places[0] if len(places) == 1 else None

@@ -1,7 +1,7 @@
-"""Finds batch norms that use saved statistics, however they are written, and puts `batch_norm` in the place of each.
+"""Find batch norms with saved statistics in any spelling, and replace each by `batch_norm`.
 
-What multiplies a value, and what is added to it, channel by channel, is made of weights: run on random numbers, these
-tell which of them is the mean, the variance, the gain and the bias.
+The factor and the offset of each channel are functions of weights. Evaluated on random numbers, they show which weight
+is the mean, the variance, the gain and the bias.
 """
 
 import itertools
@@ -23,12 +23,12 @@ _ARITHMETIC = {"add", "sub", "mul", "div"}
 _CLOSE = 1e-9  # relative rounding errors in float64
 _MOST = 12  # operations of a batch norm
 _MOST_STATES = 4  # mean, variance, gain and bias
-_LARGE = 2**22  # elements of a value on which it is run
+_LARGE = 2**22  # elements of a value for the evaluation
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A batch norm: its tensors, None where there are none, and the axis of its channels."""
+    """A batch norm: its tensors, None where absent, and the axis of its channels."""
 
     axis: int
     mean: fx.Node
@@ -39,10 +39,10 @@ class _Found:
 
 
 def recognise_batch_norms(rewriter: Rewriter) -> int:
-    """Put one operation in the place of each batch norm that is written out, or whose gain and bias come later.
+    """Replace each written-out batch norm, and each with a later gain and bias, by one operation.
 
     Args:
-        rewriter: Of the captured network, whose graph is changed.
+        rewriter: The rewriter of the captured network. Changes the graph.
 
     Returns:
         The number of changes.
@@ -67,11 +67,11 @@ def _rewritten(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
-# What it may be made of.
+# Possible components.
 
 
 def _value(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the one argument of an operation that inputs go into; None if there are several."""
+    """Return the only argument of an operation that depends on inputs; None if there are several."""
     made = [given for given in node.all_input_nodes if r.made_of(given) == "inputs"]
     own = [given for given in node.args[:2] if given in made]
     return made[0] if len(made) == 1 == len(own) else None
@@ -87,7 +87,7 @@ def _is_affine(r: Rewriter, node: fx.Node) -> bool:
         stride, padding = argument(node, 3, "stride", [1]), argument(node, 4, "padding", [0])
         plain = not isinstance(padding, str) and set(stride) <= {1} and set(padding) <= {0}
         return plain and argument(node, 6, "groups", 1) == sizes[0] > 1 and math.prod(sizes[1:]) == 1
-    # A number alone is no channel's.
+    # A lone number belongs to no channel.
     return name in _ARITHMETIC and not node.kwargs and any(r.made_of(given) == "weights" for given in node.args[:2])
 
 
@@ -101,7 +101,7 @@ def _moves(r: Rewriter, node: fx.Node) -> bool:
 
 
 def _chain(r: Rewriter, node: fx.Node) -> list[Step]:
-    """Return the operations that end in a node, the last one first, of which each only the next one reads."""
+    """Return a chain of operations that ends in a node, last one first; each is read only by the next."""
     found: list[Step] = []
     user = None
     while len(found) < _MOST and (user is None or r.only_for(node, user)):
@@ -123,11 +123,11 @@ def _states(r: Rewriter, steps: list[Step], start: fx.Node) -> list[fx.Node]:
     ]
 
 
-# What it does.
+# Measured effect.
 
 
 def _found(r: Rewriter, start: fx.Node, steps: list[Step]) -> _Found | None:
-    """Return the batch norm that some operations are, if they are one."""
+    """Return the batch norm that some operations compute; None if they compute none."""
     states, shape = _states(r, steps, start), r.shape(start)
     names = [r.capture.states[state] for state in states]
     saved = [state for state, name in zip(states, names, strict=True) if name in r.capture.buffers]
@@ -170,7 +170,7 @@ def _roles(states: list[fx.Node], saved: list[fx.Node]) -> Iterator[tuple[Any, .
 
 
 def _effect(r: Rewriter, start: fx.Node, steps: list[Step], numbers: dict[fx.Node, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return by what operations multiply each element of the value that goes in, and what they add to it."""
+    """Return the factor and the offset that operations apply to each element of their input."""
     known: dict[fx.Node, Any] = dict(numbers)
     get = Constants(known)
 
@@ -190,13 +190,13 @@ def _effect(r: Rewriter, start: fx.Node, steps: list[Step], numbers: dict[fx.Nod
 
 
 def _along(tensor: Tensor, axis: int) -> Tensor | None:
-    """Return the vector that a tensor is along an axis, if it is the same along all others."""
+    """Return a tensor's vector along an axis; None if it varies along other axes."""
     rows = tensor.movedim(axis, -1).reshape(-1, tensor.shape[axis])
     return rows[0] if torch.equal(rows, rows[:1].expand_as(rows)) else None
 
 
 def _eps(told: list[Any], mean: fx.Node, variance: fx.Node, gain: fx.Node | None, bias: fx.Node | None) -> float | None:
-    """Return what is added to the variance, if mean, variance, gain and bias do what was told."""
+    """Return the eps added to the variance; None if these roles of the weights contradict the measured effect."""
     first: Any = None
     for numbers, factor, added in told:
         one = numbers[gain] if gain is not None else torch.ones_like(factor)

@@ -1,4 +1,4 @@
-"""One spelling for loops over parts: what is done to each part of a value alike is done to all at once."""
+"""Spell loops over parts in one way: equal operations on parts of a value become one operation on all parts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,22 +18,22 @@ _ELEMENTWISE = {"neg", "where", "masked_fill", "mT"} | operations(
     Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST
 )
 _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
-# How many axes follow the value among the arguments.
+# The number of axis arguments that follow the value.
 _AXES = {"transpose": 2, "flatten": 2, "select": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
 _AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
-# Without one of these, the parts of a value may as well stay where they are.
+# Without one of these, merging the branches has no benefit.
 _TOGETHER = {"softmax", "log_softmax", "layer_norm", "rms_norm", "linear", "matmul", *_SUMS}
 
 
 class _Lifted(NamedTuple):
-    """What a value is in all branches: one value for all, or (`along`) all of them along a new first axis."""
+    """The values of all branches: one common value, or (``along``) all of them along a new first axis."""
 
     node: Any
     along: bool
 
 
 def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite parts that were made alike of parts of a value, and are put together: made of the whole value at once."""
+    """Rewrite the concatenation of equally processed parts of a value as one computation on the whole value."""
     parts: Any = node.args[0]
     axis = argument(node, 1, "dim", 0) % len(r.shape(node))
     if len(parts) < 2 or any(not r.only_for(part, node) for part in parts):
@@ -48,11 +48,11 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of what experts make, one after the other: made by all at once."""
+    """Rewrite the sum of experts that run one after the other as one computation of all experts."""
     if any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
         return None
     leaves, readers = r.leaves(node, {"add"})
-    leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # of Python's sum
+    leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # initial term of Python's sum
     if len(leaves) < 2 or node.kwargs or any(r.shape(leaf) != r.shape(node) for leaf in leaves):
         return None
     branches = _Branches(r)
@@ -63,17 +63,17 @@ def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """Return the value of which some values are all parts, with these along a new first axis; None if they are not."""
+    """Return the value that contains all given values, with these along a new first axis; None if there is none."""
     found = _Branches(r).parts_of_one(nodes)
     return None if found is None else found.node
 
 
 class _Branches:
-    """Branches of a network that do the same, each to its part of something.
+    """Branches of a network with equal operations, each on its own part.
 
     Attributes:
-        mixes: Whether they do more to what they take than to move it, or to apply a function to each element.
-        experts: The values that layers make of which each branch has its own, of one stack of weights.
+        mixes: Whether the branches do more than moves and elementwise functions.
+        experts: Outputs of layers that have separate weights per branch, from one stack of weights.
     """
 
     def __init__(self, r: Rewriter) -> None:
@@ -85,8 +85,8 @@ class _Branches:
         """Return one operation that computes the values of all branches; None if the branches differ.
 
         Args:
-            nodes: The values, one of each branch, or numbers.
-            readers: What reads them.
+            nodes: The values, one per branch, or numbers.
+            readers: The readers of these values.
         """
         if not all(isinstance(node, fx.Node) for node in nodes):
             return _Lifted(nodes[0], False) if all(node == nodes[0] for node in nodes) else None
@@ -102,7 +102,7 @@ class _Branches:
         return self.known[key]
 
     def parts_of_one(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
-        """Return the value of which each branch has a part, its parts along a new first axis."""
+        """Return the value that contains a part for each branch, with the parts along a new first axis."""
         values: list[Any] = [node.meta.get("val") for node in nodes]
         if any(not isinstance(value, Tensor) or value.shape != values[0].shape for value in values):
             return None
@@ -127,7 +127,7 @@ class _Branches:
         return None
 
     def _repeated(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
-        """Return parts of a value that several branches in a row share (keys of which each serves several queries)."""
+        """Return parts of a value that consecutive branches share (keys that serve several queries each)."""
         own = list(dict.fromkeys(nodes))
         times = len(nodes) // len(own)
         if times == 1 or [node for node in own for _ in range(times)] != list(nodes):
@@ -140,12 +140,12 @@ class _Branches:
         )
 
     def _operation(self, nodes: Sequence[fx.Node], readers: Sequence[fx.Node]) -> _Lifted | None:
-        """Return an operation on what the branches' operations take."""
+        """Return one operation on the combined arguments of the branches' operations."""
         r, first = self.r, nodes[0]
         name = r.name(first)
         if not name or any(node.target is not first.target for node in nodes):
             return None
-        moves = name in VIEWS or name == "mT"  # several may read the same one
+        moves = name in VIEWS or name == "mT"  # may have several readers
         if not moves and any(not r.only_for(node, reader) for node, reader in zip(nodes, readers, strict=True)):
             return None
         if any(len(node.args) != len(first.args) or node.kwargs != first.kwargs for node in nodes):
@@ -170,7 +170,7 @@ class _Branches:
         return None if lifted is None else _Lifted(lifted, True)
 
     def _expert(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
-        """Return a layer with weights of its own in each branch, of one value or of what such layers make."""
+        """Return a layer with separate weights per branch, on a common value or on outputs of such layers."""
         r, (value, weight, *bias) = self.r, args
         if not weight.along or (value.along and value.node not in self.experts) or len(r.shape(weight.node)) != 3:
             return None
@@ -189,7 +189,7 @@ _Cut = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def _cuts(axis: int, size: int, count: int) -> list[_Cut]:
-    """Return the ways to cut an axis into parts along a new first axis: one place each, in a row, or every so many."""
+    """Return the ways to split an axis into parts along a new first axis: single entries, blocks, or strided."""
     front: _Cut = [(aten.movedim.int, (axis, 0))]
     found: list[_Cut] = [front] if size == count else []
     if size % count == 0:
@@ -199,13 +199,13 @@ def _cuts(axis: int, size: int, count: int) -> list[_Cut]:
 
 
 def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.Node | None:
-    """Return an operation with a new first axis, along which stand what it was in each branch; None if it has none."""
+    """Return an operation with a new first axis for the branches; None if it cannot be extended."""
     value, rest = args[0], [arg.node for arg in args[1:]]
     rank = len(r.shape(node))
     if name in _ELEMENTWISE | {"matmul"}:
-        # Sizes are matched from the last axis on: the new one has to be in front of all.
+        # Broadcasting aligns the last axes, so the new axis must be first everywhere.
         own = [_wide(r, arg, rank) if arg.along else arg.node for arg in args]
-        if name == "matmul":  # and what units share has an axis for them
+        if name == "matmul":  # units that branches share need this axis as well
             own = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in own]
         return r.insert(node.target, *own, **node.kwargs)
     if not value.along or any(arg.along for arg in args[1:] if name not in ("layer_norm", "rms_norm")):
@@ -227,7 +227,7 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
 
 
 def _behind(axis: Any, rank: int) -> Any:
-    """Return an axis, or several, as they are called behind a new first one."""
+    """Return axis numbers after the insertion of a new first axis."""
     if isinstance(axis, int):
         return axis % rank + 1
     return [own % rank + 1 for own in axis] if isinstance(axis, (list, tuple)) and axis else None
@@ -239,13 +239,13 @@ def _wide(r: Rewriter, arg: _Lifted, rank: int) -> fx.Node:
 
 
 def _norm(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.Node | None:
-    """Return a norm of all branches; gains and biases that are others in each come behind it."""
+    """Return a norm of all branches; gains and biases that differ between branches follow it."""
     rank, over = len(r.shape(node)), args[1].node
     at_eps = 4 if name == "layer_norm" else 3
     weights = args[2:at_eps]
     eps = argument(node, at_eps, "eps", 1e-5 if name == "layer_norm" else None)
     own = [None if arg.along else arg.node for arg in weights]
-    if weights and own[0] is None:  # the bias comes behind the gain
+    if weights and own[0] is None:  # the bias follows the gain
         own = [None] * len(own)
     result = r.insert(node.target, args[0].node, over, *(own + [None] * (at_eps - 2 - len(own))), eps)
     for arg, given, target in zip(weights, own, (aten.mul.Tensor, aten.add.Tensor), strict=False):

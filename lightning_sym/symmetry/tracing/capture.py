@@ -1,4 +1,4 @@
-"""A network as a flat list of ATen operations, with the names of the parameters, buffers and modules behind them."""
+"""Capture a network as a flat list of ATen operations with the names of parameters, buffers and modules."""
 
 import contextlib
 import copy
@@ -31,7 +31,8 @@ from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, te
 from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
-# Leaf modules run as one operation: rules for module classes see them whole. The operation finds its results here.
+# Leaf modules run as one operation, so that rules for module classes apply to them. The operation looks up its result
+# shapes here.
 _LEAVES: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
 
 
@@ -49,7 +50,7 @@ def _(inputs: Sequence[Tensor], weights: Sequence[Tensor], key: int) -> list[Ten
     ]
 
 
-# What a user's rule demands of values, and no operation of torch says: see `expansion.py`.
+# A constraint of a user's rule that no torch operation expresses: see `expansion.py`.
 @torch.library.custom_op("lightning_sym::demand", mutates_args=())
 def _demand(inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     raise RuntimeError("a demand of a rule is only traced, never run")
@@ -61,17 +62,17 @@ def _(inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 DEMAND = torch.ops.lightning_sym.demand.default
-OPAQUE = (DEMAND, torch.ops.lightning_sym.leaf.default)  # operations without numbers
+OPAQUE = (DEMAND, torch.ops.lightning_sym.leaf.default)  # operations that cannot be evaluated
 
 
 @dataclass(frozen=True)
 class Template:
-    """The arguments and keywords of a call, without what stands for its tensors.
+    """The arguments and keywords of a call, with its tensors removed.
 
     Attributes:
-        leaves: All that they hold, None in the place of tensors.
-        given: Which of these are tensors.
-        form: How they make arguments and keywords.
+        leaves: All leaves of the arguments; None replaces each tensor.
+        given: For each leaf, whether it was a tensor.
+        form: The nesting of the leaves in arguments and keywords.
     """
 
     leaves: tuple[Any, ...]
@@ -80,14 +81,14 @@ class Template:
 
     @classmethod
     def of(cls, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[Template, list[Any]]":
-        """Return the template of a call, and what stands for its tensors: all that is of a class."""
+        """Return the template of a call, and the leaves of type ``kind``, which represent its tensors."""
         leaves, form = pytree.tree_flatten((args, kwargs))
         given = tuple(isinstance(leaf, kind) for leaf in leaves)
         rest = tuple(None if isinstance(leaf, kind) else leaf for leaf in leaves)
         return cls(rest, given, form), [leaf for leaf in leaves if isinstance(leaf, kind)]
 
     def filled(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments and keywords, with something in the place of each tensor."""
+        """Return the arguments and keywords with the given items for the tensors."""
         left = iter(tensors)
         leaves = [next(left) if given else leaf for leaf, given in zip(self.leaves, self.given, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self.form)
@@ -100,7 +101,7 @@ class Leaf:
 
     Attributes:
         module: The module.
-        call: What it is called with, but for its tensors.
+        call: The arguments of the call without its tensors.
     """
 
     module: nn.Module
@@ -115,18 +116,19 @@ class Capture:
         graph: The operations, in the order of execution.
         states: The name of the parameter or buffer behind each placeholder that holds one.
         inputs: The placeholders of the network's inputs.
-        modules: The innermost named module in which each operation ran.
-        marks: The tensors that have a name.
-        leaves: The call of a module behind each leaf operation, by key.
+        modules: The innermost named module that ran each operation.
+        marks: The named tensors.
+        leaves: The module call behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
-        folded: The constants whose values may have been read while it ran.
-        buffers: The names of the states that are no parameters.
-        charts: What is added to a parameter wherever it is read, if the graph has the sum in the parameter's place: a
-            number, or one for each element of a vector.
-        pieces: By parameter that is read in pieces, all of these, if the graph has them in the parameter's place.
-        call: The call that was captured.
-        rules: The operations and modules of which rules of users have said what they do.
-        told: What such rules told factors: a factor's name, and that of a parameter.
+        folded: The constants with values that the run may have read.
+        buffers: The names of the states that are not parameters.
+        charts: By parameter w, the number n of the sum w + n that replaces it in the graph; for vectors perhaps one
+            number per element.
+        pieces: By parameter that the network reads in pieces, these pieces, if the graph contains them instead of the
+            parameter.
+        call: The captured call.
+        rules: The operations and modules replaced by users' rules.
+        told: Pairs (factor name, parameter name) that such rules passed to factors.
     """
 
     graph: fx.Graph
@@ -147,14 +149,14 @@ class Capture:
 
 @dataclass(frozen=True)
 class Mark:
-    """A tensor of the graph that a user can name.
+    """A tensor of the graph that users can name.
 
     Attributes:
-        name: The module whose output it is, with ``-2``, ``-3``, ... for its later calls; or as the caller named it.
-        node: The operation whose result it is.
-        after: The last operation before it was named: what was written into it until then belongs to it.
-        module: The module, empty if the caller named it.
-        call: Which of the module's calls it is, from 0.
+        name: The module that returns it, with ``-2``, ``-3``, ... for its later calls; or the caller's name.
+        node: The operation that produces it.
+        after: The last operation before the tensor was named. Earlier writes into the tensor belong to it.
+        module: The module; empty if the caller named the tensor.
+        call: The index of the module's call, from 0.
     """
 
     name: str
@@ -165,18 +167,19 @@ class Mark:
 
 
 def operation_name(target: Any) -> str:
-    """Return what an operation of the graph is called, without a namespace if that is aten."""
+    """Return the name of a graph operation without the namespace ``aten``."""
     schema = getattr(target, "_schema", None)
     return schema.name.removeprefix("aten::") if schema is not None else getattr(target, "__name__", str(target))
 
 
 def address_of(tensor: Tensor) -> tuple[Any, int]:
-    """Return a key for what memory a tensor lies in, and at which byte of it the tensor begins.
+    """Return a key for the memory of a tensor, and the byte offset of its first element.
 
-    Addresses, where there are any: numpy and DLPack make several storages of one memory.
+    The key uses addresses where they exist, as numpy and DLPack create several storages for the same memory.
 
     Raises:
-        RuntimeError, NotImplementedError, ValueError: If there is none (sparse, lazy, or of a functional transform).
+        RuntimeError, NotImplementedError, ValueError: If the tensor has no address (sparse, lazy, or inside a
+            functional transform).
     """
     storage = tensor.untyped_storage()
     begin = int(tensor.storage_offset()) * tensor.itemsize
@@ -186,7 +189,7 @@ def address_of(tensor: Tensor) -> tuple[Any, int]:
 
 
 def memory_of(tensor: Tensor) -> Any:
-    """Return a key for the numbers of a tensor in memory: two names with the same key hold one tensor."""
+    """Return a key for a tensor's elements in memory. Names with equal keys hold the same tensor."""
     try:
         place = address_of(tensor)
     except (RuntimeError, NotImplementedError, ValueError):
@@ -198,7 +201,7 @@ def memory_of(tensor: Tensor) -> Any:
 
 
 def state_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer once, by its first name: names that share their memory hold one tensor."""
+    """Return every parameter and buffer once, by its first name. Tensors that share all memory count as one."""
     found: dict[Any, tuple[str, Tensor]] = {}
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         found.setdefault(memory_of(tensor), (name, tensor))
@@ -206,7 +209,7 @@ def state_tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 def places_of(network: nn.Module) -> dict[str, Tensor]:
-    """Return every place that holds a parameter or buffer: modules and weights may go by several names."""
+    """Return every place that holds a parameter or buffer, including duplicate names of shared modules and weights."""
     return {
         (f"{prefix}." if prefix else "") + name: tensor
         for prefix, module in network.named_modules()
@@ -216,13 +219,13 @@ def places_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def first_names(network: nn.Module) -> dict[str, str]:
-    """Return for every place that holds a parameter or buffer the first name of what it holds."""
+    """Map every place that holds a parameter or buffer to the first name of its tensor."""
     first = {memory_of(tensor): name for name, tensor in state_tensors(network).items()}
     return {place: first[memory_of(tensor)] for place, tensor in places_of(network).items()}
 
 
 def unsaved_places(network: nn.Module) -> set[str]:
-    """Return the places of buffers that a state dict does not hold."""
+    """Return the places of non-persistent buffers, which a state dict does not contain."""
     return {
         (f"{prefix}." if prefix else "") + name
         for prefix, module in network.named_modules()
@@ -232,17 +235,17 @@ def unsaved_places(network: nn.Module) -> set[str]:
 
 
 def constant_names(network: nn.Module) -> set[str]:
-    """Return the tensors, by their first names, that a state dict holds nowhere: they come with the architecture."""
+    """Return the first names of tensors that no state dict contains: constants of the architecture."""
     names, unsaved = first_names(network), unsaved_places(network)
     return set(names.values()) - {name for place, name in names.items() if place not in unsaved}
 
 
 def share_memory(network: nn.Module, names: Mapping[str, str]) -> nn.Module:
-    """Let places hold one tensor, in place.
+    """Make places share one tensor, in place.
 
     Args:
-        network: Changed.
-        names: For each place the first name of what it shall hold, as :func:`first_names` returns.
+        network: Is changed.
+        names: For each place the first name of its tensor, as returned by :func:`first_names`.
     """
     places = places_of(network)
     for place, name in names.items():
@@ -252,7 +255,7 @@ def share_memory(network: nn.Module, names: Mapping[str, str]) -> nn.Module:
 
 
 def _held_by(network: nn.Module, made: dict[int, Any]) -> str:
-    """Say which attribute of which module cannot be copied, if it is one by itself."""
+    """Name the module attribute that prevents copying, if a single attribute does."""
     for name, module in network.named_modules():
         for attribute, held in vars(module).items():
             if attribute.startswith("_"):  # tensors and modules, hooks
@@ -265,17 +268,18 @@ def _held_by(network: nn.Module, made: dict[int, Any]) -> str:
 
 
 def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of a network, in which the same names share their memory.
+    """Return a deep copy of a network that preserves shared memory.
 
     Args:
-        network: Not changed.
-        made: What to put in the place of things, by their `id`.
+        network: Is not changed.
+        made: Replacements for objects, by their `id`.
 
     Raises:
-        TypeError: If it holds something that cannot be copied.
+        TypeError: If the network holds an object that cannot be copied.
     """
     made = {} if made is None else made
-    # What modules keep of a forward pass (a pruned weight) hangs on the graph of its gradient, which is not copied.
+    # Tensors that modules keep from a forward pass (a pruned weight) belong to an autograd graph and cannot be
+    # deep-copied.
     for leaf in (leaf for module in network.modules() for leaf in pytree.tree_leaves(vars(module))):
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
             made.setdefault(id(leaf), leaf.detach().clone())
@@ -290,7 +294,7 @@ def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
 
 
 def _first_line_of_user(error: BaseException) -> str:
-    """Return "file:line: code" of the innermost frame that is neither torch's nor ours."""
+    """Return "file:line: code" of the innermost frame outside torch and this package."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "an unknown line"
@@ -298,7 +302,7 @@ def _first_line_of_user(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give something another attribute for a while."""
+    """Replace an attribute of an object temporarily."""
     kept = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -308,18 +312,18 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def without_log() -> contextlib.AbstractContextManager[None]:
-    """Let torch log no errors of operations that do not run without data, as exceptions say the same."""
+    """Silence torch's log for operations that cannot run without data, as exceptions carry the same message."""
     return _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def _is_causal_as_given(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-    """Let transformer layers of torch apply a mask as it is, without a look at its values: it may be the causal one."""
+    """Make torch's transformer layers apply a mask without reading its values to detect a causal mask."""
     return is_causal is True
 
 
 @contextlib.contextmanager
 def attributes_kept(network: nn.Module) -> Iterator[None]:
-    """Put back, afterwards, what modules keep in their attributes from one call to the next."""
+    """Restore the attributes of all modules after the block, including containers."""
     kept = {module: dict(vars(module)) for module in network.modules()}
     try:
         with containers_kept(network):
@@ -332,7 +336,7 @@ def attributes_kept(network: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def containers_kept(network: nn.Module) -> Iterator[None]:
-    """Empty, afterwards, the dictionaries and lists that modules fill on the way (with biases by resolution: LeViT)."""
+    """Restore the dictionaries and lists that modules fill during a forward pass (LeViT: biases by resolution)."""
     caches = [held for module in network.modules() for held in vars(module).values() if type(held) in (dict, list)]
     before = [held.copy() for held in caches]
     try:
@@ -348,9 +352,10 @@ def containers_kept(network: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def caches_kept(network: nn.Module) -> Iterator[None]:
-    """Empty, afterwards, the caches of functions (``functools.lru_cache``) that were filled on the way.
+    """Clear the function caches (``functools.lru_cache``) that the block fills.
 
-    Those of the modules' methods, and of functions in the files of their classes, perhaps inside of decorators.
+    Covered are caches of the modules' methods, and of functions in the files that define their classes, also behind
+    decorators.
     """
     before = [(own, own.cache_info().misses) for own in _caches(network)]
     try:
@@ -362,7 +367,7 @@ def caches_kept(network: nn.Module) -> Iterator[None]:
 
 
 def _caches(network: nn.Module) -> Iterator[Any]:
-    """Yield the caches of functions that the modules of a network may call."""
+    """Yield the cached functions that the modules of a network may call."""
     classes = {base for module in network.modules() for base in type(module).__mro__}
     files = {own.__module__ for own in classes} & sys.modules.keys()
     spaces = [*map(vars, classes), *(vars(sys.modules[name]) for name in files)]
@@ -371,14 +376,14 @@ def _caches(network: nn.Module) -> Iterator[Any]:
         function = getattr(held, "__func__", held)
         if isinstance(function, functools._lru_cache_wrapper) and id(function) not in seen:
             yield function
-        elif isinstance(function, types.FunctionType) and id(function) not in seen:  # a decorator holds it perhaps
-            with contextlib.suppress(ValueError):  # a cell is empty yet
+        elif isinstance(function, types.FunctionType) and id(function) not in seen:  # decorated, perhaps cached
+            with contextlib.suppress(ValueError):  # an empty cell
                 left += [cell.cell_contents for cell in function.__closure__ or ()]
         seen.add(id(function))
 
 
 class _Recorder:
-    """Forward hooks that note which operations of the graph each module added, and which result is its output."""
+    """Forward hooks that record the module of each graph operation, and the output of each module."""
 
     def __init__(self, network: nn.Module, leaf_types: tuple[type[nn.Module], ...]) -> None:
         self.modules: dict[fx.Node, str] = {}
@@ -411,16 +416,16 @@ class _Recorder:
         for node in itertools.takewhile(lambda node: node is not before, reversed(self._tracer().graph.nodes)):
             self.modules.setdefault(node, name)  # inner modules end first
         call = self.calls[name] = self.calls.get(name, -1) + 1
-        if tensors := tensors_of(outputs):  # of several, the first
+        if tensors := tensors_of(outputs):  # the first of several
             self.mark(f"{name}-{call + 1}" if call else name, tensors[0], name, call)
 
     def mark(self, name: str, value: Any, module: str = "", call: int = 0) -> None:
-        """Note under which name a floating tensor of the graph is known."""
+        """Record the name of a floating-point tensor of the graph."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return
         tracer = self._tracer()
         slot: Any = get_proxy_slot(value, tracer, None)
-        while name in self.marks:  # a module may really be called relu-2
+        while name in self.marks:  # a module may have the name relu-2
             name += "-2"
         if slot is not None:
             self.marks[name] = Mark(name, slot.proxy.node, next(iter(reversed(tracer.graph.nodes))), module, call)
@@ -432,16 +437,16 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _as_leaves(network: nn.Module, leaf_types: tuple[type[nn.Module], ...], call: Call) -> Iterator[dict[int, Leaf]]:
-    """Let the modules of the given types run as one operation each; what comes out is told by a real forward.
+    """Run modules of the given types as one operation each; a real forward pass determines their output shapes.
 
     Yields:
-        The calls that stand behind the operations, by key.
+        The calls behind these operations, by key.
     """
     leaves = [m for m in network.modules() if isinstance(m, leaf_types)]
     if not leaves:
         yield {}
         return
-    # Only shapes count, as in the capture itself, so that inputs may be of another precision than the weights.
+    # Only shapes matter, as in the capture itself, so inputs may have another precision than the weights.
     dtype = next((t.dtype for t in network.parameters() if t.is_floating_point()), None)
     call = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, call)
     weightless = any(tensor.is_meta for tensor in state_tensors(network).values())
@@ -476,12 +481,12 @@ def _as_leaves(network: nn.Module, leaf_types: tuple[type[nn.Module], ...], call
 
 
 def _leaf_forward(module: nn.Module, outputs: list[Any], calls: dict[int, Leaf]) -> Any:
-    """Return what runs a module as one operation.
+    """Return a forward function that runs a module as one operation.
 
     Args:
         module: The module.
-        outputs: What comes out of each of its calls, in order: shapes and types in the place of tensors.
-        calls: Gets each call.
+        outputs: The outputs of its calls, in order, with (shape, dtype) for tensors.
+        calls: Receives each call.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -497,19 +502,19 @@ def _leaf_forward(module: nn.Module, outputs: list[Any], calls: dict[int, Leaf])
 
 
 def _is_described(leaf: Any) -> bool:
-    """Whether something is the shape and the type of a tensor."""
+    """Whether a leaf is the (shape, dtype) pair of a tensor."""
     return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype)
 
 
 def _run_on_meta(network: nn.Module, call: Call) -> None:
-    """Run a network of which some tensors have no values: then none needs any."""
+    """Run a network that has some tensors on the meta device entirely on the meta device."""
     call, held = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), (call, places_of(network)))
     with torch.device("meta"):
         torch.func.functional_call(network, held, call.positional, dict(call.keywords), tie_weights=False)
 
 
 def _without_data(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a tensor without data like another one: on the CPU where that has no data itself."""
+    """Return a fake tensor like the given one; on the CPU if the original is on the meta device."""
     if not tensor.is_meta:
         return mode.from_tensor(tensor.detach())
     with mode:
@@ -524,22 +529,21 @@ def capture(
     cuts: Cuts | None = None,
     fold: bool = False,
 ) -> Capture:
-    """Run a network once on tensors without data and write down its operations.
+    """Run a network once on tensors without data and record its operations.
 
-    The operations are those that `torch.export` shows (before autograd, in evaluation mode); its passes that check and
-    serialize the program are left out, which makes this two to three times as fast.
+    The operations are those that `torch.export` shows before autograd, in evaluation mode. Skipping the passes that
+    verify and serialise the program makes this two to three times as fast.
 
     Args:
         network: The network.
-        call: Its arguments, of which tensors are used for their shapes only, and which of its outputs count.
+        call: Its arguments, used only for the shapes of tensors, and the outputs that count.
         leaf_types: Module classes to record as one operation.
-        cuts: Cuts of the network, whose values are named ``site/0``, ``site/1``, ... as well.
-        fold: Whether to keep the values of constants on the way, which takes longer; it is tried where the network
-            does not run without.
+        cuts: Cuts of the network; their values receive the additional names ``site/0``, ``site/1``, ...
+        fold: Whether to compute the values of constants during the run, which is slower. Without it the function falls
+            back to folding where the network needs values.
 
     Raises:
-        ValueError: If the control flow depends on values, an operation cannot run without data, or there is no output
-            that counts.
+        ValueError: If the control flow depends on values, an operation cannot run without data, or no output counts.
     """
     states = state_tensors(network)
     with contextlib.ExitStack() as stack:
@@ -551,7 +555,7 @@ def capture(
         recorder = _Recorder(network, leaf_types)
         stack.callback(recorder.close)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Detached before the mode is entered, which would make it ten times as slow.
+        # Detached before entering the mode: inside, detaching is ten times as slow.
         fake = {name: _without_data(tensor, mode) for name, tensor in states.items()}
         arguments = pytree.tree_map_only(
             Tensor, lambda t: _without_data(t, mode), (call.positional, dict(call.keywords))
@@ -588,7 +592,7 @@ def capture(
                 raise _refusal(error, misspelt(network, call), _of_experts(network)) from error
             module = None
         except Exception as error:
-            raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # says what the log would
+            raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # as in the log
     if module is None or (_hidden(module) and not fold):
         return capture(network, call, leaf_types, cuts=cuts, fold=True)
     _check_operations(module, recorder)
@@ -608,7 +612,7 @@ def capture(
 
 
 def _of_experts(network: nn.Module) -> str:
-    """Say how a model of transformers with experts can be traced, if it is one."""
+    """Explain how to trace a `transformers` model with experts; empty for other networks."""
     chosen = getattr(getattr(network, "config", None), "_experts_implementation", None)
     can_choose = getattr(network, "_can_set_experts_implementation", None)
     if chosen in (None, "batched_mm") or can_choose is None or not can_choose():
@@ -618,7 +622,7 @@ def _of_experts(network: nn.Module) -> str:
 
 
 def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
-    """Say why a network does not run without data."""
+    """Explain why a network does not run without data."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     because = f"because of {_first_line_of_user(error)} ({type(error).__name__}: {reason[:200]})"
     text = f"{type(error).__name__} {error}".lower()
@@ -630,7 +634,7 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
         )
     if "no fake impl" in text:
         return ValueError(
-            f"the network cannot be traced, {because}; expected that every operation says what shape comes out: "
+            f"the network cannot be traced, {because}; expected operations that declare their output shapes: "
             "see torch.library.register_fake"
         )
     return ValueError(
@@ -640,13 +644,13 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
 
 
 def _hidden(module: fx.GraphModule) -> list[fx.Node]:
-    """Return the tensors of a graph that come out of nowhere, as what made them was not seen."""
+    """Return the tensors of a graph without a recorded operation."""
     nodes = [node for node in module.graph.nodes if node.op == "get_attr"]
     return [node for node in nodes if isinstance(getattr(module, str(node.target), None), FakeTensor)]
 
 
 def _check_operations(module: fx.GraphModule, recorder: _Recorder) -> None:
-    """Refuse graphs in which some operations cannot be seen."""
+    """Reject graphs with operations that the capture cannot record."""
     invisible = _hidden(module)
     for node in module.graph.nodes:
         values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]

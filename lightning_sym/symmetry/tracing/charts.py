@@ -1,4 +1,4 @@
-"""Parameters that a network reads as numbers plus the parameter: the sum stands in the graph in their place."""
+"""Charts: replace a parameter that the network reads as w + n, with a number n, by the sum."""
 
 import math
 import operator
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite x + x w as x (1 + w), whatever else is added."""
+    """Rewrite x + x w, with further terms, as x (1 + w)."""
     terms = terms_of(r, node)
     for at, product in enumerate(terms):
         if r.name(product.node) != "mul" or not product.added or not r.only_for(product.node, product.reader):
@@ -34,7 +34,7 @@ def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 class _Read(NamedTuple):
-    """A node that is ``factor * (w + number)`` of a parameter w; `part` is w as it is cast there."""
+    """A node that computes ``factor * (w + number)`` from a parameter w; ``part`` is w after casts."""
 
     node: fx.Node
     part: fx.Node
@@ -43,7 +43,7 @@ class _Read(NamedTuple):
 
 
 def read_as_sums(r: Rewriter) -> None:
-    """Let a parameter that is read as 1 + w, and in no other way, stand for the sum: what multiplies that scales."""
+    """Let a parameter that is read only as 1 + w represent the sum, which then has scales like a gain."""
     for node, name in r.capture.states.items():
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -61,7 +61,7 @@ def read_as_sums(r: Rewriter) -> None:
 
 
 def _reads(r: Rewriter, here: _Read) -> list[_Read] | None:
-    """Return the last of all operations that add numbers to a parameter, or multiply it; None if others read it."""
+    """Return the last operations that scale a parameter or add numbers to it; None if it has other readers."""
     found: list[_Read] = []
     seen = False
     for user in here.node.users:
@@ -78,7 +78,7 @@ def _reads(r: Rewriter, here: _Read) -> list[_Read] | None:
 
 
 def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
-    """Return what an operation makes of a multiple of a parameter and a number, if it is one, too."""
+    """Return an operation's result as ``factor * (w + number)``; None if it has another form."""
     name, (_, part, factor, number) = r.name(user), here
     if any(mark.node is user for mark in r.capture.marks):
         return None
@@ -105,9 +105,9 @@ def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
 
 
 def read_behind_layers(r: Rewriter) -> None:
-    """Let the bias of a layer stand for 1 + the bias where parts of what it puts out are read as 1 + v, and only so.
+    """Let a layer's bias b represent 1 + b for outputs v that are read only as 1 + v.
 
-    What multiplies 1 + v then scales these rows of the layer: such are the scales of norms that a condition moves.
+    Factors of 1 + v then scale these rows of the layer. Example: conditional scales of norms.
     """
     for node in list(r.graph.nodes):
         bias = argument(node, 2, "bias") if r.name(node) == "linear" else None
@@ -122,7 +122,7 @@ def read_behind_layers(r: Rewriter) -> None:
         numbers = behind.numbers.nan_to_num().tolist()
         if not any(numbers):
             continue
-        # Inside the network nobody may name what is another value now.
+        # Named values inside the network have changed, so they lose their names.
         r.capture.marks[:] = [mark for mark in r.capture.marks if mark.node not in behind.passed]
         for reader, value in behind.sums:
             r.at = reader
@@ -132,12 +132,12 @@ def read_behind_layers(r: Rewriter) -> None:
 
 
 class _Behind:
-    """What is added to the outputs of a layer where they are read.
+    """The numbers that readers add to the outputs of a layer.
 
     Attributes:
-        numbers: For each output, the number; not a number where none was seen.
-        sums: The operations that add them, and to what.
-        passed: The values that hold outputs.
+        numbers: The number for each output; NaN if unread.
+        sums: Pairs of the adding operation and its argument.
+        passed: The values that contain outputs.
     """
 
     def __init__(self, r: Rewriter, size: int) -> None:
@@ -146,7 +146,7 @@ class _Behind:
         self.passed: set[fx.Node] = set()
 
     def is_added_to(self, value: fx.Node) -> bool:
-        """Whether any part of a value is read with a number added."""
+        """Whether some part of a value is read with a number added."""
         left = [value]
         for own in left:
             for user in own.users:
@@ -157,11 +157,11 @@ class _Behind:
         return False
 
     def follow(self, value: fx.Node, places: Any) -> bool:
-        """Look at all that reads a value; return False if not every output is read with one number.
+        """Collect the numbers that readers of a value add; return False if an output is read with several numbers.
 
         Args:
             value: The value, or a list of values.
-            places: Which output each of its elements is.
+            places: The output index of each of its elements.
         """
         self.passed.add(value)
         for user in value.users:
@@ -200,20 +200,20 @@ class _Behind:
         return number if name == "add" else -number
 
     def is_taken_off(self, user: fx.Node, value: fx.Node) -> bool:
-        """Whether an operation takes a value off a number."""
+        """Whether an operation subtracts a value from a number."""
         name = self.r.name(user)
         return name == "rsub" if user.args[0] is value else name == "sub"
 
 
 def _number(r: Rewriter, item: object) -> float | None:
-    """Return the number that is added everywhere."""
+    """Return the number that all elements of a constant equal; None if there is none."""
     if isinstance(item, fx.Node) and r.name(item) == "full":
         return r.number(item.args[1])
     return r.number(item)
 
 
 def charts_of(captures: Sequence[Capture]) -> tuple[dict[str, float | tuple[float, ...]], set[str]]:
-    """Return what is added to parameters wherever they are read, and those to which not every capture adds the same."""
+    """Return the charts common to all captures, and the names of parameters with differing charts."""
     charts: dict[str, float | tuple[float, ...]] = {}
     unlike: set[str] = set()
     for name in sorted({name for capture in captures for name in capture.charts}):

@@ -1,8 +1,8 @@
-"""Rules for units that are chosen by their values, as a router chooses experts: integers that say which unit it was.
+"""Rules for units chosen by their values, such as a router's experts, and for the integers that refer to them.
 
-Operations that choose along an axis do not see the order of the units there: what is chosen stays the same, and the
-integers that name it move with the units. What takes elements at these integers carries the same units on the axis from
-which it takes. See docs/theory/intertwiners.md, 2.13.
+Operations that choose along an axis are invariant under permutations of its units: the chosen values are unchanged, and
+the integers move with the units. Operations that take elements at these integers have the same units on the indexed
+axis. See docs/theory/intertwiners.md, 2.13.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ def _still(trace: Trace, label: Label) -> Label:
 
 
 def without_scale(trace: Trace, value: Value) -> Value:
-    """Return what moves with the units of a value, but does not see their scales (comparisons, indices)."""
+    """Return a value that moves with the units but ignores their scales (comparisons, indices)."""
     return value.with_labels(*(_still(trace, label) for label in value.labels))
 
 
 def _placed(labels: Sequence[Label], axis: int, shape: tuple[int, ...], rank: int) -> Value:
-    """Return the labels on a result from which an axis is gone, perhaps."""
+    """Return labels on a result that may lack an axis."""
     gone = len(shape) < rank
     places = (tuple(a - (gone and a > axis) for a in label.axes) for label in labels)
     return Value(shape, tuple(label.on(axes) for label, axes in zip(labels, places, strict=True)))
@@ -42,7 +42,7 @@ def _placed(labels: Sequence[Label], axis: int, shape: tuple[int, ...], rank: in
 
 @register_rule(Trait.CHOOSE)
 def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
-    """Which values are the largest, and where they are: values do not see the order of units, places move with it."""
+    """Return the largest values and their indices: values are invariant under permutations, indices move along."""
     name, meta = trace.operation, trace.node.meta["val"]
     if values_in((args, kwargs)) or (name in ("max", "min") and isinstance(meta, Tensor)):
         return unknown(trace, value, *args, **kwargs)
@@ -56,7 +56,7 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     axis = (-1 if at is None else at) % value.ndim
     across, along = ([label for label in value.labels if (axis in label.axes) == within] for within in (False, True))
     numbers: tuple[Label, ...] = ()
-    if len(value.labels) == 1 and along and along[0].axes == (axis,):  # all have one scale, or none
+    if len(value.labels) == 1 and along and along[0].axes == (axis,):  # all share one scale, or have none
         (label,) = along
         trace.constraints.restrict(label)
         numbers = (trace.constraints.number_of(label),)
@@ -64,13 +64,13 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
         inside: Sequence[Label] = (_still(trace, label),)
     else:
         inside = trace.permutations_only(value.with_labels(*along)).labels
-    # The order along other axes does not change if all that is compared has one scale.
+    # The order along other axes is unchanged if all compared values share one scale.
     outside = trace.elementwise(value.with_labels(*across), positive_scales=True).labels
     chooses: Label | None = None
     for label in inside:
         if label.axes == (axis,):
             chooses = label
-        else:  # of each group by itself: its members meet again what is made of the whole
+        else:  # chosen inside each group: the group's members are combined again later
             trace.fix(value.with_labels(label), CHOSEN)
 
     def index(shape: tuple[int, ...]) -> Value:
@@ -83,9 +83,9 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
 
 
 def _may_be_equal(node: Any) -> bool:
-    """Whether values may be equal by more than chance, from the elementwise operations that made them.
+    """Whether values may be systematically equal, judged by the elementwise operations that computed them.
 
-    Then their order says which is chosen, and it moves with the units.
+    Their order then decides the choice, and the order moves with the units.
     """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
@@ -98,22 +98,22 @@ def _may_be_equal(node: Any) -> bool:
 
 
 def tells_unknown_choice(trace: Trace, node: fx.Node, values: Sequence[Value]) -> None:
-    """Fix the units that integers name where an operation takes these that says nothing of it."""
+    """Fix units that integers refer to, if an operation without rules for choices reads these integers."""
     if name_of(node) not in _TAKE_CHOICES:
         for value in values:
             fix_choice(trace, value)
 
 
-# Operations that know of choices: those that move them, and the rules of this file.
+# Operations that handle choices: those that move them, and the rules of this file.
 _MOVE_CHOICES = operations(Trait.MOVE | Trait.CAST) | {"getitem"}
 _TAKE_CHOICES = operations(Trait.PICK) | _MOVE_CHOICES | {"embedding", "one_hot", "scatter", "scatter_add", "eq", "ne"}
 
 
 def taken_at(trace: Trace, value: Value, axis: int, index: Value) -> Value:
-    """Let elements be taken along one axis at places that depend on the input.
+    """Take elements along an axis at indices that depend on the input.
 
     Returns:
-        The value, without what acts on that axis: there stands now what was chosen.
+        The value without labels on that axis, as it now indexes the choices.
     """
     axis %= value.ndim
     label = trace.label(value, axis)
@@ -127,7 +127,7 @@ def taken_at(trace: Trace, value: Value, axis: int, index: Value) -> Value:
 
 
 def picked(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
-    """Take elements at places that depend on the input: nothing may act on these axes, but what chose the places."""
+    """Take elements at indices that depend on the input; on these axes only the chosen units act."""
     target: Any = trace.node.target
     indices = values_in((args, kwargs))
     shape, name = trace.output_shape(), trace.operation
@@ -141,7 +141,7 @@ def picked(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
         places = {args[0] % value.ndim: args[1]}
     for axis, index in places.items():
         value = taken_at(trace, value, axis, index)
-    if name == "gather":  # other elements for each place along the axes along which the index is not copied
+    if name == "gather":  # positions along unexpanded axes of the index read other elements
         meta = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], trace.node.args[2])
         taken = [axis for axis in range(meta.ndim) if meta.stride(axis) and meta.shape[axis] > 1]
         value = trace.free_of(value, taken, TAKEN)
@@ -166,7 +166,7 @@ def _one_hot(trace: Trace, index: Value, classes: int = -1) -> Value:
 
 @register_rule("aten::eq", "aten::ne")
 def _equal(trace: Trace, one: Any, two: Any) -> Any:
-    """Whether it was a certain unit that was chosen, for all units one after the other."""
+    """Compare chosen indices with all units in order: the result is one-hot in the units."""
     index, other = (one, two) if isinstance(one, Value) and one.chooses is not None else (two, one)
     if not isinstance(index, Value) or index.chooses is None:
         target: Any = trace.node.target
@@ -185,14 +185,14 @@ def _equal(trace: Trace, one: Any, two: Any) -> Any:
 
 
 def marked(trace: Trace, base: Value, axis: int, index: Value, new: Any) -> Value | None:
-    """Write something to the places of units that were chosen; None if nothing is known of these.
+    """Write at the positions of chosen units; None if the choice is unknown.
 
     Args:
         trace: The trace.
-        base: What is written into.
-        axis: The axis along which the places are.
-        index: The places, which depend on the input.
-        new: What is written: a number, or a value on which nothing acts.
+        base: The value that is written into.
+        axis: The indexed axis.
+        index: The indices, which depend on the input.
+        new: The written number, or a value without labels.
     """
     label, axis = index.chooses, axis % base.ndim
     if label is None or label.size != base.shape[axis] or index.labels:

@@ -1,4 +1,4 @@
-"""What the operations of a network demand of its symmetries: labels, and the constraints in which rules write."""
+"""Labels, and the constraints that operations of a network place on its symmetries."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from lightning_sym.symmetry.arrays import distinct_columns, rising
 
 Ints = NDArray[np.int64]
-UNSET = -1  # the tag of a parameter's position until something is known that it goes with
+UNSET = -1  # the tag of a parameter's position until the first operation determines it
 
 
 def counted(reason: str, atom: Ints, what: str = "") -> str:
-    """Say how many units a reason fixes."""
+    """Add the number of fixed units to a reason."""
     units = len(rising(atom))
     of_what = f"the {what}{'s' * (units != 1)} of " if what else ""
     return f"{reason} (fixes {of_what}{units} unit{'s' * (units != 1)} here)"
@@ -23,13 +23,13 @@ def counted(reason: str, atom: Ints, what: str = "") -> str:
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """Who acts on which element of a tensor.
+    """The units and scales that act on the elements of a tensor.
 
     Attributes:
-        axes: The tensor's axes along which the label changes, in order; () if one unit holds the whole tensor.
-        atom: For each position on these axes, the unit that it belongs to: what a permutation moves.
-        tag: Which of its unit's several positions this is (after flattening: where in the image).
-        scale: The variable that scales it.
+        axes: The tensor's axes that index the label, in order; () if one unit fills the whole tensor.
+        atom: For each position on these axes, its unit, which permutations move.
+        tag: A number that distinguishes several positions of one unit (after flattening: the place in the image).
+        scale: The variable that rescales the position.
     """
 
     axes: tuple[int, ...]
@@ -44,19 +44,19 @@ class Label:
 
     @property
     def parts(self) -> tuple[Ints, Ints, Ints]:
-        """Its three arrays: atoms, tags and scales."""
+        """The arrays of atoms, tags and scales."""
         return self.atom, self.tag, self.scale
 
     def on(self, axes: tuple[int, ...]) -> "Label":
-        """Return the same label on other axes, of the same sizes."""
+        """Return the same label on other axes of the same sizes."""
         return Label(axes, self.atom, self.tag, self.scale)
 
     def moved(self, axes: tuple[int, ...], function: Callable[[Ints], Ints]) -> "Label":
-        """Return a label on other axes whose positions are those of this one, moved by a function of arrays."""
+        """Return a label on other axes, with positions moved by a function of arrays."""
         return Label(axes, *(np.asarray(function(part)) for part in self.parts))
 
     def at(self, where: Any) -> "Label":
-        """Return some of a label's positions, which an index or a mask names, on no axes in particular."""
+        """Select positions by an index or a mask; the result has no axes."""
         return self.moved((), lambda part: part[where])
 
     def scaled_by(self, scale: Ints) -> "Label":
@@ -64,17 +64,17 @@ class Label:
         return Label(self.axes, self.atom, self.tag, scale)
 
     def take(self, index: Ints) -> "Label":
-        """Return the positions of a label on one axis that an index array names, on the axes 0, 1, ... of the index."""
+        """Select positions of a label on one axis by an index array; the result has the axes 0, 1, ... of the index."""
         return self.moved(tuple(range(index.ndim)), lambda part: part[index])
 
 
 @dataclass
 class Sighting:
-    """A place where labels are seen: an axis of a parameter (`tensor`), or a value of the graph.
+    """An occurrence of labels: on an axis of a parameter (`tensor`), or in a value of the graph.
 
     Attributes:
         label: One entry per position.
-        tensor: The parameter or buffer, or the name of a value inside the network; None for values without one.
+        tensor: The name of the parameter, buffer or named value; None for unnamed values.
     """
 
     label: Label
@@ -83,12 +83,12 @@ class Sighting:
 
 @dataclass(frozen=True, eq=False)
 class HalfPeriod:
-    """Half a period of what reads a bias.
+    """Half a period of the functions that read a bias.
 
     Attributes:
-        size: How much of the bias it is; nan if readers differ.
-        standing: The variables that scale the bias. Shape (size of the bias,).
-        flip: Variables that stand for the change of sign. Shape (size of the bias,).
+        size: Half a period, as an offset of the bias; NaN if readers differ.
+        standing: The scale variables of the bias. Shape (size of the bias,).
+        flip: The sign variables that represent the sign change. Shape (size of the bias,).
     """
 
     size: float
@@ -98,7 +98,7 @@ class HalfPeriod:
 
 @dataclass
 class Constraints:
-    """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign."""
+    """Variables and constraints. A `scale` variable represents one log-magnitude and one sign."""
 
     atoms: int = 0
     scales: int = 0
@@ -132,18 +132,18 @@ class Constraints:
         self.where: Callable[[], str] | None = None
 
     def fresh_scales(self, shape: tuple[int, ...]) -> Ints:
-        """Return new variables of a shape."""
+        """Return new scale variables of the given shape."""
         size = int(np.prod(shape))
         self.scales += size
         return np.arange(self.scales - size, self.scales).reshape(shape)
 
     def scales_like(self, *scales: Ints) -> Ints:
-        """Return new variables, one for each combination of variables that stand at one position."""
+        """Return new variables, one for each combination of variables at a position."""
         unique, inverse = distinct_columns(*scales)
         return self.fresh_scales((unique.shape[1],))[inverse].reshape(scales[0].shape)
 
     def product(self, *factors: tuple[Ints, float]) -> Ints:
-        """Return new variables, one for each combination: the product of the given ones, each to its power."""
+        """Return new variables, one per combination, equal to the product of the given variables to their powers."""
         scale = self.scales_like(*(factor for factor, _ in factors))
         self.equate([(scale, 1.0), *((factor, -power) for factor, power in factors)])
         return scale
@@ -158,7 +158,7 @@ class Constraints:
         return Label(axes, atom, np.full(shape, tag), self.fresh_scales(shape))
 
     def copied(self, label: Label, number: Ints) -> Label:
-        """Return units that are copies of a label's, with its scales; equal positions of one number are one copy."""
+        """Return copies of a label's units with the same scales; equal positions with equal numbers are one copy."""
         label = self.resolve(label)
         unique, inverse = distinct_columns(label.atom, number)
         atom = self.fresh((), (unique.shape[1],)).atom
@@ -166,16 +166,16 @@ class Constraints:
         return Label(label.axes, atom[inverse].reshape(label.atom.shape), label.tag, label.scale)
 
     def copied_from(self, atom: Ints) -> Ints:
-        """Return of which units some are copies; themselves, if of none."""
+        """Return the original units of copies; other units are returned unchanged."""
         found: Ints = atom.copy()
-        for copies, of, _ in reversed(self.copies):  # of what was made before; copies are numbered in a row
+        for copies, of, _ in reversed(self.copies):  # in reverse order of creation; copies have consecutive numbers
             if len(copies):
                 own = (found >= copies[0]) & (found <= copies[-1])
                 found[own] = of[found[own] - copies[0]]
         return found
 
     def resolve(self, label: Label) -> Label:
-        """Return a label whose positions know their tags; those without one yet are their unit's only position."""
+        """Return a label with all tags set; a position without a tag becomes its unit's only position."""
         unset = label.tag == UNSET
         if not unset.any():
             return label
@@ -186,30 +186,30 @@ class Constraints:
         return Label(label.axes, label.atom, tag, label.scale)
 
     def pending(self, label: Label) -> Label:
-        """Return a label of a parameter with the tags that are known by now."""
+        """Return a parameter's label with the tags known so far."""
         tag = np.where(label.tag == UNSET, np.maximum(self._pending[label.atom], 0), label.tag)
         return Label(label.axes, label.atom, tag, label.scale)
 
     def derive_tags(self, tag: Ints, coordinate: Ints) -> Ints:
-        """Return tags that say of each position, besides what `tag` says, which coordinate it had."""
+        """Return tags that combine existing tags with coordinates."""
         pairs, inverse = distinct_columns(tag, coordinate)
         new = np.array([self.tags.setdefault((int(t), int(c)), len(self.tags) + 1) for t, c in pairs.T], np.int64)
         return new[inverse].reshape(tag.shape)
 
     def spread(self, label: Label, axis: int, size: int) -> Label:
-        """Return the label of a unit that fills a whole tensor as one that lives on an axis."""
+        """Return the label of a unit that fills a whole tensor, spread along an axis."""
         tag = np.full(size, self.resolve(label).tag if size > 1 else label.tag)
         if size > 1:
             tag = self.derive_tags(tag, np.arange(size))
         return Label((axis,), np.full(size, label.atom), tag, np.full(size, label.scale))
 
     def same_units(self, one: Label, two: Label, *, contracted: bool = False) -> Label:
-        """Demand that two labels of one shape move together; return the first with its tags known.
+        """Require that two labels of equal shape move together; return the first one with its tags set.
 
         Args:
             one: A label.
             two: A label.
-            contracted: Whether they are the two sides of a sum of products, and no values of one kind.
+            contracted: Whether they are the two sides of a sum of products, rather than values of one kind.
         """
         one, two = self._agree(one, two)
         apart = one.tag != two.tag
@@ -234,7 +234,7 @@ class Constraints:
         return self.resolve(one), self.resolve(two)
 
     def equate(self, terms: list[tuple[Ints, float]], *, signs: bool = True, magnitudes: bool = True) -> None:
-        """Demand that the sum of coefficient x log-scale vanishes (and the product of signs to those powers is 1)."""
+        """Require that the sum of coefficient x log-scale is 0, and that the product of signs to these powers is 1."""
         variables = np.stack([variable.ravel() for variable, _ in terms], axis=1)
         coefficients = np.array([coefficient for _, coefficient in terms], float)
         if magnitudes:
@@ -245,13 +245,13 @@ class Constraints:
                 self.sign_equations.append((variables[:, odd], np.ones(int(odd.sum()))))
 
     def fix_units(self, atom: Ints, note: str | None = None) -> None:
-        """Demand that units stay where they are."""
+        """Fix the positions of units."""
         self.fixed_atoms.append(rising(atom))
         if note and atom.size:
             self.notes[f"{self.where()}: {note}" if self.where else note] = None
 
     def fix_scales(self, scale: Ints, *, magnitudes: bool = True, signs: bool = True) -> None:
-        """Demand that variables are 1: their magnitudes, their signs, or both."""
+        """Fix variables to 1: their magnitudes, their signs, or both."""
         if magnitudes:
             self.fixed_magnitudes.append(scale.ravel())
         if signs:
@@ -259,19 +259,19 @@ class Constraints:
 
     @contextlib.contextmanager
     def explain(self, note: str) -> Iterator[None]:
-        """Say why scales are fixed within; the note is shown if nothing else fixes them."""
+        """Explain scales fixed inside the block; the note is shown if no other constraint fixes them."""
         first = len(self.fixed_magnitudes)
         yield
         self.explained.append((first, len(self.fixed_magnitudes), note))
 
     def restrict(self, label: Label) -> None:
-        """Say that an operation met these units which no mixture of units passes."""
+        """Record that an operation on these units commutes with no mixture of them."""
         self.restricted.append(label.atom.ravel())
         self.held.append(label.atom.ravel())
 
     @contextlib.contextmanager
     def unrestricted(self) -> Iterator[None]:
-        """Take back what is demanded of mixtures of units within."""
+        """Withdraw constraints on mixtures of units made inside the block."""
         lists = (self.restricted, self.held)
         before = [len(own) for own in lists]
         yield
@@ -280,7 +280,7 @@ class Constraints:
 
     @contextlib.contextmanager
     def between_planes(self) -> Iterator[None]:
-        """Let units that meet within be coordinates of one plane, which nothing holds: the whole is known."""
+        """Treat units merged inside the block as coordinates of one rotary pair, without further constraints."""
         notes, lists = dict(self.notes), (self.merges, self.held, self.fixed_atoms)
         before = [len(own) for own in lists]
         yield
@@ -290,32 +290,32 @@ class Constraints:
         self.notes = notes
 
     def keep_norm(self, label: Label) -> None:
-        """Say that an operation sees the norm of these units: of all mixtures only orthogonal ones may pass."""
+        """Record that an operation reads the norm of these units, so that only orthogonal mixtures are allowed."""
         self.normed.append(label.atom.ravel())
 
     def keep_ones(self, label: Label) -> None:
-        """Say that an operation sees what these units have in common: mixtures must leave the vector of ones alone."""
+        """Record that an operation reads the mean of these units, so that mixtures must fix the vector of ones."""
         self.centred.append(label.atom.ravel())
 
     def number_of(self, label: Label) -> Label:
-        """Return the label of one number that is made of all units of a label, which must have one scale in common."""
+        """Return the label of a number computed from all units of a label, which then share one scale."""
         number = self.fresh((), ())
         whole = np.full(label.scale.shape, int(number.scale))
         self.equate([(whole, 1.0), (label.scale, -1.0)])
         return number
 
     def fix(self, label: Label) -> None:
-        """Demand that nothing acts on a label."""
+        """Require that the group does not act on a label."""
         self.fix_units(label.atom)
         self.fix_scales(label.scale)
         self.restrict(label)
 
     def block(self, parents: Ints, members: Ints, *, gains: bool = False) -> None:
-        """Demand that units which share a parent number stay together.
+        """Require that units with the same parent stay together.
 
         Args:
             parents: The parents.
             members: The units, of equal shape.
-            gains: Whether the parents are gains, each of which multiplies several units (heads share them).
+            gains: Whether the parents are gains that multiply several units each (shared by heads).
         """
         (self.shared_gains if gains else self.blocks).append((parents.ravel(), members.ravel()))

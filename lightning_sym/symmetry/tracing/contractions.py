@@ -1,6 +1,6 @@
-"""One spelling for products that sum over axes: `linear` of values and weights, `matmul` of two values.
+"""Spell products that sum over axes in one way: `linear` of values and weights, `matmul` of two values.
 
-Axes are called by letters, as in `torch.einsum`.
+Axes have letters, as in `torch.einsum`.
 """
 
 import math
@@ -24,7 +24,7 @@ _MOST = 2**22  # elements of a tensor that are numbered
 
 
 def permuted(r: Rewriter, node: fx.Node, axes: Sequence[int]) -> fx.Node:
-    """Return a value whose axes are some of another one's, in an order."""
+    """Return a value with permuted axes."""
     order = list(axes)
     return node if order == list(range(len(order))) else r.insert(aten.permute.default, node, order)
 
@@ -39,13 +39,13 @@ def _ordered(r: Rewriter, node: fx.Node, letters: str, target: str) -> fx.Node:
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return how a tensor lies in its memory; strides of axes of size 1 tell nothing."""
+    """Return the memory layout of a tensor; strides of axes of size 1 are ignored."""
     strides = tuple(step if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tuple(tensor.shape), strides, tensor.storage_offset(), tensor.dtype
 
 
 def shown(r: Rewriter, node: fx.Node) -> list[fx.Node]:
-    """Return the values whose memory a node shows in its own shape, the first one first, and itself."""
+    """Return the chain of views from the source of a node's memory to the node itself."""
     found = [node]
     while r.name(found[-1]) in VIEWS and isinstance(before := found[-1].args[0], fx.Node):
         if memories_of(before) != memories_of(node):
@@ -55,7 +55,7 @@ def shown(r: Rewriter, node: fx.Node) -> list[fx.Node]:
 
 
 def stored(r: Rewriter, node: fx.Node, axes: Sequence[int]) -> fx.Node | None:
-    """Return the tensor that lies in memory as some axes of a value do, if there is; transposed, of a matrix."""
+    """Return the tensor with the memory layout of some axes of a value, or None; a matrix may be transposed."""
     value: Tensor = node.meta["val"]
     whole = value[tuple(slice(None) if axis in axes else 0 for axis in range(value.ndim))]
     order = [sorted(axes).index(axis) for axis in axes]
@@ -69,9 +69,9 @@ def stored(r: Rewriter, node: fx.Node, axes: Sequence[int]) -> fx.Node | None:
 
 
 def _matrix(r: Rewriter, weight: fx.Node, letters: str, rows: str, columns: str) -> fx.Node | None:
-    """Return weights as a matrix; along their other letters they are the same everywhere.
+    """Return weights as a matrix, after dropping letters along which they are constant.
 
-    Weights with more axes than a matrix stay as they are (experts, heads), unless they are a view of one.
+    Weights with more axes than a matrix (experts, heads) keep their shape, unless they are views of a matrix.
     """
     gone = [letter for letter in letters if letter not in rows + columns]
     if len(rows) == len(columns) == 1:
@@ -82,7 +82,7 @@ def _matrix(r: Rewriter, weight: fx.Node, letters: str, rows: str, columns: str)
             and len(r.shape(source)) > 2
             and math.prod(r.shape(source)) > math.prod(r.shape(weight))
         ):
-            return None  # a part of a kernel, say
+            return None  # for instance a part of a kernel
         return found or _ordered(r, *without(r, weight, letters, gone), rows + columns)
     sizes = dict(zip(letters, r.shape(weight), strict=True))
     shape = [math.prod(sizes[letter] for letter in part) for part in (rows, columns)]
@@ -93,7 +93,7 @@ def _matrix(r: Rewriter, weight: fx.Node, letters: str, rows: str, columns: str)
 
 
 def without(r: Rewriter, node: fx.Node, letters: str, gone: Sequence[str]) -> tuple[fx.Node, str]:
-    """Return a value at the first place of some of its axes, and the letters that are left."""
+    """Select the first entry of some axes of a value; return it with the remaining letters."""
     for letter in gone:
         node = r.insert(aten.select.int, node, letters.index(letter), 0)
         letters = letters.replace(letter, "")
@@ -103,18 +103,18 @@ def without(r: Rewriter, node: fx.Node, letters: str, gone: Sequence[str]) -> tu
 def contract(
     r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node, bias: fx.Node | None = None
 ) -> fx.Node | None:
-    """Return the product of two values, summed over letters that do not come out; None if no spelling is plainer.
+    """Return the product of two values, summed over letters absent from the result; None without a plainer spelling.
 
     Args:
         r: The rewriter.
         one: The letters of the first factor's axes.
-        two: The second's.
-        out: The result's.
+        two: The letters of the second factor's axes.
+        out: The letters of the result's axes.
         first: First factor.
         second: Second factor.
-        bias: What is added along the one letter that only weights have.
+        bias: Bias along the one letter that only the weights have.
     """
-    # Of factors of other sizes along one axis, that of size 1 is the same everywhere.
+    # If the factors' sizes along an axis differ, the factor of size 1 is constant along it.
     own = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
     gone = [letter for letter in one if letter in two and own[0][letter] != own[1][letter]]
     first, one = without(r, first, one, [letter for letter in gone if own[0][letter] == 1])
@@ -160,7 +160,7 @@ def _linear(
     rest = "".join(letter for letter in out if letter not in rows)
     if (matrix := _matrix(r, weight, two, rows, columns)) is None:
         return None
-    narrow = ""  # axes of size 1 that the value was only given for this product
+    narrow = ""  # axes of size 1 that the value received only for this product
     for letter in rest:
         others = [axis for axis, other in enumerate(one) if other != letter]
         if sizes[letter] == 1 and (found := stored(r, value, others)) is not None:
@@ -192,7 +192,7 @@ def _product(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: 
 
 
 def _uniform(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node) -> fx.Node | None:
-    """Return the product of a value and one number, summed; None if it is something else."""
+    """Return the summed product of a value and a uniform constant; None if the constant is not uniform."""
     if r.made_of(first) == "constants":
         one, two, first, second = two, one, second, first
     number = r.number(second)
@@ -221,7 +221,7 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
         return None
     if several and "constants" in (r.made_of(first), r.made_of(second)):
         return None
-    # Of several axes that one factor alone has, one is of rows; along the others the other factor is the same.
+    # If only one factor has several axes, one becomes the rows; the other factor is constant along the rest.
     (own, wide), (other, more) = (
         _rows(r, letters, part, free) for letters, part, free in ((one, first, own), (two, second, other))
     )
@@ -245,7 +245,7 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
 
 
 def _rows(r: Rewriter, letters: str, factor: fx.Node, free: str) -> tuple[str, str]:
-    """Return which of several letters is one of rows, the last one along which no units live, and the others."""
+    """Split letters into one of rows, the last letter that indexes no units, and the others."""
     if len(free) < 2:
         return free, ""
     units = {letters[axis] for axis in unit_axes(r, factor)}
@@ -281,7 +281,7 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> fx.Node | None:
-    """Rewrite q (k v) as (q k) v, if q k has no units on its rows and columns, but k v has (linear attention)."""
+    """Rewrite q (k v) as (q k) v if q k has no units on rows and columns, but k v has (linear attention)."""
     last = len(r.shape(node)) - 1
     for product, other in ((second, first), (first, second)):
         if not r.only_for(product, node) or len(r.shape(product)) <= last:
@@ -312,7 +312,7 @@ def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> 
 
 
 def _before_sum(r: Rewriter, value: fx.Node, column: fx.Node) -> fx.Node | None:
-    """Rewrite the product with a sum of rows as the sum of the products with each of them."""
+    """Rewrite the product with a sum of rows as the sum of products with each row."""
     total, shape = shown(r, column)[0], r.shape(column)
     if r.name(total) != "sum" or shape[-1:] != (1,) or len(r.shape(value)) != len(shape):
         return None
@@ -329,7 +329,7 @@ def _before_sum(r: Rewriter, value: fx.Node, column: fx.Node) -> fx.Node | None:
 
 
 def _as_row(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
-    """Rewrite the product of matrices and a column as that of a row and matrices."""
+    """Rewrite the product of matrices and a column as a product of a row and matrices."""
     if r.shape(first)[-2] == 1:
         return None
     turned = list(range(len(r.shape(first))))
@@ -339,7 +339,7 @@ def _as_row(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
 
 
 def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
-    """Return the product with a diagonal matrix."""
+    """Return the product with a diagonal matrix as an elementwise product."""
     for diagonal, value in ((first, second), (second, first)):
         if r.name(diagonal) in ("diag", "diag_embed", "diagflat") and len(diagonal.args) == 1 and not diagonal.kwargs:
             vector: Any = diagonal.args[0]
@@ -350,7 +350,7 @@ def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | No
 
 
 def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
-    """Return the letters of all axes in an equation, those behind dots too; None if one stands twice in a term."""
+    """Return the letters of all axes in an equation, including dots; None if a letter is repeated in a term."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms, unused = inputs.split(","), [letter for letter in string.ascii_letters if letter not in equation]
     counts = [len(r.shape(value)) - len(term.replace("...", "")) for term, value in zip(terms, values, strict=True)]
@@ -367,7 +367,7 @@ def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[lis
 
 
 def _of_one(r: Rewriter, equation: str, value: fx.Node) -> fx.Node | None:
-    """Return the sum of a value over the letters that are not in the result, with the others in another order."""
+    """Sum a value over letters absent from the result, and permute the others."""
     if (found := _letters(r, equation, [value])) is None:
         return None
     (term,), out = found
@@ -378,7 +378,7 @@ def _of_one(r: Rewriter, equation: str, value: fx.Node) -> fx.Node | None:
 
 
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums of products of two values or more, the first two first."""
+    """Rewrite sums of products of two or more values, the first pair first."""
     equation: Any = node.args[0]
     values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     if len(values) == 1:
@@ -387,7 +387,7 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if found is None:
         return None
     terms, out = found
-    for at, term in enumerate(terms):  # over what stands in no other term the value itself is summed
+    for at, term in enumerate(terms):  # letters of a single term are summed first
         rest = out + "".join(terms[:at] + terms[at + 1 :])
         alone = [axis for axis, letter in enumerate(term) if letter not in rest]
         if alone:
@@ -408,7 +408,7 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a linear layer of the products of all elements of one value with all of another one."""
+    """Rewrite a linear layer on an outer product: all products of elements of two values."""
     (flat, weight), bias = node.args[:2], argument(node, 2, "bias")
     product = flat.args[0] if r.name(flat) in VIEWS and isinstance(flat, fx.Node) else None
     if r.name(product) != "mul" or not isinstance(product, fx.Node) or not isinstance(weight, fx.Node):
@@ -435,7 +435,7 @@ def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of an elementwise product of two factors, of which one is the same along some axis."""
+    """Rewrite the sum of an elementwise product if one factor is constant along some axis."""
     product, axes = node.args[0], argument(node, 1, "dim")
     if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
         return None
@@ -475,7 +475,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
         return None
     one, two = map(set, terms)
-    # Units may live on an axis that two values share: beside that of samples, only heads of a product of matrices may.
+    # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
     if made == {"inputs"} and (one == two or (len((one & two) - summed) > 1 and (one <= two or two <= one))):
         return None
     out = "".join(letter for letter in letters if letter not in summed)
@@ -494,7 +494,7 @@ def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | N
 
 
 def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite convolutions of width 1 by a matrix that was given further axes."""
+    """Rewrite convolutions of width 1 with a matrix that received further axes."""
     value, weight, bias, stride, padding, _, groups = (
         argument(node, at, name, default)
         for at, (name, default) in enumerate(
@@ -525,7 +525,7 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def layers_of_parts(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a layer of parts that are put together, whose weights are, too: the sum of a layer of each part."""
+    """Rewrite a layer with concatenated inputs and weights as the sum of one layer per part."""
     (value, weight), bias = node.args[:2], argument(node, 2, "bias")
     if r.name(value) != "cat" or r.name(weight) != "cat" or r.made_of(weight) != "weights":
         return None
@@ -547,7 +547,7 @@ def layers_of_parts(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
-    """Return the value of which another one is a part in its memory, perhaps taken out of a list of parts."""
+    """Return the value that contains another one as a part of its memory, also through a list of parts."""
     source, *_ = shown(r, part)
     while (whole := _taken_apart(r, source)) is not None:
         source, *_ = shown(r, whole)
@@ -557,7 +557,7 @@ def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
-    """Return the value that some parts of its are when they are put together again as they were, if they are that."""
+    """Return the original value of reassembled parts; None if their order or extent differs."""
     memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
     if len(memories) < len(parts) or any(memory != memories[0] for memory in memories):
         return None
@@ -582,7 +582,7 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
 
 
 def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the value of which a node is one of the parts in a list."""
+    """Return the value that a list was split from, given one of its parts; else None."""
     if r.name(node) != "getitem" or r.name(node.args[0]) not in operations(Trait.PARTS):
         return None
     source = node.args[0].args[0]  # type: ignore[union-attr]

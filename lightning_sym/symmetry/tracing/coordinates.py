@@ -1,4 +1,4 @@
-"""Where elements go that an operation only moves: the operation is run on coordinates, which are read off again."""
+"""Trace elements through moves: run the operation on a tensor of coordinates, and read these off the result."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +11,19 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import as_array
 
 Ints = NDArray[np.int64]
-_MANY = 2**22  # numbers of a constant that are compared one by one
-_COLUMNS = 8  # that are looked at one by one, before whole rows are sorted
+_MANY = 2**22  # maximal numbers of a constant for exact comparison
+_COLUMNS = 8  # compared one by one before sorting whole rows
 
 
 def coordinates(shape: tuple[int, ...], axes: Sequence[int]) -> Tensor:
-    """Return, for every element, 1 + its position on some axes, not copied along the others; 0 is left for fillers."""
+    """Return for every element 1 + its position on some axes, expanded along the others; 0 is reserved for padding."""
     sizes = [size if axis in axes else 1 for axis, size in enumerate(shape)]
     count = int(np.prod(sizes))
     return torch.arange(1, count + 1, dtype=torch.float64).reshape(sizes).expand(shape)
 
 
 def core(moved: Tensor) -> Tensor:
-    """Return moved coordinates once along the axes along which they were not copied."""
+    """Reduce axes with stride 0 to size 1."""
     for axis, stride in enumerate(moved.stride()):
         if stride == 0:
             moved = moved.narrow(axis, 0, 1)
@@ -31,7 +31,7 @@ def core(moved: Tensor) -> Tensor:
 
 
 def varies(array: Tensor, axis: int) -> bool:
-    """Return whether entries change along an axis; mostly the first two tell."""
+    """Return whether entries vary along an axis; mostly the first two suffice."""
     if array.shape[axis] < 2:
         return False
     first, second = (array.narrow(axis, at, 1) for at in (0, 1))
@@ -39,7 +39,7 @@ def varies(array: Tensor, axis: int) -> bool:
 
 
 def varying_axes(moved: Tensor) -> list[int]:
-    """Return the axes along which moved coordinates change, fillers aside."""
+    """Return the axes along which moved coordinates vary, ignoring padding."""
     moved = core(moved)
     if not bool((moved == 0).any()):
         return [axis for axis in range(moved.ndim) if varies(moved, axis)]
@@ -50,14 +50,14 @@ def varying_axes(moved: Tensor) -> list[int]:
 
 
 def on_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
-    """Return moved coordinates on some axes only, given that they do not change along the others."""
+    """Reduce moved coordinates to some axes; they must be constant along the others."""
     moved = core(moved)
     others = tuple(axis for axis in range(moved.ndim) if axis not in axes)
     return (moved.amax(others) if others else moved).long().numpy()
 
 
 def rank_within(keys: Ints) -> Ints:
-    """Return, for each entry, how many equal ones stand before it."""
+    """Return for each entry the number of earlier equal entries."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     start = np.r_[0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]
@@ -67,9 +67,9 @@ def rank_within(keys: Ints) -> Ints:
 
 
 def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
-    """Return what a constant holds at each position of some axes, a row each; one row if it is the same for all."""
+    """Return a row with the contents of a constant at each position of some axes; one row if all are equal."""
     others = [axis for axis in range(constant.ndim) if axis not in axes]
-    for axis in others:  # along axes of stride 0 a constant repeats itself
+    for axis in others:  # expanded axes repeat the constant
         constant = constant if constant.stride(axis) else constant.narrow(axis, 0, 1)
     if not any(constant.stride(axis) and constant.shape[axis] > 1 for axis in axes):
         for axis in axes:
@@ -80,15 +80,15 @@ def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
     rows = torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
     if rows.numel() <= _MANY:
         return as_array(rows)
-    # Rows that are not the same have other sums under random weights.
+    # Different rows have different sums under random weights.
     weights = torch.rand(rows.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return (rows.double().nan_to_num() @ weights).numpy()
 
 
 def numbered_rows(rows: NDArray[Any]) -> Ints:
-    """Number the rows of an array in lexicographic order; rows that are the same have one number. Shape (rows,)."""
+    """Number the rows of an array in lexicographic order; equal rows share a number. Shape (rows,)."""
     _, first, number = np.unique(rows[:, 0], return_index=True, return_inverse=True)
-    for _ in range(_COLUMNS):  # mostly a few tell all rows apart, which saves sorting these
+    for _ in range(_COLUMNS):  # a few columns mostly distinguish all rows, which avoids sorting
         if len(first) == len(rows) or np.array_equal(rows, like := rows[first[number]]):
             return number
         differs = (rows != like).any(0)

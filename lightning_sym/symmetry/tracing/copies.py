@@ -1,8 +1,8 @@
-"""Copies of units: a value that is repeated, such as the keys of grouped queries, whose copies may change places.
+"""Copies of units in repeated values, such as the keys of grouped queries.
 
-A copy is a unit of its own while the network is traced, which says of which unit it is a copy. Where it belongs to one
-of several blocks (a query's head), whole blocks of copies may change places: each is a *slot*. In the end the positions
-of copies are positions of the unit, and only slots tell them apart. See docs/theory/transformers.md, 2.
+During tracing, a copy is a separate unit with a link to its original. If copies belong to several blocks (the queries'
+heads), whole blocks of copies can be permuted: each is a *slot*. Finally, the positions of copies become positions of
+the original unit, distinguished by slots only. See docs/theory/transformers.md, 2.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from lightning_sym.symmetry.tracing.numbering import Hashes, Ints
 
 @dataclass(frozen=True)
 class Sheets:
-    """Which columns of a table belong to copies, and where the same column is for another copy.
+    """The columns of a table that belong to copies, and the corresponding columns of other copies.
 
     Attributes:
-        copy: For each column the number of the copy, or -1. Shape (columns,).
-        partner: For each column and copy, the column that says the same of that copy; -1 if none does, and the column
-            itself if it belongs to no copy. Shape (columns, copies).
+        copy: For each column the index of the copy, or -1. Shape (columns,).
+        partner: For each column and copy, the column with the same role for that copy, or -1. Columns without a copy
+            are their own partners. Shape (columns, copies).
     """
 
     copy: Ints
@@ -27,7 +27,7 @@ class Sheets:
 
     @property
     def complete(self) -> bool:
-        """Whether each column has its like for all copies."""
+        """Whether each column has a counterpart for every copy."""
         return bool((self.partner >= 0).all())
 
 
@@ -36,11 +36,11 @@ class Copies:
     """The copies of an orbit's units.
 
     Attributes:
-        slots: For each unit and each of its copies, the slot to which the copy belongs: a unit that stands for a block
-            of copies. Shape (units, copies).
-        columns: Which of the orbit's columns belong to copies.
-        scales: The same of the columns of its table of scales.
-        signs: The same of the columns of its table of signs.
+        slots: For each unit and each of its copies, the slot of the copy: a unit that represents a block of copies.
+            Shape (units, copies).
+        columns: The copies' columns of the orbit's table of positions.
+        scales: The copies' columns of its table of scales.
+        signs: The copies' columns of its table of signs.
     """
 
     slots: Ints
@@ -50,18 +50,18 @@ class Copies:
 
     @property
     def count(self) -> int:
-        """How many copies each unit has."""
+        """The number of copies of each unit."""
         return int(self.slots.shape[1])
 
 
 def arriving(table: Ints, sheets: Sheets | None, place: Ints, rank: Ints) -> Ints:
-    """Return what a permutation brings to each entry of a table of units.
+    """Return the source of each entry of a table of units under a permutation.
 
     Args:
         table: A row per unit.
-        sheets: Which of its columns belong to copies.
-        place: For each unit, the row of the one that comes in its place.
-        rank: For each unit and copy, the number of the copy (among those of the unit that comes) that comes.
+        sheets: The columns that belong to copies.
+        place: For each unit, the row of its source.
+        rank: For each unit and copy, the index of the source copy among those of the source unit.
     """
     if sheets is None or not (sheets.copy >= 0).any():
         return table[place]
@@ -73,7 +73,13 @@ def arriving(table: Ints, sheets: Sheets | None, place: Ints, rank: Ints) -> Int
 
 
 def sheets(kind: Ints | Hashes, copy: Ints, copies: int) -> Sheets:
-    """Return which columns belong to copies, given what each says (equal for all copies), and of which copy."""
+    """Return the columns of copies with their counterparts.
+
+    Args:
+        kind: The role of each column, equal for all copies. Shape (columns,).
+        copy: The index of each column's copy, or -1. Shape (columns,).
+        copies: The number of copies.
+    """
     partner = np.full((len(kind), copies), -1)
     for column in range(len(kind)):
         if copy[column] < 0:

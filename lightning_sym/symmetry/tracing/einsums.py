@@ -1,4 +1,4 @@
-"""Finds out whether a function is a mean of a value, or a sum of products of two, over whole axes."""
+"""Test whether a function is a mean of a value, or a sum of products of two values, over whole axes."""
 
 import string
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.tracing.layers import Bilinear, find_meeting, indices
 
-_CLOSE = 1e-9  # relative difference of what computes the same
+_CLOSE = 1e-9  # maximal relative difference of equal results
 
 
 class Sum(NamedTuple):
@@ -28,7 +28,7 @@ class Contraction(NamedTuple):
     """A sum of products, times a number.
 
     Attributes:
-        equation: As `torch.einsum` takes it.
+        equation: The equation for `torch.einsum`.
         factor: The number.
     """
 
@@ -41,12 +41,12 @@ def _is_close(one: Tensor, two: Tensor) -> bool:
 
 
 def find_sum(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown: tuple[int, ...]) -> Sum | None:
-    """Find the axes over which a function sums.
+    """Find the summed axes of a function; None if it is no sum over whole axes.
 
     Args:
-        function: Takes a value of one shape and returns one of another.
+        function: Maps a value of the first shape to one of the second.
         shape: The first shape.
-        shown: The second one: the axes that are left, in order; others may be of size 1.
+        shown: The second shape: the remaining axes in order, perhaps with axes of size 1.
     """
     place = tuple(size // 2 for size in shown)
     met = find_meeting(lambda one, value: one * function(value), (1,) * len(shown), shape, place)
@@ -63,12 +63,12 @@ def find_sum(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown
 def find_contraction(
     function: Bilinear, first: tuple[int, ...], second: tuple[int, ...], shown: tuple[int, ...]
 ) -> Contraction | None:
-    """Find over which axes of two values a function sums their products.
+    """Find the summed axes of a function that adds products of two values; None for other functions.
 
     Args:
         function: Bilinear.
         first: The shape of its first argument.
-        second: The shape of its second one.
+        second: The shape of its second argument.
         shown: The shape of its result.
     """
     centre = tuple(size // 2 for size in shown)

@@ -1,4 +1,4 @@
-"""Rules for elementwise operations, pooling, and operations that only move elements about.
+"""Rules for elementwise operations, pooling, and moves of elements.
 
 See docs/theory/intertwiners.md, 2.2.
 """
@@ -30,14 +30,14 @@ from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
 @register_rule(Trait.CAST, "aten::neg")
 def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    """Casting rounds: to whole numbers or truth values so coarsely that no scale passes."""
+    """Pass values through casts and negation; a cast to integers or bools rounds and allows no scale."""
     before, after = trace.node.all_input_nodes[0].meta.get("val"), trace.node.meta["val"]
     if value.chooses is not None and not _holds(after.dtype, value.chooses.size):
         fix_choice(trace, value)
         value = replace(value, chooses=None)
     if isinstance(before, Tensor) and before.is_floating_point() and not after.is_floating_point():
         if value.labels:
-            trace.note("rounds, so that small changes of what it takes change nothing, which no group says")
+            trace.note("rounds, so that small changes of its input have no effect; the group does not contain these")
         return replace(trace.permutations_only(value), chooses=value.chooses)
     passed = Value(
         value.shape,
@@ -51,7 +51,7 @@ def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
 
 
 def _holds(kind: torch.dtype, count: int) -> bool:
-    """Return whether a type tells the whole numbers below a count apart."""
+    """Return whether a dtype represents all integers below a count exactly."""
     if kind.is_floating_point:
         return count <= 2 / torch.finfo(kind).eps
     return count <= (2 if kind == torch.bool else torch.iinfo(kind).max)
@@ -59,7 +59,7 @@ def _holds(kind: torch.dtype, count: int) -> bool:
 
 @register_rule("aten::sqrt", "aten::rsqrt", "aten::reciprocal", "aten::pow")
 def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
-    """Powers that are not finite everywhere; those that are can be measured."""
+    """Apply powers that are not finite everywhere; finite ones can be measured."""
     exponent = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1}.get(trace.operation.removesuffix("_"), exponent)
     if not isinstance(value, Value) or not isinstance(exponent, (int, float)):
         assert isinstance(trace.node.target, torch._ops.OpOverload)
@@ -82,18 +82,18 @@ def _exponential(trace: Trace, value: Value) -> Value:
 
 
 def _has_bias(node: fx.Node) -> bool:
-    """Whether a value is that of a layer with a bias."""
+    """Whether a value is the output of a layer with a bias."""
     return name_of(node) in operations(Trait.CONTRACT) and len(node.args) > 2 and node.args[2] is not None
 
 
 def _adds(node: fx.Node) -> bool:
-    """Whether a node adds values up, or takes a multiple of one by a number."""
+    """Whether a node adds values, or multiplies one by a number."""
     multiple = name_of(node) in operations(Trait.PRODUCT) and isinstance(node.args[1], (int, float))
     return multiple or name_of(node) in operations(Trait.JOIN) | {"neg"}
 
 
 def _layers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield what the layers read whose multiples are added up to make a value, and their weights."""
+    """Yield the input and the weight of each layer in a linear combination of layers."""
     name = name_of(node)
     if name in operations(Trait.CONTRACT) - {"matmul", "bmm", "einsum"} and isinstance(node.args[1], fx.Node):
         given, weight = node.args[:2] if name != "embedding" else reversed(node.args[:2])
@@ -135,7 +135,7 @@ def _binary(product: bool, divide: bool = False) -> Rule:
 
 
 def _is_square(node: torch.fx.Node) -> bool:
-    """Whether a node holds squares, cast to another type perhaps."""
+    """Whether a node contains squares, perhaps after casts."""
     name = name_of(node)
     if name in operations(Trait.CAST):
         return _is_square(node.all_input_nodes[0])
@@ -145,7 +145,7 @@ def _is_square(node: torch.fx.Node) -> bool:
 
 
 def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
-    """Return the axes over which all that reads a node sums, and reads it in no other way."""
+    """Return the axes summed by every reader of a node; empty if it has other readers."""
     common = set(range(rank))
     for user in node.users:
         name = name_of(user)
@@ -160,7 +160,7 @@ def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
 
 @register_rule("aten::square")
 def _squared(trace: Trace, value: Value) -> Value:
-    """Squares of units: as for any even function, unless nothing but their sums over all units is read."""
+    """Square units like any even function, unless readers only use sums over all units."""
     summed = _summed_axes(trace.node, value.ndim)
     labels = []
     for label in value.labels:
@@ -184,19 +184,19 @@ def _deviation(trace: Trace, value: Value, axes: Any = None, *args: Any, **kwarg
 def _norm(trace: Trace, value: Value, order: Any = 2, axes: Any = None, *args: Any, **kwargs: Any) -> Any:
     if order in (2, None):
         return _norm_along(trace, value, axes, 1.0, centred=False)
-    # The absolute values are added up: signs pass one by one, and a magnitude that all have in common goes through.
+    # Absolute values are summed: each sign is free, and a common magnitude passes.
     return summed_over(trace, trace.elementwise(value, positive_scales=order != 0, signs=True, even=True), axes)
 
 
 def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred: bool) -> Value:
-    """Return norms over some axes (of what is centred before): no rotation of the units that they are made of matters.
+    """Return norms over some axes, perhaps of centred values; rotations of the summed units are allowed.
 
     Args:
         trace: The trace.
         value: The value.
-        axes: Over which axes.
-        power: 2 for the square.
-        centred: Whether the mean is taken off.
+        axes: The axes of the norm.
+        power: 1 for the norm, 2 for its square.
+        centred: Whether the mean is subtracted first.
     """
     shape, gone = trace.output_shape(), axes_of(axes, value.ndim)
     keep = len(shape) == value.ndim
@@ -217,7 +217,7 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
             trace.constraints.fix_scales(whole.scale, magnitudes=False)
             labels.append(whole.on(tuple(a if keep else a - sum(g < a for g in gone) for a in kept)))
             continue
-        if label.axes and not kept:  # beside other units, which the norms tell apart (prototypes)
+        if label.axes and not kept:  # the norms distinguish other units (prototypes)
             trace.constraints.keep_norm(label)
             if centred:
                 trace.constraints.keep_ones(label)
@@ -231,7 +231,7 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
 
 
 def _of_parts(trace: Trace, label: Label, gone: set[int]) -> Label:
-    """Return the label of what is made of units along some of their axes, which must have one scale in common."""
+    """Return the label of a reduction along some of a label's axes; the reduced units must share one scale."""
     whole = trace.parts(label, [axis for axis in label.axes if axis not in gone])
     trace.constraints.equate([(label.scale, 1.0), (trace.onto(whole, label).scale, -1.0)])
     return whole
@@ -243,7 +243,7 @@ register_rule("aten::div")(_binary(product=True, divide=True))
 
 
 def _chosen(trace: Trace, mask: Value, one: Any, two: Any) -> Value | None:
-    """Return one value where a constant mask holds, and another one elsewhere; None if that tells no units apart."""
+    """Select between two values by a constant mask; None if the mask does not distinguish units."""
     shape = trace.output_shape()
     if mask.concrete is None:
         return None
@@ -260,7 +260,7 @@ def _chosen(trace: Trace, mask: Value, one: Any, two: Any) -> Value | None:
     parts = []
     for part in (one, two):
         value = trace.carry(part, trace.move(part, expand), expand) if isinstance(part, Value) else filled(part, shape)
-        if mask.by_size:  # for an input of another size, another mask
+        if mask.by_size:  # the mask differs for inputs of another size
             value = replace(trace.free_of(value, spread, "chosen by positions"), sources=value.sources)
         parts.append(value)
     return choose(trace, wide, parts[0], lambda t: t, parts[1])
@@ -280,7 +280,7 @@ def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
 def _softmax(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) -> Value:
     axis %= value.ndim
     for label in value.labels:
-        if axis in label.axes and len(label.axes) > 1:  # those over which one sum goes stay together
+        if axis in label.axes and len(label.axes) > 1:  # units of one softmax stay together
             trace.parts(label, [other for other in label.axes if other != axis])
     return trace.permutations_only(value)
 
@@ -315,7 +315,7 @@ def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
 
 @register_rule(Trait.ORDER)
 def _compare(trace: Trace, one: Value, two: Any) -> Value:
-    """Comparing with 0 does not see positive scales; comparing anything else does."""
+    """Compare values; a comparison with 0 allows positive scales, others allow none."""
     if isinstance(two, Value):
         return trace.permutations_only(trace.join(one, two, product=False))
     if two != 0:
@@ -328,12 +328,12 @@ def _maximum(trace: Trace, one: Value, two: Value) -> Value:
     return trace.elementwise(trace.join(one, two, product=False), positive_scales=True)
 
 
-# Data movement: labels follow the coordinates.
+# Moves of elements: labels follow the coordinates.
 
 
 @register_rule(Trait.MOVE, Trait.PICK, Trait.SPREAD)
 def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
-    types = any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values()))  # bytes of numbers of another type
+    types = any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values()))  # bytes of another dtype
     if types or isinstance(value, (list, tuple)):
         return unknown(trace, value, *args, **kwargs)
 
@@ -359,7 +359,7 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_it_was(trace: Trace, value: Value, move: Callable[[Tensor], Any]) -> Value | None:
-    """Return a parameter that was moved about and now stands as it was, or None."""
+    """Return a parameter after moves that restore its original layout; None for other values."""
     roots = value.sources
     if len(roots) != 1 or roots[0][0].state is None or not isinstance(trace.node.meta["val"], Tensor):
         return None
@@ -373,7 +373,7 @@ def _as_it_was(trace: Trace, value: Value, move: Callable[[Tensor], Any]) -> Val
 
 
 def _is_cut_to_length(trace: Trace, value: Value) -> bool:
-    """Whether an operation takes as many elements along an axis as an input is long: of a longer one perhaps more."""
+    """Whether a slice has the length of an input, so that longer inputs may read more elements."""
     meta = trace.node.meta["val"]
     if not isinstance(meta, Tensor) or meta.ndim != value.ndim:
         return False
@@ -407,7 +407,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     others = {label.axes for value in values for label in value.labels if axis not in label.axes}
     result: list[Label] = []
     for axes in others:
-        met = [v for v in values if not v.is_zero]  # zeros accept anything
+        met = [v for v in values if not v.is_zero]  # zeros accept any label
         parts = [next((label for label in v.labels if label.axes == axes), None) for v in met]
         if any(part is None for part in parts):
             for value, part in zip(met, parts, strict=True):
@@ -429,7 +429,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
         for value, label in zip(values, along, strict=True):
             if label is None:
                 label = trace.constraints.fresh(axes, tuple(value.shape[a] for a in axes))
-                if not value.is_zero:  # zeros (a bias that there is not) accept anything
+                if not value.is_zero:  # zeros (an absent bias) accept any label
                     trace.constraints.fix(label)
             whole.append(trace.constraints.resolve(label))
         arrays = (np.concatenate(several, place) for several in zip(*(label.parts for label in whole), strict=True))
@@ -442,7 +442,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
 
 
 def _spread(trace: Trace, value: Value, axis: int) -> Value:
-    """Let a unit that fills a whole tensor live on the axis of joining, if no others do."""
+    """Spread a unit that fills a whole tensor along the concatenated axis, if no other label is there."""
     if any(axis in label.axes for label in value.labels):
         return value
     spread = trace.constraints.spread
@@ -452,7 +452,7 @@ def _spread(trace: Trace, value: Value, axis: int) -> Value:
 
 
 def _side_by_side(trace: Trace, values: Sequence[Value], axis: int, shape: tuple[int, ...]) -> Value:
-    """Join values whose units live on different axes, as all heads share some keys: each is written where it goes."""
+    """Concatenate values with units on different axes (keys shared by all heads) by writing each into the result."""
     every = torch.arange(math.prod(shape)).reshape(shape)
     places = torch.split(every, [value.shape[axis] for value in values], axis)  # type: ignore[no-untyped-call]
     result = filled(0.0, shape)
@@ -491,13 +491,13 @@ def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = Fals
 
 
 def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None = None) -> Value:
-    """Return what is left of a value when it is summed (or averaged) over some axes.
+    """Return the sum or mean of a value over some axes.
 
     Args:
         trace: The trace.
         value: Any value.
-        axes: Over which axes; None for all.
-        squares: Whether the value holds squares; by default as the operation at hand says.
+        axes: The summed axes; None for all.
+        squares: Whether the value contains squares; by default inferred from the current operation.
     """
     squares = _is_square(trace.node.all_input_nodes[0]) if squares is None else squares
     shape = trace.output_shape()
@@ -510,7 +510,7 @@ def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None =
             place = {axis: axis if keep else axis - sum(g < axis for g in gone) for axis in label.axes}
             labels.append(label.on(tuple(place[axis] for axis in label.axes)))
         elif set(label.axes) <= gone:
-            # A sum over all units does not mind their order, and one of squares no rotation.
+            # A sum over all units is invariant under permutations; a sum of squares also under rotations.
             if not squares:
                 trace.constraints.keep_ones(label)
             if len(value.labels) == 1:

@@ -1,4 +1,4 @@
-"""Solve many short linear equations at once: which scales, and which signs, stay free."""
+"""Solve many short linear equations at once, for the free scales and signs."""
 
 import itertools
 import math
@@ -11,11 +11,11 @@ from scipy import sparse
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_MOST = 2**20  # entries of a parameter along axes that several of its slots share
+_MOST = 2**20  # maximal entries of a parameter along axes that several of its slots share
 
 
 def _columns(variables: Ints, number: int) -> sparse.csr_matrix:
-    """Return a matrix (number, variables) with a one in each column, where its variable is."""
+    """Return a matrix (number, variables) with a one in each column, in the row of its variable."""
     ones = np.ones(len(variables))
     return sparse.csr_matrix((ones, (variables, np.arange(len(variables)))), shape=(number, len(variables)))
 
@@ -31,7 +31,7 @@ def compress(root: Ints, factor: Floats) -> None:
 
 
 def _tidied(rows: sparse.csr_matrix, modulo_two: bool) -> sparse.csr_matrix:
-    """Return the equations that say anything, with their variables in order and without zeros."""
+    """Return the nontrivial equations, with sorted variables and without zeros."""
     if modulo_two:
         rows.data = np.mod(rows.data, 2)
     rows.data[np.abs(rows.data) <= 1e-9] = 0
@@ -46,14 +46,14 @@ def solve(
     """Solve sum_j coefficient[j] x[variable[k, j]] = 0 for all k, and x[zeros] = 0.
 
     Args:
-        number: How many variables there are.
+        number: The number of variables.
         equations: Pairs of variables (k, m) and coefficients (m,).
         zeros: Variables that are zero.
-        modulo_two: Over the field with two elements (signs) instead of the reals (logarithms of scales).
+        modulo_two: Solve over the field with two elements (signs) instead of the reals (log-scales).
 
     Returns:
-        Every solution: variable i = sum over generators g of forms[i, g] x_g, with as many generators as the system
-        leaves free. Shape (variables, generators); modulo 2 for signs.
+        Every solution: variable i = sum over generators g of forms[i, g] x_g, with one generator per free dimension.
+        Shape (variables, generators); modulo 2 for signs.
     """
     widths = [np.full(len(variables), variables.shape[1]) for variables, _ in equations]
     starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *widths]))
@@ -65,7 +65,7 @@ def solve(
     zero[zeros] = True
 
     def substitution() -> sparse.csr_matrix:
-        """Write every variable as factor x root, or as nothing if that is zero."""
+        """Write every variable as factor x root, or as zero."""
         return sparse.csr_matrix(
             (np.where(zero[root], 0.0, factor), root, np.arange(number + 1)), shape=(number, number)
         )
@@ -96,7 +96,7 @@ def solve(
         bound[defined] = True
     forms = _columns(np.flatnonzero(~bound), number)
     for defined, definition in reversed(definitions):
-        # What a variable is defined by may have been merged or found to be zero since.
+        # The variables in a definition may have been merged, or found to be zero, since.
         forms = forms + _columns(defined, number) @ (definition @ substitution() @ forms)
     forms = (substitution() @ forms).tocsr()
     if modulo_two:
@@ -107,7 +107,7 @@ def solve(
 
 
 def _once(rows: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Return the equations without those that are multiples of others, as captures of other lengths repeat them."""
+    """Remove equations that are multiples of others; captures of other lengths repeat them."""
     start, length = rows.indptr[:-1], np.diff(rows.indptr)
     number = np.repeat(np.arange(len(length)), length)
     scaled = np.round(rows.data / rows.data[start[number]], 9)
@@ -125,10 +125,10 @@ def _once(rows: sparse.csr_matrix) -> sparse.csr_matrix:
 
 
 def _eliminated(rows: sparse.csr_matrix) -> tuple[sparse.csr_matrix, Ints, sparse.csr_matrix]:
-    """Take out equations, each of which defines a variable that no other equation holds (or one, after elimination).
+    """Remove equations with a variable that no other equation contains; if there are none, eliminate one variable.
 
     Returns:
-        The equations left; the variables that are defined, and what by: (defined, variables).
+        The remaining equations; the defined variables; and their definitions (defined, variables).
     """
     uses = np.bincount(rows.indices, minlength=rows.shape[1])
     row = np.repeat(np.arange(rows.shape[0]), np.diff(rows.indptr))
@@ -137,7 +137,7 @@ def _eliminated(rows: sparse.csr_matrix) -> tuple[sparse.csr_matrix, Ints, spars
         taken, first = np.unique(row[lonely], return_index=True)
         at = lonely[first]
     else:
-        # Entangled: eliminate the rarest variable of the first row from the others that hold it.
+        # No such variable: eliminate the rarest variable of the first row from the others.
         at = np.argmin(uses[rows.indices[: rows.indptr[1]]], keepdims=True)
         taken = np.zeros(1, np.int64)
     defined, pivot = rows.indices[at], rows.data[at]
@@ -178,13 +178,13 @@ def idle_together(
     *,
     modulo_two: bool = False,
 ) -> tuple[Ints, Floats]:
-    """Find combinations of generators that change no entry of a parameter: what they do along its axes adds up to 0.
+    """Find combinations of generators that change no entry of a parameter: their effects along its axes cancel.
 
     Args:
         forms: Exponents by position. Shape (positions, generators).
-        slots: For each slot its tensor, its axes, its shape, and the number of its first position.
-        alone: Tensors on which positions count one by one.
-        modulo_two: Whether exponents are those of signs.
+        slots: For each slot its tensor, its axes, its shape, and the index of its first position.
+        alone: Tensors with separately counted positions.
+        modulo_two: Whether the exponents are those of signs.
 
     Returns:
         Generators, and a basis of combinations of these. Shapes (generators,) and (combinations, generators).
@@ -204,9 +204,9 @@ def idle_together(
 def _together(
     slots: Sequence[tuple[str | None, tuple[int, ...], tuple[int, ...], int]], end: int, alone: Collection[str | None]
 ) -> sparse.csr_matrix:
-    """Return a matrix that makes zeros of exponents by position if these change no entry of a parameter.
+    """Return a matrix that annihilates exponents by position if these change no entry of a parameter.
 
-    Along each of several axes all positions do the same, and all axes together nothing. Shape (rows, positions).
+    Along each of several axes all positions then act equally, and the axes together cancel. Shape (rows, positions).
     """
     by_tensor: dict[str | None, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
     for name, axes, shape, begin in slots:
@@ -229,7 +229,7 @@ def _together(
         if len(every) == len(lengths):
             parts = [part.ravel()[:1] for part in parts]
         whole.append(np.stack([part.ravel() for part in np.broadcast_arrays(*parts)], 1))
-    # Row by row, as there are millions: of each position alone what it does, less what the first on its axis does.
+    # Row by row, as there are millions: for each single position its effect minus that of the first on its axis.
     apart = single & (first != np.arange(end, dtype=np.int32))
     counts = np.concatenate([single.astype(np.int32) + apart, *(np.full(len(own), own.shape[1]) for own in whole)])
     starts = np.r_[np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)]

@@ -1,9 +1,9 @@
-"""Users' rules: what they say of an operation is written as operations in its place.
+"""Apply users' rules: replace their operations by the torch operations that the rules describe.
 
-A rule speaks of values, not of what acts on them. So it is called once before the normal form is made, with an
-`Expansion` in the place of the `Trace`: sums, products, norms and moves become operations of torch, and all that looks
-at the graph later follows them as it follows any others. What no operation of torch says (a function of which only the
-group is known) becomes a `demand`. See docs/theory/tracing.md, 6.
+A rule describes values, independently of the group acting on them. It is therefore called once before the normal form,
+with an `Expansion` instead of the `Trace`. Sums, products, norms and moves become torch operations, so that all later
+steps can follow them. A function without a torch operation, given only by its group, becomes a `demand`. See
+docs/theory/tracing.md, 6.
 """
 
 import contextlib
@@ -41,16 +41,16 @@ _MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD | Trait.CAT) | {"getitem
 
 
 class NotWrittenError(Exception):
-    """A rule looks at what acts on values, so that it is followed where these are known."""
+    """A rule reads labels of values, so it can only run during the walk, where labels are known."""
 
 
 @dataclass(frozen=True, eq=False)
 class Written(Value):
-    """A value of which a rule knows the shape, and no more.
+    """A value of known shape in a rule; its labels are unknown.
 
     Attributes:
-        node: The node that makes it.
-        rewriter: Knows the graph.
+        node: The node that produces it.
+        rewriter: The graph's rewriter.
     """
 
     node: Any = None
@@ -67,7 +67,11 @@ class Written(Value):
         return f"Value(shape={self.shape}, made by {self.node})"
 
     def _constant(self) -> Tensor | None:
-        """Return its numbers, if it is made of constants."""
+        """Return the elements if the value consists of constants, else None.
+
+        Raises:
+            NotWrittenError: If the value depends on weights.
+        """
         constant: Tensor | None = self.rewriter.constant(self.node)
         if constant is None and self.rewriter.made_of(self.node) != "inputs":
             raise NotWrittenError("asks for the numbers of a value")
@@ -78,10 +82,10 @@ _INSIDE = {field.name for field in fields(Value)} - {"shape", "concrete"} | {"wi
 
 
 def expand(capture: Capture) -> Capture:
-    """Write what users' rules say in the place of the operations and modules to which they belong, in place.
+    """Replace the operations and modules that have users' rules by the operations of these rules, in place.
 
     Args:
-        capture: The network, as captured.
+        capture: The captured network.
 
     Returns:
         The capture.
@@ -96,24 +100,24 @@ def expand(capture: Capture) -> Capture:
     while node.op != "root":
         before, following = node.prev, node.next
         if is_own(node.target, own) and _Replacement(rewriter, node).run():
-            following = before.next  # what was written may use such operations, too
+            following = before.next  # the written operations may have rules themselves
         node = following
     return capture
 
 
 class Expansion:
-    """Writes what a rule says as operations; stands for a `Trace`, of which it has all that needs no look at labels.
+    """Writes the operations of a rule into the graph; has the methods of a `Trace` that read no labels.
 
     Args:
-        rewriter: Of the captured network.
-        node: The operation at hand.
+        rewriter: The rewriter of the captured network.
+        node: The current operation.
     """
 
     def __init__(self, rewriter: Rewriter, node: fx.Node) -> None:
         self.rewriter, self.node, self.capture = rewriter, node, rewriter.capture
         self._leaf = rewriter.capture.leaves[node.args[2]] if node.target is OPAQUE[1] else None  # type: ignore[index]
-        self._demands: list[fx.Node] = []  # sums and products, which demand something even if nobody reads them
-        self._nothing: list[fx.Node] = []  # values on which nothing acts
+        self._demands: list[fx.Node] = []  # sums and products, which constrain their arguments even if unread
+        self._nothing: list[fx.Node] = []  # values without labels
         self._target: Any = node.target
         self._parameters: dict[str, fx.Node] = {}
         if self._leaf is not None:
@@ -127,19 +131,23 @@ class Expansion:
 
     @property
     def operation(self) -> str:
-        """The name of the operation or module at hand."""
+        """The name of the current operation or module."""
         return operation_name(self.node.target) if self._leaf is None else type(self._leaf.module).__name__
 
     def output_shape(self, index: int | None = None) -> tuple[int, ...]:
-        """Return the shape of the result of the operation at hand (of one of its results, if there are several)."""
+        """Return the shape of the current operation's result (or of the result at an index, if it has several)."""
         return result_shape(self.node, index)
 
     def note(self, text: str) -> None:
-        """Tell the user something about the operation at hand."""
+        """Add a note on the current operation for the user."""
         self._demand("note", (), text)
 
     def parameter(self, module: nn.Module, name: str) -> Value:
-        """Return a parameter or buffer of the module at hand, in a rule for a module class."""
+        """Return a parameter or buffer of the current module, in a rule for a module class.
+
+        Raises:
+            KeyError: If the module has no parameter or buffer of this name.
+        """
         if name not in self._parameters:
             raise KeyError(
                 f"{type(module).__name__} has no parameter or buffer {name!r}; it has {', '.join(self._parameters)}"
@@ -147,10 +155,10 @@ class Expansion:
         return self._value(self._parameters[name])
 
     def tell(self, factor: str, parameter: Value) -> None:
-        """Tell a factor of the group that it acts on a parameter; see `Factor.told`.
+        """Declare that a factor of the group acts on a parameter; see `Factor.told`.
 
         Raises:
-            ValueError: If it is no parameter or buffer of the network.
+            ValueError: If the value is not a parameter or buffer of the network.
         """
         name = self.capture.states.get(self._node(parameter))
         if name is None:
@@ -158,27 +166,27 @@ class Expansion:
         self.capture.told.add((factor, name))
 
     def fix(self, value: Value, reason: str | None = None) -> Value:
-        """Nothing may act on this value."""
+        """Fix this value: the group may not act on it."""
         self._check(value)
         return self._demand("fix", value.shape, value, reason)
 
     def elementwise(self, value: Value, **allowed: Any) -> Value:
-        """Apply one function, of which only the group is known, to every element."""
+        """Apply one function to every element; only the function's group is known."""
         self._check(value)
         return self._demand("elementwise", value.shape, value, **allowed)
 
     def permutations_only(self, value: Value) -> Value:
-        """Units may move, but neither be scaled nor change sign."""
+        """Allow permutations of the units, but neither scales nor changes of sign."""
         return self.elementwise(value)
 
     def linear_along(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
-        """Apply a linear map of which only the axes are known."""
+        """Apply an unspecified linear map along known axes."""
         self._check(value)
         axes = self._axes(value, axes)
         return self._demand("linear_along", shape, value, list(axes), list(shape))
 
     def move(self, value: Value, function: Callable[[Tensor], Any], *, filled_by_zero: bool = True) -> Any:
-        """Move elements about."""
+        """Rearrange elements."""
         self._check(value)
         if filled_by_zero:
             before = self.node.prev
@@ -195,7 +203,11 @@ class Expansion:
         ]
 
     def join(self, one: Value, two: Value, *, product: bool, divide: bool = False, gain: str | None = None) -> Value:
-        """Combine two values element by element; a gain is found without being named."""
+        """Combine two values elementwise; a gain is detected without its name.
+
+        Raises:
+            ValueError: If the shapes do not broadcast.
+        """
         self._check(one, two)
         try:
             np.broadcast_shapes(one.shape, two.shape)
@@ -221,7 +233,11 @@ class Expansion:
         two_axes: Sequence[int | None],
         shape: Sequence[int],
     ) -> Value:
-        """Multiply two values and sum over one axis of each."""
+        """Multiply two values and sum over one axis of each.
+
+        Raises:
+            ValueError: If the axes do not fit the values and the result's shape.
+        """
         self._check(one, two)
         axes = one_axes, two_axes
         for value, goes in ((one, one_axes), (two, two_axes)):
@@ -243,7 +259,7 @@ class Expansion:
         return self._demand("contract", shape, one, list(one_axes), two, list(two_axes), list(shape))
 
     def normalise(self, value: Value, axes: Sequence[int], *, mean: bool, eps: float = 0.0) -> Value:
-        """Divide by the root mean square over some axes, from which the mean is taken off before if `mean`."""
+        """Divide by the root mean square over some axes, after subtracting the mean if ``mean``."""
         self._check(value)
         axes = self._axes(value, axes)
 
@@ -262,7 +278,7 @@ class Expansion:
         return result
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute a function of torch, whose operations are followed; of the module at hand it may read parameters."""
+        """Compute a function of torch and trace its operations; it may read the current module's parameters."""
         own = state_tensors(self._leaf.module) if self._leaf is not None else {}
         known = {id(tensor): self._parameters[name] for name, tensor in own.items()}
         args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
@@ -279,10 +295,10 @@ class Expansion:
         result = self.rewriter.write(with_parameters, [self._parameters[name] for name in places], *args, **kwargs)
         return pytree.tree_map_only(fx.Node, self._value, result)
 
-    # What is written.
+    # Written operations.
 
     def _moves(self, node: fx.Node) -> bool:
-        """Whether a node only moves elements, or is a constant."""
+        """Whether a node only rearranges elements, or is a constant."""
         return name_of(node) in _MOVES or self.rewriter.made_of(node) == "constants"
 
     def _value(self, node: fx.Node) -> Written:
@@ -293,23 +309,23 @@ class Expansion:
             node: fx.Node = value.node
             return node
         if value.labels or value.concrete is not None:
-            raise NotWrittenError("makes a value of its own")
+            raise NotWrittenError("constructs a value")
         made: Written = self._demand("", value.shape)
         node = made.node
         return node
 
     def _check(self, *values: Any) -> None:
-        """Check that a rule gives values to a method of the trace."""
+        """Check that a rule passes values to a method of the trace."""
         for value in values:
             if not isinstance(value, Value):
                 raise TypeError(
                     f"the rule for {self.operation} gives a {type(value).__name__} to a method of the trace; expected "
-                    "a Value: trace.parameter(module, name) for a parameter, trace.compute(function, value) for what "
-                    "takes numbers, too"
+                    "a Value: trace.parameter(module, name) for a parameter, trace.compute(function, value) for a "
+                    "function of numbers"
                 )
 
     def _axes(self, value: Value, axes: int | Sequence[int]) -> list[int]:
-        """Return axes of a value as a list, of which each is one of the value."""
+        """Return axes of a value as a list, after checking their range."""
         found = [axes] if isinstance(axes, int) else [*axes]
         if not all(-value.ndim <= axis < value.ndim for axis in found):
             raise ValueError(
@@ -319,7 +335,7 @@ class Expansion:
         return found
 
     def _demand(self, method: str, shape: Sequence[int], *args: Any, **kwargs: Any) -> Written:
-        """Write a call of a method of the trace; without a method nothing acts on what comes out."""
+        """Write a call of a method of the trace as a node; without a method, the result has no labels."""
         args, kwargs = pytree.tree_map_only(Value, self._node, (args, kwargs))
         template, inputs = Template.of(fx.Node, args, kwargs)
         given = inputs or ([] if method else [node for node in self.node.all_input_nodes if _is_tensor(node)])
@@ -331,16 +347,16 @@ class Expansion:
 
 
 class _Replacement(Expansion):
-    """Runs the rule of an operation, and puts what it wrote in the place of the operation."""
+    """Runs the rule of an operation and replaces the operation by the result."""
 
     def run(self) -> bool:
-        """Replace the operation; where its rule looks at labels it stays, with a note.
+        """Replace the operation; if its rule reads labels, keep it and add a note.
 
         Returns:
-            Whether it was replaced.
+            Whether the operation was replaced.
 
         Raises:
-            ValueError: If its rule uses the operation itself.
+            ValueError: If the rule uses the operation itself.
         """
         node, before, within = self.node, self.node.prev, self.node.meta.get("within", frozenset())
         if node.target in within:
@@ -367,12 +383,12 @@ class _Replacement(Expansion):
         for user in list(node.users):
             at: Any = user.args[1]
             self._put(user, results[at])
-        if not node._erased:  # nobody read its results
+        if not node._erased:  # without readers
             self.rewriter.erase(node)
         return True
 
     def _results(self) -> list[fx.Node]:
-        """Run the rule; return what comes out."""
+        """Run the rule and return its results."""
         node, leaf = self.node, self._leaf
         owner: Any
         if written_by(node):
@@ -389,13 +405,13 @@ class _Replacement(Expansion):
         if len(results) != len(wanted):
             raise TypeError(
                 f"the rule for {self.operation} returned {len(results)} values; expected {len(wanted)}, one for each "
-                "tensor that comes out"
+                "output tensor"
             )
         for value, real in zip(results, wanted, strict=True):
             if tuple(value.shape) != tuple(real.shape):
                 raise ValueError(
                     f"the rule for {self.operation} returned a value of shape {tuple(value.shape)}; expected "
-                    f"{tuple(real.shape)}, the shape of what comes out"
+                    f"{tuple(real.shape)}, the shape of the output"
                 )
         return [self._node(value) for value in results]
 
@@ -403,7 +419,7 @@ class _Replacement(Expansion):
         return self._value(node) if _is_tensor(node) else node.meta.get("val")
 
     def _keep_demands(self, before: fx.Node, results: Sequence[fx.Node]) -> None:
-        """Keep what a rule demands of values that are read no more, and fix what it does not mention."""
+        """Keep the constraints of a rule on unread values, and fix arguments that the rule ignores."""
         written = [node for node in between(before, self.node) if node not in self._nothing]
         read = {given for node in written for given in node.all_input_nodes} | set(results)
         for node in self._demands:
@@ -416,7 +432,7 @@ class _Replacement(Expansion):
                 self.fix(self._value(node), f"its rule says nothing of {what}")
 
     def _put(self, old: fx.Node, new: fx.Node) -> None:
-        """Put a result in the place of what came out, of the same type and in memory of its own."""
+        """Replace a result by a new node of the same dtype."""
         kind = old.meta["val"].dtype
         if new.target is DEMAND and not new.users:
             new.meta["val"] = old.meta["val"]
@@ -431,7 +447,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def _holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Let a module hold other tensors for a while, by the names of their places."""
+    """Let a module hold other tensors temporarily, by the names of their places."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
     for place, tensor in tensors.items():
         owner, _, name = place.rpartition(".")

@@ -55,7 +55,7 @@ def whole_or_two(name: str) -> Rewrite:
 
 
 def of_parts(name: str) -> Rewrite:
-    """Return a rewrite of the extremum of several parts of one value as an extremum along an axis."""
+    """Return a rewrite of the extremum of several parts of a value as an extremum along an axis."""
     names = {name, "f" + name[:3]}
 
     def rewrite(r: Rewriter, node: fx.Node) -> fx.Node | None:

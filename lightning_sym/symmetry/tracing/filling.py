@@ -1,4 +1,4 @@
-"""Puts a concatenation in the place of memory that is filled part by part."""
+"""Replace memory that the network fills part by part by a concatenation of the parts."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ _MOST = 2**22  # elements of the memory
 
 
 class _Part(NamedTuple):
-    """What is written, and at which places of an axis."""
+    """A written value, and its indices along an axis."""
 
     source: fx.Node
     places: Tensor
@@ -24,7 +24,7 @@ class _Part(NamedTuple):
 
 
 def filled(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a value all of whose elements were written, each once: what was written along one axis, joined."""
+    """Rewrite a value that writes fill completely, each element once, as the concatenation of the written values."""
     shape, writes = r.shape(node), [node]
     while r.name(before := writes[0].args[0]) == "put" and isinstance(before, fx.Node):
         writes.insert(0, before)
@@ -35,7 +35,7 @@ def filled(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if any(not isinstance(where, fx.Node) or where.op != "get_attr" for _, where in held):
         return None
     where = [getattr(owner, str(place.target)) for _, place in held]  # type: ignore[union-attr]
-    for first in range(len(writes)):  # what was written before counts no more
+    for first in range(len(writes)):  # earlier writes are overwritten
         if sum(own.numel() for own in where[first:]) == math.prod(shape):
             found = _along_an_axis(shape, [source for source, _ in held[first:]], where[first:])
             return None if found is None else _joined(r, shape, *found)
@@ -43,7 +43,7 @@ def filled(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _along_an_axis(shape: tuple[int, ...], sources: list[Any], where: list[Tensor]) -> tuple[int, list[_Part]] | None:
-    """Return the axis along which writes fill memory, each part of it once; None if there is none."""
+    """Return the axis along which writes fill memory without overlap, and the parts; None if there is none."""
     wanted = torch.arange(math.prod(shape)).reshape(shape)
     for axis, size in enumerate(shape):
         parts = []
@@ -76,9 +76,9 @@ def _joined(r: Rewriter, shape: tuple[int, ...], axis: int, parts: list[_Part]) 
     in_turn = (
         len(sizes) == 1 and steps == {len(parts)} and order[:: len(parts[0].places)].tolist() == [*range(len(parts))]
     )
-    # Only what is made of the same values (turned coordinates) is stacked: units of two kinds would become one.
+    # Stack only parts with common sources (rotated coordinates); otherwise two kinds of units would be merged.
     if in_turn and set.intersection(*(_made_from(r, part.source) for part in parts)):
-        stacked = r.insert(aten.stack.default, values, axis + 1)  # every other one
+        stacked = r.insert(aten.stack.default, values, axis + 1)  # alternating entries
         return r.insert(aten.reshape.default, stacked, list(shape))
     return r.insert(aten.index_select.default, joined, axis, r.hold(order.argsort()))
 

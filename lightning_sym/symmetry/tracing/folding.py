@@ -1,4 +1,4 @@
-"""Values that are the same for all inputs, while a network runs on tensors without data."""
+"""Compute values that are equal for all inputs while a network runs on tensors without data."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,12 +17,12 @@ _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "empty", "dropout")
 
 
 class Folding(TorchFunctionMode):
-    """Keeps the values of integers and masks that no input changes, and reads ``tensor.data`` as ``tensor.detach()``.
+    """Computes integers and masks that are independent of the input; reads ``tensor.data`` as ``tensor.detach()``.
 
-    A mask of known values that stands in an index is replaced by the places where it is true, whose number is known.
+    A known mask in an index is replaced by the indices of its true entries, so that their number is known.
 
     Args:
-        known: Tensors without data, with their values.
+        known: Pairs of a tensor without data and its value.
     """
 
     def __init__(self, known: list[tuple[Tensor, Tensor]]) -> None:
@@ -48,7 +48,7 @@ class Folding(TorchFunctionMode):
         try:
             result = function(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            return self._run(function, args, kwargs)  # a tensor with data is known by itself
+            return self._run(function, args, kwargs)  # tensors with data are known anyway
         if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(result)):
             values = pytree.tree_leaves(self._run(function, args, kwargs))
             for leaf, value in zip(pytree.tree_leaves(result), values, strict=True):
@@ -57,7 +57,7 @@ class Folding(TorchFunctionMode):
         return result
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """Return the value of a tensor; None if it is not known."""
+        """Return the value of a tensor; None if it is unknown."""
         if tensor not in self._known and not isinstance(tensor, (FakeTensor, torch.nn.Parameter)):
             self._known[tensor] = _copy(tensor) if type(tensor) is Tensor and not tensor.is_meta else None
         found: Tensor | None = self._known.get(tensor)
@@ -70,7 +70,7 @@ class Folding(TorchFunctionMode):
             return function(*args, **kwargs)
 
     def _places(self, item: Any) -> tuple[Any, ...]:
-        """Return by which items of an index a mask, or a slice between known values, is replaced; any other stays."""
+        """Replace a known mask in an index by index tensors, and known bounds of a slice by numbers."""
         if isinstance(item, slice):
             return (slice(*map(self._bound, (item.start, item.stop, item.step))),)
         if not isinstance(item, Tensor) or item.dtype != torch.bool or not item.ndim:
@@ -82,12 +82,12 @@ class Folding(TorchFunctionMode):
             return value.nonzero(as_tuple=True)
 
     def _bound(self, given: Any) -> Any:
-        """Return the number that bounds a slice, where its value is known."""
+        """Return the bound of a slice as a number if its value is known."""
         value = self._value(given) if isinstance(given, Tensor) else None
         return given if value is None else int(value)
 
     def _forget(self, written: Any) -> None:
-        """Forget the values of what shares its memory with a tensor that is written into."""
+        """Forget the values of all tensors that share memory with a written tensor."""
         value = self._known.get(written) if isinstance(written, Tensor) else None
         if value is not None:
             memory = value.untyped_storage()._cdata
@@ -97,6 +97,6 @@ class Folding(TorchFunctionMode):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor that has data, where others have none."""
+    """Return a copy of a tensor with data, outside the fake mode."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return tensor.detach().clone()

@@ -1,6 +1,6 @@
-"""Rewrites a captured graph without writes: what an operation would write into memory is a new value.
+"""Remove writes from a captured graph: the result of each write becomes a new value.
 
-All tensors that show the memory are made again of the new value where they are read later.
+Views of the written memory that the graph reads later are recomputed from the new value.
 """
 
 from collections import Counter
@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 
 def functional(capture: Capture) -> Capture:
-    """Put operations that return new values in the place of those that write into tensors, in place.
+    """Replace operations that write into tensors by operations that return new values, in place.
 
     Args:
-        capture: The network, as captured.
+        capture: The captured network.
 
     Returns:
         The capture.
@@ -32,11 +32,11 @@ def functional(capture: Capture) -> Capture:
 
 
 class _Versions:
-    """Which values stand for the tensors that lie in memory that is written into.
+    """Tracks the current values of all tensors in memory that the graph writes into.
 
     Args:
         capture: The network.
-        written: The memory.
+        written: Keys of this memory.
     """
 
     def __init__(self, capture: Capture, written: set[int]) -> None:
@@ -44,12 +44,12 @@ class _Versions:
         self.memory: dict[fx.Node, int] = {}
         self.base: dict[int, fx.Node] = {}
         self.parent: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}  # of a view: its base or another view
-        self.held: dict[fx.Node, Any] = {}  # the tensors as they were, which tell what of the memory they show
+        self.held: dict[fx.Node, Any] = {}  # the original tensors, which show a part of the memory
         self.writes: Counter[int] = Counter()
         self.current: dict[fx.Node, tuple[int, fx.Node]] = {}
 
     def run(self) -> Capture:
-        """Go through all operations, in order."""
+        """Process all operations in order."""
         marks, self.capture.marks = self.capture.marks, []
         gone: list[fx.Node] = []
         for node in list(self.capture.graph.nodes):
@@ -71,9 +71,9 @@ class _Versions:
         return self.capture
 
     def _enter(self, node: fx.Node, parent: fx.Node | None) -> None:
-        """Take note of a tensor, or a list of parts of one, in memory that is written into."""
+        """Register a tensor, or a list of parts of one, in memory that the graph writes into."""
         if parent is None and not isinstance(node.meta["val"], Tensor):
-            return  # each of its items has memory of its own
+            return  # each item has its own memory
         (memory, *_) = memories_of(node)
         self.memory[node], self.held[node] = memory, node.meta["val"]
         self.current[node] = self.writes[memory], node
@@ -85,7 +85,7 @@ class _Versions:
             node.meta["val"] = self.rewriter.computed(node.target, node.args, node.kwargs)
 
     def now(self, node: fx.Node) -> fx.Node:
-        """Return the value that stands for a tensor at the operation at hand."""
+        """Return the current value of a tensor at the current operation."""
         if node not in self.memory:
             return node
         version, found = self.current[node]
@@ -99,10 +99,10 @@ class _Versions:
         return found
 
     def _write(self, node: fx.Node, targets: list[fx.Node]) -> bool:
-        """Let what an operation writes be its result; return whether nothing is left of the operation itself."""
+        """Replace a write by its new value; return whether the operation itself becomes redundant."""
         target, alone = targets[0], len(targets) == 1
         new = self._result(node, self.held[target]) if alone else None
-        if new is None and alone:  # it stands for what it writes, of which its rule tells
+        if new is None and alone:  # the node represents its own written value, which its rule describes
             node.meta["val"], self.rewriter.at = self.held[target].clone(), node.next
         for own in targets:
             self._set(own, new or (node if alone else self._unknown(node.all_input_nodes, self.held[own])))
@@ -115,7 +115,7 @@ class _Versions:
         return True
 
     def _result(self, node: fx.Node, value: Tensor) -> fx.Node | None:
-        """Return what an operation writes into a tensor; None if no other operation returns that."""
+        """Return the value that an operation writes into a tensor; None if no other operation computes it."""
         insert, target = self.rewriter.insert, node.target
         if not isinstance(target, torch._ops.OpOverload) or "out" in node.kwargs:
             return None
@@ -134,14 +134,14 @@ class _Versions:
         return new if _shape(new) == value.shape else None
 
     def _unknown(self, given: list[fx.Node], value: Tensor) -> fx.Node:
-        """Return a value of which nothing is known."""
+        """Return a value without known structure."""
         given = [own for own in given if isinstance(own.meta.get("val"), Tensor)]
         new = self.rewriter.demand(given, list(value.shape))
         new.meta["demand"], new.meta["rule_of"] = ("", None), name_of(given[0])
         return new if new.meta["val"].dtype == value.dtype else self.rewriter.insert(aten.to.dtype, new, value.dtype)
 
     def _set(self, target: fx.Node, new: fx.Node) -> None:
-        """Let a value stand for a tensor, and in all others that show the same memory."""
+        """Update the value of a tensor, and of all others in the same memory."""
         memory = self.memory[target]
         base = self.base[memory]
         one, two = self.held[target], self.held[base]
@@ -150,7 +150,7 @@ class _Versions:
             before, shown, whole = self.now(base), numbers_of(one), numbers_of(two)
             place = torch.full((int(max(own.max() for own in (shown, whole) if own.numel())) + 1,), -1)
             place[whole.reshape(-1)] = torch.arange(whole.numel())
-            if bool((place[shown] < 0).any()):  # through a view that is larger than what it was made from
+            if bool((place[shown] < 0).any()):  # the view is larger than its base
                 result = self._unknown([before, new], self.held[base])
             else:
                 result = self.rewriter.insert(aten.put.default, before, self.rewriter.hold(place[shown]), new)

@@ -1,7 +1,7 @@
-"""Half periods of sines and cosines, which biases in front of them may take up.
+"""Half periods of sines and cosines, which biases before them may absorb.
 
-As sin(x + pi) = -sin(x) and cos(x + pi) = -cos(x), half a period added to a bias changes the sign of what comes out.
-See docs/theory/intertwiners.md, 2.17.
+As sin(x + pi) = -sin(x) and cos(x + pi) = -cos(x), half a period added to a bias flips the sign of the output. See
+docs/theory/intertwiners.md, 2.17.
 """
 
 import itertools
@@ -27,13 +27,13 @@ _PERIODIC = ("sin", "cos")
 
 
 class _Sum(NamedTuple):
-    """Where a bias is added.
+    """The sum of a bias and a value.
 
     Attributes:
         node: The operation.
         bias: The name of the bias.
-        times: By what it is multiplied before.
-        axis: On which axis of the sum its entries stand.
+        times: The factor of the bias.
+        axis: The axis of the sum that indexes the bias's entries.
     """
 
     node: fx.Node
@@ -44,7 +44,7 @@ class _Sum(NamedTuple):
 
 @register_rule(*(f"aten::{name}" for name in _PERIODIC))
 def _periodic(trace: Trace, value: Value) -> Value:
-    """Units move and change sign; half a period in a bias flips what comes out."""
+    """Allow permutations and signs; half a period in a bias flips the output."""
     assert isinstance(trace.node.target, torch._ops.OpOverload)
     passed: Value = pointwise(out_of_place(trace.node.target), trace, value)
     chain = _back(trace, trace.node.args[0]) or []
@@ -53,7 +53,7 @@ def _periodic(trace: Trace, value: Value) -> Value:
         return passed
     period, number = _period(trace, start), _entries(trace, start, chain)
     own = next((label for label in passed.labels if _known(label, number) is not None), None)
-    if period is None or own is None:  # what else reads the bias then is no reader of half periods, either
+    if period is None or own is None:  # another reader excludes half periods
         trace.aperiodic.add(start.bias)
         return passed
     trace.periodic.add(start.bias)
@@ -64,7 +64,7 @@ def _periodic(trace: Trace, value: Value) -> Value:
         found = HalfPeriod(period, standing, constraints.fresh_scales(standing.shape))
         constraints.fix_scales(found.flip, signs=False)
         constraints.half_periods[start.bias] = found
-    elif not math.isclose(found.size, period):  # in captures that differ
+    elif not math.isclose(found.size, period):  # captures disagree
         trace.aperiodic.add(start.bias)
         return passed
     for node, times in chain:
@@ -82,11 +82,10 @@ def _periodic(trace: Trace, value: Value) -> Value:
 
 
 def _back(trace: Trace, node: Any) -> list[tuple[fx.Node, float]] | None:
-    """Return a path from a sum with a bias to a value, along which nothing but periodic functions reads anything.
+    """Return a path from a sum with a bias to a value, if only periodic functions read the values along it.
 
     Returns:
-        The operations from the sum to the value, and by what number the bias is multiplied from the sum to each; None
-        if there is no such path.
+        The operations from the sum to the value, with the factor of the sum at each; None if there is no such path.
     """
     if not isinstance(node, fx.Node) or any(math.isnan(own) for own in _frequencies(trace, node, set())):
         return None
@@ -100,7 +99,7 @@ def _back(trace: Trace, node: Any) -> list[tuple[fx.Node, float]] | None:
 
 
 def _times(trace: Trace, node: fx.Node, given: fx.Node) -> float | None:
-    """Return by what number an operation multiplies an argument that it moves or adds to; None if it does more."""
+    """Return the factor that an operation applies to an argument; None if it is not a move, sum or product."""
     name = name_of(node)
     if node.target is operator.getitem or name in operations(Trait.MOVE):
         return 1.0 if node.all_input_nodes == [given] else None
@@ -121,12 +120,12 @@ def _times(trace: Trace, node: fx.Node, given: fx.Node) -> float | None:
 
 
 def _is_taken_off(name: str, place: int) -> bool:
-    """Return whether an argument of a sum or a difference has a minus."""
+    """Return whether an argument of a sum or difference is subtracted."""
     return place == 1 if name in ("sub", "subtract") else place == 0 and name == "rsub"
 
 
 def _number(trace: Trace, given: Any) -> float | None:
-    """Return a number of the graph, or a constant of one element."""
+    """Return the value of a number or of a constant with one element; else None."""
     if isinstance(given, (int, float)):
         return float(given)
     value = trace.environment.get(given) if isinstance(given, fx.Node) else None
@@ -136,7 +135,7 @@ def _number(trace: Trace, given: Any) -> float | None:
 
 
 def _sum_at(trace: Trace, node: fx.Node) -> _Sum | None:
-    """Return what an operation adds of a bias that nothing else reads; None if it adds none."""
+    """Return the sum if an operation adds a bias that it alone reads; else None."""
     name, shape = name_of(node), node.meta.get("val")
     if not isinstance(shape, torch.Tensor):
         return None
@@ -155,7 +154,7 @@ def _sum_at(trace: Trace, node: fx.Node) -> _Sum | None:
 
 
 def _bias(trace: Trace, node: Any) -> tuple[str, float, int] | None:
-    """Return the name of a bias, the number that multiplies it, and its axis counted from the last."""
+    """Return the name of a bias, the number that multiplies it, and its axis counted from the last; else None."""
     times, value = 1.0, trace.environment.get(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, Value) or len(value.labels) != 1 or len(value.labels[0].axes) != 1:
         return None
@@ -173,18 +172,18 @@ def _bias(trace: Trace, node: Any) -> tuple[str, float, int] | None:
 
 
 def _period(trace: Trace, start: _Sum) -> float | None:
-    """Return half a period in the bias, if sines and cosines of one frequency alone read the sum."""
+    """Return half a period of the bias if only sines and cosines of one frequency read the sum; else None."""
     found = {round(own, 12) for own in _frequencies(trace, start.node, set())}
     return math.pi / (found.pop() * abs(start.times)) if len(found) == 1 else None
 
 
 def _frequencies(trace: Trace, node: fx.Node, sums: set[fx.Node]) -> Iterator[float]:
-    """Yield by what number each periodic function that reads a value multiplies it; nan for any other reader.
+    """Yield the factor of a value in each periodic function that reads it; NaN for any other reader.
 
     Args:
         trace: The walk.
         node: The value.
-        sums: Additions that were met on the way; what meets one twice is added to itself.
+        sums: Additions on the way; a second visit means that the value is added to itself.
     """
     for user in node.users:
         times = _times(trace, user, node)
@@ -198,13 +197,13 @@ def _frequencies(trace: Trace, node: fx.Node, sums: set[fx.Node]) -> Iterator[fl
 
 
 def _entries(trace: Trace, start: _Sum, path: list[tuple[fx.Node, float]]) -> dict[int, int]:
-    """Return for each unit along a path from a sum the number of its bias's entry."""
+    """Return the index of the bias's entry for each unit along a path from a sum."""
     labels = [label for label in trace.environment[start.node].labels if label.axes == (start.axis,)]
     number = {int(atom): place for label in labels for place, atom in enumerate(label.atom)}
     if len(number) != trace.tensors[start.bias].numel():
         return {}
     for (before, _), (node, _) in itertools.pairwise(path):
-        if name_of(node) not in operations(Trait.JOIN):  # which may go on with the units of the other summand
+        if name_of(node) not in operations(Trait.JOIN):  # which may keep the units of the other summand
             continue
         one, two = trace.environment[before], trace.environment[node]
         for label, other in itertools.product(one.labels, two.labels):
@@ -215,6 +214,6 @@ def _entries(trace: Trace, start: _Sum, path: list[tuple[fx.Node, float]]) -> di
 
 
 def _known(label: Label, number: dict[int, int]) -> Ints | None:
-    """Return for each position of a label the number of the bias's entry that is added there; None if none is."""
+    """Return the index of the bias's entry at each position of a label; None if a position has none."""
     entries = [number.get(int(atom), -1) for atom in label.atom.ravel()]
     return None if -1 in entries or not entries else np.array(entries).reshape(label.atom.shape)

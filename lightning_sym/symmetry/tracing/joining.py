@@ -1,4 +1,4 @@
-"""What sums and products, element by element, demand of the units of both sides."""
+"""Constraints of elementwise sums and products on the units of both operands."""
 
 import contextlib
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ MET = "meets numbers that are the same for all inputs, which biases could take u
 
 
 class Joining(Placing):
-    """Puts down what is demanded where values meet at one place."""
+    """Writes the constraints of values that are combined elementwise."""
 
     def gain_in(self, value: Value) -> str | None:
-        """Return the vector among the parameters whose elements, at most moved, are this value; else None."""
+        """Return the name of a parameter vector that a value shows, at most moved; else None."""
         names = {root.state for root, _ in value.sources or ((value, ()),)}
         name = names.pop() if len(names) == 1 else None
         vector = name in self.joint or (name and max(self.tensors[name].shape, default=0) == self.tensors[name].numel())
@@ -45,21 +45,22 @@ class Joining(Placing):
         divide: bool = False,
         gain: str | None = None,
     ) -> Value:
-        """Combine two values element by element, with broadcasting: a sum, or a product (or quotient).
+        """Combine two values elementwise, with broadcasting: a sum, product or quotient.
 
-        In a sum both must carry the same units and the same scales; in a product the same units, and scales multiply.
+        In a sum both operands must have the same units and scales. In a product the units must agree, and scales
+        multiply.
 
         Args:
             one: Any value.
             two: Any value, of a shape that broadcasts with the first.
             product: Whether scales multiply.
             divide: Whether it is a quotient.
-            gain: The parameter that is one of the factors (or divides), if it is a vector of gains.
+            gain: The name of the factor or divisor, if it is a parameter vector of gains.
         """
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
         given = one, two
         one, two = self._on_one_axis(one, two, len(shape)), self._on_one_axis(two, one, len(shape))
-        if product and gain is None and (one, two) != given:  # a matrix whose elements are units now
+        if product and gain is None and (one, two) != given:  # a matrix with one unit per element
             gain = self.gain_in(given[1]) or (None if divide else self.gain_in(given[0]))
         first, second = self._broadcast(one, shape), self._broadcast(two, shape)
         added = bool(not product and first and second and self._is_number(first) != self._is_number(second))
@@ -106,7 +107,7 @@ class Joining(Placing):
                     self.gains[gain] += 1
                     self.constraints.gained.append(joined.atom.ravel())
                 elif not nested or (divide and label is parents):
-                    self.constraints.restrict(joined)  # one factor for a whole block passes all mixtures in it
+                    self.constraints.restrict(joined)  # one factor per block commutes with all mixtures inside
                 scale = self.constraints.product((label.scale, 1.0), (partner.scale, -1.0 if divide else 1.0))
             else:
                 self.constraints.equate([(label.scale, 1.0), (partner.scale, -1.0)])
@@ -119,7 +120,7 @@ class Joining(Placing):
         return self.disjoint(Value(shape, tuple(self._lent(result) if product else result)))
 
     def _on_one_axis(self, value: Value, other: Value, rank: int) -> Value:
-        """Let a matrix on whose axes another value has units of one kind have units of that kind, too."""
+        """Make the elements of a matrix units if another value has one label on both of its axes."""
         own = [{axis + rank - value.ndim for axis in label.axes} for label in value.labels]
         wide = [{axis + rank - other.ndim for axis in label.axes} for label in other.labels]
         if any(sum(bool(axes & label) for axes in own) > 1 for label in wide):
@@ -127,15 +128,15 @@ class Joining(Placing):
         return value
 
     def _repeated(self, label: Label, partner: Label, value: Value, rank: int) -> Label | None:
-        """Return the wholes of which a factor shows one number each for several units; None if it shows no such.
+        """Return the original units of a factor that repeats one number for several units; None for other factors.
 
         Args:
             label: The units.
-            partner: Those of the factor, on the same axes.
+            partner: The factor's units, on the same axes.
             value: The factor, broadcast to a result of `rank` axes.
             rank: See `value`.
         """
-        whole = self.constraints.pending(partner)  # whose tags what it meets may still say
+        whole = self.constraints.pending(partner)  # its tags may still be unset
         of = self.constraints.copied_from(whole.atom)
         axes = [axis - rank + value.ndim for axis in whole.axes]
         if (of == whole.atom).all() or len(rising(label.atom)) < label.size or min(axes, default=-1) < 0:
@@ -149,12 +150,12 @@ class Joining(Placing):
         return Label(whole.axes, of, self.constraints.resolve(partner).tag, whole.scale)
 
     def _told_apart(self, label: Label, parents: Label, value: Value, rank: int) -> Label:
-        """Tell units apart along axes on which their parents do not live, but are something else at each place.
+        """Distinguish units along axes that do not index their parents, but along which the parents' value varies.
 
         Args:
             label: The units.
-            parents: On some of their axes.
-            value: What carries the parents, broadcast to a result of `rank` axes.
+            parents: Units on some of the label's axes.
+            value: The value of the parents, broadcast to a result of `rank` axes.
             rank: See `value`.
         """
         sizes = (1,) * (rank - value.ndim) + value.shape
@@ -173,7 +174,7 @@ class Joining(Placing):
         return label
 
     def _beside_number(self, labels: list[Label], others: list[Label]) -> list[Label]:
-        """Let a number made of units (their mean), which is added to units, have the scale that they have in common."""
+        """Tie the scales of units to that of a number added to them (their mean)."""
         if not self._is_number(labels):
             return labels
         for label in others:
@@ -183,11 +184,11 @@ class Joining(Placing):
 
     @staticmethod
     def _is_number(labels: list[Label]) -> bool:
-        """Whether labels are those of a value that one unit fills."""
+        """Whether the only label is that of a unit that fills the value."""
         return len(labels) == 1 and not labels[0].axes
 
     def _lent(self, labels: list[Label]) -> list[Label]:
-        """Let units that fill a whole factor (a learned gate) scale the units of the product."""
+        """Multiply the scales of the product's units by that of a unit that fills the other factor (a learned gate)."""
         wide = next((index for index, label in enumerate(labels) if label.axes), None)
         if wide is None or all(label.axes for label in labels):
             return labels
@@ -200,15 +201,15 @@ class Joining(Placing):
         return [label for label in labels if label.axes]
 
     def parts(self, label: Label, axes: Sequence[int], *, mixtures: bool = False) -> Label:
-        """Demand that units which stand at one place of some axes of a label stay together (heads, groups).
+        """Require that units at one position of some axes stay together (heads, groups).
 
         Args:
-            label: The units, on further axes as well.
+            label: The units, also on further axes.
             axes: Some of the label's axes.
-            mixtures: Whether mixtures of those that stay together may pass.
+            mixtures: Whether mixtures inside such a group are allowed.
 
         Returns:
-            The wholes whose parts they are, on these axes: new units with scales of their own.
+            New units with new scales on these axes: the groups.
         """
         label = self.constraints.resolve(label)
         shape = tuple(label.atom.shape[label.axes.index(axis)] for axis in axes)
@@ -221,7 +222,7 @@ class Joining(Placing):
 
     @staticmethod
     def onto(label: Label, wide: Label) -> Label:
-        """Return a label on all axes of one that has more."""
+        """Broadcast a label to all axes of a wider one."""
         shape = wide.atom.shape
         sizes = [size if axis in label.axes else 1 for axis, size in zip(wide.axes, shape, strict=True)]
         return label.moved(wide.axes, lambda part: np.broadcast_to(part.reshape(sizes), shape))
@@ -233,12 +234,12 @@ class Joining(Placing):
         keep_single = int(np.prod(value.shape)) == 1
         for label in value.labels:
             if value.state is not None and label.size == 1 and label.axes:
-                # A parameter's axis of size 1 says nothing of its own, unless the parameter is one number.
+                # A parameter's axis of size 1 carries no label, unless the parameter is one number.
                 if not keep_single:
                     self.constraints.fix(label)
                     continue
                 keep_single = False
-            # One unit on a longer axis, as of an expanded number, fills that axis.
+            # A unit on an expanded axis, as of an expanded number, fills that axis.
             own = zip(label.axes, label.atom.shape or (1,) * len(label.axes), strict=True)
             kept = tuple(axis + offset for axis, size in own if size == shape[axis + offset])
             sizes = [shape[axis] for axis in kept]
@@ -248,14 +249,14 @@ class Joining(Placing):
     def _alone(
         self, label: Label, other: Value, shape: tuple[int, ...], product: bool, *, number: bool = False
     ) -> Label | None:
-        """A label meets a value on which nothing acts there; None is left if nothing can act on it any more.
+        """Combine a label with a value without labels there; None if the group cannot act on the result.
 
         Args:
             label: The label.
             other: The value.
             shape: The result's shape.
             product: Whether they are multiplied.
-            number: Whether the value was made of units, whose scale the label has, see `_beside_number`.
+            number: Whether the value is computed from units and has the label's scale, see `_beside_number`.
         """
         label = self.constraints.resolve(label)
         if other.is_zero and not product:
@@ -265,7 +266,7 @@ class Joining(Placing):
             return self.beside_constant(label, constant, added=not product)
         along = [axis for axis in label.axes if self._varies(other, axis - len(shape) + other.ndim)]
         varies = bool(along)
-        if product and varies and self._parted(label, along):  # another factor for each head: heads stay
+        if product and varies and self._parted(label, along):  # a different factor per head: heads are fixed
             self.constraints.fix_units(self.parts(label, along, mixtures=True).atom)
             return label
         if varies:
@@ -278,7 +279,7 @@ class Joining(Placing):
 
     @staticmethod
     def _parted(label: Label, axes: Sequence[int]) -> bool:
-        """Whether each unit stands at one place of some of a label's axes, and several stand there."""
+        """Whether each unit occurs at one position of some of a label's axes, together with others."""
         if len(axes) == len(label.axes):
             return False
         pairs = rising_pairs(label.atom.ravel(), _places(label, axes).ravel())
@@ -286,7 +287,7 @@ class Joining(Placing):
 
     @staticmethod
     def _varies(value: Value, axis: int) -> bool:
-        """Whether a value may change along an axis, which it does not have if that is negative."""
+        """Whether a value may vary along an axis; a negative axis does not exist."""
         if axis < 0 or value.shape[axis] == 1:
             return False
         for root, path in value.sources:
@@ -298,14 +299,14 @@ class Joining(Placing):
         return not value.sources
 
     def beside_constant(self, label: Label, value: Value, *, added: bool = False) -> Label:
-        """A label meets a constant: units that meet the same numbers may change places.
+        """Combine a label with a constant: units with equal numbers can be permuted.
 
-        Units whose numbers may differ for an input of another size stay.
+        If the numbers may differ for inputs of another size, the units are fixed.
 
         Args:
-            label: On some axes of the constant.
-            value: A factor, a filter for each unit, or a summand; constant.
-            added: Whether it is a summand: then the units that meet anything but zeros keep their scale.
+            label: A label on some axes of the constant.
+            value: The constant: a factor, a filter for each unit, or a summand.
+            added: Whether it is a summand; units with nonzero summands then keep their scale.
         """
         constant = value.concrete
         assert constant is not None
@@ -313,7 +314,7 @@ class Joining(Placing):
         rows = rows_of(constant, label.axes)
         nonzero = np.broadcast_to(rows.any(1), label.size).reshape(label.atom.shape)
         kind = np.zeros(label.atom.shape, np.int64)
-        if varying and value.by_size:  # only along the other axes it is the same for every input
+        if varying and value.by_size:  # equal for every input along the other axes only
             kind = _places(label, varying)
             nonzero = np.ones_like(nonzero)
         elif varying:
@@ -329,7 +330,7 @@ class Joining(Placing):
             self.constraints.unread.append((dead, note))
         if added:
             self.constraints.keep_ones(label)
-            chosen = name_of(self.node) in operations(Trait.EQUALISE)  # the constant stands in some places only
+            chosen = name_of(self.node) in operations(Trait.EQUALISE)  # the constant is used at some positions only
             same = nonzero.any() and not chosen and not (rows != rows[:, :1]).any() and not (varying and value.by_size)
             note = f"{self.where}: {counted(MET, label.atom[nonzero], 'scale')}"
             with self.constraints.explain(note) if same else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""From the operations of a network to labels and demands."""
+"""Compute labels and constraints from the operations of a network."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from lightning_sym.symmetry.tracing.walk import Walk
 
 
 class Labels(NamedTuple):
-    """What the operations of a network demand, and where its units are.
+    """The constraints of a network's operations, and the labels of its tensors.
 
     Attributes:
-        walk: The demands, and the labels of tensors and of values that have a name.
-        charts: What is added to tensors wherever the network reads them, and which it reads in pieces.
-        kept: The tensors to which nothing may be added: in no state dict, or in several charts.
-        stacked: The tensors that hold members with units of their own.
+        walk: The constraints, and the labels of tensors and named values.
+        charts: The numbers that the network adds to tensors wherever it reads them, and the pieces that it reads.
+        kept: The tensors without translations: in no state dict, or in several charts.
+        stacked: The tensors with members that have separate units.
     """
 
     walk: Walk
@@ -30,13 +30,13 @@ class Labels(NamedTuple):
 
 
 def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, lengths: int) -> Labels:
-    """Walk through what was captured, and put down what each operation demands.
+    """Walk through captures, and record the constraints of each operation.
 
     Args:
-        captures: The network in normal form, on one example or several.
+        captures: The network in normal form, on one or several examples.
         tensors: Its tensors.
-        affine: Whether to count changes of sign that add a constant.
-        lengths: Number of lengths that the user gave.
+        affine: Whether to allow sign changes that add a constant.
+        lengths: The number of input lengths that the user gave.
     """
     walk = Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths)
     for captured in captures:

@@ -1,7 +1,7 @@
-"""Finds out whether a function of a value and a weight, linear in both, is a linear layer or a convolution.
+"""Test whether a function, bilinear in a value and a weight, is a linear layer or a convolution.
 
-The function is known by what it does: run on numbers that tell which elements they are, it shows which elements of the
-value and the weight meet in each element of the result.
+The function is evaluated on tensors that number their elements. The results show which elements of the value and the
+weight are multiplied for each element of the result.
 """
 
 import math
@@ -15,16 +15,16 @@ from torch import Tensor
 aten = torch.ops.aten
 Bilinear = Callable[[Tensor, Tensor], Tensor]
 Insert = Callable[..., Any]
-_CLOSE = 1e-9  # relative difference of what computes the same
+_CLOSE = 1e-9  # maximal relative difference of equal results
 
 
 class Part(NamedTuple):
-    """A factor of an axis, of which each step goes along an axis of another tensor.
+    """A factor of an axis that runs along an axis of another tensor.
 
     Attributes:
-        size: Its size.
+        size: The number of positions.
         axis: The other axis.
-        step: How far a step goes there.
+        step: Positions on the other axis per step.
     """
 
     size: int
@@ -34,15 +34,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """How a window moves along an axis of a value.
+    """A sliding window along an axis of a value.
 
     Attributes:
         axis: The axis.
-        width: The number of places that it sees.
-        stride: How far it moves at once.
-        dilation: The distance of two places.
-        start: The place that it sees first; below 0 where the value is padded.
-        count: The number of times.
+        width: The number of positions in the window.
+        stride: The step between windows.
+        dilation: The distance between neighbouring positions in the window.
+        start: The first position; negative if the value is padded.
+        count: The number of windows.
         flipped: Whether the weight runs against the axis.
     """
 
@@ -55,7 +55,7 @@ class Window:
     flipped: bool
 
     def padding(self, size: int) -> tuple[int, int]:
-        """Return how many places are missing in front and behind; below 0 where some are never seen."""
+        """Return the padding before and after an axis of the given size; negative for unused positions."""
         last = self.start + self.stride * (self.count - 1) + self.dilation * (self.width - 1)
         behind = last + 1 - size
         return -self.start, 0 if -self.stride < behind < 0 and self.start <= 0 else behind
@@ -66,16 +66,16 @@ class Layer:
     """A linear layer or convolution between permutations of axes.
 
     Attributes:
-        shapes: Those of the value, the weight and the result.
-        batch: The axes of the value of which each place is alone.
-        channels: The axes of the value over which sums go, in the order of the weight.
-        windows: The windows.
-        split: The shape of the weight with its axes in parts.
-        order: These parts in the order of a layer's weight: what comes out, channels, windows.
-        outputs: How many of them come out.
-        result: The parts of the result's axes, in the order in which the layer makes them: axis and place within it.
+        shapes: The shapes of the value, the weight and the result.
+        batch: The value's batch axes.
+        channels: The value's summed axes, in the weight's order.
+        windows: The sliding windows.
+        split: The shape of the weight after splitting its axes into parts.
+        order: These parts in a layer's order: outputs, channels, windows.
+        outputs: The number of output parts.
+        result: The parts of the result's axes in the layer's order, as (axis, position within the axis).
         sizes: The sizes of these parts.
-        factor: What the layer is multiplied by.
+        factor: A number that multiplies the layer.
     """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -90,10 +90,10 @@ class Layer:
     factor: float
 
     def adds(self, added: Tensor, bias: Tensor) -> bool:
-        """Whether what is added to the result is a bias: one number for each unit that comes out.
+        """Whether an offset of the result is a bias: one number per output unit.
 
         Args:
-            added: What is added, in the shape of the result.
+            added: The offset, in the shape of the result.
             bias: The numbers. Shape (units,).
         """
         value, weight = (torch.zeros(shape, dtype=torch.float64) for shape in self.shapes[:2])
@@ -101,13 +101,13 @@ class Layer:
         return fits and torch.equal(self.put(run, value, weight, bias), added)
 
     def put(self, insert: Insert, value: Any, weight: Any, bias: Any = None) -> Any:
-        """Insert its operations.
+        """Insert the layer's operations.
 
         Args:
-            insert: Puts an operation somewhere, or runs it; takes an ATen operation and its arguments.
+            insert: Inserts or runs an operation; takes an ATen operation and its arguments.
             value: The value.
             weight: The weight.
-            bias: Added for each unit that comes out.
+            bias: The bias of the output units, or None.
 
         Returns:
             The result.
@@ -170,19 +170,19 @@ def _reshaped(insert: Insert, value: Any, shape: Sequence[int], wanted: Sequence
 
 
 def run(target: Any, *args: Any) -> Any:
-    """Run an operation at once, in the place of inserting it."""
+    """Run an operation immediately instead of inserting it."""
     return target(*args)
 
 
 def find_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer | None:
-    """Find the linear layer or convolution that a function of a value and a weight is.
+    """Find the linear layer or convolution that a function of a value and a weight computes.
 
     Args:
-        function: Linear in both.
+        function: Linear in both arguments.
         shapes: The shapes of the value, the weight and the result.
 
     Returns:
-        The layer; None if it is none, or a grouped one.
+        The layer; None for other functions, and for grouped layers.
     """
     found = _Search(function, shapes).layer()
     if found is None:
@@ -195,13 +195,13 @@ def find_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer | None:
 
 
 class Meeting(NamedTuple):
-    """What one element of the result of a bilinear function is made of.
+    """The products that a bilinear function sums for one element of its result.
 
     Attributes:
-        one: A place of the second argument, in the middle of those that take part.
-        summed: The axes of the second argument over which the sum goes.
-        met: By place of the second argument, the number of the element of the first one that it meets, from 1 on.
-        factor: By which all products are multiplied.
+        one: The middle index of the second argument among the summed ones.
+        summed: The summed axes of the second argument.
+        met: By element of the second argument, the number of the first argument's element that multiplies it, from 1.
+        factor: The common factor of all products.
     """
 
     one: tuple[int, ...]
@@ -213,13 +213,13 @@ class Meeting(NamedTuple):
 def find_meeting(
     function: Bilinear, first: tuple[int, ...], second: tuple[int, ...], place: tuple[int, ...]
 ) -> Meeting | None:
-    """Find which elements meet in one element of the result; None if that is no sum over whole axes.
+    """Find the products summed in one element of the result; None if the sum does not cover whole axes.
 
     Args:
         function: Bilinear.
         first: The shape of its first argument.
-        second: The shape of its second one.
-        place: The element of the result.
+        second: The shape of its second argument.
+        place: The index in the result.
     """
     with torch.enable_grad():
         weight = torch.zeros(second, dtype=torch.float64, requires_grad=True)
@@ -245,7 +245,7 @@ def find_meeting(
 
 
 class _Search:
-    """Looks at which elements meet. All indices of elements are rows of a table, shape (elements, axes)."""
+    """Search for the layer; tables of element indices have shape (elements, axes)."""
 
     def __init__(self, function: Bilinear, shapes: Sequence[tuple[int, ...]]) -> None:
         self.function = function
@@ -253,7 +253,7 @@ class _Search:
         self.centre = tuple(size // 2 for size in self.shown)
 
     def layer(self) -> Layer | None:
-        """Return the layer, as far as its axes tell."""
+        """Return the layer that the axes suggest; None if they fit no layer."""
         met = find_meeting(self.function, self.value, self.weight, self.centre)
         if met is None:
             return None
@@ -270,7 +270,7 @@ class _Search:
         return None if results is None else self._assembled(one, first, kernel, results)
 
     def _result_parts(self, one: tuple[int, ...], first: tuple[int, ...]) -> list[tuple[bool, list[Part]]] | None:
-        """Return for each axis of the result whether it runs along the weight, and along which axes."""
+        """Return for each axis of the result whether it runs along the weight, and its parts."""
         with torch.no_grad():
             of_value = self.function(numbers(self.value), _single(self.weight, one)) / self.factor
             of_weight = self.function(_single(self.value, first), numbers(self.weight)) / self.factor
@@ -287,7 +287,7 @@ class _Search:
                 parts = _parts(indices(own - 1, self.weight)) if bool((own != 0).all()) else None
             elif len(valid) == size:
                 parts = _parts(indices(seen - 1, self.value))
-            else:  # beyond the ends is padding
+            else:  # positions beyond the ends are padding
                 inner = indices(seen[valid] - 1, self.value)
                 parts = _parts(inner) if bool((valid.diff() == 1).all()) else None
                 parts = [parts[0]._replace(size=size)] if parts is not None and len(parts) == 1 else None
@@ -305,7 +305,7 @@ class _Search:
     ) -> Layer | None:
         split: list[int] = []
         out: list[int] = []
-        summed: dict[int, list[tuple[int, Part, int]]] = {}  # by axis of the value: part of the weight, and its place
+        summed: dict[int, list[tuple[int, Part, int]]] = {}  # by the value's axis: part index, part, position
         for axis, parts in enumerate(kernel):
             places = _split(one[axis], parts)
             for part, place in zip(parts, places, strict=True):
@@ -314,7 +314,7 @@ class _Search:
                 else:
                     summed.setdefault(part.axis, []).append((len(split), part, place))
                 split.append(part.size)
-        moved: dict[int, list[tuple[int, int, Part, int]]] = {}  # axis and part of the result
+        moved: dict[int, list[tuple[int, int, Part, int]]] = {}  # by the value's axis: axis and part
         units: dict[int, list[tuple[int, int, Part]]] = {}
         for axis, (along, parts) in enumerate(results):
             for at, (part, place) in enumerate(zip(parts, _split(self.centre[axis], parts), strict=True)):
@@ -344,8 +344,8 @@ class _Search:
             elif axis in summed:
                 number, own, _ = summed[axis][0]
                 if (own.size, own.step) != (size, 1):
-                    return None  # of a slice, or the other way round
-                if (number, axis) in whole[1:]:  # a window that sees everything
+                    return None  # a slice, or reversed
+                if (number, axis) in whole[1:]:  # a window over the whole axis
                     found.append((number, Window(axis, size, 1, 1, 0, 1, False), []))
             elif size > 1:
                 return None
@@ -360,12 +360,12 @@ class _Search:
                 outs.append((row, at, unit.size))
             if axis not in self.of_weight and expected != 1:
                 return None
-        found.sort(key=lambda each: each[0])  # in the order of the weight, which then stays as it is
+        found.sort(key=lambda each: each[0])  # in the order of the weight, which then needs no permutation
         windows = tuple(window for _, window, _ in found)
         kernels = [number for number, _, _ in found if number >= 0]
         seen = [part for _, _, parts in found for part in parts]
         cut = any(sum(part.size > 1 for part in parts) > 1 for parts in kernel)
-        if len(windows) > 3 or cut or sum(split[at] > 1 for at in out) > 1:  # axes of a parameter stay what they are
+        if len(windows) > 3 or cut or sum(split[at] > 1 for at in out) > 1:  # parameters keep their axes
             return None
         made = [*batches, *outs, *seen]
         return Layer(
@@ -376,7 +376,7 @@ class _Search:
 
 
 def numbers(shape: Sequence[int]) -> Tensor:
-    """Return the numbers of all elements, from 1 on."""
+    """Return the numbers of all elements, from 1, in float64."""
     return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).reshape(shape)
 
 
@@ -387,15 +387,15 @@ def _single(shape: Sequence[int], place: tuple[int, ...]) -> Tensor:
 
 
 def indices(numbers: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the places of elements, by their number in row-major order."""
+    """Return the indices of elements from their numbers in row-major order. Shape (elements, axes)."""
     return torch.stack(torch.unravel_index(numbers, shape), -1) if shape else torch.zeros(len(numbers), 0).long()
 
 
 def _parts(places: Tensor) -> list[Part] | None:
-    """Return an axis as a product of parts, each of which runs along one axis, in row-major order; None if it is none.
+    """Factor an axis into parts in row-major order, each along one other axis; None if impossible.
 
     Args:
-        places: At which place each of its positions is. Shape (positions, axes).
+        places: The element index at each position. Shape (positions, axes).
     """
     if len(places) == 1:
         return []
@@ -412,7 +412,7 @@ def _parts(places: Tensor) -> list[Part] | None:
 
 
 def _split(place: int, parts: Sequence[Part]) -> list[int]:
-    """Return a place on an axis as places on its parts."""
+    """Return the positions on the parts of an axis for a position on the axis."""
     result = []
     for part in reversed(parts):
         place, own = divmod(place, part.size)

@@ -1,7 +1,7 @@
-"""Finds linear layers and convolutions, however they are written, and puts one operation in the place of each.
+"""Find linear layers and convolutions in any spelling, and replace each by one operation.
 
-A part of the graph that makes a value of one other value and one weight is run on numbers, which tells what it is; see
-docs/theory/tracing.md, 3.
+A region is a part of the graph that computes a value from one other value and one weight. Running it on numbers
+identifies the layer; see docs/theory/tracing.md, 3.
 """
 
 import math
@@ -36,15 +36,15 @@ _LINEAR = {"neg", "div", "sum", "mean", "getitem"} | _MOVED | _PRODUCTS | _POOLS
 _LINEAR |= operations(Trait.CAST | Trait.JOIN | Trait.CAT | Trait.PICK)
 _ROUNDING = 1e-12
 _MOST_NODES = 400  # of a region
-_MOST_FAILURES = 6  # regions that begin at one value and are tried in vain
-_MOST_ELEMENTS = 2**24  # of a tensor on which a region is run
+_MOST_FAILURES = 6  # failed regions per starting value
+_MOST_ELEMENTS = 2**24  # of a tensor in a region
 
 
 def respell_layers(rewriter: Rewriter) -> int:
-    """Put one operation in the place of each linear layer or convolution that is written out.
+    """Replace each written-out linear layer, convolution, mean, contraction or rotary embedding by one operation.
 
     Args:
-        rewriter: Of the captured network, whose graph is changed.
+        rewriter: The rewriter of the captured network. Changes the graph.
 
     Returns:
         The number of changes.
@@ -54,14 +54,14 @@ def respell_layers(rewriter: Rewriter) -> int:
 
 @dataclass
 class _Region:
-    """What makes a value of others.
+    """A part of the graph that computes a value from others.
 
     Attributes:
-        end: The value.
-        starts: The values of which it is made.
-        steps: The operations between that inputs go through, the last one first.
-        weights: The parameters of which it is made.
-        of_weights: The operations on these.
+        end: The computed value.
+        starts: The input values of the region.
+        steps: The operations on inputs inside, the last one first.
+        weights: The parameters that the region reads.
+        of_weights: The operations on these parameters.
         named: Whether a value inside has a name.
     """
 
@@ -78,17 +78,17 @@ class _Respeller:
         self.rewriter, self.graph = rewriter, rewriter.graph
         self.constants = Constants()
         self.failures: dict[fx.Node, int] = {}
-        self.planes: dict[Any, Planes | None] = {}  # of regions by what they compute
+        self.planes: dict[Any, Planes | None] = {}  # of regions, by their computation
         self.named = False
 
     def run(self) -> int:
-        """Replace all regions; those with named values inside, last."""
+        """Replace all regions; those with named inner values come last."""
         changes = self.rewriter.rewrite_from_the_end(self._rewritten)
         self.named = True
         return changes + self.rewriter.rewrite_from_the_end(self._rewritten)
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
-        """Replace the region that ends in a node, if there is one; return the node at which to go on."""
+        """Replace the region that ends in a node, if there is one; return the next node."""
         if self.rewriter.name(node) not in _LINEAR or not _is_real(node):
             return None
         most = 0
@@ -122,7 +122,7 @@ class _Respeller:
         return self._put(node, lambda: layer.put(self.rewriter.insert, start, weight, bias))
 
     def _put(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node | None:
-        """Put what is made in the place of a node; return what stands before it, None if it cannot be put there."""
+        """Replace a node by the result of ``make``; return the node before, or None if it cannot be inserted."""
         before = node.prev
         try:
             new = make()
@@ -137,7 +137,7 @@ class _Respeller:
         return None
 
     def _regions(self, end: fx.Node) -> Iterator[_Region]:
-        """Yield what makes a value of one other value and weights, the smallest region first."""
+        """Yield the regions that compute a value from one or two other values, the smallest first."""
         region = _Region(end)
         waiting: list[fx.Node] = []
         seen: set[fx.Node] = set()
@@ -169,7 +169,7 @@ class _Respeller:
                 return
 
     def _add_weights(self, region: _Region, node: fx.Node) -> bool:
-        """Follow weights to the parameters of which they are parts; whether they are only moved."""
+        """Trace weights back to their parameters; return whether all operations between are linear."""
         left = [node]
         while left:
             node = left.pop()
@@ -183,7 +183,7 @@ class _Respeller:
         return True
 
     def _is_written_out(self, region: _Region) -> bool:
-        """Whether a region is something else than one layer between movements that stay anyway."""
+        """Whether a region is more than one layer between moves that remain anyway."""
         names = [self.rewriter.name(step) for step in region.steps]
         products = [
             at
@@ -199,7 +199,7 @@ class _Respeller:
         return len(products) > 1 or cut or packed or not _WINDOWS.isdisjoint(names)
 
     def _layer(self, region: _Region) -> tuple[Layer, fx.Node, fx.Node | None] | None:
-        """Return the layer that a region is, its weight and its bias; None if it is none."""
+        """Return the layer that a region computes, its weight and its bias; None if it computes no layer."""
         (weight,) = (one for one in region.weights if len(self.rewriter.shape(one)) > 1)
         biases = [one for one in region.weights if one is not weight]
         start, shapes = region.starts[0], [self.rewriter.shape(one) for one in (*region.starts, weight, region.end)]
@@ -216,7 +216,7 @@ class _Respeller:
         return (layer, weight, biases[0]) if layer.adds(added, numbers) else None
 
     def _function(self, region: _Region) -> Callable[[dict[fx.Node, Tensor]], Tensor]:
-        """Return what computes a region's end from the numbers of its starts and weights."""
+        """Return a function that computes a region's end from the values of its starts and weights."""
         steps = [Step.of(step) for step in sorted([*region.steps, *region.of_weights])]
 
         def made(numbers: dict[fx.Node, Tensor]) -> Tensor:
@@ -233,7 +233,7 @@ class _Respeller:
         return made
 
     def _spelling(self, region: _Region) -> Any:
-        """Return what tells what a region computes: its operations, and the numbers of the constants that they read."""
+        """Return a key of a region's computation: its operations and the elements of its constants."""
         steps = sorted(region.steps)
         names = {node: f"%{at}" for at, node in enumerate((*region.starts, *steps))}
         for node in {given for step in steps for given in step.all_input_nodes} - names.keys():
@@ -244,14 +244,14 @@ class _Respeller:
         return tuple((step.target, repr(own)) for step, own in zip(steps, arguments, strict=True))
 
     def _is_sum(self, region: _Region) -> bool:
-        """Whether something is left of a value that is smaller, after parts of it were added."""
+        """Whether a region adds parts of a value to a smaller result."""
         names = [self.rewriter.name(step) for step in region.steps]
         moved = bool(names[:-1]) and names[-1] in operations(Trait.MOVE) and "mean" in names
         smaller = math.prod(self.rewriter.shape(region.end)) < math.prod(self.rewriter.shape(region.starts[0]))
         return smaller and (moved or not _ADDED.isdisjoint(names))
 
     def _summed(self, region: _Region) -> Callable[[], fx.Node] | None:
-        """Return what puts a mean in the place of a region that sums over whole axes."""
+        """Return a function that replaces a region that sums over whole axes by a mean."""
         (start,), shape = region.starts, self.rewriter.shape(region.end)
         made, own = self._function(region), self.rewriter.shape(start)
         if math.prod(own) > _MOST_ELEMENTS:
@@ -267,7 +267,7 @@ class _Respeller:
         return put
 
     def _contracted(self, region: _Region) -> Callable[[], fx.Node] | None:
-        """Return what puts a sum of products in the place of a region that adds products of parts of two values."""
+        """Return a function that replaces a region that sums products of parts of two values by a contraction."""
         one, two = region.starts
         products = [step for step in region.steps if self.rewriter.name(step) in _PRODUCTS]
         shapes = [self.rewriter.shape(node) for node in (one, two, region.end)]
@@ -290,7 +290,7 @@ class _Respeller:
         return put
 
     def _rotary(self, region: _Region) -> Callable[[], fx.Node] | None:
-        """Return what puts `rotary` in the place of a region that rotates planes of coordinates."""
+        """Return a function that replaces a region that rotates planes of coordinates by `rotary`."""
         (start,), shape = region.starts, self.rewriter.shape(region.end)
         names = {self.rewriter.name(step) for step in region.steps}
         if shape != self.rewriter.shape(start) or math.prod(shape) > _MOST_ELEMENTS or names.isdisjoint(_PRODUCTS):
@@ -298,7 +298,7 @@ class _Respeller:
         if names.isdisjoint(_TOGETHER):
             return None
         made, key = self._function(region), (shape, self._spelling(region))
-        if key not in self.planes:  # as often as there are layers
+        if key not in self.planes:  # equal in all layers
             self.planes[key] = find_planes(lambda x: made({start: x}), shape)
         if (found := self.planes[key]) is None:
             return None
@@ -308,7 +308,7 @@ class _Respeller:
             insert, hold = self.rewriter.insert, self.rewriter.hold
             value, last = permuted(self.rewriter, start, order), len(shape) - 1
             for step in region.steps:
-                step.meta["watched"] = True  # if it stays, for its name alone
+                step.meta["watched"] = True  # if it remains for its name only
             rest, planes = found.alone, found
             if len(rest):
                 planes = found.without_rest()
@@ -328,7 +328,7 @@ class _Respeller:
 
 
 def _on_numbers(find: Callable[[_Region], FoundT | None], region: _Region) -> FoundT | None:
-    """Return what is found by running a region on numbers; None if it does not run on these alone."""
+    """Return the result of a search that runs a region on numbers; None if the region cannot run on these."""
     try:
         with torch.no_grad():
             return find(region)

@@ -42,7 +42,7 @@ def _biased(trace: Trace, result: Value, bias: Value | None = None, *, axis: int
 
 
 def _summed_twice(trace: Trace, terms: Sequence[str], output: str, values: Sequence[Value]) -> Value:
-    """Sum over the last letter in common with all others as batch axes (heads), and then over these."""
+    """Sum over the last common letter with the others as batch axes (heads), then over these."""
     inner = next(letter for letter in reversed(terms[0]) if letter not in output)
     others = [letter for letter in terms[0] if letter not in output and letter != inner]
     whole = output + "".join(others)
@@ -74,7 +74,7 @@ def _convolution(
         into: list[int | None] = [None] * weight.ndim
         into[1 if transposed else 0] = channel
         kept: list[int | None] = [axis if axis != channel else None for axis in range(value.ndim)]
-        # The kernel's axes carry no labels any more, and go nowhere.
+        # The kernel's axes have no labels and vanish.
         result = trace.contract(value, kept, weight, into, shape)
     else:
         result = _grouped(trace, value, weight, groups, channel, transposed, shape)
@@ -82,7 +82,7 @@ def _convolution(
 
 
 def _way_from_parameter(trace: Trace) -> list[torch.fx.Node]:
-    """Return the operation at hand, and those that moved its weight and did nothing else with it."""
+    """Return the current operation, and the moves of its weight that have no other reader."""
     way, node = [trace.node], trace.node.args[1]
     while isinstance(node, torch.fx.Node) and node.op == "call_function" and len(node.users) == 1:
         way.append(node)
@@ -93,19 +93,19 @@ def _way_from_parameter(trace: Trace) -> list[torch.fx.Node]:
 def _grouped(
     trace: Trace, value: Value, weight: Value, groups: int, channel: int, transposed: bool, shape: tuple[int, ...]
 ) -> Value:
-    """Groups of channels stay together; inside a group both sides permute freely (docs/theory/intertwiners.md, 2.2)."""
+    """Keep groups of channels together; inside a group both sides permute freely (docs/theory/intertwiners.md, 2.2)."""
     constraints = trace.constraints
     label = trace.label(value, channel)
     rest = tuple(other for other in value.labels if other.axes and channel not in other.axes)
     name = weight.state
     first, second = (trace.label(weight, axis) for axis in (0, 1))
     if weight.concrete is not None and weight.shape[1] == 1 and shape[channel] == value.shape[channel]:
-        # One filter for each channel, as for blurring: channels with the same filter may change places.
+        # One filter per channel, as for blurring: channels with equal filters can be permuted.
         filters = trace.move(weight, lambda t: t.reshape(*[1] * channel, groups, -1))
         return Value(
             shape, (*rest, trace.beside_constant(constraints.resolve(label), filters)) if label is not None else rest
         )
-    if label is None:  # an input, say: its channels stay as they are
+    if label is None:  # an input, for example: its channels are fixed
         label = constraints.fresh((channel,), (value.shape[channel],))
         constraints.fix(label)
         value = value.with_labels(label)
@@ -117,7 +117,7 @@ def _grouped(
         return Value(shape)
     way = _way_from_parameter(trace)
     trace.grouped_by.setdefault(name, set()).update(way)
-    trace.untold.update(way[1:])  # which channels these are only the convolution says
+    trace.untold.update(way[1:])  # only the convolution determines the channels of these values
     label = constraints.resolve(label)
     ins, rows = value.shape[channel] // groups, shape[channel] // groups
     if transposed:
@@ -127,12 +127,12 @@ def _grouped(
     else:
         out = constraints.resolve(first.on((channel,)))
         joint = label.scaled_by(constraints.product((label.scale, -1.0)))
-    # Which input (output) channel each entry of the weight's second axis stands for depends on the group, hence on the
-    # first axis. The label of the second axis therefore lives on both.
+    # The channel of each entry on the weight's second axis depends on the group, hence on the first axis. The label of
+    # the second axis therefore has both axes.
     constraints.fix(second)
     many, few = (ins, rows) if transposed else (rows, ins)
     joint = joint.take((np.arange(groups * many) // many * few)[:, None] + np.arange(few))
-    if name in trace.grouped:  # used before: by the same units
+    if name in trace.grouped:  # earlier use: by the same units
         constraints.same_units(trace.grouped[name], joint)
         constraints.equate([(trace.grouped[name].scale, 1.0), (joint.scale, -1.0)])
     trace.grouped[name] = joint
@@ -167,7 +167,7 @@ def _embedding(trace: Trace, weight: Value, index: Value, *args: Any) -> Value:
 
 
 def _affine(trace: Trace, value: Value, weight: Value | None, bias: Value | None, axes: Sequence[int]) -> Value:
-    """Multiply by a weight and add a bias that live on some axes."""
+    """Multiply by a weight and add a bias along given axes."""
     for part, product in ((weight, True), (bias, False)):
         if part is not None:
             gain = trace.gain_in(part) if product else None
@@ -176,15 +176,15 @@ def _affine(trace: Trace, value: Value, weight: Value | None, bias: Value | None
 
 
 def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None, *, centred: bool = True) -> Label:
-    """Divide units by a deviation: signs pass; magnitudes are divided out, exactly if no eps is added.
+    """Divide units by a deviation: signs pass; magnitudes cancel, exactly if eps is zero.
 
     Args:
         trace: The trace.
         label: The units.
-        epsilon: What is added to the variance.
-        groups: For each unit, the number of its group, where the units of a group have one deviation in common: they
-            scale together, and change sign together if their mean is taken off. By default each unit has its own.
-        centred: Whether the mean is taken off.
+        epsilon: The number added to the variance.
+        groups: For each unit, the index of its group. Units of a group share one deviation: they are rescaled together,
+            and flipped together if centred. By default each unit has its own.
+        centred: Whether the mean is subtracted.
     """
     constraints = trace.constraints
     label = constraints.resolve(label)
@@ -209,7 +209,7 @@ def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None, 
 
 
 def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: float, *, centred: bool = True) -> Value:
-    """Divide by deviations over some axes: units on these have one in common, whole or in parts, others their own."""
+    """Divide by deviations over some axes; units on these axes share deviations, other units have separate ones."""
     gone, labels = {axis % value.ndim for axis in axes}, []
     own = any(label.axes and not gone & set(label.axes) for label in value.labels)
     for label in value.labels:
@@ -217,11 +217,11 @@ def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: f
         if len(kept) == len(label.axes):
             labels.append(_normalised(trace, label, epsilon, centred=centred))
         elif not kept:
-            # A factor that all units of a weight have in common is one of those of the rows that it divides.
+            # A common factor of all units of a weight is among the scales of the rows that the norm divides.
             exact = epsilon == 0 and not (own and (value.state is not None or value.sources))
             groups = np.zeros(label.atom.shape, np.int64)
             labels.append(_normalised(trace, label, 0.0 if exact else 1.0, groups, centred=centred))
-        else:  # what is normalised together stays together (heads)
+        else:  # units that are normalised together stay together (heads)
             whole = trace.parts(label, kept, mixtures=True)
             number = Label(whole.axes, np.arange(whole.size).reshape(whole.atom.shape), whole.tag, whole.scale)
             groups = trace.onto(number, label).atom
@@ -230,7 +230,7 @@ def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: f
 
 
 def _bias_before(node: Any) -> Any:
-    """Return the bias of the layer that makes a value, None if it has none."""
+    """Return the bias of the layer that computes a value; None if there is none."""
     return node.args[2] if name_of(node) in operations(Trait.CONTRACT) and len(node.args) > 2 else None
 
 
@@ -252,7 +252,7 @@ def _batch_norm(
         return _affine(trace, _normalised_over(trace, value, others, epsilon), weight, bias, [1])
     value = trace.tied(value, others)
     label = trace.label(value, 1)
-    if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
+    if mean.concrete is not None and variance.concrete is not None:  # frozen statistics are ordinary constants
         by_size = mean.by_size or variance.by_size
         for constant, product in ((-mean.concrete, False), ((variance.concrete + epsilon).rsqrt(), True)):
             constant = constant.reshape(1, -1, *[1] * (value.ndim - 2))
@@ -279,7 +279,7 @@ def _batch_norm(
         if known != ("variance", epsilon):
             trace.fix(variance, "one running variance is used with different eps")
     if label is not None:
-        # What is divided out by the running variance is the magnitude: the running mean and variance follow it.
+        # The running variance cancels the magnitude: the running mean and variance are rescaled with it.
         with trace.constraints.unrestricted():
             value = value.with_labels(_normalised(trace, label, 0.0))
         trace.constraints.divided.append(label.atom.ravel())
@@ -311,6 +311,6 @@ def _rms_norm(
     epsilon: float | None = None,
 ) -> Value:
     axes = list(range(value.ndim - len(normalized_shape), value.ndim))
-    # A root mean square is even in every unit: signs pass one by one.
+    # A root mean square is even in every unit, so each sign is free.
     value = _normalised_over(trace, value, axes, 1.0 if epsilon is None else epsilon, centred=False)
     return _affine(trace, value, weight, None, axes)

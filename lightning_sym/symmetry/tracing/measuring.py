@@ -1,4 +1,4 @@
-"""Measures on random numbers whether a function is a norm or a softmax.
+"""Test on random numbers whether a function is a norm or a softmax.
 
 See docs/theory/tracing.md, 3.
 """
@@ -11,25 +11,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-_CLOSE = 1e-9  # relative rounding errors of a region in float64
-_SMALL, _LARGE = 1e-4, 1e3  # factors that tell eps and what multiplies a norm
+_CLOSE = 1e-9  # relative rounding error of a region in float64
+_SMALL, _LARGE = 1e-4, 1e3  # factors that determine eps and the norm's own factor
 
 Kind = Literal["layer", "rms", "softmax", "log_softmax"]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a region does.
+    """The measured function of a region.
 
     Attributes:
-        kind: A layer norm takes the mean off, an RMS norm does not.
-        axes: The axes over which it goes, whole.
-        split: An axis on which it goes over blocks of one size, each by itself, and this size; None if there is none.
-        factor: The number by which it multiplies in the end.
-        eps: What it adds to the variance, or to the mean square.
-        masked: Whether a softmax leaves out what a constant multiplies by zero behind the exponential.
-        exact: Whether it is this function. If not, it is another function of the deviation times the same value, which
-            no rotation changes either.
+        kind: A layer norm subtracts the mean, an RMS norm does not.
+        axes: The axes that are reduced entirely.
+        split: An axis that is reduced in blocks, and the block size; None if there is none.
+        factor: A number that multiplies the result.
+        eps: The number added to the variance or mean square.
+        masked: Whether a constant multiplies some exponentials of a softmax by zero.
+        exact: Whether the function is this norm. Otherwise it is the value times another function of its size, which
+            rotations preserve as well.
     """
 
     kind: Kind
@@ -42,14 +42,14 @@ class Measured:
 
 
 def measured(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Measured | None:
-    """Find out if a function is a norm or a softmax.
+    """Measure whether a function is a norm or a softmax.
 
     Args:
-        function: Maps a tensor in float64 to one of the same shape.
+        function: Maps a float64 tensor to one of the same shape.
         shape: This shape.
 
     Returns:
-        What it does; None if it is neither.
+        The measured function; None if it is neither.
     """
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -79,7 +79,7 @@ def measured(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Me
 def _seen_by_one(
     function: Callable[[Tensor], Tensor], numbers: Tensor, result: Tensor
 ) -> tuple[tuple[int, ...], tuple[int, int] | None] | None:
-    """Return on which axes, whole or in blocks, lies what the first element changes."""
+    """Return the axes, entire or in blocks, along which the first element affects the result; None if irregular."""
     other = numbers.clone()
     other[(0,) * numbers.ndim] += 1.0
     changed = (function(other) - result).abs() > _CLOSE * float(result.abs().max())
@@ -109,7 +109,7 @@ def _norm(
     split: tuple[int, int] | None,
     generator: torch.Generator,
 ) -> Measured | None:
-    """Find out if a function multiplies what it takes, without its mean perhaps, by a function of its size."""
+    """Measure whether a function multiplies its argument, centred or not, by a function of its size."""
     shape = numbers.shape
 
     def grouped(tensor: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def _norm(
         return wide.permute(*kept, *gone).flatten(len(kept)).flatten(0, -2)
 
     def ratio(numbers: Tensor, result: Tensor, centred: bool) -> tuple[Tensor, Tensor] | None:
-        """Return the mean squares of groups, and by what these are multiplied; None if they are not."""
+        """Return the mean square and the factor of each group; None if groups are not multiplied by one factor."""
         value, own = grouped(numbers), grouped(result)
         value = value - value.mean(-1, keepdim=True) if centred else value
         square = value.square().mean(-1)
@@ -146,7 +146,7 @@ def _norm(
             times = float((factor * (square + own).sqrt())[0])
             if own >= 0 and all(_close(each, times * (squares + own).rsqrt()) for squares, each in samples):
                 return Measured(kind, axes, split, _rounded(times), own)
-        # Any other function of the size: the same for other numbers of this size, and more than a power of it.
+        # Other functions of the size: equal for other values of this size, and no power of it.
         other = torch.randn(shape, generator=generator, dtype=torch.float64)
         further = ratio(other, function(other), centred)
         if further is None:
@@ -161,13 +161,13 @@ def _norm(
 
 
 def _is_function_of(function: Any, numbers: Tensor, other: Tensor, ratio: Any, centred: bool) -> bool:
-    """Whether what multiplies groups depends on nothing but their size."""
+    """Whether the factor of a group depends only on the group's size."""
     own = ratio(numbers, function(numbers), centred)
     low, high = 1e-2, 1e2
     square = ratio(other, function(other), centred)
     if own is None or square is None:
         return False
-    # Each group of the other numbers is given the size of the first group, one at a time.
+    # Rescale one group of the other numbers at a time to the size of the first group.
     for place in range(min(len(square[0]), 3)):
         scale = float((own[0][0] / square[0][place]).sqrt())
         if not low < scale < high:

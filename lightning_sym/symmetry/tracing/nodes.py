@@ -11,30 +11,30 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
-    """Return the shape of the one tensor that a node makes, or None."""
+    """Return the shape of a node's tensor; None if the node produces no single tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def value_of(node: fx.Node) -> Any:
-    """Return what a node holds that computes nothing: a constant of the graph, or a buffer that no state dict holds."""
+    """Return the tensor of a node without operation: a constant of the graph, or a buffer in no state dict."""
     return node.meta["constant"] if node.op == "placeholder" else getattr(node.graph.owning_module, str(node.target))
 
 
 def result_shape(node: fx.Node, index: int | None = None) -> tuple[int, ...]:
-    """Return the shape of the tensor that a node makes, or of one of several.
+    """Return the shape of a node's tensor, or of one of several.
 
     Args:
         node: The node.
-        index: Which of several tensors.
+        index: The index of one of several tensors.
 
     Raises:
-        ValueError: If there are several, and no index.
+        ValueError: If there are several tensors, and no index.
     """
     value = node.meta["val"]
     if index is None and isinstance(value, (list, tuple)):
         if len(value) != 1:
-            raise ValueError(f"{len(value)} values come out; expected the place of one of them: output_shape(0)")
+            raise ValueError(f"the operation has {len(value)} results; expected the index of one: output_shape(0)")
         index = 0
     return tuple((value if index is None else value[index]).shape)
 
@@ -45,9 +45,9 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
 
 
 def equation_of(node: fx.Node) -> str | None:
-    """Return the equation of `torch.einsum` that a product of two values is; None if there is no plain one.
+    """Return the `torch.einsum` equation of a product of two values; None if there is no plain one.
 
-    In a plain equation every axis has a letter, and no letter comes twice in a term.
+    In a plain equation every axis has a letter, and no letter is repeated in a term.
     """
     name = name_of(node)
     if name == "einsum":

@@ -1,4 +1,4 @@
-"""The normal form of a captured network: the same function, spelled in few operations."""
+"""The normal form of a captured network: the same function in a small vocabulary of operations."""
 
 import math
 from collections.abc import Collection
@@ -45,13 +45,13 @@ aten = torch.ops.aten
 
 
 def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
-    """Spell a captured network in few operations, in place; what it computes stays the same.
+    """Rewrite a captured network in the vocabulary of the normal form, in place, without changing its function.
 
-    Only a row of a softmax all of whose entries are masked may be another one, as if none of them was.
+    The only exception is a softmax row with all entries masked: it may change as if none were masked.
 
     Args:
         capture: The network.
-        kept: The operations that stay as they are, and that are put nowhere, as ``aten::linear``.
+        kept: Operations, such as ``aten::linear``, that are neither replaced nor inserted.
 
     Returns:
         The capture.
@@ -72,25 +72,25 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
 
 
 def _spell(rewriter: Rewriter) -> None:
-    """Rewrite until nothing is left to rewrite."""
+    """Rewrite until no rewrite applies."""
     rewriter.share()
     while rewriter.rewrite(_REWRITES):
         rewriter.share()
 
 
-# Operations that are two others.
+# Operations that equal two others.
 
 
 def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
     values: Any = node.args[0]
     axis = argument(node, 1, "dim", 0) % len(r.shape(node))
     if any(_stacked(r, user) is node for user in node.users):
-        return None  # it is going to be a sum or product
+        return None  # it becomes a sum or product
     return r.insert(aten.cat.default, [r.insert(aten.unsqueeze.default, value, axis) for value in values], axis)
 
 
 def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Return the stack over whose terms a reduction goes, or the values of size 1 that were put together."""
+    """Return the stack that a reduction combines, or the concatenation of values of size 1."""
     stack = node.args[0] if node.args else None
     if r.name(node) not in _FOLDS or r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
         return None
@@ -104,7 +104,7 @@ def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum, product or extremum of what was stacked for it, and the sum of a product."""
+    """Rewrite the sum, product or extremum of a stack as a chain of operations, and the sum of a product."""
     stack = _stacked(r, node)
     if stack is None:
         return (_hidden_in_sum(r, node) or summed_product(r, node)) if r.name(node) == "sum" else None
@@ -122,7 +122,7 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of a value that is zero where a mask of fewer axes says so: a product with the mask."""
+    """Rewrite the sum of a value that is masked to zero, by a mask of fewer axes, as a product with the mask."""
     value = node.args[0]
     if r.name(value) not in ("masked_fill", "where") or not r.only_for(value, node) or node.kwargs:
         return None
@@ -140,7 +140,7 @@ def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite one of several results, as of `var_mean`."""
+    """Rewrite one of several results, such as those of `var_mean`."""
     both, item = node.args
     if r.name(both) == "embedding_bag" and item == 0:
         return _bag(r, both)  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite bags of one size as sums of embeddings."""
+    """Rewrite bags of equal size as sums of embeddings."""
     weight, index, offsets = node.args[:3]
     weights, padding = argument(node, 6, "per_sample_weights"), argument(node, 8, "padding_idx")
     if r.name(offsets) != "arange" or weights is not None or argument(node, 7, "include_last_offset", False):
@@ -182,7 +182,7 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums and differences with a factor."""
+    """Rewrite sums and differences with a factor ``alpha``."""
     alpha = node.kwargs.get("alpha", 1)
     if alpha == 1 or not isinstance(node.args[1], fx.Node):
         return None
@@ -190,7 +190,7 @@ def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums with 0, and products with 1."""
+    """Rewrite sums with 0 and products with 1."""
     neutral = 0 if r.name(node) in ("add", "sub") else 1
     for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
         same = isinstance(value, fx.Node) and isinstance(other, (int, float)) and other == neutral
@@ -207,7 +207,7 @@ def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite products with 1, the negative of weights, a reciprocal, and sums times one over their number of terms."""
+    """Rewrite products with 1, negated weights or reciprocals, and sums times the reciprocal of their length."""
     if (same := _neutral(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
@@ -219,7 +219,7 @@ def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _inverted(r: Rewriter, value: Any, user: fx.Node) -> fx.Node | None:
-    """Return the value of which another one is the reciprocal, moved."""
+    """Return x with the same moves if a value is a moved reciprocal of x; else None."""
     way: list[fx.Node] = []
     while r.name(value) in operations(Trait.REGROUP) and r.only_for(value, user):
         way.append(value)
@@ -239,7 +239,7 @@ def _quotient(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a sum that is divided by the number of its terms."""
+    """Rewrite a sum divided by its number of terms as a mean."""
     for total, factor in (node.args[:2], node.args[1::-1] if r.name(node) == "mul" else (None, None)):
         if r.name(total) != "sum" or not isinstance(total, fx.Node) or total.kwargs.get("dtype") is not None:
             continue
@@ -254,11 +254,11 @@ def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
-# Constants, and tables.
+# Constants and tables.
 
 
 def _made_like(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite constants that take their shape from another value."""
+    """Rewrite constants that copy their shape from another value."""
     number: Any = {"zeros": 0, "ones": 1}.get(r.name(node).removeprefix("new_").removesuffix("_like"))
     if number is None:
         number = node.args[1] if r.name(node) == "full_like" else node.args[2]
@@ -269,7 +269,7 @@ def _made_like(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _of_integers(r: Rewriter, node: fx.Node) -> bool:
-    """Whether a node is made of nothing but the integers that go in: no choice of the network's."""
+    """Whether a node depends on integer inputs only, and on no choice of the network."""
     values = (
         leaf for one in ancestors(node) for leaf in pytree.tree_leaves(one.meta.get("val")) if isinstance(leaf, Tensor)
     )
@@ -277,7 +277,7 @@ def _of_integers(r: Rewriter, node: fx.Node) -> bool:
 
 
 def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite rows of a matrix of weights, by integers that go in: an embedding; those in a row: a slice."""
+    """Rewrite rows of a weight matrix at input integers as an embedding, and consecutive rows as a slice."""
     table, place = node.args[0], node.args[1]
     if r.made_of(table) == "inputs":
         return _repeated_at(r, node)
@@ -302,7 +302,7 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the product of rows of which one entry is 1, or of sums of them, and a matrix of weights."""
+    """Rewrite the product of one-hot rows, or sums of them, and a weight matrix as an embedding."""
     value, weight = node.args[:2]
     sums: list[fx.Node] = []
     while r.name(value) in operations(Trait.CAST) | {"sum", "mean"}:
@@ -325,7 +325,7 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite rows of a matrix of weights that are gathered by integers that go in: an embedding."""
+    """Rewrite rows of a weight matrix, gathered at input integers, as an embedding."""
     if (repeated := _repeated_at(r, node)) is not None:
         return repeated
     table, axis, place = node.args[:3]
@@ -357,7 +357,7 @@ def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite layers with a bias that is none of the network's tensors as it is."""
+    """Rewrite layers with a computed bias."""
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
     if is_plain and (narrow := narrow_convolution(r, node)) is not None:
@@ -378,11 +378,11 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return scaled_weight(r, node) if is_plain or name == "linear" else None
 
 
-# Movements.
+# Moves of elements.
 
 
 def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite windows of an image that lie side by side, and cover it, as parts of its axes."""
+    """Rewrite windows that tile an image without overlap as parts of its axes."""
     arguments: Any = node.args
     value, sizes, dilations, padding, strides = arguments
     shape = r.shape(value)
@@ -397,7 +397,7 @@ def _windows(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the norm of a value without its mean, perhaps with its axes in another order: a layer norm."""
+    """Rewrite the norm of a centred value, perhaps with permuted axes, as a layer norm."""
     moves: list[fx.Node] = []
     difference = node.args[0]
     while r.name(difference) in operations(Trait.PERMUTE) and isinstance(difference, fx.Node):
@@ -426,7 +426,7 @@ def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite movements that show, in the end, what was there before."""
+    """Rewrite moves that restore an earlier value."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
@@ -440,7 +440,7 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
-    """Return on which axis of a value another one is a slice of it, from where to where; None if it is none."""
+    """Return (axis, start, end) if a value is a slice of another one; else None."""
     differing = [axis for axis in range(value.ndim) if value.shape[axis] != whole.shape[axis : axis + 1].numel()]
     if whole.ndim != value.ndim or len(differing) != 1 or not value.numel():
         return None
@@ -453,7 +453,7 @@ def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
 
 
 def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite parts of a value that are put together again as they were, and parts that were made alike."""
+    """Rewrite parts that are reassembled in their original order, and equal operations on several parts."""
     parts: Any = node.args[0]
     axis = argument(node, 1, "dim", 0)
     if len(parts) > 1 and all(part is parts[0] for part in parts) and r.made_of(parts[0]) == "inputs":
@@ -463,7 +463,7 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
-    """Return a value that comes several times in a row along an axis."""
+    """Repeat a value along an axis."""
     sizes = list(r.shape(value))
     if sizes[axis] == 1:
         return r.insert(aten.expand.default, value, [*sizes[:axis], times, *sizes[axis + 1 :]])
@@ -471,7 +471,7 @@ def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int)
 
 
 def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite places of an axis that come several times each, by constants: keys that several queries share."""
+    """Rewrite constant indices that repeat each entry of an axis: keys that several queries share."""
     value, place = node.args[0], node.args[2 if r.name(node) != "index" else 1]
     axis: Any = node.args[1]
     if r.name(node) == "gather":
@@ -495,7 +495,7 @@ def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _of_one_axis(r: Rewriter, place: Any, axis: int, shape: tuple[int, ...]) -> fx.Node | None:
-    """Return the index of places of one axis of a value, where these are gathered from all its other axes alike."""
+    """Return a one-dimensional index of an axis if all other axes gather at the same entries."""
     known, axis = r.constant(place), axis % len(shape)
     if known is None or known.ndim != len(shape):
         return None
@@ -511,7 +511,7 @@ def _of_one_axis(r: Rewriter, place: Any, axis: int, shape: tuple[int, ...]) -> 
 
 
 def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the triangle of a value: times a constant."""
+    """Rewrite the triangle of a value as a product with a constant."""
     value = node.args[0]
     if r.made_of(value) != "inputs":
         return None

@@ -1,4 +1,4 @@
-"""Finds the norms of a network by their operations: their gains and biases, and what writes into what they read.
+"""Find the norms of a network from its operations: gains, biases, and the writers of their inputs.
 
 See docs/theory/transformers.md, 3 and 6.
 """
@@ -23,16 +23,16 @@ _BATCH_NORMS = {"batch_norm", "cudnn_batch_norm"}
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm of a sample by itself: layer norm, RMS norm, group norm, written out or not.
+    """A norm of single samples: layer norm, RMS norm or group norm, in any spelling.
 
     Attributes:
-        module: The innermost module in which it runs.
-        gain: The parameter that multiplies what comes out; None if there is none.
-        bias: The parameter that is added then.
-        plain: Whether the gain is the parameter itself, and not 1 + the parameter.
-        layer: Whether it is a layer norm over one axis, which takes the mean off.
-        writers: For a layer norm, the tensors that write into what it reads: weights, biases, embeddings, positions.
-        others: What else it reads, as ``operation in module``: not made by adding up what these write.
+        module: The innermost module that runs it.
+        gain: The parameter that multiplies the normalised value; None if there is none.
+        bias: The parameter added afterwards; None if there is none.
+        plain: Whether the gain is the parameter itself, rather than 1 + the parameter.
+        layer: Whether it is a layer norm over one axis, which subtracts the mean.
+        writers: For a layer norm, the tensors that write its input: weights, biases, embeddings, positions.
+        others: Other terms of its input, as ``operation in module``.
     """
 
     module: str
@@ -45,22 +45,22 @@ class Norm:
 
 
 def find_norms(captures: Sequence[Capture], parameters: Collection[str]) -> tuple[Norm, ...]:
-    """Return the norms of a network, in the order of the forward pass; those that run twice, once.
+    """Return the norms of a network in the order of the forward pass, without duplicates.
 
     Args:
-        captures: The network, captured on one example or several.
+        captures: The network, captured on one or several examples.
         parameters: The names of its parameters.
     """
     return tuple(dict.fromkeys(norm for capture in captures for norm in _Finder(capture, parameters).found()))
 
 
 def absorbed_statistics(captures: Sequence[Capture], parameters: Collection[str]) -> set[str]:
-    """Return the running statistics that batch norms' own parameters make up for: variances by gains, means by biases.
+    """Return the running statistics that parameters of their batch norm absorb: variances by gains, means by biases.
 
-    If the variance changes and the gain with its root, or the mean and the bias with it, the function stays.
+    The function is unchanged if the gain scales with the root of the variance, or the bias moves with the mean.
 
     Args:
-        captures: The network, captured on one example or several.
+        captures: The network, captured on one or several examples.
         parameters: The names of its parameters.
     """
     absorbed: set[str] = set()
@@ -70,7 +70,7 @@ def absorbed_statistics(captures: Sequence[Capture], parameters: Collection[str]
             users = [user for user in node.users if name_of(user) in _BATCH_NORMS and len(user.args) > 4]
             if name in parameters or not users:
                 continue
-            # Places of the statistic, and of the parameter: gain against variance, bias against mean.
+            # Argument indices of the statistic and the parameter: gain for variance, bias for mean.
             own, other = (4, 1) if users[0].args[4] is node else (3, 2)
             partner = users[0].args[other]
             if (
@@ -104,7 +104,7 @@ class _Finder:
                 yield Norm(module, gain, bias, plain, layer, writers, others)
 
     def _behind(self, node: fx.Node, gain: str | None, bias: str | None) -> tuple[str | None, str | None, bool]:
-        """Return gain, bias, and whether the gain is plain, with what multiplies a norm's result and is added to it."""
+        """Return the gain and bias after a norm, including its own, and whether the gain is plain."""
         plain, users = True, list(node.users)
         while len(users) == 1 and bias is None:
             user, name = users[0], name_of(users[0])
@@ -123,7 +123,7 @@ class _Finder:
         return gain, bias, plain
 
     def _state(self, node: Any) -> str | None:
-        """Return the parameter whose elements, at most moved, a node is."""
+        """Return the parameter that a node shows, after moves and casts; None if it shows none."""
         while isinstance(node, fx.Node) and name_of(node) in _MOVED:
             node = node.args[0]
         name = self.capture.states.get(node) if isinstance(node, fx.Node) else None
@@ -138,7 +138,7 @@ class _Finder:
         return name, True
 
     def _writers(self, node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the tensors that write into a value, and what else it is a sum of."""
+        """Return the tensors that write a value, and the other terms of its sum."""
         writers: dict[str, None] = {}
         others: dict[str, None] = {}
         seen: set[fx.Node] = set()
@@ -169,7 +169,7 @@ class _Finder:
         return tuple(writers), tuple(others)
 
     def _scaled(self, node: fx.Node) -> Any:
-        """Return the value that a product multiplies by a number, by gains, or by one number for all units."""
+        """Return the value that a product multiplies by a number, gains, or one number for all units; else None."""
         one, two = node.args[:2]
         for value, factor in ((one, two), (two, one)) if name_of(node) == "mul" else ((one, two),):
             if isinstance(value, fx.Node):
@@ -185,7 +185,7 @@ class _Finder:
 
 
 def _is_of_parts(node: fx.Node) -> bool:
-    """Whether a norm goes over parts of an axis (groups of channels), which are joined again behind it."""
+    """Whether a norm acts on parts of an axis (groups of channels) that later operations reassemble."""
     source: Any = node.args[0]
     whole = shape_of(source.args[0]) if name_of(source) in operations(Trait.REGROUP) else None
     while whole is not None and len(node.users) == 1:
@@ -202,14 +202,14 @@ def _over_last(node: fx.Node) -> bool:
 
 
 def _passed(node: Any) -> Any:
-    """Return what was cast or handed on."""
+    """Return a node before casts and negations."""
     while isinstance(node, fx.Node) and name_of(node) in _PASSED:
         node = node.args[0]
     return node
 
 
 def _is_vector(node: Any) -> bool:
-    """Whether a value, at most moved, has one axis, besides those of size 1."""
+    """Whether a value, before moves, has one axis besides those of size 1."""
     while name_of(node) in _MOVED:
         node = node.args[0]
     return sum(size > 1 for size in shape_of(node) or ()) == 1

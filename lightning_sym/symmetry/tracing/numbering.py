@@ -1,4 +1,4 @@
-"""Arrays of numbers that stand for units: scrambled, marked, joined."""
+"""Operations on arrays of unit numbers: hashing, masks, connected components."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ from lightning_sym.symmetry.arrays import rising
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
-Numbers = NDArray[np.integer[Any]]  # of 32 bits where there are millions of them
-_AT_ONCE = 2**17  # positions whose hashes are held in memory at once
+Numbers = NDArray[np.integer[Any]]  # 32-bit where there are millions
+_AT_ONCE = 2**17  # positions hashed in memory at once
 
 
 def mix(values: Numbers) -> Hashes:
@@ -31,7 +31,7 @@ def mix(values: Numbers) -> Hashes:
 
 
 def sum_by(index: Numbers, values: Hashes | Callable[[slice], Hashes], number: int) -> Hashes:
-    """Add hashes that share an index, modulo 2^64; a function makes those of some of the positions at a time."""
+    """Add hashes by index, modulo 2^64; a function may compute the hashes in batches of positions."""
     total = np.zeros(number, np.uint64)
     with np.errstate(over="ignore"):
         for part in parts(np.arange(0, len(index) + _AT_ONCE, _AT_ONCE)):
@@ -40,19 +40,19 @@ def sum_by(index: Numbers, values: Hashes | Callable[[slice], Hashes], number: i
 
 
 def parts(offset: Ints) -> Iterator[slice]:
-    """Yield slices of positions, of whole places each: not many more than fit into a cache."""
+    """Yield slices of positions in batches of whole places, slightly larger than a cache."""
     starts = rising(np.searchsorted(offset, np.arange(0, offset[-1], _AT_ONCE), side="right") - 1)
     for first, last in itertools.pairwise([*offset[starts].tolist(), int(offset[-1])]):
         yield slice(first, last)
 
 
 def flat(parts: Sequence[Numbers]) -> Ints:
-    """Join arrays of any shapes into one of one axis."""
+    """Concatenate arrays of any shapes into one axis."""
     return np.concatenate([np.zeros(0, np.int64), *(part.ravel() for part in parts)], dtype=np.int64)
 
 
 def marked(number: int, *positions: Numbers) -> NDArray[np.bool_]:
-    """Return a mask that holds at some positions."""
+    """Return a mask that is true at given positions."""
     mask = np.zeros(number, bool)
     mask[flat(list(positions))] = True
     return mask
@@ -64,6 +64,6 @@ def components(number: int, merges: list[tuple[Ints, Ints]]) -> Ints:
     graph = sparse.coo_matrix((np.ones(len(one), np.int8), (one, two)), shape=(number, number))
     count, labels = sparse.csgraph.connected_components(graph, directed=False)
     first = np.zeros(count, np.int64)
-    first[labels[::-1]] = np.arange(number)[::-1]  # the last that is written is the smallest
+    first[labels[::-1]] = np.arange(number)[::-1]  # the last value written is the smallest
     result: Ints = first[labels]
     return result

@@ -1,7 +1,7 @@
-"""The one table of operations: what each does with the elements of its arguments, whatever these are.
+"""The table of operations: the effect of each operation on the elements of its arguments.
 
-All other files ask here which operations move, cast, sum, write, and so on. Names are those of `torch.ops.aten`,
-without the underscore of an operation that writes in place; those that a version of torch does not have do no harm.
+All other files look up here which operations move, cast, sum or write elements. Names are those of `torch.ops.aten`,
+without the underscore of in-place operations; names that a torch version lacks have no effect.
 """
 
 import enum
@@ -16,54 +16,54 @@ from lightning_sym.symmetry.tracing.capture import operation_name
 
 
 class Trait(enum.Flag):
-    """What an operation does; an operation may have several."""
+    """The effect of an operation; an operation may have several traits."""
 
-    # The first argument's elements come out, at other places: all of them or some, once or several times.
+    # Returns elements of the first argument at other positions: all or some, once or several times.
     MOVE = enum.auto()
     REGROUP = enum.auto()  # ... in the same order, in another shape
-    PERMUTE = enum.auto()  # ... with the axes in another order
-    CUT = enum.auto()  # ... those of a part of an axis, or of several parts
-    EXPAND = enum.auto()  # ... once more along axes of size 1
+    PERMUTE = enum.auto()  # ... with permuted axes
+    CUT = enum.auto()  # ... from a part of an axis, or several parts
+    EXPAND = enum.auto()  # ... repeated along axes of size 1
     PARTS = enum.auto()  # ... as a list of values
-    # The first argument's elements come out at places that another argument holds.
+    # Returns elements of the first argument at positions given by another argument.
     PICK = enum.auto()
-    # The first argument's elements and zeros come out, of floating-point numbers only.
+    # Returns elements of the first argument and zeros, for floating-point numbers only.
     SPREAD = enum.auto()
-    NEAREST = enum.auto()  # ... of the nearest place
+    NEAREST = enum.auto()  # ... of the nearest position
     PAD = enum.auto()
-    # The first argument comes out, perhaps in another type or memory.
+    # Returns the first argument, perhaps in another dtype or memory.
     CAST = enum.auto()
-    # One function of every element of the first argument, which is not linear. Torch marks most of them, too.
+    # Applies a nonlinear function to every element of the first argument. Torch tags most of them as well.
     POINTWISE = enum.auto()
-    NEVER_NEGATIVE = enum.auto()  # what comes out is zero or positive
-    ORDER = enum.auto()  # whether elements are greater or smaller than others
+    NEVER_NEGATIVE = enum.auto()  # the result is zero or positive
+    ORDER = enum.auto()  # compares elements by size
     EQUALISE = enum.auto()  # makes several elements equal
     # Linear in each of its arguments.
     LINEAR = enum.auto()
     JOIN = enum.auto()  # sums and differences, element by element
     PRODUCT = enum.auto()  # products and quotients, element by element
-    CAT = enum.auto()  # puts values one beside the other
+    CAT = enum.auto()  # concatenates values
     CONTRACT = enum.auto()  # sums of products
     CONVOLVE = enum.auto()  # ... of a kernel's elements, second argument, and neighbours
-    # Sums and the like, along axes.
+    # Reductions along axes.
     SUM = enum.auto()  # sums and means
-    REDUCE = enum.auto()  # others
+    REDUCE = enum.auto()  # other reductions
     POOL = enum.auto()  # means of neighbours
     MAX_POOL = enum.auto()
     RESIZE = enum.auto()  # weighted means of neighbours
     SOFTMAX = enum.auto()
     NORM = enum.auto()
-    CHOOSE = enum.auto()  # which elements are the largest
-    # Writes into its first argument, or returns what would be there.
+    CHOOSE = enum.auto()  # indices of the largest elements
+    # Writes into its first argument, or returns the written value.
     WRITE = enum.auto()
-    REPLACE = enum.auto()  # ... without reading what was there, unless it is told to add
-    # Makes a constant that is one number everywhere.
+    REPLACE = enum.auto()  # ... without reading the old elements, unless told to accumulate
+    # Creates a constant with equal elements.
     CONSTANT = enum.auto()
-    LIKE = enum.auto()  # ... in the shape of the first argument, of which nothing else is read
+    LIKE = enum.auto()  # ... in the shape of the first argument, which is not read otherwise
 
 
 def _in_dimensions(*names: str) -> str:
-    """Return the names of operations that exist for one, two and three axes of places."""
+    """Return the names of operations that exist for one, two and three spatial axes."""
     return " ".join(name.replace("#", f"{count}d") for name in names for count in (1, 2, 3))
 
 
@@ -122,7 +122,7 @@ _TRAITS = {name: traits for names, traits in _ROWS.items() for name in names.spl
 
 @functools.cache
 def operations(traits: Trait) -> frozenset[str]:
-    """Return the names of the operations that have one of some traits."""
+    """Return the names of the operations that have at least one of some traits."""
     return frozenset(name for name, own in _TRAITS.items() if own & traits)
 
 
@@ -132,27 +132,27 @@ def name_of(node: fx.Node) -> str:
 
 
 def places_of(name: str) -> int:
-    """Return on how many axes an operation called ...1d, ...2d, ...3d acts."""
+    """Return the number of spatial axes of an operation called ...1d, ...2d, ...3d."""
     return next(count for count in (1, 2, 3) if f"{count}d" in name)
 
 
 def moving(node: fx.Node, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Callable[[Tensor], Any]:
-    """Return what moves the elements of any tensor as an operation moves those of its first argument.
+    """Return a function that moves the elements of any tensor like an operation moves those of its first argument.
 
     Args:
         node: The operation.
-        arguments: Its arguments after the first, with tensors in the place of nodes.
-        keywords: Likewise.
+        arguments: Its arguments after the first, with tensors instead of nodes.
+        keywords: Its keyword arguments, with tensors instead of nodes.
     """
     name, target = operation_name(node.target), cast(Callable[..., Any], node.target)
-    if name in operations(Trait.REGROUP | Trait.EXPAND):  # of these the shape that comes out says all
+    if name in operations(Trait.REGROUP | Trait.EXPAND):  # the result's shape determines these
         shape = tuple(node.meta["val"].shape)
         return lambda tensor: tensor.expand(shape) if name in operations(Trait.EXPAND) else tensor.reshape(shape)
     return lambda tensor: target(tensor, *arguments, **keywords)
 
 
 def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """Return the variant of an operation that leaves its input alone: only that one is tagged."""
+    """Return the out-of-place variant of an operation, the only one with tags."""
     namespace, _, name = target._schema.name.partition("::")
     if not name.endswith("_") or name.startswith("__"):
         return target
@@ -161,7 +161,7 @@ def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 
 def is_pointwise(target: Any) -> bool:
-    """Return whether an operation acts on every element by itself, or on those of several values at one place."""
+    """Return whether an operation acts elementwise on one or several values."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     tagged = torch.Tag.pointwise in out_of_place(target).tags

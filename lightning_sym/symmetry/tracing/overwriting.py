@@ -1,4 +1,4 @@
-"""Labels of values some of whose elements are another value's."""
+"""Labels of values that receive some elements from another value."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from lightning_sym.symmetry.tracing.vocabulary import Trace
 
 
 def overwrite(trace: Trace, base: Value, where: Tensor, new: Value) -> Value:
-    """Return a value some of whose elements are another one's.
+    """Write a value into elements of another value, and return the result.
 
     Args:
         trace: The trace.
         base: The value that is written into.
-        where: For each element of `new`, the element of `base` whose place it takes, as a position in the flattened
-            tensor. Of the shape of `new`, int64, without repetition.
-        new: What is written.
+        where: For each element of `new`, its destination as a position in the flattened `base`. Shape of `new`, int64,
+            without repetition.
+        new: The written value.
     """
     where = where.reshape(-1)
     inside = torch.zeros(math.prod(base.shape), dtype=torch.bool)
@@ -39,14 +39,14 @@ def overwrite(trace: Trace, base: Value, where: Tensor, new: Value) -> Value:
 
 
 def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Tensor], base: Value) -> Value:
-    """Return a value that shows one value at some places, and another at all others.
+    """Combine two values: the first one at some positions, the second one elsewhere.
 
     Args:
         trace: The trace.
-        inside: Where it shows the first. Of the result's shape, bool.
-        new: The first.
-        put: Moves it to the result's shape; what comes out elsewhere than inside is not looked at.
-        base: The second, of the result's shape.
+        inside: The positions of the first value. Shape of the result, bool.
+        new: The first value.
+        put: Moves it to the result's shape; elements outside ``inside`` are ignored.
+        base: The second value, of the result's shape.
     """
 
     def show(tensor: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Ten
         return base
     if bool(inside.all()):
         return trace.carry(new, trace.move(new, put), put)
-    # What stands at no place of the other is zero there, so that the result is a sum.
+    # Each value is zero at the positions of the other, so the result is a sum.
     added, kept = _placed(trace, new, show, inside), _placed(trace, base, keep, ~inside)
     for value, shown in ((added, inside), (kept, ~inside)):
         for label in value.labels:
@@ -84,14 +84,14 @@ def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Ten
         alive_anywhere |= shown if value.concrete is None else move(value.concrete) != 0
     result = trace.join(*parts, product=False)
     for label in result.labels:
-        # Units that are zero always may change places and be scaled, as channels that a padding adds.
+        # Units that are always zero (channels added by padding) can be permuted and rescaled.
         alive = _along(alive_anywhere, label.axes)
         trace.constraints.restrict(label.at(~alive))
     return followed(result)
 
 
 def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
-    """Write down at which places units are shown: two may change places only if these are the same."""
+    """Record the visible positions of units; only units with equal positions can be permuted."""
     label = trace.constraints.resolve(label)
     others = [axis for axis in range(shown.ndim) if axis not in label.axes]
     rows = shown.permute(*label.axes, *others).reshape(label.size, -1).numpy()
@@ -101,19 +101,19 @@ def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
 
 
 def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return at which positions of some axes a mask holds anywhere."""
+    """Return a mask of positions on some axes with a true entry along the others."""
     others = [axis for axis in range(mask.ndim) if axis not in axes]
     result: NDArray[np.bool_] = (mask.any(others) if others else mask).numpy()
     return result
 
 
 def _placed(trace: Trace, value: Value, function: Any, shown: Tensor) -> Value:
-    """Move a value to where it stands among zeros."""
-    with trace.constraints.unrestricted():  # the zeros are other units that are to come, mixtures of them too
+    """Move a value to its positions among zeros."""
+    with trace.constraints.unrestricted():  # the zeros are future units, including mixtures of them
         result: Value = trace.move(value, function)
     labels = []
     for label in result.labels:
-        # One unit that fills the value fills only a part of the result: the other positions are other units.
+        # A unit that fills the value fills only a part of the result; the other positions are other units.
         axes = tuple(a for a in range(shown.ndim) if bool((shown != shown.narrow(a, 0, 1)).any()))
         if label.axes or not axes:
             labels.append(label)
@@ -131,13 +131,13 @@ def _placed(trace: Trace, value: Value, function: Any, shown: Tensor) -> Value:
 
 
 def _completed(trace: Trace, value: Value, axes: Sequence[tuple[int, ...]], content: Value | Tensor) -> Value:
-    """Label a value on all of some axes.
+    """Add labels to a value such that it has labels on all given axes.
 
     Args:
         trace: The trace.
-        value: Has labels on some of them.
-        axes: Those on which the result has labels.
-        content: Itself, where it is constant; else where it shows anything (bool): that is fixed.
+        value: Has labels on some of the axes.
+        axes: The axes to label.
+        content: The value itself if it is constant; otherwise a bool mask of its nonzero entries, which become fixed.
     """
     labels = list(value.labels)
     for own in axes:

@@ -1,4 +1,4 @@
-"""Where units are after an operation that moves elements, or that acts along an axis."""
+"""Labels after operations that move elements, or that act along an axis."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,28 +23,28 @@ from lightning_sym.symmetry.tracing.trace_state import TraceState
 from lightning_sym.symmetry.tracing.values import Value
 
 ALONG = "acts along an axis on which units live"
-_MOST = 2**16  # elements of a matrix that are units each
+_MOST = 2**16  # maximal elements of a matrix with one unit per element
 
 
 def _share_axes(labels: Sequence[Label]) -> bool:
-    """Whether some of the labels live on one axis."""
+    """Whether some labels have an axis in common."""
     axes = [axis for label in labels for axis in label.axes]
     return len(set(axes)) < len(axes)
 
 
 class Placing(TraceState):
-    """Puts down where the labels of a value go."""
+    """Computes the labels of a value after moves and after operations along axes."""
 
     def tied(self, value: Value, axes: Sequence[int], reason: str = ALONG) -> Value:
-        """Let what acts on a value act alike at all places of some axes: a channel's places become one unit.
+        """Let the group act identically along some axes: all places of a channel become one unit.
 
         Args:
             value: Any value.
-            axes: The axes along which an operation acts, whatever the channel; negative ones count from the end.
-            reason: Why nothing may act on units that live on these axes alone.
+            axes: The axes along which an operation acts, for every channel; negative ones count from the end.
+            reason: The note for units on these axes alone, which become fixed.
 
         Returns:
-            The value, of whose labels none is on these axes any more.
+            The value, without labels on these axes.
         """
         gone, labels = {axis % value.ndim for axis in axes}, []
         for label in value.labels:
@@ -58,14 +58,14 @@ class Placing(TraceState):
         return replace(value, labels=tuple(label for label in labels if label is not None))
 
     def _at_one_place(self, label: Label, kept: Sequence[int]) -> Label | None:
-        """Make one unit of those that stand at one position of some axes of a label, told apart by their places.
+        """Merge the units at one position of some axes of a label; their tags record the places.
 
         Args:
-            label: The units, on further axes as well.
+            label: The units, also on further axes.
             kept: Some of its axes.
 
         Returns:
-            The units on these axes; None if what they are at one place does not say what they are at the others.
+            The merged units on these axes; None if the units at one place do not determine those at the others.
         """
         label = self.constraints.resolve(label)
         order = [label.axes.index(axis) for axis in kept]
@@ -77,7 +77,7 @@ class Placing(TraceState):
         rows = rising_pairs(atom.ravel(), np.repeat(np.arange(len(atom)), atom.shape[1]))
         if (tag != tag[row][like]).any() or held.shape[1] < rows.shape[1]:
             return None
-        # The first place of each of the units tells them apart.
+        # The first place of each unit distinguishes the units.
         _, first = np.unique(atom.ravel(), return_index=True)
         place = self.constraints.derive_tags(tag.ravel()[first], first % atom.shape[1])
         self.see(Label((), atom.ravel()[first], place, scale.ravel()[first]))
@@ -93,7 +93,7 @@ class Placing(TraceState):
         return self._plainest(Label(tuple(kept), *parts))
 
     def free_of(self, value: Value, axes: Sequence[int], reason: str) -> Value:
-        """Fix the labels that live on some axes, and return the value without them."""
+        """Fix the labels on some axes, and return the value without them."""
         gone = {axis % value.ndim for axis in axes}
         touched = [label for label in value.labels if gone & set(label.axes)]
         if touched:
@@ -101,14 +101,14 @@ class Placing(TraceState):
         return replace(value, labels=tuple(label for label in value.labels if not gone & set(label.axes)))
 
     def move(self, value: Value, function: Callable[[Tensor], Any], *, filled_by_zero: bool = True) -> Any:
-        """Move elements about (reshape, slice, pad, ...) without changing them.
+        """Rearrange elements (reshape, slice, pad, ...) without changing them.
 
-        No rule has to say what moves where: the function is run on coordinates, and the labels follow.
+        Rules need no description of the move: the function runs on coordinates, and the labels follow.
 
         Args:
             value: Any value.
-            function: What moves the elements of a tensor of the value's shape; may return several tensors.
-            filled_by_zero: Whether elements that appear from nowhere are zeros, which accept any scale.
+            function: Moves the elements of a tensor of the value's shape; may return several tensors.
+            filled_by_zero: Whether new elements are zeros, which accept any scale.
         """
         if value.concrete is not None and filled_by_zero:
             moved = function(value.concrete)
@@ -126,7 +126,7 @@ class Placing(TraceState):
     def _relabelled(
         self, value: Value, moved: Sequence[Tensor], function: Callable[[Tensor], Tensor], filled_by_zero: bool
     ) -> Value:
-        """Return where the labels of a value are after its coordinates were moved, for each label those on its axes."""
+        """Return the moved value with its labels, given the moved coordinates on the axes of each label."""
 
         def labels(*, met: bool) -> tuple[Label, ...]:
             found = (
@@ -145,14 +145,15 @@ class Placing(TraceState):
         return replace(result, state=None, chooses=value.chooses)
 
     def _jointly(self, value: Value, function: Callable[[Tensor], Tensor]) -> Value | None:
-        """Let the elements of a matrix that nothing else reads be units each: what its two axes hold met on one axis.
+        """Give each element of a matrix its own unit, if only the current operation reads the matrix.
 
         Args:
-            value: A parameter, moved perhaps.
-            function: What moves it further.
+            value: A parameter, perhaps after moves.
+            function: The next move.
 
         Returns:
-            The value moved, with one label; None if it is none of a parameter that is read here only, as a whole.
+            The moved value with one label; None for other values, for matrices read in part, and for those with other
+            readers.
         """
         root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
         axes = tuple(axis for axis, size in enumerate(root.shape) if size > 1)
@@ -181,14 +182,14 @@ class Placing(TraceState):
         return Value(tuple(place.shape), () if result is None else (result,))
 
     def _is_read_here_only(self, name: str) -> bool:
-        """Whether the operation at hand is the only one that reads a parameter, other than by moving it."""
+        """Whether the current operation is the only reader of a parameter, apart from moves."""
         nodes = [node for node, state in self.capture.states.items() if state == name]
         while len(nodes) == 1 and nodes[0] is not self.node:
             nodes = list(nodes[0].users)
         return bool(nodes) and nodes[0] is self.node
 
     def disjoint(self, value: Value) -> Value:
-        """Where several labels came to live on the same axes, fix all of them but the one of most units."""
+        """Keep only the label with the most units on each axis, and fix the others."""
         if not _share_axes(value.labels):
             return value
         kept: list[Label] = []
@@ -196,7 +197,7 @@ class Placing(TraceState):
         for label in sorted(value.labels, key=lambda label: -len(rising(label.atom))):
             meets = any(set(label.axes) & set(other.axes) for other in kept)
             (gone if meets else kept).append(label)
-        # The axes of a parameter may be none of units, such as those of a filter: not worth a word.
+        # A parameter's axes need not index units (a filter's axes, for example), so this causes no note.
         self.fix(value.with_labels(*gone), None if value.state is not None else "two labelled axes became one")
         return value.with_labels(*kept)
 
@@ -210,30 +211,30 @@ class Placing(TraceState):
         *,
         met: bool = False,
     ) -> Label | None:
-        """Return where a label is, from where the coordinates on its axes went.
+        """Return the moved label, given the moved coordinates on its axes.
 
         Args:
-            value: What is moved.
+            value: The moved value.
             label: One of its labels.
-            part: Where the coordinates on the label's axes are now.
-            function: What moves it.
+            part: The moved coordinates on the label's axes.
+            function: The move.
             filled_by_zero: As in `move`.
-            met: Whether other labels came to live on the same axes, so that each unit shows some of its places only.
+            met: Whether other labels share the new axes, so that each unit appears at some of its places only.
         """
         if part.numel() == 0:
             return None
         if value.state is not None and label.size == 1 and value.ndim > 1:
-            # An axis of size 1 of a parameter: nothing can be told about where it went.
+            # The move of a parameter's axis of size 1 leaves no trace.
             self.constraints.fix(label)
             return None
         filled = bool(core(part).min() == 0)
         axes = varying_axes(part)
         if not axes and filled and part.ndim == value.ndim:
-            # One unit, padded along its own axis: what was added are other units.
+            # A unit padded along its own axis: the new elements are other units.
             axes = [axis for axis in label.axes if part.shape[axis] > 1 and value.shape[axis] == 1]
         position = on_axes(part, axes) - 1
         if not axes:
-            # One unit fills the whole result; it keeps its axis where that can still be told.
+            # A unit that fills the whole result keeps its axis where this is still known.
             kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
             shape = (1,) * len(label.axes) if kept else ()
             at = position.reshape(-1)[0]
@@ -241,7 +242,7 @@ class Placing(TraceState):
         moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
         filler = position < 0
         times = np.bincount(position[~filler])
-        if met and times.max(initial=0) == 1:  # a diagonal: of each unit another place
+        if met and times.max(initial=0) == 1:  # a diagonal: another place for each unit
             code = self._copies(value, label, axes, position, function)
             if len(rising(code)) > 1:
                 self.constraints.restrict(label)
@@ -252,7 +253,7 @@ class Placing(TraceState):
             codes = self._copies(value, label, axes, position, function)
             _, first, again = np.unique(same, return_index=True, return_inverse=True)
             if np.count_nonzero(times) < len(rising(same[~filler])):
-                code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
+                code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first equal element
                 tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
                 moved = Label(moved.axes, moved.atom, tag, moved.scale)
             number = rank_within(again.ravel()).reshape(position.shape)
@@ -272,7 +273,7 @@ class Placing(TraceState):
 
     @staticmethod
     def _same(value: Value, axes: list[int], function: Callable[[Tensor], Tensor]) -> Ints:
-        """Number the positions on some axes of what a value was moved to: those that always hold the same are one."""
+        """Number the positions on some axes of the moved value; positions with always equal contents share a number."""
         root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
         part = coordinates(root.shape, range(root.ndim))
         for step in (*path, function):
@@ -287,7 +288,7 @@ class Placing(TraceState):
     def _copies(
         value: Value, label: Label, axes: list[int], position: Ints, function: Callable[[Tensor], Tensor]
     ) -> Ints:
-        """Tell copies of a position apart by their places on the value's other axes."""
+        """Distinguish copies of a position by their places on the value's other axes."""
         code = np.zeros_like(position)
         for axis, size in enumerate(value.shape):
             if axis in label.axes or size == 1:
@@ -296,16 +297,16 @@ class Placing(TraceState):
             along = set(varying_axes(place))
             if along <= set(axes):
                 code = code * (size + 1) + on_axes(place, axes) if along else code
-            elif along & set(axes):  # each position shows some of the places (every second one)
+            elif along & set(axes):  # each position shows some of the places (alternating, for example)
                 _, shown = np.unique(rows_of(place, tuple(axes)), axis=0, return_inverse=True)
                 code = code * (size + 1) + shown.reshape(code.shape)
-        code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # the same for inputs of other sizes
-        # What still coincides (a tensor joined to itself) is told apart by its order.
+        code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # equal for inputs of other sizes
+        # Remaining duplicates (a tensor joined to itself) are distinguished by their order.
         rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
         return code * (int(rank.max()) + 1) + rank.reshape(position.shape)
 
     def _plainest(self, label: Label) -> Label:
-        """Drop axes along which the same units come again, and tags that tell nothing apart."""
+        """Remove axes along which the units repeat, and tags that distinguish nothing."""
         for place in reversed(range(len(label.axes))):
             if all((part == part.take([0], place)).all() for part in (label.atom, label.scale)):
                 axes = (*label.axes[:place], *label.axes[place + 1 :])

@@ -1,8 +1,8 @@
-"""Rotary positions: constants that rotate planes of coordinates, each position by angles of its own.
+"""Rotary positions: constants that rotate planes of coordinates, by different angles at each position.
 
-Whatever the convention (halves, neighbours, complex numbers, matrices), a rotary embedding adds to each coordinate x_c
-the one that is its partner, both times constants: x_c own_c + x_partner other_c. The normal form spells it as one
-operation, `rotary`. See docs/theory/transformers.md, 5.
+Conventions differ (halves, neighbours, complex numbers, matrices), but a rotary embedding always combines each
+coordinate x_c with its partner. The result is x_c own_c + x_partner other_c, with constants own and other. The normal
+form spells it as one operation, `rotary`. See docs/theory/transformers.md, 5.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,9 @@ def rotary(value: Tensor, own: Tensor, other: Tensor, partner: Sequence[int], so
         value: Shape (..., coordinates).
         own: The factor of each coordinate. Broadcasts against `value`.
         other: The factor of its partner. Broadcasts against `value`.
-        partner: The partner of each coordinate; itself outside all planes.
-        source: The coordinate that each one continues: itself behind a rotation, its partner behind a reflection.
+        partner: The partner of each coordinate; outside all planes, the coordinate itself.
+        source: The input coordinate whose unit each output coordinate keeps: itself for a rotation, its partner for a
+            reflection.
     """
     own, other = own.to(value.dtype), other.to(value.dtype)
     return own * value + other * value[..., list(partner)]
@@ -45,8 +46,8 @@ class Planes(NamedTuple):
 
     Attributes:
         axis: The axis of the coordinates.
-        own: Shape of the value, with size 1 along axes on which all entries are equal.
-        other: Likewise.
+        own: Shape of the value, with size 1 along constant axes.
+        other: Shape as for ``own``.
         partner: Shape (coordinates,).
         source: Shape (coordinates,).
     """
@@ -68,7 +69,7 @@ class Planes(NamedTuple):
         return (self.partner != torch.arange(len(self.partner))).nonzero().ravel()
 
     def without_rest(self) -> "Planes":
-        """Return the planes among their own coordinates."""
+        """Return the planes, restricted to the rotated coordinates."""
         place = torch.zeros_like(self.partner)
         place[self.rotated] = torch.arange(len(self.rotated))
         own, other = (part.expand(self._whole(part)).index_select(self.axis, self.rotated) for part in self[1:3])
@@ -79,18 +80,18 @@ class Planes(NamedTuple):
 
 
 def find_planes(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Planes | None:
-    r"""Find the planes that a function rotates, if it does nothing else.
+    r"""Find the planes that a function rotates, if it has no other effect.
 
-    For a plane with the matrices :math:`M_p` at the positions p, the commutant acts: the A with
-    :math:`A M_p = M_p A` for all p, or :math:`A' M_p = M_p A` behind a reflection. For multiples of rotations it
-    consists of the complex numbers :math:`a + b J`, whatever the angles.
+    The group of a plane with matrices :math:`M_p` at positions p is the commutant: all A with :math:`A M_p = M_p A` for
+    all p, or :math:`A' M_p = M_p A` after a reflection. For multiples of rotations it consists of the complex numbers
+    :math:`a + b J`, for any angles.
 
     Args:
         function: Linear; takes and returns values of one shape.
-        shape: The shape.
+        shape: This shape.
 
     Returns:
-        The planes; None if the function does anything else, or the same at all positions.
+        The planes; None if the function has another effect, or is equal at all positions.
     """
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -106,7 +107,7 @@ def find_planes(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) ->
 
 
 def _line(numbers: Tensor, axis: int, shape: tuple[int, ...]) -> Tensor:
-    """Return numbers along one axis, the same along all others."""
+    """Spread numbers along one axis, constant along all others."""
     return numbers.double().reshape(-1, *[1] * (len(shape) - axis - 1)).expand(shape).clone()
 
 
@@ -140,7 +141,7 @@ def _planes(function: Callable[[Tensor], Tensor], axis: int, partner: Tensor, sh
     d, c = a[partner], b[partner]
     turns = ((a - d).abs().amax(1) <= room) & ((b + c).abs().amax(1) <= room)
     mirrors = ((a + d).abs().amax(1) <= room) & ((b - c).abs().amax(1) <= room)
-    alone = partner == torch.arange(len(partner))  # what is in no plane only passes
+    alone = partner == torch.arange(len(partner))  # coordinates outside all planes must pass unchanged
     if not bool((turns ^ mirrors).all()) or bool((a[alone] != 1).any()):
         return None
     own, other = (_narrowed(part, room) for part in (own, other))
@@ -150,10 +151,10 @@ def _planes(function: Callable[[Tensor], Tensor], axis: int, partner: Tensor, sh
 
 
 def _narrowed(part: Tensor, room: float) -> Tensor:
-    """Return one entry for an axis along which all entries are equal."""
+    """Reduce axes along which all entries are equal to size 1."""
     for axis, size in enumerate(part.shape):
         if size > 1 and float((part - part.narrow(axis, 0, 1)).abs().max()) <= room:
-            part = part.narrow(axis, 0, 1).clone()  # the rest is let go
+            part = part.narrow(axis, 0, 1).clone()  # releases the full table
     return part
 
 
@@ -161,7 +162,7 @@ def _narrowed(part: Tensor, room: float) -> Tensor:
 def _rotated(
     trace: Trace, value: Value, own: Value, other: Value, partner: Sequence[int], source: Sequence[int]
 ) -> Value:
-    """Let complex numbers act on the planes: their coordinates have one scale."""
+    """Let complex numbers act on the planes: both coordinates have the same scale."""
     constraints, axis = trace.constraints, value.ndim - 1
     table = torch.complex(own.concrete, other.concrete)  # type: ignore[arg-type]
     if len(value.labels) != 1 or axis not in value.labels[0].axes:
@@ -175,7 +176,7 @@ def _rotated(
     pair = atom[first], atom[second]
     constraints.turned.append(pair)
     copies = tuple(constraints.copied_from(part) for part in pair)
-    if (copies[0] != pair[0]).any():  # rotated copies are rotated units
+    if (copies[0] != pair[0]).any():  # rotated copies are copies of rotated units
         constraints.turned.append((copies[0], copies[1]))
     constraints.equate([(scale[first], 1.0), (scale[second], -1.0)])
     # Planes with the same angles may be permuted.

@@ -1,8 +1,8 @@
-"""Recurrent layers as the operations of two of their steps, which demand of the weights what all steps demand.
+"""Decompose recurrent layers into two time steps, with the same constraints on the weights as all steps.
 
-`nn.LSTM`, `nn.GRU` and `nn.RNN` are one operation each. Written out, every step has the same weights, so that what acts
-on the state after one step acts on it after each, and two steps, the second of which reads the state that the first
-left, hold every demand (docs/theory/intertwiners.md, 2.9). The result stands for no number that the layer puts out.
+`nn.LSTM`, `nn.GRU` and `nn.RNN` are one operation each. All steps share their weights, so the group acts on the state
+identically after each step. Two steps therefore express every constraint, as the second step reads the state of the
+first (docs/theory/intertwiners.md, 2.9). The result does not compute the layer's values.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 State = tuple[Tensor, ...]
-# From the gates' inputs (of the input, and of the state), and the state, to the next state.
+# Maps the gate inputs (from the input, and from the state) and the state to the next state.
 Cell = Callable[[Tensor, Tensor, State], State]
 
 
 @torch.library.custom_op("lightning_sym::any_step", mutates_args=())
 def any_step(sequence: Tensor, axis: int) -> Tensor:
-    """A step of a sequence; nothing may act along its axis."""
+    """Return any step of a sequence; the group may not act along its axis."""
     raise RuntimeError("a step is only traced, never taken")
 
 
@@ -51,7 +51,7 @@ def _relu_cell(inputs: Tensor, recurrent: Tensor, state: State) -> State:
 
 
 def _direction(cell: Cell, sequence: Tensor, axis: int, state: State, weights: Sequence[Tensor], biased: bool) -> Any:
-    """Return what a layer puts out in one direction, and the state that is left."""
+    """Return the output and the final state of a layer in one direction."""
     step = any_step(sequence, axis)
     into, back, *rest = weights
     biases = (rest.pop(0), rest.pop(0)) if biased else (None, None)
@@ -67,7 +67,7 @@ def _direction(cell: Cell, sequence: Tensor, axis: int, state: State, weights: S
 
 
 def _layers(cell: Cell, count: int) -> Callable[..., Any]:
-    """Return a layer, from its cell and how many tensors its state has, as the operation of torch takes it."""
+    """Return a layer with the signature of torch's operation, from its cell and the number of its state tensors."""
 
     def run(
         sequence: Tensor,
@@ -101,7 +101,7 @@ def _layers(cell: Cell, count: int) -> Callable[..., Any]:
 
 
 def _stacked(states: Sequence[Tensor]) -> Tensor:
-    """Stack states so that the units of different layers stay apart."""
+    """Stack states such that the units of different layers remain separate."""
     units = torch.cat(list(states), -1)
     return units.reshape(*units.shape[:-1], len(states), -1).movedim(-2, 0)
 
@@ -118,7 +118,7 @@ def _one_step(cell: Cell, count: int) -> Callable[..., Any]:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return by what recurrent operations are replaced in a captured graph."""
+    """Return the decompositions of recurrent operations for a captured graph."""
     aten = torch.ops.aten
     return {
         aten.lstm.input: _layers(_lstm_cell, 2),

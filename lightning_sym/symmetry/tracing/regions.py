@@ -1,7 +1,7 @@
-"""Finds norms and softmaxes, however they are written, and puts one operation in the place of each.
+"""Find norms and softmaxes in any spelling, and replace each by one operation.
 
-A region is a part of the graph that makes a value of one other value of the same shape, without weights. It is run on
-random numbers, and what comes out tells what it is. See docs/theory/tracing.md, 3.
+A region is a part of the graph that computes a value from one other value of the same shape, without weights. Running
+it on random numbers identifies its function. See docs/theory/tracing.md, 3.
 """
 
 import functools
@@ -33,15 +33,15 @@ _MOVEMENTS = operations(Trait.MOVE)
 _SUMS = operations(Trait.SUM | Trait.REDUCE | Trait.CONTRACT | Trait.SOFTMAX | Trait.NORM)
 _LAST = {"exp", "log", "cat", "addcmul"} | operations(Trait.JOIN | Trait.PRODUCT) | _MOVEMENTS
 _MOST_NODES = 48  # of a region
-_MOST_FAILURES = 4  # values that are tried in vain as the one of which a region is made
-_LOW = -1e3  # the exponential of what is so much lower than all else is zero
+_MOST_FAILURES = 4  # failed starting values per region
+_LOW = -1e3  # masked logits; their exponentials are negligible
 
 
 def recognise(rewriter: Rewriter) -> int:
-    """Put one operation in the place of each norm and softmax that is written out.
+    """Replace each written-out norm and softmax by one operation.
 
     Args:
-        rewriter: Of the captured network, whose graph is changed.
+        rewriter: The rewriter of the captured network. Changes the graph.
 
     Returns:
         The number of changes.
@@ -50,12 +50,12 @@ def recognise(rewriter: Rewriter) -> int:
 
 
 class _Region(NamedTuple):
-    """A product of factors, each to a power 1 or -1, of which those made of weights stand apart.
+    """A product of factors with exponents 1 or -1; factors made of weights are kept apart.
 
     Attributes:
         node: The last operation.
-        factors: The factors that are made of inputs, and numbers.
-        gains: The factors that are made of weights.
+        factors: The factors made of inputs, and numbers.
+        gains: The factors made of weights.
         shape: The shape of the product.
     """
 
@@ -76,7 +76,7 @@ class _Recogniser:
         return self.rewriter.rewrite_from_the_end(self._rewritten)
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
-        """Replace the region that ends in a node, if there is one; return the node at which to go on."""
+        """Replace the region that ends in a node, if there is one; return the next node."""
         if (name := self.rewriter.name(node)) not in _LAST:
             return None
         if name in ("mul", "div") and (new := self._pulled_in(node)) is not None:
@@ -101,7 +101,7 @@ class _Recogniser:
         return first.prev
 
     def _pulled_in(self, node: fx.Node) -> fx.Node | None:
-        """Divide what a linear map takes by its length, where the map's result is divided by this length."""
+        """Normalise the argument of a linear map, if the result is divided by the argument's length."""
         region = self._product(node)
         parts: list[tuple[Any, int]] = [*region.factors, *region.gains]
         maps = [part for part in parts if self.rewriter.name(part[0]) in ("linear", "matmul") and part[1] == 1]
@@ -126,7 +126,7 @@ class _Recogniser:
     def _divided(
         self, node: fx.Node, result: fx.Node, place: int, found: Measured, others: list[tuple[Any, int]]
     ) -> fx.Node:
-        """Put the map of a normalised argument, times other factors, in the place of a product."""
+        """Replace a product by the map of a normalised argument, times the other factors."""
         value: Any = result.args[place]
         source, turned = self._turned(value)
         new = self._scaled(self._normed(source, found), found)
@@ -139,7 +139,7 @@ class _Recogniser:
         return last
 
     def _turned(self, value: fx.Node) -> tuple[fx.Node, bool]:
-        """Return of what a value is the transposed, and that it is; else itself."""
+        """Return the source of a transposed value and True; otherwise the value itself and False."""
         shape = _size(value.args[0] if value.args else None) or ()
         if self.rewriter.name(value) in operations(Trait.PERMUTE) and len(shape) > 1:
             numbers = torch.arange(math.prod(shape)).reshape(shape)
@@ -147,10 +147,10 @@ class _Recogniser:
                 return value.args[0], True  # type: ignore[return-value]
         return value, False
 
-    # Where a region may begin and end.
+    # Possible starts and ends of a region.
 
     def _product(self, node: fx.Node) -> _Region:
-        """Return the product that ends in a node, or the node itself as its one factor."""
+        """Return the product that ends in a node; the only factor may be the node itself."""
         region = _Region(node, [], [], _size(node) or ())
         own = self.rewriter.made_of(node)
         waiting: list[tuple[Any, int]] = [(node, 1)]
@@ -173,7 +173,7 @@ class _Recogniser:
         return region
 
     def _starts(self, region: _Region) -> Iterator[tuple[fx.Node, list[Step]]]:
-        """Yield the values of which, alone, a region is made: each with the nodes between, in order; the next first."""
+        """Yield each value that alone determines a region, nearest first, with the operations between in order."""
         last = region.node
         value = last.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -210,16 +210,16 @@ class _Recogniser:
                 add(given)
 
     def _has_weights(self, node: fx.Node, region: _Region) -> bool:
-        """Whether a node brings weights into what is made of inputs."""
+        """Whether a node combines weights with a value made of inputs."""
         made = {self.rewriter.made_of(given) for given in node.all_input_nodes}
         return self.rewriter.made_of(node) == "inputs" and "weights" in made
 
-    # What a region does.
+    # The function of a region.
 
     def _measured(
         self, region: _Region, start: fx.Node, steps: Sequence[Step], wide: Sequence[int] | None = None
     ) -> Measured | None:
-        """Return what a region does; or what multiplying by its result does, in another shape."""
+        """Return a region's function; with ``wide``, that of multiplication by its reshaped result."""
 
         def function(numbers: Tensor) -> Tensor:
             result = self._run(region, start, steps, numbers)
@@ -231,11 +231,11 @@ class _Recogniser:
                 with torch.no_grad():
                     self.known[key] = measured(function, _size(start) or ())
             except NOT_ON_NUMBERS:
-                self.known[key] = None  # what cannot be run on numbers alone is no norm that could be found
+                self.known[key] = None  # a function that cannot run on numbers is no norm
         return self.known[key]
 
     def _key(self, region: _Region, start: fx.Node, steps: Sequence[Step]) -> Hashable:
-        """Return what two regions have in common that do the same."""
+        """Return a key shared by regions with the same computation."""
         number: dict[fx.Node, Any] = {start: -1} | {step.node: place for place, step in enumerate(steps)}
 
         def told(node: fx.Node) -> Any:
@@ -260,10 +260,10 @@ class _Recogniser:
             result = result * part if power == 1 else result / part
         return result.expand(region.shape)
 
-    # What is put in its place.
+    # The replacement.
 
     def _is_plain(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[Step]) -> bool:
-        """Whether a region is one operation already, so that there is nothing to do."""
+        """Whether a region already is a single operation."""
         if found.masked:
             return self._masked(region, start, steps, put=False) is None
         names = [self.rewriter.name(step.node) for step in steps]
@@ -311,16 +311,16 @@ class _Recogniser:
         return node if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, node, found.factor)
 
     def _masked(self, region: _Region, start: fx.Node, steps: Sequence[Step], *, put: bool) -> fx.Node | None:
-        """Return what goes into the softmax of a region that leaves something out: what is left out is very low.
+        """Return the logits of a masked softmax, with very low numbers at masked entries.
 
         Args:
             region: The region.
-            start: The value of which it is made.
+            start: The region's input value.
             steps: The operations between.
-            put: Whether to put it into the graph where it is not there, and not only find out what it is made of.
+            put: Whether to insert missing logits, rather than only return their source.
 
         Returns:
-            It, or a constant of which it is made; None if there is none.
+            The logits, or a constant that determines them; None if neither exists.
         """
         numbers = torch.zeros(_size(start) or (), dtype=torch.float64)
         shown = self._run(region, start, steps, numbers) != 0
@@ -344,7 +344,7 @@ class _Recogniser:
 
 
 def _laid_out(shape: tuple[int, ...], found: Measured) -> tuple[list[int], tuple[int, ...]]:
-    """Return in which order and shape a norm goes over the last axes: blocks of an axis become an axis of their own."""
+    """Return the axis order and shape for a norm over the last axes; blocks of an axis become a new axis."""
     order = [axis for axis in range(len(shape)) if axis not in found.axes]
     parts = [shape[axis] for axis in order]
     if found.split is not None:
@@ -356,13 +356,13 @@ def _laid_out(shape: tuple[int, ...], found: Measured) -> tuple[list[int], tuple
 
 
 def _beside(kind: str, place: int, own: tuple[int, ...], sizes: tuple[int, ...]) -> list[int] | None:
-    """Return in which shape what multiplies the result of a linear map multiplies one of its arguments.
+    """Reshape a factor of a linear map's result into a factor of an argument; None if impossible.
 
     Args:
-        kind: Which map: ``linear`` or ``matmul``.
-        place: Which argument, 0 or 1.
-        own: Its shape.
-        sizes: The shape of what multiplies the result.
+        kind: The map: ``linear`` or ``matmul``.
+        place: Index of the argument, 0 or 1.
+        own: The argument's shape.
+        sizes: The factor's shape.
     """
     if place == 0:
         return list(sizes) if sizes[-1] == 1 and len(own) == len(sizes) and sizes[:-1] == own[:-1] else None
@@ -375,12 +375,12 @@ def _beside(kind: str, place: int, own: tuple[int, ...], sizes: tuple[int, ...])
 
 
 def _steps_between(start: fx.Node, node: fx.Node) -> int:
-    """Return how many operations a node is behind another one."""
+    """Return the number of operations from one node to a later one."""
     return 0 if node is start else 1 + _steps_between(start, node.args[0])  # type: ignore[arg-type]
 
 
 def _is_larger(new: Measured, old: Measured) -> bool:
-    """Whether a region that begins before another one is the same norm, or takes the mean off besides."""
+    """Whether an earlier start gives the same norm, or a layer norm instead of an RMS norm."""
     same = replace(new, kind=old.kind, eps=old.eps) == old
     close = abs(new.eps - old.eps) <= 1e-5 * max(new.eps, old.eps)
     return same and close and (new.kind == old.kind or (new.kind, old.kind) == ("layer", "rms"))

@@ -1,4 +1,4 @@
-"""Rewrites captured networks: puts operations in the place of others, and keeps all that is known of the graph true."""
+"""Replace operations of captured networks, and keep all records about the graph consistent."""
 
 import math
 import operator
@@ -16,27 +16,27 @@ from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_na
 from lightning_sym.symmetry.tracing.nodes import between, memories_of, value_of, written_by
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
-# Returns what stands for an operation, if it is of the spelling that this rewrites; None if it is not.
+# Returns the replacement of an operation, or None if this rewrite does not apply.
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node | None]
 Made = Literal["constants", "weights", "inputs"]
-_MOST = 2**16  # elements of a constant that is computed
+_MOST = 2**16  # elements of a computed constant
 _ORDER: tuple[Made, ...] = ("constants", "weights", "inputs")
 
 
 class Rewriter:
-    """Puts operations in the place of others in the graph of a capture, which is changed.
+    """Replaces operations in the graph of a capture, in place.
 
-    The rewriter leaves alone operations for which a user has a rule, and those that write into memory: `functional.py`
-    left only those for which no other operation can stand.
+    The rewriter skips operations that have a user's rule, and operations that write into memory. `functional.py` leaves
+    only those writes that no other operation can replace.
 
     Args:
         capture: The network.
-        kept: The operations, as ``aten::linear``, that are neither replaced nor put anywhere.
+        kept: Operations, such as ``aten::linear``, that are neither replaced nor inserted.
 
     Attributes:
-        graph: Its graph.
-        at: The operation at hand, before which others are put.
-        rule: Which rule puts them, for messages.
+        graph: The network's graph.
+        at: The current operation, before which others are inserted.
+        rule: The rule that inserts them, for messages.
     """
 
     def __init__(self, capture: Capture, kept: Collection[str] = ()) -> None:
@@ -59,10 +59,10 @@ class Rewriter:
         for node in self.graph.nodes:
             self._learn(node)
 
-    # What is known of a node.
+    # Properties of a node.
 
     def name(self, node: Any) -> str:
-        """Return the name of an operation that may be replaced, without the mark of writing in place; else nothing."""
+        """Return the name of a replaceable operation without the suffix ``_``; empty for other nodes."""
         if not isinstance(node, fx.Node) or node.op != "call_function":
             return ""
         if self.is_kept(node.target) or written_by(node):
@@ -75,21 +75,21 @@ class Rewriter:
         return schema is not None and schema.name.removesuffix("_") in self.kept
 
     def shape(self, node: Any) -> tuple[int, ...]:
-        """Return the shape of the tensor that a node makes; a number has none.
+        """Return the shape of a node's tensor; a number has the shape ().
 
         Raises:
-            NoTensorError: If it makes something else.
+            NoTensorError: If the node produces no tensor.
         """
         if not isinstance(node, fx.Node):
             return ()
         return tuple(_tensor(node).shape)
 
     def is_marked(self, node: fx.Node) -> bool:
-        """Whether a node is by what a value of the network is known."""
+        """Whether a named value of the network refers to a node."""
         return node in self._marked
 
     def constant(self, item: Any) -> Tensor | None:
-        """Return the value of what is made of numbers alone, in float64 if it is one; None if that is not known."""
+        """Return the value of a constant, a number as float64; None if it is unknown."""
         if not isinstance(item, fx.Node):
             return torch.tensor(item, dtype=torch.float64) if isinstance(item, (int, float)) else None
         if item not in self._constants:
@@ -119,7 +119,7 @@ class Rewriter:
         return result if isinstance(result, Tensor) else None
 
     def number(self, item: Any) -> float | None:
-        """Return the number that a constant is everywhere; None if it is several, or not known."""
+        """Return the number that all elements of a constant equal; None if they differ or are unknown."""
         value = self.constant(item)
         if value is None or not value.numel() or value.is_complex():
             return None
@@ -127,11 +127,11 @@ class Rewriter:
         return float(first) if bool((value == first).all()) else None
 
     def made_of(self, node: Any) -> Made:
-        """Return what a node is made of: of nothing but constants, of weights besides, or of the network's inputs."""
+        """Return the kind of a node's sources: constants only, weights as well, or the network's inputs."""
         return self._made[node] if isinstance(node, fx.Node) else "constants"
 
     def _learn(self, node: fx.Node) -> None:
-        """Note what a node is made of, all before it being known."""
+        """Record the sources of a node; those of all earlier nodes are known."""
         if node.op == "placeholder":
             value = node.meta.get("val")
             floating = isinstance(value, Tensor) and value.is_floating_point()
@@ -142,17 +142,17 @@ class Rewriter:
             self._made[node] = max(parts, default="constants", key=_ORDER.index)
 
     def only_for(self, node: Any, user: fx.Node) -> bool:
-        """Whether a node is an operation that one other reads, at one place, and nobody can name."""
+        """Whether an unnamed operation has one reader, which uses it once."""
         if not self.name(node) or node in self._marked or list(node.users) != [user]:
             return False
         return sum(one is node for one in pytree.tree_leaves((user.args, user.kwargs))) == 1
 
     def leaves(self, node: fx.Node, names: Collection[str]) -> tuple[list[Any], list[fx.Node]]:
-        """Return what nested operations combine, two at a time, and what reads each of these values.
+        """Return the operands of nested binary operations, and the reader of each operand.
 
         Args:
-            node: The last of the operations.
-            names: Their names; only the last one is read by others.
+            node: The last operation.
+            names: The operations' names; only the last operation may have other readers.
         """
         found: list[tuple[Any, fx.Node]] = []
         waiting: list[tuple[Any, fx.Node]] = [(given, node) for given in reversed(node.args[:2])]
@@ -167,22 +167,22 @@ class Rewriter:
     # Changes.
 
     def insert(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Put an operation before the one at hand, in its module.
+        """Insert an operation before the current one, in the same module.
 
         Args:
             target: Such as ``torch.ops.aten.linear.default``.
-            args: Its arguments, tensors as nodes.
+            args: Its arguments, with nodes as tensors.
             kwargs: Its keywords.
 
         Raises:
-            NoSpellingError: If a user has a rule for it, or it does not take these arguments (of mixed precision).
+            NoSpellingError: If a user has a rule for it, or it rejects these arguments (mixed precision).
         """
         if self.is_kept(target):
             raise NoSpellingError
         return self._put(target, args, kwargs)
 
     def demand(self, values: Sequence[fx.Node], shape: Sequence[int]) -> fx.Node:
-        """Put a demand on values before the operation at hand; what comes out has a shape."""
+        """Insert a constraint on values before the current operation, with a result of the given shape."""
         return self._put(DEMAND, (list(values), list(shape)), {})
 
     def _put(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -201,18 +201,18 @@ class Rewriter:
         return node
 
     def write(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Put the operations of a function of tensors before the one at hand.
+        """Insert the operations of a function of tensors before the current operation.
 
         Args:
-            function: Takes tensors, and returns a tensor or several.
-            args: Its arguments, tensors as nodes.
+            function: Takes tensors, and returns one or several tensors.
+            args: Its arguments, with nodes as tensors.
             kwargs: Its keywords.
 
         Returns:
-            What it returns, with nodes in the place of tensors.
+            Its results, with nodes as tensors.
 
         Raises:
-            ValueError: If it cannot be followed, or reads a parameter that is none of its arguments.
+            ValueError: If it cannot be traced, or reads a parameter that is not an argument.
         """
         leaves, form = pytree.tree_flatten((args, kwargs))
         nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -233,16 +233,16 @@ class Rewriter:
     def _followed(
         self, function: Callable[..., Any], leaves: list[Any], form: pytree.TreeSpec
     ) -> tuple[fx.GraphModule, pytree.TreeSpec]:
-        """Return the operations of a function, and the form of its results; layers that are alike are followed once.
+        """Return the operations of a function, and the nesting of its results; equal calls are traced once.
 
         Args:
             function: See `write`.
-            leaves: All that its arguments hold, tensors as nodes.
-            form: How these make its arguments.
+            leaves: All leaves of its arguments, with nodes as tensors.
+            form: The nesting of the arguments.
         """
         nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         held = [self._without_data(_held(node)) for node in nodes]
-        # A function that holds others may do something else the next time.
+        # A closure may compute another function at the next call.
         fixed = getattr(function, "__closure__", ()) is None
         kinds = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, nodes.index(node))
                  for node, t in zip(nodes, held, strict=True)]  # fmt: skip
@@ -261,9 +261,9 @@ class Rewriter:
             form_out.append(spec)
             return results
 
-        with torch.no_grad(), self._mode, without_log():  # the error says what the log would
+        with torch.no_grad(), self._mode, without_log():  # the error has the log's message
             try:
-                # Of an operation what torch makes of it, of a function the operations that it calls.
+                # Decompose an operation as torch does; record the operations that a function calls.
                 before = not isinstance(function, torch._ops.OpOverload)
                 written = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=before)(*held)
             except Exception as error:
@@ -276,7 +276,7 @@ class Rewriter:
         return self._alike[key]
 
     def hold(self, tensor: Tensor) -> fx.Node:
-        """Return a node that holds a constant, before the one at hand."""
+        """Return a node that holds a constant, before the current operation."""
         if isinstance(tensor, (nn.Parameter, FakeTensor)):
             raise ValueError(
                 f"a function in the rule {self.rule} reads a parameter that is none of its arguments; expected "
@@ -292,7 +292,7 @@ class Rewriter:
         return node
 
     def computed(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation makes, without data."""
+        """Return the result of an operation without data."""
         args, kwargs = fx.map_arg((args, kwargs), _held)
         with torch.no_grad(), self._mode:
             given, named = pytree.tree_map_only(Tensor, self._without_data, (args, kwargs))
@@ -302,14 +302,14 @@ class Rewriter:
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let a node stand for another one, of the same shape and type, which goes with all that only it read.
+        """Replace a node by another one of the same shape and dtype; erase it and all nodes that only it read.
 
         Args:
-            old: What goes.
-            new: Made by `insert`, or a node before.
+            old: The node to erase.
+            new: An inserted or earlier node.
 
         Raises:
-            ValueError: If they differ in shape or type.
+            ValueError: If they differ in shape or dtype.
         """
         one, two = _tensor(old), _tensor(new)
         if one.shape != two.shape or one.dtype != two.dtype:
@@ -330,19 +330,19 @@ class Rewriter:
             self._renew(user)
 
     def _renew(self, node: fx.Node) -> None:
-        """Let a view show the memory that its argument has now, and all views of it."""
+        """Recompute the tensor of a view, and of its views, after its argument's memory changed."""
         before = memories_of(node)
         if node.op != "call_function":
             return
         if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default  # its argument may lie otherwise now
+            node.target = torch.ops.aten.reshape.default  # its argument may have another layout now
         node.meta["val"] = self.computed(node.target, node.args, node.kwargs)
         for user in node.users:
             if memories_of(user) & before:
                 self._renew(user)
 
     def erase(self, node: fx.Node) -> None:
-        """Take out a node that nobody reads, and what only it read."""
+        """Erase a node without readers, and all nodes that only it read."""
         before = node.all_input_nodes
         self.capture.marks[:] = [mark for mark in self.capture.marks if mark.node is not node]
         self.capture.modules.pop(node, None)
@@ -354,28 +354,28 @@ class Rewriter:
                 self.erase(given)
 
     def _is_dead(self, node: fx.Node) -> bool:
-        """Whether nobody can tell that a node is there."""
+        """Whether removing a node has no visible effect."""
         return self._is_pure(node) and not node.users and not self._is_named(node)
 
     def _is_named(self, node: fx.Node) -> bool:
-        """Whether a node keeps its name: what weights alone make loses it where nothing else reads it."""
+        """Whether a node keeps its name; unread values of weights alone lose it."""
         return node in self._marked and self.made_of(node) != "weights"
 
     @staticmethod
     def _is_pure(node: fx.Node) -> bool:
-        """Whether a node does nothing but make its result."""
+        """Whether a node has no effect except its result."""
         operation = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         operation = operation and node.target is not DEMAND
         return node.op == "get_attr" or (node.op == "call_function" and operation and not written_by(node))
 
     def erase_unread(self) -> None:
-        """Take out all operations whose results nobody reads, but not those by which alone a tensor is known."""
+        """Erase all operations without readers, except those that alone read a parameter or buffer."""
         alive: set[fx.Node] = set()
         for node in reversed(list(self.graph.nodes)):
             read = any(user in alive for user in node.users) or self._is_named(node)
             if read or (node.op == "call_function" and not self._is_pure(node)) or node.op == "output":
                 alive.add(node)
-        lonely = {node for node in self.capture.states if node not in alive}  # of a head whose output is left out, say
+        lonely = {node for node in self.capture.states if node not in alive}  # of a head without output, for example
         for node in self.graph.nodes:
             if node not in alive and not lonely.isdisjoint(node.all_input_nodes):
                 lonely.add(node)
@@ -386,7 +386,7 @@ class Rewriter:
                 self.erase(node)
 
     def share(self) -> None:
-        """Let one operation stand for all that do the same with the same tensors."""
+        """Merge operations that do the same with the same tensors."""
         known: dict[Any, fx.Node] = {}
         self._share_constants()
         for node in list(self.graph.nodes):
@@ -403,7 +403,7 @@ class Rewriter:
                 self.replace(node, first)
 
     def _share_constants(self) -> None:
-        """Let one constant stand for all that hold the same numbers."""
+        """Merge constants with equal elements."""
         known: dict[Any, fx.Node] = {}
         for node in list(self.graph.nodes):
             held = getattr(node.graph.owning_module, str(node.target)) if node.op == "get_attr" else None
@@ -416,7 +416,7 @@ class Rewriter:
                 self.erase(node)
 
     def rewrite(self, table: Mapping[str, Rewrite]) -> int:
-        """Rewrite all operations once, in order, by the name of each, as long as there is something to rewrite in it.
+        """Rewrite all operations once, in order, by a table of rewrites by name.
 
         Returns:
             The number of changes.
@@ -438,7 +438,7 @@ class Rewriter:
                     if one is not new and not one.users and not one._erased:
                         self.erase(one)
                 if new is not None:
-                    # What was put in may itself be of another spelling.
+                    # An inserted operation may need rewriting itself.
                     following = next((one for one in put_in if not one._erased), following)
                     self.replace(node, new)
                     changes += 1
@@ -446,11 +446,11 @@ class Rewriter:
         return changes
 
     def rewrite_from_the_end(self, rule: Callable[[fx.Node], fx.Node | None]) -> int:
-        """Go through the graph from its end, so that the largest parts of it are rewritten first.
+        """Rewrite the graph from its end, so that the largest regions come first.
 
         Args:
-            rule: Puts something in the place of the operation at hand and all that only it reads; returns the node at
-                which to go on, None if it rewrites nothing.
+            rule: Replaces the current operation and all nodes that only it reads; returns the next node, or None if it
+                does not apply.
 
         Returns:
             The number of changes.
@@ -469,11 +469,11 @@ class Rewriter:
 
 
 class NoSpellingError(Exception):
-    """An operation that was to be put in does not take its arguments, or a user has a rule for it."""
+    """An operation to insert rejects its arguments, or a user has a rule for it."""
 
 
 class NoTensorError(NoSpellingError, KeyError):
-    """A node that makes a list, or no tensor at all, stands where a tensor is needed."""
+    """A node that produces a list, or no tensor, was used as a tensor."""
 
 
 def _kind(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
@@ -487,10 +487,10 @@ def _held(node: fx.Node) -> Any:
 
 
 def _tensor(node: fx.Node) -> Tensor:
-    """Return the tensor without data that a node makes.
+    """Return the tensor without data that a node produces.
 
     Raises:
-        NoTensorError: If it makes several, or none.
+        NoTensorError: If it produces several, or none.
     """
     value = _held(node)
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Cells of units that orthogonal matrices may mix, since nothing but their norm is seen (residual streams).
+"""Cells of units that orthogonal matrices may mix, as the network reads only their norm (residual streams).
 
 See docs/theory/transformers.md, 3.
 """
@@ -18,16 +18,16 @@ Bools = NDArray[np.bool_]
 class Rotation:
     r"""A cell of units on which an orthogonal matrix Q may act.
 
-    At a place where units are seen behind gains :math:`\gamma_l`, :math:`D Q D^{-1}` acts, with
-    :math:`D = \prod_l \operatorname{diag}(\gamma_l)^{k_l}`; the gains themselves stay as they are.
+    At places after gains :math:`\gamma_l`, :math:`D Q D^{-1}` acts, with
+    :math:`D = \prod_l \operatorname{diag}(\gamma_l)^{k_l}`. The gains themselves are unchanged.
 
     Attributes:
         units: The units, in order. Shape (size,).
-        orbit: The number of their orbit.
-        fixes_ones: Whether Q has to leave the vector of ones alone, as the mean of the units is seen as well.
-        gains: The gains: name of the parameter, and at which of its elements each unit stands. Each of shape (size,).
-        powers: Powers k of the gains, for each of a unit's generators of scales. Shape (generators, gains).
-        plain_sign: Which of a unit's generators of signs flip it in front of all gains. Shape (generators,), bool.
+        orbit: The index of their orbit.
+        fixes_ones: Whether Q must fix the vector of ones, as the network also reads the mean of the units.
+        gains: Pairs of a gain parameter's name and the element for each unit, shape (size,).
+        powers: Exponents k of the gains for each of a unit's scale generators. Shape (generators, gains).
+        plain_sign: Whether each of a unit's sign generators flips it before all gains. Shape (generators,), bool.
     """
 
     units: Ints
@@ -50,15 +50,15 @@ class Rotation:
 
 
 def exponents(forms: sparse.csr_matrix, columns: Ints, table: Ints) -> Ints | None:
-    """Return with which exponents the generators of a unit act at each of its places, if these are those of all units.
+    """Return the exponents of a unit's generators at each of its places; None if units differ.
 
     Args:
-        forms: Generators by position.
-        columns: At which positions the units stand. Shape (units, columns).
+        forms: Exponents, shape (positions, generators).
+        columns: The positions of the units. Shape (units, columns).
         table: The units' generators. Shape (units, generators).
 
     Returns:
-        Shape (columns, generators); None if units differ, or an exponent is not a whole number.
+        Shape (columns, generators); None if units differ, or an exponent is not an integer.
     """
     units, width = columns.shape
     number_of = np.full(forms.shape[1], -1)
@@ -79,21 +79,20 @@ def exponents(forms: sparse.csr_matrix, columns: Ints, table: Ints) -> Ints | No
 
 
 def own_exponents(forms: sparse.csr_matrix, columns: Ints) -> Floats | None:
-    """Return with which exponent a generator of its own acts on each of several units, at each of their places.
+    """Return the exponent of each unit's own generator at each of its places; None if there is none.
 
     Args:
-        forms: Generators by position.
-        columns: At which positions the units stand. Shape (units, columns), two units at least.
+        forms: Exponents, shape (positions, generators).
+        columns: The positions of the units. Shape (units, columns), with at least two units.
 
     Returns:
-        Shape (columns,); None if units have no generator of their own, or several, or other generators act on some of
-        the units only.
+        Shape (columns,); None unless each unit has exactly one own generator, and all others act on all units or none.
     """
     units, width = columns.shape
     if not width:
         return np.zeros(0)
     start = forms.indptr[columns]
-    if (forms.indptr[columns + 1] == start + 1).all():  # nothing else acts
+    if (forms.indptr[columns + 1] == start + 1).all():  # no other generator acts
         exponents = forms.data[start]
         return exponents[0] if (exponents * exponents[:, :1] == exponents[0] * exponents[0, 0]).all() else None
     rows = forms[columns.ravel()]

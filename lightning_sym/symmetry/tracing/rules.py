@@ -1,4 +1,4 @@
-"""What each operation allows: one rule per operation, and the registry for users' own.
+"""Registry of rules for operations: the built-in ones, and users' own.
 
 See docs/theory/intertwiners.md, 2.2.
 """
@@ -28,23 +28,24 @@ _MODULE_RULES: dict[type[nn.Module], Rule] = {}
 
 
 def register_rule(*subjects: Any) -> Callable[[RuleT], RuleT]:
-    """Say what an operation or a module of yours does, so that its symmetries are found.
+    """Register a rule that describes the effect of a custom operation or module on symmetries.
 
     The rule is called with a `Trace` and the operation's arguments, tensors replaced by `Value`s. It calls methods of
     the trace (`compute`, `normalise`, `softmax`, `join`, `contract`, `move`, `elementwise`, `permutations_only`,
-    `linear_along`, `fix`) and returns what comes out. For a module class it is called as
-    `rule(trace, module, *inputs)`, and parameters are `trace.parameter(module, "weight")`. What it says is written into
-    the network's graph as operations of torch, so that labels, shifts, norms and rotations follow it. What it says
-    nothing of is fixed, with a note. Every traced network is tested with random elements, so a rule that allows too
-    much is an error, not a wrong answer.
+    `linear_along`, `fix`) and returns the result. For a module class it is called as `rule(trace, module, *inputs)`,
+    and parameters are `trace.parameter(module, "weight")`.
+
+    The described operations are inserted into the network's graph as torch operations, so that labels, translations,
+    norms and rotations follow them. Arguments that the rule does not use are fixed, with a note. Every traced network
+    is tested with random elements, so a rule that allows too much raises an error instead of a wrong answer.
 
     Args:
-        subjects: Operations (`torch.ops.mylib.myop`, or what `torch.library.custom_op` returns), their names
-            ("aten::cosh"), or subclasses of `nn.Module`; or a `Trait`, for all operations that have it and no rule of
-            their own. The in-place variant follows the same rule.
+        subjects: Operations (`torch.ops.mylib.myop`, or the result of `torch.library.custom_op`), their names
+            ("aten::cosh"), or subclasses of `nn.Module`. A `Trait` selects all operations that have it and no other
+            rule. The in-place variant follows the same rule.
 
     Raises:
-        TypeError: If something else is given.
+        TypeError: If a subject is none of these.
         ValueError: If torch has no operation of that name.
 
     Example:
@@ -96,7 +97,7 @@ def _is_known(operation: str) -> bool:
 
 
 def namesakes(network: nn.Module) -> list[str]:
-    """Say of which modules the class has no rule, but another class of the same name has one."""
+    """Return notes on modules without a rule if another class of the same name has one."""
     by_name = {kind.__name__: kind for kind in _MODULE_RULES}
     classes = dict.fromkeys(type(module) for module in network.modules())
     return [
@@ -108,19 +109,19 @@ def namesakes(network: nn.Module) -> list[str]:
 
 
 def own_operations() -> frozenset[str]:
-    """Return the operations that stay as they are: those for which users wrote rules, and what such rules demand."""
+    """Return the operations that the normal form keeps: those with users' rules, and the rules' own constraints."""
     ours = __name__.rpartition(".")[0]
-    where = ((name, getattr(rule, "__module__", None) or "") for name, rule in _RULES.items())  # None: of no module
+    where = ((name, getattr(rule, "__module__", None) or "") for name, rule in _RULES.items())  # None: no module
     own = (name for name, module in where if not module.startswith(ours))
     return frozenset((DEMAND._schema.name, *own))
 
 
 def is_own(target: Any, own: Collection[str]) -> bool:
-    """Whether an operation of the graph is a module for which users wrote a rule, or one of some operations.
+    """Whether an operation of the graph has a user's rule.
 
     Args:
         target: The operation.
-        own: Those for which users wrote rules, as :func:`own_operations` returns.
+        own: The operations with users' rules, as returned by :func:`own_operations`.
     """
     if target in OPAQUE:
         return target is not DEMAND
@@ -129,12 +130,12 @@ def is_own(target: Any, own: Collection[str]) -> bool:
 
 
 def leaf_types() -> tuple[type[nn.Module], ...]:
-    """Return the module classes for which users wrote rules."""
+    """Return the module classes with users' rules."""
     return tuple(_MODULE_RULES)
 
 
 def rule_for(target: Any) -> Rule:
-    """Return the rule of an operation of the graph."""
+    """Return the rule of a graph operation."""
     if not isinstance(target, torch._ops.OpOverload):
         return _PYTHON.get(target, unknown)
     name = target._schema.name.removesuffix("_")
@@ -145,13 +146,13 @@ def rule_for(target: Any) -> Rule:
 
 
 def results_of(trace: Trace) -> Any:
-    """Return the results of the operation at hand, with nothing acting on them."""
+    """Return the results of the current operation as values without labels."""
     meta = trace.node.meta.get("val")
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: Value(tuple(t.shape)), meta)
 
 
 def unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
-    """An operation without a rule: nothing may act on what goes in."""
+    """Fix the arguments of an operation without a rule."""
     for value in values_in((args, kwargs)):
         trace.fix(value, "no rule for this operation")
         fix_choice(trace, value)
@@ -159,18 +160,18 @@ def unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
 
 
 def fix_choice(trace: Trace, value: Value) -> None:
-    """Fix the units that integers name, if they do."""
+    """Fix the units that an integer value refers to, if any."""
     if value.chooses is not None:
         trace.fix(value.with_labels(value.chooses), CHOSEN)
 
 
 def _measured_group(target: Any, trace: Trace, value: Value, args: Any, kwargs: Any) -> IntertwinerGroup | None:
-    """Measure an operation of one tensor; None if it is not elementwise, or not defined everywhere."""
+    """Measure the group of an operation on one tensor; None if it is not elementwise, or not defined everywhere."""
     position = args.index(value)
     rest = (*args[:position], *args[position + 1 :])
     try:
         group: IntertwinerGroup = _measured(target, position, rest, tuple(sorted(kwargs.items())), trace.affine)
-    except (ValueError, RuntimeError, TypeError):  # TypeError: what comes out is not real (a comparison, say)
+    except (ValueError, RuntimeError, TypeError):  # TypeError: the result is not real (a comparison, for example)
         return None
     return group
 
@@ -189,16 +190,15 @@ def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
 
 
 def passes_offset(target: Any) -> bool:
-    """Whether an operation leaves a constant that was added to its input as it is."""
+    """Whether an operation preserves a constant added to its input."""
     return operation_name(target) in operations(Trait.REGROUP | Trait.CAST)
 
 
 def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> bool:
-    """Whether an operation can take up what changes of sign add to its input; notes in which bias it does.
+    """Whether an operation absorbs the constant that sign changes add to its input; records the absorbing bias.
 
-    See docs/theory/intertwiners.md, 1.4.
-
-    It can if it is linear and has a bias; a convolution only without padding, as the padding stays zero.
+    The operation must be linear with a bias; a convolution must have no padding, as the padding remains zero. See
+    docs/theory/intertwiners.md, 1.4.
     """
     if passes_offset(target):
         return True
@@ -212,7 +212,7 @@ def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> b
     if rest and (any(np.atleast_1d(rest[1] if len(rest) > 1 else 0)) or (len(rest) > 3 and rest[3] != 1)):
         return False
     absorbed = (bias.state, weight.state, 1, value.offset)
-    if absorbed in trace.absorbed_before:  # in the walk before this one
+    if absorbed in trace.absorbed_before:  # in the previous walk
         return True
     if any(bias.state == known for known, *_ in trace.absorbed):
         return False
@@ -240,23 +240,23 @@ def _leaf(trace: Trace, inputs: list[Value], weights: list[Value], key: int) -> 
 
 
 def by_place(module: nn.Module, tensors: Sequence[Any]) -> dict[str, Any]:
-    """Return what stands for the tensors of a module, by all their names."""
+    """Map all names of a module's tensors to the items that represent them."""
     given = dict(zip(state_tensors(module), tensors, strict=True))
     return {place: given[name] for place, name in first_names(module).items()}
 
 
 def rule_for_module(module: nn.Module) -> Rule:
-    """Return the rule of the class of a module, or of the next class from which that is derived."""
+    """Return the rule of a module's class, or of the nearest base class."""
     return next(_MODULE_RULES[kind] for kind in type(module).__mro__ if kind in _MODULE_RULES)
 
 
 def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
-    """Call the rule of a module: with all tensors one by one, or as the module was called where the rule takes that.
+    """Call a module's rule, with the arguments of the module's call or with its tensors one by one.
 
     Args:
-        trace: What the rule gets.
+        trace: The trace for the rule.
         leaf: The call.
-        inputs: What stands for its tensors.
+        inputs: The values that represent its tensors.
     """
     rule, module = rule_for_module(leaf.module), leaf.module
     args, kwargs = leaf.call.filled(inputs)
@@ -270,7 +270,7 @@ def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
         return True
 
     as_called, one_by_one = takes(*args, **kwargs), takes(*inputs)
-    if as_called and one_by_one and not kwargs:  # it is a matter of names
+    if as_called and one_by_one and not kwargs:  # parameter names decide
         names = [
             list(inspect.signature(each).parameters)[skipped:] for each, skipped in ((rule, 2), (module.forward, 0))
         ]
@@ -287,13 +287,13 @@ def check_arguments(rule: Rule, called: str, function: Any, args: Sequence[Any],
 
     Args:
         rule: The rule.
-        called: The name of that to which it belongs.
-        function: The operation, or what the module does.
-        args: What the rule is called with.
-        kwargs: Its keywords.
+        called: The name of its operation or module.
+        function: The operation, or the module's forward.
+        args: The rule's arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
-        TypeError: If it does not take these.
+        TypeError: If the rule does not accept these.
     """
     try:
         inspect.signature(rule).bind(*args, **kwargs)
@@ -310,25 +310,24 @@ def checked_results(result: Any, owner: Any) -> list[Any]:
     """Return the values that a rule returned, in order.
 
     Args:
-        result: What the rule returned.
-        owner: The module or operation to which it belongs.
+        result: The rule's return value.
+        owner: Its module or operation.
 
     Raises:
-        TypeError: If that is something else.
+        TypeError: If the result contains no value, or other objects.
     """
     parts = torch.utils._pytree.tree_leaves(result)
     if not parts or not all(isinstance(part, Value) or part is None for part in parts):
         called = type(owner).__name__ if isinstance(owner, nn.Module) else operation_name(owner)
         raise TypeError(
-            f"the rule for {called} returned {type(result).__name__}; expected the Value that comes out, or a list of "
-            "them"
+            f"the rule for {called} returned {type(result).__name__}; expected the resulting Value, or a list of Values"
         )
     return parts
 
 
 @register_rule("lightning_sym::demand")
 def _demand(trace: Trace, inputs: list[Value], shape: Sequence[int]) -> Value:
-    """Put down what a rule demands, as `expansion.py` wrote it."""
+    """Apply a rule's constraint that `expansion.py` wrote."""
     method, template = trace.node.meta["demand"]
     if not method:
         return Value(tuple(shape))
@@ -349,9 +348,9 @@ def _measured(
 
 
 def pointwise(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
-    """A pointwise operation without a rule of its own: measured if it has one tensor, else units tied, scales fixed.
+    """Apply a pointwise operation without a rule: measure it if it has one tensor, else tie units and fix scales.
 
-    Some elementwise operations are not marked as such; measuring them tells.
+    Some elementwise operations lack the tag; measuring detects them.
     """
     values, meta = values_in((args, kwargs)), trace.node.meta.get("val")
     alone = len(values) == 1 and values[0] in args
@@ -365,7 +364,7 @@ def pointwise(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
         return trace.permutations_only(values[0])
     result: Value | None = None
     if any(value.labels for value in values):
-        trace.note("combines several tensors in a way that is not known; units may change places, scales are fixed")
+        trace.note("combines several tensors by an unknown function; units can be permuted, scales are fixed")
     for value in values:
         value = trace.permutations_only(value)
         result = value if result is None else trace.join(result, value, product=False)

@@ -1,4 +1,4 @@
-"""Runs parts of a captured network on numbers, in float64."""
+"""Run parts of a captured network on numbers in float64."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 class Step(NamedTuple):
-    """An operation as it is in the graph, or was."""
+    """A current or former operation of the graph."""
 
     node: fx.Node
     target: Any
@@ -30,25 +30,25 @@ class UnknownError(Exception):
     """A constant without a value."""
 
 
-# What cannot be run on numbers alone.
+# Raised by operations that cannot run on numbers alone.
 NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, KeyError, UnknownError)
 
 
 class Constants:
-    """The values of what no input and no weight changes, in float64 where they are floating-point numbers.
+    """The values of nodes that depend on no input and no weight; floating-point values are in float64.
 
     Args:
-        known: Values in the place of inputs and weights; grows.
+        known: Values for inputs and weights; extended in place.
     """
 
     def __init__(self, known: dict[fx.Node, Any] | None = None) -> None:
         self._known: dict[fx.Node, Any] = {} if known is None else known
 
     def __call__(self, node: fx.Node) -> Any:
-        """Return the value of what no input and no weight changes.
+        """Return the value of a node that depends on no input and no weight.
 
         Raises:
-            UnknownError: If it has none.
+            UnknownError: If it is unknown.
         """
         if node not in self._known:
             if node.op == "get_attr" or "constant" in node.meta:
@@ -88,7 +88,7 @@ def moved_by(step: Step, tensor: Tensor) -> Any:
 
 
 def is_plain_operation(node: fx.Node) -> bool:
-    """Whether an operation is one of torch's own, which leaves nothing to chance."""
+    """Whether an operation is a deterministic operation of torch."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return node.op == "call_function" and getattr(target, "__name__", "") == "getitem"

@@ -1,4 +1,4 @@
-"""What depends on the sizes of an input: the lengths of its axes, and constants that are made at these."""
+"""Dependence on the sizes of an input: the lengths of its axes, and constants created at these sizes."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,7 +6,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 
-# Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
+# Operations that create size-independent constants from other such constants, or from one number.
 OF_NO_SIZE = {"repeat", "copy", "fill", "zero", "put", "eq", "ne"} | operations(
     Trait.CONSTANT | Trait.CAST | Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND | Trait.PICK
 )
@@ -16,11 +16,11 @@ OF_NO_SIZE |= operations(Trait.LINEAR | Trait.POINTWISE | Trait.ORDER | Trait.SO
 def growing_inputs(
     inputs: Sequence[fx.Node], features: Mapping[fx.Node, Collection[int]] | None = None
 ) -> dict[fx.Node, frozenset[int]]:
-    """Return the inputs' axes that may have other sizes: not those of the batch, nor of features of a vector.
+    """Return the axes of inputs that may have other sizes: all except the batch axis and a vector's features.
 
     Args:
         inputs: The inputs.
-        features: Further axes that always have the size that they have.
+        features: Further axes of constant size.
     """
     fixed = features or {}
     tensors = [(node, node.meta["val"]) for node in inputs if isinstance(node.meta.get("val"), Tensor)]
@@ -32,5 +32,5 @@ def growing_inputs(
 
 
 def lengths_of(inputs: Sequence[fx.Node], features: Mapping[fx.Node, Collection[int]] | None = None) -> set[int]:
-    """Return the sizes of the inputs' axes that may have other sizes; arguments as those of `growing_inputs`."""
+    """Return the sizes of the inputs' axes that may vary; arguments as in `growing_inputs`."""
     return {node.meta["val"].shape[axis] for node, axes in growing_inputs(inputs, features).items() for axis in axes}

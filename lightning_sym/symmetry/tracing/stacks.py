@@ -1,10 +1,9 @@
-"""Parameters that hold several members along their first axis, each with units of its own: experts, heads.
+"""Stacks: parameters with several members along the first axis, each with separate units (experts, heads).
 
-While the network is traced, all members of a stack share one label for each further axis, a *template*; a value that is
-made of one member knows of which (`Members`), and as long as operations keep the members apart, what they demand of a
-template holds for each member by itself. Where values of different members meet, templates are shared: they are units
-like any others. In the end each template that is left becomes units of every member. See docs/theory/intertwiners.md,
-2.14.
+During tracing, all members of a stack share one label per further axis, a *template*. A value made of one member knows
+this member (`Members`). While operations keep members apart, a constraint on a template holds for each member
+separately. Where values of different members are combined, the templates become shared units. Finally, each remaining
+template becomes separate units of every member. See docs/theory/intertwiners.md, 2.14.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,8 @@ from lightning_sym.symmetry.tracing.values import Members, Value, values_in
 _PRODUCTS = ("einsum", "matmul")
 _INDICES = ("index", "index_select")
 _NORMS = ("layer_norm", "rms_norm")
-_MIXED = object()  # values of different members meet
-_LEFT = object()  # what comes out is made of several members
+_MIXED = object()  # values of different members are combined
+_LEFT = object()  # the result combines several members
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -36,7 +35,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield what reads a tensor other than by moving it, and what that reads."""
+    """Yield (reader, tensor) for each reader of a tensor, after moves."""
     for user in node.users:
         name = name_of(user)
         if name in operations(Trait.MOVE | Trait.CAST) | {"getitem"} and user.args[0] is node:
@@ -46,9 +45,9 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def stacked(capture: Capture, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return the parameters that may hold members along their first axis, and how many.
+    """Return the parameters that may have members along their first axis, with the number of members.
 
-    There are none unless a product or an index reads a tensor of three axes or more.
+    The result is empty unless a product or an index reads a tensor with three or more axes.
     """
     found, product = {}, False
     for node, name in capture.states.items():
@@ -71,23 +70,23 @@ def _varies(number: Tensor, axis: int) -> bool:
 
 
 def _agree(numbers: Sequence[Tensor]) -> bool:
-    """Whether members are the same wherever several are known; tensors of one number of axes that broadcast."""
+    """Whether the members agree wherever several are known; tensors have equal ranks and broadcast."""
     return all(bool((core(number) == core(numbers[0])).all()) for number in numbers)
 
 
 class Stacks:
-    """What is known of stacks while a network is traced.
+    """The state of stacks during tracing.
 
     Attributes:
-        sizes: By parameter that is a stack, how many members it has.
-        shown: By the name of a value inside the network, of which members it is.
+        sizes: By name of a stacked parameter, the number of its members.
+        shown: By name of a value inside the network, its members.
     """
 
     def __init__(self, constraints: Constraints) -> None:
         self.constraints = constraints
         self.sizes: dict[str, int] = {}
         self.shown: dict[str, Members | None] = {}
-        self.atoms, self.scales = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of which size, by template
+        self.atoms, self.scales = np.zeros(0, np.int64), np.zeros(0, np.int64)  # the stack size of each template, or 0
         self.shared_atoms: list[Ints] = []
         self.shared_scales: list[Ints] = []
         self._numbers = 0
@@ -102,7 +101,7 @@ class Stacks:
             setattr(self, name, known)
 
     def state(self, value: Value) -> Value:
-        """Return the value of a parameter with its members, if it is a stack."""
+        """Return the value of a parameter, with members if it is a stack."""
         size = self.sizes.get(value.state or "")
         if size is None or not value.labels:
             return value
@@ -129,7 +128,7 @@ class Stacks:
     # The walk.
 
     def before(self, arguments: Any) -> tuple[int, int]:
-        """Share templates of values that do not know their members any more; return how many variables there are."""
+        """Share the templates of arguments without known members; return the current number of atoms and scales."""
         if self.sizes:
             for value in values_in(arguments):
                 if value.members is None and self._holds(value):
@@ -137,14 +136,14 @@ class Stacks:
         return self.constraints.atoms, self.constraints.scales
 
     def after(self, node: fx.Node, args: Any, kwargs: Any, result: Any, since: tuple[int, int]) -> Any:
-        """Return what an operation puts out with its members, or share the templates that it mixed.
+        """Return an operation's result with its members, or share the templates that it combined.
 
         Args:
             node: The operation.
             args: Its arguments.
-            kwargs: Likewise.
-            result: What it puts out.
-            since: What `before` said.
+            kwargs: Its keyword arguments.
+            result: Its result.
+            since: The result of `before`.
         """
         values = values_in((args, kwargs))
         inside = [value for value in values if value.members is not None]
@@ -164,7 +163,7 @@ class Stacks:
         return torch.utils._pytree.tree_map_only(Value, self._named, result)
 
     def _unmark_scales(self, result: Any, since: int) -> None:
-        """Say that new scales of units which are none of a member's are no templates, such as those of members."""
+        """Unmark new scales of units that are not templates, such as the members themselves."""
         for value in values_in(result):
             for label in value.labels:
                 if not self._holds(value.with_labels(label.scaled_by(np.zeros_like(label.scale)))):
@@ -183,12 +182,12 @@ class Stacks:
         return new if several else new[0]
 
     def _stands_across(self, value: Value, number: Tensor) -> bool:
-        """Whether a template acts along an axis on which there are several members."""
+        """Whether a template acts along an axis with several members."""
         axes = {axis for label in value.labels if self._holds(value.with_labels(label)) for axis in label.axes}
         return any(_varies(number, axis) for axis in axes)
 
     def _named(self, value: Value) -> Value:
-        """Give numbers to the members that were chosen just now."""
+        """Number the members that were just chosen."""
         if value.chooses is None or value.members is not None or not self.sizes:
             return value
         count = int(np.prod(value.shape))
@@ -197,7 +196,7 @@ class Stacks:
         return replace(value, members=Members(number, value.chooses.size))
 
     def _follow(self, node: fx.Node, args: Any, kwargs: Any, inside: list[Value]) -> Any:
-        """Return of which members the elements of a result are (or of each result), or that they are mixed."""
+        """Return the members of a result's elements (or of each result), or a marker if they are mixed."""
         name = name_of(node)
         if len({value.members.size for value in inside if value.members}) > 1:
             return _MIXED
@@ -227,7 +226,7 @@ class Stacks:
 
 
 def _widest(numbers: Sequence[Tensor]) -> Tensor:
-    """Return the members of several tensors that agree: those of the first, on axes long enough for all."""
+    """Broadcast the first of several agreeing tensors of members to the common shape."""
     return core(numbers[0]).expand(np.broadcast_shapes(*(core(number).shape for number in numbers)))
 
 
@@ -240,7 +239,7 @@ def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _picked(name: str, args: Any, shape: tuple[int, ...]) -> Any:
-    """Return the members of what is taken from a stack at integers that name members."""
+    """Return the members of elements taken from a stack at indices of members."""
     value, index = (args[0], args[1][0]) if name == "index" else (args[0], args[2])
     first = name == "index" and all(other is None for other in args[1][1:])
     if not (first or (name == "index_select" and args[1] == 0)) or not isinstance(index, Value):
@@ -289,11 +288,11 @@ def _summed(number: Tensor, args: Any, kwargs: Any, shape: tuple[int, ...]) -> A
     return number
 
 
-# From templates to units of every member.
+# From templates to separate units.
 
 
 class _Images:
-    """Variables of which each member has one: that of the first member is the template itself."""
+    """Variables with one copy per member; the first member keeps the template itself."""
 
     def __init__(self, sizes: Ints, count: int) -> None:
         self.sizes = np.r_[sizes, np.zeros(count - len(sizes), np.int64)]
@@ -302,11 +301,11 @@ class _Images:
         self.count = count + int(extra.sum())
 
     def of(self, ids: Ints, member: int) -> Ints:
-        """Return the variables of a member; those that are no templates are the same for all."""
+        """Return the variables of a member; variables other than templates are common to all."""
         return np.where((self.sizes[ids] > 0) & (member > 0), self.start[ids] + member - 1, ids)
 
     def each(self, ids: Ints) -> Ints:
-        """Return templates and what they have become, those that are none left out once more. Shape (n,)."""
+        """Return all variables, followed by the templates' copies for further members. Shape (n,)."""
         ids = ids.ravel()
         copies = [self.of(ids[self.sizes[ids] > member], member) for member in range(1, int(self.sizes.max(initial=0)))]
         return np.concatenate([ids, *copies])
@@ -315,8 +314,8 @@ class _Images:
         """Return the columns of a table of variables for each member. Shapes (rows, n).
 
         Args:
-            table: Variables; a column's templates are of one size.
-            ids: How many of the rows are variables; by default all.
+            table: Variables; the templates in a column belong to stacks of one size.
+            ids: The number of rows that are variables; by default all.
         """
         rows = table[:ids]
         size = self.sizes[rows].max(0, initial=0)
@@ -328,7 +327,7 @@ class _Images:
 
 
 def _shared(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[Ints, Ints]:
-    """Return which templates are left, as sizes of their stacks: atoms, and scales."""
+    """Return the stack sizes of the remaining templates, or 0: for atoms, and for scales."""
     constraints = stacks.constraints
     atoms = np.r_[stacks.atoms, np.zeros(constraints.atoms - len(stacks.atoms), np.int64)]
     scales = np.r_[stacks.scales, np.zeros(constraints.scales - len(stacks.scales), np.int64)]
@@ -347,7 +346,7 @@ def _shared(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
         still &= at
     for label in (label for name in stacks.sizes for label in axis_labels[name][1:]):
         if fixed[component[label.atom]].all() and still[label.scale].all():
-            atoms[label.atom] = 0  # what nothing acts on is the same for all members
+            atoms[label.atom] = 0  # fixed units are common to all members
             scales[label.scale] = 0
     before = -1
     while before != (before := int((atoms > 0).sum())):
@@ -370,11 +369,11 @@ def _shared(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
 
 
 def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[set[str], set[str]]:
-    """Give each member of a stack units of its own, in all that is demanded.
+    """Give each member of a stack separate units in all constraints.
 
     Returns:
-        The parameters that hold such units, on two axes at once; and the names of values inside the network on which
-        they act in a way that depends on the input.
+        The parameters with such units, on two axes together. The names of values inside the network with an
+        input-dependent action.
     """
     constraints = stacks.constraints
     atoms, scales = _shared(stacks, axis_labels)
@@ -410,7 +409,7 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
 
 
 def _keep_inside(constraints: Constraints, units: _Images) -> None:
-    """Let templates that must stay where they are stay there inside of their members, which may move."""
+    """Fix templates inside their members, which may still be permuted."""
     fixed = rising(np.concatenate([np.zeros(0, np.int64), *(ids.ravel() for ids in constraints.fixed_atoms)]))
     held = fixed[units.sizes[fixed] > 0]
     constraints.fixed_atoms = [fixed[units.sizes[fixed] == 0]]
@@ -428,7 +427,7 @@ def _pairs(images: _Images, pairs: list[tuple[Ints, Ints]]) -> list[tuple[Ints, 
 
 
 def _spread(label: Label, size: int, units: _Images, factors: _Images) -> Label:
-    """Return the label of all members of a stack. Its first axis is that of the members."""
+    """Return the label of all members of a stack; its first axis indexes the members."""
     atom, scale = (
         np.stack([images.of(ids, member) for member in range(size)])
         for images, ids in ((units, label.atom), (factors, label.scale))
@@ -447,7 +446,7 @@ def _on_parameters(
         if not own:
             continue
         joint.add(name)
-        constraints.fix_scales(members.scale)  # that of a whole member is one of its units
+        constraints.fix_scales(members.scale)  # the scale of a whole member belongs to its units
         spread = [_spread(label, size, units, factors) for label in own]
         for label in spread:
             constraints.block(np.broadcast_to(members.atom[:, None], label.atom.shape), label.atom)

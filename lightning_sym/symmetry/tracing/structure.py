@@ -1,4 +1,4 @@
-"""The group of one network, as arrays."""
+"""The symmetry group of a network as arrays."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,23 +20,23 @@ from lightning_sym.symmetry.tracing.rotations import Rotation, exponents, own_ex
 from lightning_sym.symmetry.tracing.tilts import Tilt
 
 Ints = NDArray[np.int64]
-VALUE = ("value", 0.0)  # how most parameters and buffers move, see Slot.kind
+VALUE = ("value", 0.0)  # how most parameters and buffers transform, see Slot.kind
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The labelled positions of one parameter or buffer: an axis of it, or (grouped convolution) two at once.
+    """The labelled positions of a parameter or buffer: one axis of it, or two axes together (grouped convolution).
 
     Attributes:
         tensor: Its name.
         axes: One axis, or two.
-        offset: Where its positions start among those of all slots.
+        offset: The index of its first position among those of all slots.
         shape: Sizes of the axes.
-        unit: For each position, the unit that it belongs to, or -1.
+        unit: For each position, its unit, or -1.
         kind: "value", or "variance": v' = s^2 (v + epsilon) - epsilon.
         epsilon: See `kind`.
-        of_stack: Whether the two axes are those of members and of their units (docs/theory/intertwiners.md, 2.14):
-            positions are those of both axes together, row-major. No other slot has the first of them then.
+        of_stack: Whether the two axes index members and their units (docs/theory/intertwiners.md, 2.14). Positions are
+            row-major, and no other slot has the first axis.
     """
 
     tensor: str
@@ -61,15 +61,15 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class HalfTurns:
-    """Half periods that biases in front of sines and cosines take up, whole numbers of which may be added.
+    """Half periods that biases before sines and cosines absorb; integer multiples may be added.
 
     Attributes:
         biases: The names of the biases.
-        counts: How many entries each of them has.
+        counts: The number of entries of each bias.
         place: For each half turn the bias's position among those of all slots. Shape (half turns,).
-        size: How much is added. Shape (half turns,), float64.
-        odd: Whether odd numbers are allowed, or even ones alone. Shape (half turns,), bool.
-        flips: Which positions of all slots odd numbers flip. Shape (positions, half turns).
+        size: Half a period. Shape (half turns,), float64.
+        odd: Whether odd multiples are allowed, rather than even ones only. Shape (half turns,), bool.
+        flips: The positions of all slots that odd multiples flip. Shape (positions, half turns).
     """
 
     biases: tuple[str, ...]
@@ -85,37 +85,38 @@ NO_HALF_TURNS = HalfTurns((), (), np.zeros(0, np.int64), np.zeros(0), np.zeros(0
 
 @dataclass(frozen=True)
 class Structure:
-    """The group of one network, as arrays.
+    """The symmetry group of a network as arrays.
 
     Attributes:
         slots: Every labelled axis.
-        units: How many units there are.
-        orbits: Units that may ever change places with one another, or, where nothing may, that were made together.
-        movable: For each orbit, whether its units may change places at all.
-        columns: For each orbit (units, columns): at which position of all slots each unit stands; units of an orbit
-            stand at the same places.
-        cells: For each orbit, for each unit the number of its cell: units of one cell change places freely.
-        blocks: Systems of blocks (blocks, members): whole blocks change places, member by member, one system after the
-            other. Blocks that are parts of other blocks (queries that share keys) come before these.
-        magnitudes: Generators of scales: sparse (positions of all slots, generators), the exponents.
-        signs: The same for signs, modulo 2.
-        scale_table: For each orbit (units, m), its units' generators of scales, in one order for all units.
+        units: The number of units.
+        orbits: Units that some permutation exchanges; immovable units are grouped by origin.
+        movable: For each orbit, whether its units can be permuted.
+        columns: For each orbit (units, columns), the positions of its units among all slots. All units of an orbit
+            occur at corresponding places.
+        cells: For each orbit, the cell index of each unit. Units of one cell are permuted freely.
+        blocks: Systems of blocks (blocks, members). Blocks are permuted member by member, one system after another.
+            Blocks inside other blocks (queries that share keys) come first.
+        magnitudes: Exponents of scale generators, sparse (positions of all slots, generators).
+        signs: Exponents of sign generators, modulo 2.
+        scale_table: For each orbit (units, m), the scale generators of its units, in a common order.
         sign_table: The same for signs.
-        dense: Cells (arrays of units, in order) on which any invertible matrix acts.
-        shifts: What may be added to tensors (docs/theory/translations.md).
-        absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
-        copies: For each orbit, the copies of its units (keys that are repeated for queries), if copies may change
-            places: with the slots to which they belong. Slots are units that stand nowhere and move in blocks.
-        parents: For each system of blocks (blocks, parents): further units, which change places as the blocks do
-            (heads, where attention weights are seen). In values inside the network only.
-        rotations: Cells on which any orthogonal matrix acts, behind their permutations, scales and signs.
-        gained: Cells on which any invertible matrix acts between gains, behind their permutations, scales and signs.
-        tilts: What layer norms' biases and their readers may change together, behind rotations.
-        planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
-            the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
-        half_turns: What is added to biases in front of sines and cosines.
-        told: What rules of users told factors: a factor's name, and that of a parameter.
-        charts: Tensors that the network reads with numbers added, or in pieces: the group acts on sums and pieces.
+        dense: GL(d) blocks: arrays of units, in order, on which any invertible matrix acts.
+        shifts: Translations of tensors (docs/theory/translations.md).
+        absorbed: Biases that absorb the constants added by sign changes: bias, weight, the weight's axis, and the
+            constant.
+        copies: For each orbit, the copies of its units (keys repeated for queries) and their slots, if copies can be
+            permuted. These slots are units without positions that move in blocks.
+        parents: For each system of blocks (blocks, parents), further units that move with the blocks: heads, where
+            attention weights are read. They occur in values inside the network only.
+        rotations: Cells on which any orthogonal matrix acts, before permutations, scales and signs.
+        gained: Cells on which any invertible matrix acts between gains, before permutations, scales and signs.
+        tilts: Rank-one maps of layer norm biases and their readers, before rotations.
+        planes: For each orbit of rotary pairs, the columns of the first and second coordinate at each place, shape
+            (pairs, 2). Other orbits have zero pairs; empty if no orbit has pairs.
+        half_turns: Offsets of biases before sines and cosines.
+        told: Pairs (factor name, parameter name) that users' rules passed to factors.
+        charts: Tensors that the network reads with numbers added, or in pieces. The group acts on the sums and pieces.
     """
 
     slots: tuple[Slot, ...]
@@ -143,24 +144,24 @@ class Structure:
     told: tuple[tuple[str, str], ...] = ()
 
     def copies_of(self, orbit: int) -> Copies | None:
-        """Return the copies of an orbit's units."""
+        """Return the copies of an orbit's units, or None."""
         return self.copies[orbit] if orbit < len(self.copies) else None
 
     @cached_property
     def flips(self) -> sparse.csr_matrix:
-        """All that changes signs, signs and half turns: shape (positions of all slots, generators), modulo 2."""
+        """All sign changes, from signs and half turns: shape (positions of all slots, generators), modulo 2."""
         turns = self.half_turns
         return sparse.hstack([self.signs, turns.flips]).tocsr() if len(turns.place) else self.signs
 
     @cached_property
     def same(self) -> tuple[Tensor, ...]:
-        """For each dense cell the matrix that changes nothing, one for all of a size. Each of shape (size, size)."""
+        """The identity matrix of each GL(d) block, shared by size. Each of shape (size, size)."""
         by_size = {size: torch.eye(size, dtype=torch.float64) for size in {len(cell) for cell in self.dense}}
         return tuple(by_size[len(cell)] for cell in self.dense)
 
     @cached_property
     def rank(self) -> Ints:
-        """For each unit, which of a unit's copies it stands for, if it is a slot."""
+        """For each unit that represents a slot of copies, the index of the copy."""
         rank = np.zeros(self.units, np.int64)
         for copies in self.copies:
             if copies is not None:
@@ -168,12 +169,12 @@ class Structure:
         return rank
 
     def arriving(self, orbit: int, kind: Literal["columns", "scales", "signs"], permutation: Ints) -> Ints:
-        """Return what a permutation brings to each position of an orbit's units, or to their generators.
+        """Return the source of each position of an orbit's units, or of their generators, under a permutation.
 
         Args:
-            orbit: The orbit's number.
+            orbit: The orbit's index.
             kind: Whether to return positions (as `columns`), or generators (as `scale_table` or `sign_table`).
-            permutation: For each unit the one that comes in its place; as long as it gets.
+            permutation: For each unit, its source; parents of blocks may be missing.
         """
         tables = {"columns": self.columns, "scales": self.scale_table, "signs": self.sign_table}
         table, place = tables[kind][orbit], self.place_in_orbit[permutation[self.orbits[orbit]]]
@@ -183,7 +184,7 @@ class Structure:
         return arriving(table, getattr(copies, kind), place, self.rank[permutation[copies.slots]])
 
     def comes(self, permutation: Ints) -> Ints:
-        """Return for each unit, parents of blocks included, the one that comes in its place."""
+        """Return the source of each unit, including parents of blocks, under a permutation."""
         image: Ints = np.r_[permutation, np.arange(len(permutation), self.units)]
         for blocks, parents in zip(self.blocks, self.parents, strict=False):
             block_of = np.full(self.units, -1)
@@ -193,7 +194,7 @@ class Structure:
 
     @cached_property
     def phase_of(self) -> Ints:
-        """For each unit, the number of its phase, if it is a plane; else -1."""
+        """For each unit, the index of its phase if it is a rotary pair, else -1."""
         phase_of = np.full(self.units, -1)
         turned = flat([units for units, pairs in zip(self.orbits, self.planes, strict=False) if len(pairs)])
         phase_of[turned] = np.arange(len(turned))
@@ -201,12 +202,12 @@ class Structure:
 
     @cached_property
     def phases(self) -> int:
-        """How many units are planes."""
+        """The number of rotary pairs."""
         return int((self.phase_of >= 0).sum())
 
     @cached_property
     def turned_places(self) -> dict[int, tuple[Ints, Ints, Ints]]:
-        """By slot: the phases of the planes that stand there, and where their first and second coordinates do."""
+        """By slot offset: phases of its rotary pairs, and positions of their first and second coordinates."""
         found: dict[int, list[Ints]] = {}
         for units, pairs, columns in zip(self.orbits, self.planes, self.columns, strict=False):
             for pair in pairs:
@@ -218,7 +219,7 @@ class Structure:
 
     @cached_property
     def slots_of(self) -> dict[str, list[Slot]]:
-        """By tensor, its slots."""
+        """The slots of each tensor."""
         found: dict[str, list[Slot]] = {}
         for slot in self.slots:
             found.setdefault(slot.tensor, []).append(slot)
@@ -226,26 +227,26 @@ class Structure:
 
     @cached_property
     def moving(self) -> tuple[str, ...]:
-        """The names of the tensors in which something moves, as the network holds them."""
+        """The network's names of tensors that the group changes."""
         owners = self.charts.owners
         return tuple(dict.fromkeys(owners.get(name, name) for name in self.slots_of))
 
     @cached_property
     def cell_of(self) -> Ints:
-        """For each unit, the number of its dense cell, or -1."""
+        """For each unit, the index of its GL(d) block, or -1."""
         cell_of = np.full(self.units, -1)
         for index, cell in enumerate(self.dense):
             cell_of[cell] = index
         return cell_of
 
     def slots_at(self, positions: Ints) -> Ints:
-        """Return in which slots positions are."""
+        """Return the slot index of each position."""
         starts = np.array([slot.offset for slot in self.slots], np.int64)
         return np.searchsorted(starts, positions, side="right") - 1
 
     @cached_property
     def rotation_of(self) -> Ints:
-        """For each unit, the number of the rotation that acts on it, or -1."""
+        """For each unit, the index of the rotation that acts on it, or -1."""
         rotation_of = np.full(self.units, -1)
         for index, rotation in enumerate(self.rotations):
             rotation_of[rotation.units] = index
@@ -253,7 +254,7 @@ class Structure:
 
     @cached_property
     def place_in_cell(self) -> Ints:
-        """For each unit on which a rotation acts, its place among those on which it does."""
+        """For each rotated unit, its index in its cell."""
         place = np.zeros(self.units, np.int64)
         for rotation in self.rotations:
             place[rotation.units] = np.arange(rotation.size)
@@ -261,7 +262,7 @@ class Structure:
 
     @cached_property
     def moves(self) -> NDArray[np.bool_]:
-        """For each unit, whether it may change places."""
+        """For each unit, whether it can be permuted."""
         moves = np.zeros(self.units, bool)
         for units, movable in zip(self.orbits, self.movable, strict=True):
             moves[units] = movable
@@ -269,7 +270,7 @@ class Structure:
 
     @cached_property
     def place_in_orbit(self) -> Ints:
-        """For each unit, its place in its orbit."""
+        """For each unit, its index in its orbit."""
         place = np.zeros(self.units, np.int64)
         for units in self.orbits:
             place[units] = np.arange(len(units))
@@ -277,7 +278,7 @@ class Structure:
 
     @cached_property
     def dense_places(self) -> dict[int, list[tuple[list[int], list[Ints], bool]]]:
-        """By slot: which dense cells of one size stand there, where, and whether they are read (or put out)."""
+        """By slot offset: GL(d) blocks of one size, their positions, and whether the slot reads (or writes) them."""
         found: dict[tuple[int, bool, int, int], list[tuple[int, Ints]]] = {}
         starts = np.array([slot.offset for slot in self.slots], np.int64)
         orbit_of = {int(unit): index for index, units in enumerate(self.orbits) for unit in units}
@@ -300,7 +301,7 @@ class Structure:
 
     @cached_property
     def rotated_places(self) -> dict[int, list[tuple[int, Ints, tuple[int, ...]]]]:
-        """By slot: which rotations act there, where, and with which powers of their gains around them."""
+        """By slot offset: rotations, their positions, and the powers of the gains around them."""
         places: dict[int, list[tuple[int, Ints, tuple[int, ...]]]] = {}
         for index, rotation in enumerate(self.rotations):
             columns = self.columns[rotation.orbit][self.place_in_orbit[rotation.units]]
@@ -321,7 +322,7 @@ class Structure:
 
     @cached_property
     def gained_of(self) -> Ints:
-        """For each unit, the number of its gained cell, or -1."""
+        """For each unit, the index of its gained cell, or -1."""
         gained_of = np.full(self.units, -1)
         for index, cell in enumerate(self.gained):
             gained_of[cell.units] = index
@@ -329,7 +330,7 @@ class Structure:
 
     @cached_property
     def gained_places(self) -> dict[int, list[GainedPlace]]:
-        """By slot: where gained cells stand."""
+        """By slot offset: the occurrences of gained cells."""
         places: dict[int, list[GainedPlace]] = {}
         for index, cell in enumerate(self.gained):
             own = self.place_in_orbit[cell.units]
@@ -350,7 +351,7 @@ class Structure:
 
     @cached_property
     def tilted_places(self) -> dict[int, tuple[int, bool]]:
-        """By slot: which tilt acts there, and whether it does so from the readers' side."""
+        """By slot offset: the index of the rank-one map that acts there, and whether the inverse acts."""
         places: dict[int, tuple[int, bool]] = {}
         for index, tilt in enumerate(self.tilts):
             held = dict.fromkeys(tilt.moved + tilt.seen, False) | dict.fromkeys(tilt.readers + tilt.written, True)

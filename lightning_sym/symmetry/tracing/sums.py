@@ -1,4 +1,4 @@
-"""One spelling for sums and products in pieces: factors that terms have in common, biases that are added later."""
+"""Spell sums and products of pieces in one way: common factors of terms, and separately added biases."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ _MOST = 16  # terms of a sum
 
 
 class Term(NamedTuple):
-    """A term of a sum, the operation that adds it or takes it off, and which of the two."""
+    """A term of a sum, the operation that combines it, and whether it is added or subtracted."""
 
     node: fx.Node
     reader: fx.Node
@@ -26,7 +26,7 @@ class Term(NamedTuple):
 
 
 def terms_of(r: Rewriter, node: fx.Node) -> list[Term]:
-    """Return the terms of a sum of sums and differences of one type; none if it is no such."""
+    """Return the terms of nested sums and differences of one dtype; empty for other nodes."""
     found: list[Term] = []
     waiting = [Term(node, node, True)]
     while waiting and len(found) <= _MOST:
@@ -44,7 +44,7 @@ def terms_of(r: Rewriter, node: fx.Node) -> list[Term]:
 
 
 def gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a sum with a vector of weights that belongs to another of its terms: as a bias, or behind its gain."""
+    """Rewrite a sum with a weight vector that belongs to another term: as a layer's bias, or inside its gain."""
     terms = terms_of(r, node)
     made = [r.made_of(term.node) for term in terms]
     if "weights" not in made or "inputs" not in made:
@@ -64,14 +64,14 @@ def gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def summed(r: Rewriter, value: fx.Node, terms: Sequence[Term]) -> fx.Node:
-    """Return a value to which terms are added, the last one first."""
+    """Add terms to a value, the last one first."""
     for term in terms[::-1]:
         value = r.insert(aten.add.Tensor if term.added else aten.sub.Tensor, value, term.node)
     return value
 
 
 def _behind_gain(r: Rewriter, value: Term, term: Term) -> fx.Node | None:
-    """Return g (x + b), given g x and g b; or g (x - b)."""
+    """Return g (x + b) or g (x - b) from g x and g b; None for other terms."""
     if r.name(value.node) != "mul" or not r.only_for(value.node, value.reader):
         return None
     weights = moved = term.node
@@ -83,7 +83,7 @@ def _behind_gain(r: Rewriter, value: Term, term: Term) -> fx.Node | None:
         for other, bias in _factors(moved):
             if r.made_of(gain) != "weights" or shown(r, gain)[0] is not shown(r, other)[0]:
                 continue
-            # Along one axis both are the same vector; then the bias is one on the gain's axis, too.
+            # Along one axis both are the same vector, so the bias is indexed by the gain's axis.
             sizes = r.shape(bias)
             if moved is not weights or gain is not other:
                 if not len(r.shape(other)) == 1 == len(sizes) or r.shape(other) != sizes:
@@ -96,14 +96,14 @@ def _behind_gain(r: Rewriter, value: Term, term: Term) -> fx.Node | None:
 
 
 def with_parts(r: Rewriter, value: fx.Node, weights: fx.Node, shape: Sequence[int], *, added: bool = True) -> fx.Node:
-    """Return a value to which weights are added in a shape; if these are a sum, one term after the other.
+    """Add weights to a value in a given shape; terms of a sum are added one by one.
 
     Args:
         r: The rewriter.
         value: The value.
         weights: Made of weights alone.
-        shape: The shape in which they are added.
-        added: Whether they are added, and not taken off.
+        shape: The shape of the weights in the sum.
+        added: Whether they are added rather than subtracted.
     """
     name, parts = r.name(weights), weights.args[:2]
     if name in ("add", "sub") and not weights.kwargs and all(r.shape(part) == r.shape(weights) for part in parts):
@@ -120,7 +120,7 @@ def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _with_bias(r: Rewriter, layer: Term, bias: fx.Node) -> fx.Node | None:
-    """Return a linear layer or convolution without a bias with a vector of weights as its bias."""
+    """Return a linear layer or convolution with a weight vector as its bias; None if it does not fit."""
     node, name = layer.node, r.name(layer.node)
     if name != "linear" and not name.startswith("conv"):
         return None
@@ -142,7 +142,7 @@ def _with_bias(r: Rewriter, layer: Term, bias: fx.Node) -> fx.Node | None:
 
 
 def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a layer whose weight is multiplied by a vector: the vector multiplies what comes out, or goes in."""
+    """Rewrite a layer with a weight scaled by a vector: the vector scales its outputs or inputs instead."""
     weight, name = node.args[1], r.name(node)
     if r.name(weight) != "mul" or not r.only_for(weight, node) or "transpose" in name or argument(node, 6, "", 1) != 1:
         return None
@@ -173,7 +173,7 @@ def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def squared_distances(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums of squares of two values less twice their product: of all pairs, the squares of the difference."""
+    """Rewrite sums of squares of two values minus twice their product as squared differences of all pairs."""
     terms = terms_of(r, node)
     if len(terms) != 3:
         return None
@@ -195,12 +195,12 @@ def squared_distances(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _held(node: fx.Node, axis: int) -> tuple[Any, ...]:
-    """Return how a value lies in memory, with an axis at the end."""
+    """Return the memory layout of a value with one axis moved to the end."""
     return memories_of(node), layout(node.meta["val"].transpose(axis, -1))
 
 
 def _squared(r: Rewriter, node: Any) -> tuple[fx.Node, int] | None:
-    """Return the value whose squares along one axis a node sums, perhaps in another shape, and the axis."""
+    """Return (value, axis) if a node sums the value's squares along the axis, up to reshapes; else None."""
     while r.name(node) in operations(Trait.REGROUP | Trait.PERMUTE):
         long, before = ([size for size in r.shape(own) if size > 1] for own in (node, node.args[0]))
         if long != before:
@@ -216,7 +216,10 @@ def _squared(r: Rewriter, node: Any) -> tuple[fx.Node, int] | None:
 
 
 def _scalar_product(r: Rewriter, node: Any) -> tuple[float, Any, Any]:
-    """Return a factor, and how two values lie in memory (that axis at the end) whose scalar products a node holds."""
+    """Return the factor and the memory layouts of two values if a node computes their scalar products.
+
+    The summed axis is last in both layouts.
+    """
     factor, node = _factor(r, node)
     if r.name(node) not in ("linear", "matmul") or argument(node, 2, "bias") is not None:
         return 0.0, None, None
@@ -227,7 +230,7 @@ def _scalar_product(r: Rewriter, node: Any) -> tuple[float, Any, Any]:
 
 
 def _factor(r: Rewriter, node: Any) -> tuple[float, Any]:
-    """Return a number, and the value that a node is times that number."""
+    """Return a number and a value with the node as their product."""
     factor = 1.0
     while r.name(node) in ("mul", "neg"):
         numbers = [r.number(own) for own in node.args[:2]]
@@ -244,7 +247,7 @@ def _factor(r: Rewriter, node: Any) -> tuple[float, Any]:
 
 
 def normalised(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a product with an exponential or a softmax over its sum: a softmax to which logarithms are added."""
+    """Rewrite exponentials or softmax weights, times factors, over their sum as a softmax with added logarithms."""
     value, total = node.args[:2]
     if r.name(total) != "sum" or not isinstance(value, fx.Node) or not isinstance(total, fx.Node):
         return None
@@ -253,7 +256,7 @@ def normalised(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not axes or len(axes) != 1 or not argument(total, 2, "keepdim", False):
         return None
     axis = axes[0] % len(r.shape(total))
-    if r.name(value) == "matmul" and total.args[0] is value.args[0] and axis == rank - 1:  # of the sum of products
+    if r.name(value) == "matmul" and total.args[0] is value.args[0] and axis == rank - 1:  # from the sum of products
         weights = r.insert(aten.div.Tensor, total.args[0], total)
         return r.insert(aten.matmul.default, weights, value.args[1])
     factors = _all_factors(r, value) if total.args[0] is value else []
@@ -271,7 +274,7 @@ def normalised(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _all_factors(r: Rewriter, node: fx.Node) -> list[Any]:
-    """Return the factors of a product of products; what is zero where a mask is, is one with the mask."""
+    """Return the factors of nested products; a masked value counts as a product with the mask."""
     factors: list[Any] = []
     waiting: list[Any] = [node]
     while waiting and len(factors) < _MOST:
@@ -299,7 +302,7 @@ def _is_exponential(r: Rewriter, node: Any, axis: int) -> bool:
 
 
 def _logarithm(r: Rewriter, node: Any, like: fx.Node) -> fx.Node | None:
-    """Return the logarithm of a factor that is never negative; None if it is not known that it is not."""
+    """Return the logarithm of a nonnegative factor; None if its sign is unknown."""
     if not isinstance(node, fx.Node):
         return None
     if r.name(node) == "exp":

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a network that is traced."""
+"""The parameters and buffers of a traced network."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,10 +15,10 @@ class Tensors(NamedTuple):
     """A network's parameters and buffers.
 
     Attributes:
-        states: Each once, by its first name; constants without memory with the values that they will have.
-        parameters: The names of the parameters among them.
-        unsaved: The names of those that no state dict holds.
-        weightless: Whether some of them are on the meta device.
+        states: Every tensor once, by its first name. Constants on the meta device have their initial values.
+        parameters: The names of the parameters.
+        unsaved: The names of tensors that no state dict contains.
+        weightless: Whether some tensors are on the meta device.
     """
 
     states: dict[str, Tensor]
@@ -36,17 +36,17 @@ class Tensors(NamedTuple):
 
     @property
     def fixed(self) -> dict[str, Tensor]:
-        """The values of floating-point constants that no state dict holds."""
+        """The values of floating-point constants that no state dict contains."""
         own = {name: self.states[name].detach() for name in self.unsaved & self.states.keys()}
         return {name: tensor for name, tensor in own.items() if tensor.is_floating_point() and not tensor.is_meta}
 
     def cut(self, captures: Sequence[Capture]) -> "Tensors":
-        """Return these with the pieces of parameters that captures read in pieces."""
+        """Return these tensors with parameters split into the pieces that the captures read."""
         charts = Charts({}, pieces_of(captures))
         if not charts.pieces:
             return self
         parameters = [own for name in self.parameters for own in charts.names_of(name)]
-        # A buffer of zeros and ones would be a mask: pieces are parameters, and other tensors stay what they are.
+        # The group would treat a buffer of zeros and ones as a mask, so pieces are parameters.
         states = {
             own: nn.Parameter(part.detach(), requires_grad=False) if name in charts.pieces else part
             for name, tensor in self.states.items()
@@ -55,15 +55,15 @@ class Tensors(NamedTuple):
         return self._replace(states=states, parameters=parameters)
 
     def unused(self, captures: Sequence[Capture]) -> list[str]:
-        """Say which parameters no operation reads."""
+        """Return a note on the parameters that no operation reads, or nothing."""
         read = _read(captures)
         unused = [name for name in self.parameters if name not in read]
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-        note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
+        note = f"parameters that evaluation never uses are unchanged, even if training reads them: {names}"
         return [note] if unused else []
 
     def constants(self, captures: Sequence[Capture]) -> dict[str, Tensor]:
-        """Return the tensors whose values count: those read as they are, and those that may have been looked at."""
+        """Return the tensors with relevant values: integers, unsaved constants, and folded constants."""
         read, valued = _read(captures), {name for captured in captures for name in captured.folded}
         return {
             name: tensor
@@ -73,5 +73,5 @@ class Tensors(NamedTuple):
 
 
 def _read(captures: Sequence[Capture]) -> set[str]:
-    """Return the names of the tensors that an operation reads."""
+    """Return the names of tensors that some operation reads."""
     return {name for captured in captures for node, name in captured.states.items() if node.users}

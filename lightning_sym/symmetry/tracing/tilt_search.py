@@ -1,4 +1,4 @@
-"""Finds the layer norms whose bias and readers may be changed together, see docs/theory/transformers.md, 4."""
+"""Find rank-one maps I + t aᵀ of layer norms and streams, see docs/theory/transformers.md, 4."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,17 +11,18 @@ Norms = Mapping[tuple[str | None, str], Normed]
 
 
 def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[list[Tilt], list[str]]:
-    """Find the layer norms that are tilted.
+    """Find the layer norms with a rank-one map of their bias and readers.
 
-    Where all that a shift adds to a norm's bias is taken off, tilts are made of shifts: these are left out.
+    If other biases absorb every translation of the norm's bias, translations already contain these maps, and the norm
+    is omitted.
 
     Args:
-        structure: The group on tensors, shifts and rotations included.
+        structure: The group on tensors, including translations and rotations.
         values: The same group on named values.
         norms: The layer norms that only linear layers read, by gain and bias.
 
     Returns:
-        The tilts, and notes on those that had to be left out.
+        The maps, and notes on omitted ones.
     """
     shifted = structure.shifts.names
     found, notes = [], []
@@ -33,7 +34,7 @@ def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[l
         behind = [] if gain is None else [_slot_on(structure, gain, 0)]
         seen = [_slot_on(values, name, axis) for name, axis in norm.seen]
         if not all(_moves_alike(structure, slots[0], slot) for slot in [*slots, *behind]) or None in seen:
-            notes.append(f"what reads the layer norm of the bias {offset} keeps its mean, as it moves in another way")
+            notes.append(f"readers of the layer norm with bias {offset} keep their mean, as they move in another way")
             continue
         assert slots[0] is not None
         powers = [1, *[-1] * (len(slots) - 1)]
@@ -42,17 +43,15 @@ def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[l
             gains = {name: str(gain) for name, _ in around}
             found.append(Tilt(slots[0].size, ((offset, 0),), gains, tuple(norm.readers), tuple(norm.seen)))
         else:
-            notes.append(
-                f"what reads the layer norm of the bias {offset} keeps its mean, as other gains are in between"
-            )
+            notes.append(f"readers of the layer norm with bias {offset} keep their mean, as other gains are in between")
     return found, notes
 
 
 def find_leaning(structure: Structure, values: Structure, streams: Sequence[Leaning]) -> list[Tilt]:
-    """Find the streams to which multiples of the vector of ones may be added, as layer norms do not see these.
+    """Find the streams with a rank-one map: layer norms do not read multiples of the vector of ones.
 
     Args:
-        structure: The group on tensors, rotations included.
+        structure: The group on tensors, including rotations.
         values: The same group on named values.
         streams: The streams that only layer norms and linear layers read.
     """
@@ -72,14 +71,14 @@ def find_leaning(structure: Structure, values: Structure, streams: Sequence[Lean
 
 
 def _slot_on(structure: Structure, name: str, axis: int) -> Slot | None:
-    """Return the one slot on an axis, if no slot is on several."""
+    """Return the only slot on an axis; None if there are several, or if a slot of the tensor has several axes."""
     own = structure.slots_of.get(name, [])
     at = [slot for slot in own if slot.axes == (axis,)]
     return at[0] if len(at) == 1 and all(len(slot.axes) == 1 for slot in own) else None
 
 
 def _moves_alike(structure: Structure, one: Slot | None, two: Slot | None) -> bool:
-    """Whether the units on two slots are the same, in the same order, and neither copies nor mixed by any matrix."""
+    """Whether two slots have the same units in the same order, without copies or GL(d) blocks."""
     if one is None or two is None or not np.array_equal(one.unit, two.unit):
         return False
     held = set(one.unit[one.unit >= 0].tolist())
@@ -91,7 +90,7 @@ def _moves_alike(structure: Structure, one: Slot | None, two: Slot | None) -> bo
 
 
 def _is_between(structure: Structure, slot: Slot, gain: str | None, power: int) -> bool:
-    """Whether rotations act on a slot between the norm's own gain, if they act there at all, and leave ones alone."""
+    """Whether rotations on a slot fix ones and act between the norm's own gain, if any rotation acts there."""
     turned = np.zeros(slot.size, bool)
     for index, at, powers in structure.rotated_places.get(slot.offset, ()):
         rotation = structure.rotations[index]

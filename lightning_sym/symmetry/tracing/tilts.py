@@ -1,4 +1,4 @@
-"""What a layer norm's bias and the layers that read the norm may change together, without any bias behind them.
+"""Rank-one maps I + t aᵀ of a layer norm's bias and the readers of the norm, if these have no biases.
 
 See docs/theory/transformers.md, 4.
 """
@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Tilt:
-    r"""Maps :math:`D (I + t 1^T) D^{-1}` of what a layer norm with gain D and a bias puts out.
+    r"""A family of maps :math:`D (I + t 1^T) D^{-1}` of a layer norm's output, with D the diagonal of its gain.
 
-    As the normalised values sum to zero, only the norm's bias changes; what reads it undoes the map. Of a stream that
-    layer norms read, and linear layers as it is, the map acts on what these layers sum over, and its inverse on what
-    writes: norms do not see multiples of ones. What writes may have a gain behind it.
+    The normalised values sum to zero, so only the norm's bias changes, and the readers apply the inverse. Streams read
+    by layer norms, and directly by linear layers, have such maps as norms do not read multiples of ones. There the map
+    acts on the readers' summed axes, and its inverse on the writers. Writers may have gains.
 
     Attributes:
         size: The number of entries of t.
-        moved: What the map acts on, and along which axis: the norm's bias, or the layers that read a stream.
-        gains: By tensor or value, the gain between whose diagonals D the map acts there: the norm's, or that behind
-            what writes into a stream; where there is none, D is 1.
-        readers: The weights on which the inverse acts, transposed, and along which axis: those that read the norm, or
-            all that writes into a stream.
-        seen: Values inside the network, on whose last axis the map acts: by name, their axes.
-        written: Values on whose last axis the inverse acts, transposed.
-        of_stream: Whether it is one of a stream. Its determinant is positive; in rotated streams the sign of all units
-            does what a negative one would.
+        moved: Pairs (name, axis) of tensors for the map: the norm's bias, or the readers of a stream.
+        gains: By tensor or value, the gain whose diagonal D conjugates the map there: the norm's gain, or that after a
+            writer. Without an entry, D is 1.
+        readers: Pairs (name, axis) of weights for the transposed inverse: readers of the norm, or writers of the
+            stream.
+        seen: Pairs (name, axis) of values inside the network for the map.
+        written: Pairs (name, axis) of values for the transposed inverse.
+        of_stream: Whether the map belongs to a stream. Its determinant is then positive; in rotated streams the sign of
+            all units replaces a negative one.
     """
 
     size: int
@@ -42,10 +42,10 @@ class Leaning:
     """A stream that only layer norms and linear layers read.
 
     Attributes:
-        readers: The linear layers' weights, and the axis over which each sums.
-        writers: Weights, biases and tables that write, and the axis of the stream's units.
-        seen: Named values on the stream, and that axis.
-        gains: By writer or named value, the gain behind it, if any.
+        readers: The linear layers' weights, each with its summed axis.
+        writers: The weights, biases and tables that write into it, and their axis of the stream's units.
+        seen: Named values on the stream, and this axis.
+        gains: By writer or named value, the gain after it, if any.
     """
 
     readers: tuple[tuple[str, int], ...]
@@ -54,19 +54,19 @@ class Leaning:
     gains: Mapping[str, str] = field(default_factory=dict)
 
     def is_like(self, other: "Leaning") -> bool:
-        """Whether another walk saw the same stream."""
+        """Whether another walk found the same stream."""
         gains = all(self.gains.get(name) == other.gains.get(name) for name, _ in self.writers)
         return gains and {*self.readers} == {*other.readers} and {*self.writers} == {*other.writers}
 
 
 @dataclass
 class Normed:
-    """What a walk through a network saw of layer norms of one gain and one bias.
+    """The readers of layer norms with a common gain and bias, as found by a walk.
 
     Attributes:
-        readers: The weights of linear layers that read them, and the axis over which each sums.
-        alone: Whether nothing else reads them.
-        seen: Named values that hold what they put out: the value's last axis.
+        readers: The weights of linear layers that read them, each with its summed axis.
+        alone: Whether they have no other readers.
+        seen: Named values that contain their output, and the value's last axis.
     """
 
     readers: dict[tuple[str, int], None]
@@ -74,5 +74,5 @@ class Normed:
     seen: dict[tuple[str, int], None]
 
     def met(self, other: "Normed") -> "Normed":
-        """Return what two walks saw together."""
+        """Combine the results of two walks."""
         return Normed(self.readers | other.readers, self.alone and other.alone, self.seen | other.seen)

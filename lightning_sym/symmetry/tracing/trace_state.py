@@ -18,7 +18,7 @@ from lightning_sym.symmetry.tracing.values import InFront, Path, Value
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Return whether a buffer holds zeros and one other number: untrained statistics and gains hold one number only."""
+    """Return whether a buffer holds zeros and one other number; untrained statistics and gains hold one number only."""
     if isinstance(tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return False
     held = tensor[tensor != 0]
@@ -26,15 +26,15 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 class TraceState:
-    """Holds what a walk through a network finds out, and all that is demanded.
+    """The state of a walk through a network, including all constraints.
 
     Args:
         states: The network's parameters and buffers.
-        constants: The names of those that no state dict holds.
-        affine: Whether to count changes of sign that add a constant.
+        constants: The names of states that no state dict contains.
+        affine: Whether to allow sign changes that add a constant.
 
     Attributes:
-        node: The operation at hand.
+        node: The current operation.
     """
 
     def __init__(self, states: dict[str, Tensor], *, constants: Container[str] = (), affine: bool = False) -> None:
@@ -71,40 +71,40 @@ class TraceState:
         self.aperiodic: set[str] = set()
         self.environment: dict[fx.Node, Any] = {}
 
-    # What something is called, for notes and errors.
+    # Names for notes and errors.
 
     @property
     def operation(self) -> str:
-        """The name of the operation at hand."""
+        """The name of the current operation."""
         return self.node.meta.get("rule_of") or operation_name(self.node.target)
 
     @property
     def where(self) -> str:
-        """The operation at hand and the module that it is in."""
+        """The current operation and its module."""
         return self.where_is(self.node)
 
     def where_is(self, node: fx.Node) -> str:
-        """Return the operation of a node and the module that it is in."""
+        """Return the operation of a node and its module."""
         told = (node.meta.get(own) for own in ("written_for", "rule_of"))
         operation, module = next(filter(None, told), operation_name(node.target)), self.capture.modules.get(node)
         return f"{operation} in {module}" if module else operation
 
     def note(self, text: str) -> None:
-        """Tell the user something about the operation at hand."""
+        """Add a note on the current operation for the user."""
         self.constraints.notes[f"{self.where}: {text}"] = None
 
     def tell(self, factor: str, parameter: Value) -> None:
-        """Tell a factor of the group that it acts on a parameter; see `Factor.told`.
+        """Declare that a factor of the group acts on a parameter; see `Factor.told`.
 
         Raises:
-            ValueError: If it is no parameter or buffer of the network.
+            ValueError: If the value is not a parameter or buffer of the network.
         """
         if parameter.state is None:
             raise ValueError(f"{self.where}: a rule tells {factor} of a value; expected trace.parameter(...)")
         self.capture.told.add((factor, parameter.state))
 
     def growing(self, node: Any) -> frozenset[int]:
-        """Return the axes of a tensor that are longer for a longer input."""
+        """Return the axes of a tensor that are longer for longer inputs."""
         if self._growing[0] is not self.capture:
             self._growing = self.capture, growing_axes(self.capture.graph, growing_inputs(self.capture.inputs))
         return self._growing[1].get(node, [frozenset()])[0]
@@ -117,8 +117,8 @@ class TraceState:
         if name in self.constants or not tensor.is_floating_point():
             if tensor.is_meta:
                 self.constraints.notes[
-                    f"{name} is a constant without values (on meta): what it meets is fixed; build the network under "
-                    "without_weights(), which keeps buffers"
+                    f"{name} is a constant without values (on meta): units combined with it are fixed; build the "
+                    "network under without_weights(), which keeps buffers"
                 ] = None
                 return Value(tuple(tensor.shape))
             return Value(tuple(tensor.shape), concrete=tensor.detach().to("cpu", copy=True))
@@ -127,16 +127,16 @@ class TraceState:
             self.axis_labels[name] = tuple(
                 self.constraints.fresh((axis,), (size,), tag=UNSET) for axis, size in enumerate(shape)
             ) or (self.constraints.fresh((), (), tag=UNSET),)
-            if _is_mask(tensor):  # it is permuted with the units, and stays one
+            if _is_mask(tensor):  # a mask is permuted with the units and remains binary
                 for label in self.axis_labels[name]:
                     self.constraints.fix_scales(label.scale)
         return Value(tuple(tensor.shape), self.axis_labels[name], state=name)
 
     def parameter(self, module: nn.Module, name: str) -> Value:
-        """Return a parameter or buffer of the module at hand, in a rule for a module class.
+        """Return a parameter or buffer of the current module, in a rule for a module class.
 
         Raises:
-            KeyError: If the module has none of that name.
+            KeyError: If the module has no parameter or buffer of this name.
         """
         if name not in self.leaf:
             raise KeyError(
@@ -145,9 +145,9 @@ class TraceState:
         return self.leaf[name]
 
     def label(self, value: Value, axis: int) -> Label | None:
-        """Return the label that lives on one axis alone, or None.
+        """Return the label on one axis alone, or None.
 
-        The label of a single unit, which may fill a whole tensor, counts as being on every axis.
+        The label of a unit that fills a whole tensor counts for every axis.
         """
         axis %= value.ndim
         for label in value.labels:
@@ -159,15 +159,15 @@ class TraceState:
         return None
 
     def output_shape(self, index: int | None = None) -> tuple[int, ...]:
-        """Return the shape of the result of the operation at hand (of one of its results, if there are several)."""
+        """Return the shape of the current operation's result (or of the result at an index, if it has several)."""
         return result_shape(self.node, index)
 
     def fix(self, value: Value, reason: str | None = None) -> Value:
-        """Nothing may act on this value: its units may neither move nor be scaled.
+        """Fix this value: its units may be neither permuted nor rescaled.
 
         Args:
             value: Any value.
-            reason: Why, for the notes.
+            reason: The reason, for the notes.
         """
         for label in value.labels:
             self.constraints.fix(label)
@@ -176,36 +176,36 @@ class TraceState:
         return Value(value.shape)
 
     def see(self, label: Label, name: str | None = None) -> None:
-        """Write down where units are seen: two units may change places only if they are seen at the same places.
+        """Record an occurrence of units: only units with corresponding occurrences can be permuted.
 
         Args:
             label: The units.
-            name: Name of the value in which they are seen, if it is to be known.
+            name: The name of the value that contains them, if any.
         """
         label = self.constraints.resolve(label)
         held = hash((label.atom.tobytes(), label.tag.tobytes()))
-        if name is None and held in self.seen:  # the same units at the same places say nothing more
+        if name is None and held in self.seen:  # known occurrences add nothing
             return
         self.seen.add(held)
         self.constraints.occurrences.append(Sighting(label, name))
 
-    # What is read of a value that is only moved about: the rest would be read by a longer input.
+    # Reads of moved values: a longer input may read the remaining elements.
 
     def carry(self, value: Value, result: Value, step: Callable[[Tensor], Tensor] | None = None) -> Value:
-        """Say that a result holds elements of a value, moved by a step: reading it reads these alone."""
+        """Record that a result holds elements of a value, moved by a step, so that its readers read only these."""
         steps = () if step is None else (step,)
         sources = tuple((root, (*path, *steps)) for root, path in value.sources or ((value, ()),))
         return replace(result, sources=(*result.sources, *sources))
 
     def cut_by_size(self, value: Value) -> None:
-        """Say that a part of a value is taken that depends on the input's size: the rest counts as for weights."""
+        """Record that a slice of a value depends on the input's size, so that unread elements count as for weights."""
         self.made_of_states |= {id(root): root for root, _ in value.sources or ((value, ()),)}
 
     def read(self, value: Value) -> None:
-        """Note that all elements of a value are read."""
+        """Record that all elements of a value are read."""
         for root, path in value.sources or ((value, ()),):
             self.uses[root.state or ""] += 1
             if root.labels:
-                # One entry for all walks, where it is a parameter.
+                # One entry per parameter for all walks.
                 key = root.state if root.state is not None else id(root)
                 self.reads.setdefault(key, (root, []))[1].append(path)

@@ -1,4 +1,4 @@
-"""Trace a network's operations on a call and rewrite them in normal form."""
+"""Capture a network on calls and rewrite it in normal form."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ class Tracer:
     Args:
         network: The network.
         cuts: See :func:`~lightning_sym.symmetry.trace_symmetry`.
-        constants: The values of buffers that no state dict holds, by name.
+        constants: The values of buffers that no state dict contains, by name.
     """
 
     def __init__(self, network: nn.Module, cuts: Cuts | None, constants: Mapping[str, Tensor]) -> None:
@@ -38,7 +38,7 @@ class Tracer:
         return normalise(captured, own_operations())
 
     def agreeing(self, captures: Sequence[Capture]) -> Sequence[Capture]:
-        """Return captures that cut each parameter into the same pieces; parameters with different pieces stay whole."""
+        """Make captures split each parameter into the same pieces; parameters with differing pieces stay whole."""
         unlike = unlike_pieces(captures)
         self._whole |= unlike
         return [self(captured.call) for captured in captures] if unlike else captures

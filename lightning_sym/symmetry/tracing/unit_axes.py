@@ -1,4 +1,4 @@
-"""On which axes of a value units live: where linear layers, convolutions and tables put them."""
+"""Find the axes of values that units index, as determined by linear layers, convolutions and tables."""
 
 import operator
 from typing import Any, cast
@@ -10,13 +10,13 @@ from lightning_sym.symmetry.tracing.nodes import equation_of, moved, terms_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
-_MOST = 256  # operations that are looked at
+_MOST = 256  # maximal number of visited operations
 
 
 def unit_axes(r: Rewriter, node: fx.Node) -> set[int]:
-    """Return the axes of a value along which units of the layers before it live; positions are on the others.
+    """Return the axes of a value that units of earlier layers index; the others index positions.
 
-    It is a guess that decides between spellings of one function: nothing is wrong if it is.
+    The result is a heuristic choice between spellings of one function; a wrong choice causes no error.
     """
     return _UnitAxes(r).of(node)
 

@@ -1,4 +1,4 @@
-"""Tensors of the graph, seen from outside: their shapes, and who acts on them."""
+"""Tensors of the graph as rules know them: shapes and labels."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from lightning_sym.symmetry.tracing.coordinates import rank_within
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
 
-# What a rule should do with values in the place of what it does with tensors.
+# The rest of an error message for torch functions called on values.
 _EXPECTED = (
     "expected a method of the trace, as trace.join for sums and products, trace.move for indices and views, or "
     "trace.compute(function, value) for any function of torch"
@@ -24,12 +24,12 @@ _EXPECTED = (
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """Of which member of a stack (which expert, which head) each element of a value is.
+    """The member of a stack (expert, head) that each element of a value belongs to.
 
     Attributes:
-        number: Elements of one number are of one member; negative ones are of members that the input chose. Of the
-            value's shape, int64.
-        size: How many members the stack has.
+        number: Elements with equal numbers belong to the same member; negative numbers are members that the input
+            chose. Of the value's shape, int64.
+        size: The number of members in the stack.
     """
 
     number: Tensor
@@ -37,13 +37,13 @@ class Members:
 
 
 class InFront(NamedTuple):
-    """What half turns add to a value between a bias and a sine.
+    """The offset that half turns add to a value between a bias and a sine.
 
     Attributes:
         bias: The bias.
-        times: By what it is multiplied there.
-        axes: The axes of the value on which its entries stand.
-        entries: Which entry stands at each place on these.
+        times: The factor of the bias in the value.
+        axes: The value's axes that index the bias's entries.
+        entries: The index of the bias's entry at each position of these axes.
     """
 
     bias: str
@@ -54,23 +54,24 @@ class InFront(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of the graph, seen from outside: its shape, and who acts on it.
+    """A tensor of the graph as a rule knows it: its shape and its labels.
 
     Attributes:
         shape: Its shape.
-        labels: Who acts on it: usually one label, on the channels; none where nothing does. A parameter has one per
-            axis. The labels of one value live on different axes.
-        concrete: Its value, where it is made of constants only (indices, masks).
-        state: The parameter or buffer that this is, untouched so far.
-        offset: What a unit's change of sign adds to it: sigmoid(-x) = 1 - sigmoid(x). Only a linear operation with a
-            bias can take it up (docs/theory/intertwiners.md, 1.4).
-        by_size: Whether a constant may be another one for an input of another size: it was made from positions (a
-            range, a triangle), or is a part of something that is not one number everywhere.
-        sources: The values whose elements were only moved to get here, and how they were moved, step by step.
-        squared: Whether these are squares of units that orthogonal matrices may mix, so that these do not act on them.
-        chooses: The units among which whole numbers choose: each says which of these, in order, it was.
-        members: Of which members of a stack its elements are; None if that is not known, or of several.
-        half_turned: What half turns of a bias add to it; of values that have a name.
+        labels: The units that act on it: usually one label, on the channels; none if the group does not act on it. A
+            parameter has one per axis. The labels of one value have disjoint axes.
+        concrete: The elements of a value made of constants only (indices, masks).
+        state: The name of the parameter or buffer that this is, before any operation.
+        offset: The constant that a unit's sign change adds: sigmoid(-x) = 1 - sigmoid(x). Only a linear operation with
+            a bias can absorb it (docs/theory/intertwiners.md, 1.4).
+        by_size: Whether a constant may differ for inputs of another size. Such constants depend on positions (a range,
+            a triangle), or are parts of nonuniform constants.
+        sources: Pairs of a source value and the moves, step by step, from its elements to this value.
+        squared: Whether these are squares of units that orthogonal matrices may mix; such matrices do not act on
+            squares.
+        chooses: The units that integers of this value refer to, in order.
+        members: The members of a stack that its elements belong to; None if unknown or mixed.
+        half_turned: The offset that half turns of a bias add; for named values.
     """
 
     shape: tuple[int, ...]
@@ -89,11 +90,11 @@ class Value:
 
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
-            """Raise an error: functions of torch take no values."""
+            """Raise an error: torch functions do not accept values."""
             raise TypeError(f"torch's {getattr(function, '__name__', function)} takes no Value; {_EXPECTED}")
 
         def __getattr__(self, name):
-            known = "" if name.startswith("__") else f"; {_EXPECTED}"  # Python asks for dunder names itself
+            known = "" if name.startswith("__") else f"; {_EXPECTED}"  # Python itself looks up dunder names
             raise AttributeError(f"a Value has no {name!r}{known}")
 
         def _refused(self, *others):
@@ -109,7 +110,7 @@ class Value:
 
     @property
     def is_zero(self) -> bool:
-        """Whether this is a constant full of zeros, for inputs of any size."""
+        """Whether this is an all-zero constant for inputs of any size."""
         return self.concrete is not None and not self.by_size and not bool(self.concrete.any())
 
     def with_labels(self, *labels: Label) -> "Value":
@@ -117,7 +118,7 @@ class Value:
         return Value(self.shape, labels)
 
     def on(self, axes: Sequence[int | None], rank: int) -> "Value":
-        """Return what acts on it on other axes, of a tensor with `rank` axes; on those that go to None nothing acts."""
+        """Return the value on other axes of a tensor with ``rank`` axes; axes mapped to None lose their labels."""
         sizes = [1] * rank
         for size, target in zip(self.shape, axes, strict=True):
             if target is not None:
@@ -135,7 +136,7 @@ class Value:
 
 
 def values_in(arguments: Any) -> list[Value]:
-    """Return the tensors among an operation's arguments."""
+    """Return all values among an operation's arguments."""
     if isinstance(arguments, Value):
         return [arguments]
     if isinstance(arguments, dict):
@@ -146,11 +147,11 @@ def values_in(arguments: Any) -> list[Value]:
 
 
 def filled(number: Any, shape: Sequence[int]) -> Value:
-    """Return a constant that is one number everywhere."""
-    # In double precision, which holds the least number of every type: masks are filled with it.
+    """Return a constant with equal elements."""
+    # In double precision, which can represent the minimum of every dtype: masks contain these.
     return Value(tuple(shape), concrete=torch.full(tuple(shape), number, dtype=torch.float64))
 
 
 def numbered(label: Label) -> Ints:
-    """Number the positions that one unit and tag hold, in order."""
+    """Number the positions of each pair of unit and tag, in order."""
     return rank_within(distinct_columns(label.atom, label.tag)[1]).reshape(label.atom.shape)

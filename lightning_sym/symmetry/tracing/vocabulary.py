@@ -1,4 +1,4 @@
-"""The vocabulary in which rules speak: what an operation may demand of the tensors that it takes."""
+"""The methods that rules use to express constraints on tensors."""
 
 import contextlib
 import functools
@@ -24,20 +24,21 @@ TWICE = "reads units more than once, so that only sums of its weights count"
 
 
 class OnlyUnlabelledError(TypeError):
-    """A rule computes a function, but is followed where what acts on values is known."""
+    """A rule both computes a torch function and reads labels, which are known only later."""
 
 
 class Trace(Joining):
-    """What a rule may ask for while the tracer walks through the network.
+    """The interface of rules during tracing.
 
     A rule is called as `rule(trace, *args, **kwargs)` with the operation's own arguments, tensors replaced by `Value`s,
-    and returns the `Value` (or list of them) that comes out. Every method here takes values, writes down a demand and
-    returns the value that comes out of it, so most rules are one line.
+    and returns the resulting `Value` (or a list of them). Every method here takes values, records a constraint and
+    returns the resulting value, so most rules are one line.
 
-    It may walk through several captures of one network (inputs of several lengths): the demands of all of them hold.
+    A trace may walk through several captures of a network (inputs of several lengths); the constraints of all of them
+    hold.
 
     Attributes:
-        node: The operation at hand.
+        node: The current operation.
     """
 
     def elementwise(
@@ -50,18 +51,18 @@ class Trace(Joining):
         even: bool = False,
         offset: float = 0.0,
     ) -> Value:
-        """Apply one function f to every element: units may move; what else may happen is the activation's own group.
+        """Apply one function f to every element: units can be permuted; scales and signs depend on f.
 
-        :func:`~lightning_sym.symmetry.intertwiner_group` measures all of it.
+        :func:`~lightning_sym.symmetry.intertwiner_group` measures these properties.
 
         Args:
             value: Any value.
             positive_scales: Whether f(t x) = t ** exponent f(x) for all t > 0.
-            signs: Whether f(-x) is f(x) if `even`, and else offset - f(x).
-            exponent: The power of a scale that passes; it counts where `positive_scales` does.
-            even: Whether f(-x) = f(x); it counts where `signs` does.
+            signs: Whether f(-x) is f(x) if `even`, and otherwise offset - f(x).
+            exponent: The exponent of scales; used with `positive_scales`.
+            even: Whether f(-x) = f(x); used with `signs`.
             offset: The constant in f(-x) = offset - f(x). Unless it is 0, signs count only if the symmetry is traced
-                with `affine=True` and the next bias can take the constant up (docs/theory/intertwiners.md, 1.4).
+                with `affine=True` and the next bias can absorb the constant (docs/theory/intertwiners.md, 1.4).
         """
         if offset:
             value = self.elementwise(value, signs=signs and self.affine)
@@ -83,11 +84,11 @@ class Trace(Joining):
         return Value(value.shape, tuple(labels))
 
     def permutations_only(self, value: Value) -> Value:
-        """Units may move, but neither be scaled nor change sign."""
+        """Allow permutations of the units, but neither scales nor changes of sign."""
         return self.elementwise(value)
 
     def linear_along(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
-        """Apply a fixed linear map along some axes (pooling by means, resizing): what acts, acts alike at all places.
+        """Apply a fixed linear map along some axes (average pooling, resizing); the group acts identically along these.
 
         Units on all other axes may even be mixed.
 
@@ -98,27 +99,27 @@ class Trace(Joining):
         """
         gone = {axis % value.ndim for axis in axes}
         for label in value.labels:
-            # What undoes the map, and does it again behind a scale, is no scale.
+            # A scale conjugated by the map is no scale.
             if label.axes and {*label.axes} <= gone and len(value.labels) == 1:
                 self.note(f"{ALONG} ({len(np.unique(label.atom))} units keep but one scale in common here)")
         value = self.tied(value, axes)
         return Value(tuple(shape), tuple(self.constraints.resolve(label) for label in value.labels))
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute a function of torch, whose operations are followed as if the network held them.
+        """Compute a torch function and trace its operations as if the network contained them.
 
         Args:
-            function: Takes tensors, and returns a tensor or several. The parameters of the module at hand that it reads
+            function: Takes tensors, and returns one or several tensors. Parameters of the current module that it reads
                 count as those of the network.
             args: Its arguments, tensors as values.
-            kwargs: Its keywords.
+            kwargs: Its keyword arguments.
 
         Returns:
-            What it returns, with values in the place of tensors.
+            Its results, tensors as values.
 
         Raises:
-            ValueError: If the function cannot be followed, as its operations depend on values.
-            TypeError: If the rule also looks at what acts on values: such a rule cannot compute anything.
+            ValueError: If the function cannot be traced, as its operations depend on values.
+            TypeError: If the rule also reads labels of values, as such a rule cannot compute functions.
         """
         raise self._only_unlabelled("compute")
 
@@ -128,11 +129,11 @@ class Trace(Joining):
         Args:
             value: Any value.
             axes: The axes; negative ones count from the end.
-            mean: Whether the mean over these axes is taken off before.
-            eps: What is added to the mean square.
+            mean: Whether to subtract the mean over these axes first.
+            eps: The number added to the mean square.
 
         Raises:
-            TypeError: If the rule also looks at what acts on values.
+            TypeError: If the rule also reads labels of values.
         """
         raise self._only_unlabelled("normalise")
 
@@ -140,14 +141,14 @@ class Trace(Joining):
         """Apply a softmax along an axis.
 
         Raises:
-            TypeError: If the rule also looks at what acts on values.
+            TypeError: If the rule also reads labels of values.
         """
         raise self._only_unlabelled("softmax")
 
     def _only_unlabelled(self, method: str) -> "OnlyUnlabelledError":
         return OnlyUnlabelledError(
-            f"the rule for {self.operation} calls trace.{method} and looks at labels or constraints, too; expected a "
-            "rule that does one of the two, as what acts on values is not known yet where functions are followed"
+            f"the rule for {self.operation} calls trace.{method} and also reads labels or constraints; expected a rule "
+            "that does only one of these, as labels are unknown when functions are traced"
         )
 
     def contract(
@@ -158,13 +159,13 @@ class Trace(Joining):
         two_axes: Sequence[int | None],
         shape: Sequence[int],
     ) -> Value:
-        """Multiply two values and sum over one axis of each: what acts on one there is undone by the other.
+        """Multiply two values and sum over one axis of each: the group acts on one factor, inversely on the other.
 
         Args:
             one: First factor.
-            one_axes: Where each of its axes goes; None for those that vanish, the first of which is summed over.
+            one_axes: The result's axis for each of its axes; None for vanishing axes; the first of these is summed.
             two: Second factor.
-            two_axes: The same for the second. An axis to which both go is a batch axis.
+            two_axes: The same for the second factor. An axis shared by both is a batch axis.
             shape: The result's shape.
         """
         axes, rank = (one_axes, two_axes), len(shape)
@@ -187,13 +188,14 @@ class Trace(Joining):
             label, other = inner[own], values[across]
             if label is None or len(label.axes) < 2 or other.labels or other.concrete is not None:
                 continue
-            # Nothing acts on what it meets (weights made for an input): what is summed over stays, the rest may move.
+            # The other factor has no labels (weights made for an input): the summed units are fixed, the rest may move.
             self.constraints.fix_units(self.parts(label, [summed[own]]).atom)
             whole = self.parts(label, [axis for axis in label.axes if axis != summed[own]])
             self.constraints.equate([(label.scale, 1.0), (self.onto(whole, label).scale, -1.0)])
             rest = tuple(each for each in values[own].labels if each is not label)
             values[own], inner[own] = replace(values[own], labels=(*rest, whole)), None
-        # What is the same for all units of the other factor (an input for all experts) tells none of them apart.
+        # A factor that is constant along the units of the other one (an input for all experts) does not distinguish
+        # them.
         lived = [
             {goes[axis] for label in value.labels for axis in label.axes}
             for value, goes in zip(values, axes, strict=True)
@@ -209,12 +211,12 @@ class Trace(Joining):
                     self.note(TWICE)
         else:
             for value, label, other in ((values[0], inner[0], two), (values[1], inner[1], one)):
-                # Zeros (an initial state) accept anything.
+                # Zeros (an initial state) accept any label.
                 if label is not None and not other.is_zero:
                     fixed = other.concrete is not None and self.constraints.explain(f"{self.where}: {FIXED_MATRIX}")
                     with fixed or contextlib.nullcontext():
                         self.fix(value.with_labels(label))
-        one_side = not (first.labels and second.labels)  # the map is linear in it
+        one_side = not (first.labels and second.labels)  # the map is linear in the labelled factor
         with self.constraints.unrestricted() if one_side else contextlib.nullcontext():
             result = self.join(first, second, product=True)
         if blocks is None:
@@ -229,13 +231,13 @@ class Trace(Joining):
     def _for_each_block(
         self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
     ) -> Value:
-        """Let the units of a factor that is the same for all blocks of the other one (heads) have a copy for each."""
+        """Copy a factor's units for each block (head) of the other factor, if the first is constant along blocks."""
         for axis, target in enumerate(goes):
             if target is None or target not in others or len(value.labels) != 1 or axis in value.labels[0].axes:
                 continue
             across = others.index(target)
             size = other.shape[across]
-            # What is summed over is undone by units of each block only if these are others in each.
+            # The other factor can undo the action on summed units only if these differ between blocks.
             met = {across, others.index(None)} if goes.index(None) in value.labels[0].axes else {across}
             if size == 1 or not any(met <= {*label.axes} for label in other.labels) or not self._repeats(value, axis):
                 continue
@@ -250,7 +252,7 @@ class Trace(Joining):
         return value
 
     def _narrowed(self, value: Value, goes: Sequence[int | None], others: Collection[int | None]) -> Value:
-        """Return a factor of size 1 along the axes of the other one's units along which it is the same everywhere."""
+        """Reduce a factor to size 1 along axes of the other factor's units along which it is constant."""
         own = {axis for label in value.labels for axis in label.axes}
         batch = [
             axis for axis, target in enumerate(goes) if target is not None and target in others and axis not in own
@@ -260,7 +262,7 @@ class Trace(Joining):
 
     @staticmethod
     def _repeats(value: Value, axis: int) -> bool:
-        """Whether a value is the same at all places of an axis."""
+        """Whether a value is constant along an axis."""
         if value.shape[axis] == 1:
             return True
         if len(value.sources) != 1:
@@ -273,7 +275,7 @@ class Trace(Joining):
 
     @staticmethod
     def _holds_twice(value: Value, axis: int) -> bool:
-        """Whether a value has one element at several places of an axis."""
+        """Whether an entry of a value is repeated along an axis."""
         roots = {id(root): math.prod(root.shape) for root, _ in value.sources}
         if not roots or math.prod(value.shape) <= sum(roots.values()) or math.prod(value.shape) > _MANY:
             return False
@@ -289,17 +291,17 @@ class Trace(Joining):
     def _undone(
         self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]], *, alone: bool
     ) -> Label | None:
-        """Let what acts on the summed axis of one factor be undone by the other.
+        """Let the second factor undo the group's action on the summed axis of the first factor.
 
         Args:
             values: The factors.
-            labels: Of each, what acts on the summed axis.
-            goes: Where the axes of each go.
-            alone: Whether nothing acts on the product but what acts on its blocks: then these have scales.
+            labels: The label of each on the summed axis.
+            goes: The result's axis for each axis of each factor.
+            alone: Whether only blocks act on the product, which then have scales.
 
         Returns:
-            The blocks of units that stand at one place of the batch axes, on these; without such axes the product as
-            one number, if nothing else acts on it, or None.
+            The blocks of units at one position of the batch axes, on these axes. Without batch axes, the product as one
+            number if no other label acts on it, else None.
         """
         summed = [targets.index(None) for targets in goes]
         # The summed axis last, batch axes before, in the order of the result.
@@ -317,13 +319,13 @@ class Trace(Joining):
             return None
         axes = tuple(axis for axis in batch if axis is not None)
         squared = one.atom == two.atom
-        if squared.any():  # a sum of squares: of all mixtures only orthogonal ones undo themselves
+        if squared.any():  # a sum of squares: only orthogonal mixtures are their own inverse transpose
             self.constraints.keep_norm(one.at(squared))
         joined = self.constraints.same_units(one, two, contracted=True)
         if not axes and not alone:
             self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
             return None
-        # The same members again (in another sample of the batch) are the same block.
+        # Equal members (in another sample of the batch) form the same block.
         rows = joined.atom.reshape(-1, joined.atom.shape[-1])
         _, first_row, again = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         blocks = self.constraints.fresh((0,), (len(first_row),)).take(again.reshape(joined.atom.shape[:-1]))

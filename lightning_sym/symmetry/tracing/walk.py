@@ -1,4 +1,4 @@
-"""Walk through a captured network, and have each operation's rule write down what it demands."""
+"""Walk through a captured network and apply the rule of each operation."""
 
 import math
 from collections.abc import Container
@@ -29,7 +29,7 @@ from lightning_sym.symmetry.tracing.vocabulary import OnlyUnlabelledError, Trace
 
 
 def _uniform(value: Value) -> bool:
-    """Whether a constant is one number everywhere, so that each part of it is, too."""
+    """Whether all elements of a constant are equal, so that this holds for each of its parts."""
     constant = value.concrete
     return constant is not None and (constant.numel() == 0 or bool((constant == constant.reshape(-1)[0]).all()))
 
@@ -39,13 +39,14 @@ def _is_device(item: Any) -> bool:
 
 
 class Walk(Trace):
-    """A trace that finds the rule of each operation; see :meth:`run`.
+    """A trace that applies the rule of each operation; see :meth:`run`.
 
     Args:
         states: The network's parameters and buffers.
-        constants: The names of those that no state dict holds.
-        affine: Whether to count changes of sign that add a constant.
-        examples: Number of lengths that a user gave; others that are walked through say nothing of what is left out.
+        constants: The names of states that no state dict contains.
+        affine: Whether to allow sign changes that add a constant.
+        examples: The number of input lengths that the user gave. Further lengths do not count as evidence of unused
+            elements.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Walk(Trace):
                         self.stacks.state(self.state_value(capture.states[node])) if node.users else None
                     )
                 else:
-                    meta = node.meta.get("val")  # torch 2.11 says nothing of arguments that are no tensors
+                    meta = node.meta.get("val")  # torch 2.11 has no metadata for arguments that are not tensors
                     environment[node] = Value(tuple(meta.shape)) if isinstance(meta, Tensor) else meta
             elif node.op == "get_attr":
                 held = getattr(node.graph.owning_module, str(node.target))
@@ -127,7 +128,7 @@ class Walk(Trace):
         return outputs
 
     def _operate(self, node: fx.Node, environment: dict[fx.Node, Any]) -> Any:
-        """Return the result of an operation, whose demands are put down; of constants it is computed."""
+        """Apply an operation's rule and return the result; operations on constants are computed."""
         arguments: Any = fx.map_arg(node.args, lambda n: environment[n])
         keywords: Any = fx.map_arg(node.kwargs, lambda n: environment[n])
         result = self._constant(node, arguments, keywords)
@@ -157,39 +158,39 @@ class Walk(Trace):
         return result
 
     def finish(self) -> None:
-        """Put down what only all walks together tell: what of the weights none of them reached."""
-        for name, labels in self.axis_labels.items():  # a part of it was taken, and nothing done with that
+        """Add the constraints that depend on all walks: elements of weights that none of them read."""
+        for name, labels in self.axis_labels.items():  # a part was taken, but not used
             if name not in self.reads:
                 root = Value(tuple(self.tensors[name].shape), labels, state=name)
                 self.reads[name] = (root, [])
         self._fix_unread(states=True)
-        for name in self.aperiodic & self.constraints.half_periods.keys():  # a capture reads the bias otherwise
+        for name in self.aperiodic & self.constraints.half_periods.keys():  # a capture reads the bias in another way
             self.constraints.half_periods[name] = replace(self.constraints.half_periods[name], size=math.nan)
-        for name in [name for name, times in self.gains.items() if times != self.uses[name]]:  # and something else
+        for name in [name for name, times in self.gains.items() if times != self.uses[name]]:  # and other uses
             del self.gains[name]
             for label in self.axis_labels[name]:
                 self.constraints.restrict(label)
-        for name in self.mixed_uses:  # what its second axis means depends on the group, and elsewhere it does not
+        for name in self.mixed_uses:  # the meaning of its second axis depends on the group, but elsewhere it does not
             if name in self.grouped:
                 self.constraints.fix(self.grouped.pop(name))
             self.fix(Value(tuple(self.tensors[name].shape), self.axis_labels[name]))
 
     def _read_by(self, result: Any, arguments: Any) -> None:
-        """Note what an operation reads: all of its arguments, unless it only moves them."""
+        """Record the arguments that an operation reads; moves do not read."""
         carried = {id(root) for part in values_in(result) for root, _ in (*part.sources, (part, ()))}
         for value in values_in(arguments):
             if not any(id(root) in carried for root, _ in value.sources or ((value, ()),)):
                 self.read(value)
 
     def _fix_unread(self, states: bool = False) -> None:
-        """Fix what slices left out of a weight, or of what is made of weights only: longer inputs may reach it."""
+        """Fix unread elements of weights, or of values made of weights only, as longer inputs may read them."""
         for key, (root, paths) in list(self.reads.items()):
             if (root.state is not None) != states:
                 continue
             del self.reads[key]
             if () in paths:
                 continue
-            # Of a matrix whose elements are units now, these count, not those of its axes.
+            # If the elements of a matrix became units, these count, rather than those of its axes.
             for label in self.axis_labels[str(key)] if key in self.joint else root.labels:
                 reached = np.zeros(label.size + 1, bool)
                 for path in paths:
@@ -207,32 +208,32 @@ class Walk(Trace):
                         )
                         self.constraints.unread.append((label.atom[~reached[1:].reshape(label.atom.shape)], note))
                 elif missed:
-                    # Where a part is left out, a shorter input may leave out more; several examples tell what is.
+                    # A shorter input may omit more elements; several examples show which ones.
                     left = label.at(~reached[1:].reshape(label.atom.shape))
                     self.constraints.fix(label if self.examples == 1 else left)
                     maker = self.made_by.get(key)
-                    where = "what is made of weights" if maker is None else f"what {self.where_is(maker)} makes"
+                    where = "a value made of weights" if maker is None else f"the result of {self.where_is(maker)}"
                     where = where if root.state is None else f"{root.state}{list(label.axes)}"
                     self.constraints.notes[
                         f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
                     ] = None
 
     def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
-        """Fix the signs of units whose change of sign adds a constant that the operation at hand cannot take up."""
+        """Fix the signs of units if the current operation cannot absorb the constant that a sign change adds."""
         for value in values_in((arguments, keywords)):
             if value.offset and not absorbs_offset(self, node.target, value, arguments):
                 for label in value.labels:
                     self.constraints.fix_scales(label.scale, magnitudes=False)
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
-        """Run operations on constants for real: their results may say which elements another operation takes."""
+        """Compute operations on constants, as their results may be indices of other operations."""
         if node.target in OPAQUE or written_by(node):
             return None
         values, name = values_in((arguments, keywords)), name_of(node)
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
             if name not in operations(Trait.LIKE):
                 return None
-            # Of the tensor whose size and type are taken nothing else is needed.
+            # Only size and dtype of this tensor are used.
             arguments = [
                 Value(v.shape, concrete=torch.empty(v.shape, dtype=argument.meta["val"].dtype, device="meta"))
                 if isinstance(v, Value) and isinstance(argument, fx.Node)
@@ -250,7 +251,7 @@ class Walk(Trace):
         function: Any = node.target
         result = function(*arguments, **keywords)
         if "empty" in str(node.target):
-            result = torch.zeros_like(result)  # what was there before nobody may read
+            result = torch.zeros_like(result)  # uninitialised memory that no operation may read
         by_size = name not in OF_NO_SIZE or any(value.by_size for value in values)
 
         def wrapped(tensor: Tensor) -> Value:
@@ -263,7 +264,7 @@ class Walk(Trace):
 
 
 def _made_for(node: fx.Node) -> bool:
-    """Whether layers write into a value for which nothing else reads them, unit by unit."""
+    """Whether a layer without other readers writes into a value by operations that act unit by unit."""
     left = [node]
     while left:
         if name_of(node := left.pop()) not in _UNIT_BY_UNIT:

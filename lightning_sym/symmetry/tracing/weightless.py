@@ -1,4 +1,4 @@
-"""Networks without weights: parameters on torch's meta device have shapes and no values, constants need theirs."""
+"""Build networks without weights: parameters on the meta device have shapes only, while constants keep their values."""
 
 import contextlib
 import copy
@@ -22,19 +22,19 @@ def is_weightless(network: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in state_tensors(network).values())
 
 
-# Tensors of more elements are not made before their values are needed.
+# Larger tensors (in elements) are computed only when their values are needed.
 _LARGE: Final = 2**20
 
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Build networks without memory for their weights: parameters are on the meta device, buffers keep their values.
+    """Build networks without memory for their weights: parameters on the meta device, buffers with values.
 
-    Under ``torch.device("meta")`` buffers lose their values, too. Those of `transformers` and `timm` can be had again,
-    others (a table of sinusoids) cannot, and what they meet is then taken to be fixed.
+    Under ``torch.device("meta")`` buffers lose their values as well. Those of `transformers` and `timm` can be
+    recomputed. Others (a table of sinusoids) cannot, so that every unit combined with them counts as fixed.
 
-    A large tensor is made on the meta device, and what is done with it is remembered; it is computed where it becomes
-    a buffer, an attribute of a module or a Python number. So no weight is ever allocated, and a large buffer is.
+    A large tensor is created on the meta device and its operations are recorded. It is computed as soon as it becomes a
+    buffer, an attribute of a module or a Python number. No weight is ever allocated; a large buffer is.
 
     Example:
         >>> with without_weights():
@@ -46,7 +46,7 @@ def without_weights() -> Iterator[None]:
         *(nn.Module.register_parameter, nn.Module.register_buffer),
         nn.Module.__setattr__,
     )
-    known: Any = WeakIdKeyDictionary()  # a parameter in two places is still one
+    known: Any = WeakIdKeyDictionary()  # a parameter in two places stays one
     deferred = _Deferred()
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -78,14 +78,14 @@ def without_weights() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A call that makes a tensor, or changes one in place.
+    """A call that creates a tensor, or changes one in place.
 
     Attributes:
-        call: What is called.
-        leaves: Its arguments, flat: steps in the place of tensors on the meta device, copies of others.
-        spec: How the arguments are put together.
-        changed: Place of the tensor among the arguments that the call changes; None if it makes one.
-        place: Place of the tensor that it makes among its results.
+        call: The function.
+        leaves: Its flat arguments: steps for tensors on the meta device, copies of other tensors.
+        spec: The nesting of the arguments.
+        changed: Index of the argument that the call changes in place; None if it creates a tensor.
+        place: Index of the created tensor among the results.
     """
 
     call: Callable[..., Any]
@@ -96,17 +96,17 @@ class _Step:
 
 
 class _Deferred(TorchFunctionMode):
-    """Makes large tensors on the meta device, and remembers by which calls, so that their values can be had later.
+    """Creates large tensors on the meta device and records their calls, to compute their values on demand.
 
-    Of a tensor that shares its storage with one that was changed in place, the values are not known any more.
+    After an in-place change, the values of other tensors in the same storage are unknown.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps: Any = WeakIdKeyDictionary()  # by tensor: the last step, and how often its storage had changed
+        self._steps: Any = WeakIdKeyDictionary()  # by tensor: its last step, and its storage's number of changes then
         self._changes: Counter[int] = Counter()
         self._values: Any = WeakIdKeyDictionary()
-        self._used: dict[int, Tensor] = {}  # what has values, by storage, kept so that no other gets its number
+        self._used: dict[int, Tensor] = {}  # tensors with values, by storage; the reference keeps the id in use
         self._off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +122,7 @@ class _Deferred(TorchFunctionMode):
         return self._apply(func, leaves, spec)
 
     def value(self, tensor: Any) -> Any:
-        """Return a tensor on the CPU that was deferred; anything else, parameters too, as it is."""
+        """Return the values of a deferred tensor on the CPU; anything else, including parameters, unchanged."""
         if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter) or (step := self._step(tensor)) is None:
             return tensor
         if tensor not in self._values:
@@ -132,10 +132,10 @@ class _Deferred(TorchFunctionMode):
         return self._values[tensor]
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function that makes a tensor; where it is large, on the meta device."""
+        """Call a function that creates a tensor, on the meta device if the tensor is large."""
         try:
             made = func(*args, **{**kwargs, "device": "meta"})
-        except Exception:  # of data that are there already, or with wrong arguments
+        except Exception:  # for existing data, or with wrong arguments
             return func(*args, **kwargs)
         if not isinstance(made, Tensor) or made.numel() <= _LARGE:
             return func(*args, **kwargs)
@@ -144,7 +144,7 @@ class _Deferred(TorchFunctionMode):
         return made
 
     def _apply(self, func: Any, leaves: list[Any], spec: TreeSpec) -> Any:
-        """Call a function of tensors on the meta device; where it needs their values, with these."""
+        """Call a function of tensors on the meta device; compute their values if it needs them."""
         tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         before = {place: tensor._version for place, tensor in tensors.items()}
         moved = [
@@ -159,7 +159,7 @@ class _Deferred(TorchFunctionMode):
         try:
             args, kwargs = tree_unflatten(moved, spec)
             result = func(*args, **kwargs)
-        except Exception:  # it needs values: where to write, or what shape its result has
+        except Exception:  # it needs values: for indices, or for the shape of the result
             if not complete:
                 raise
             if not written:
@@ -181,7 +181,7 @@ class _Deferred(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _change(self, tensor: Tensor, step: _Step | None) -> None:
-        """Take note that a call has changed a tensor in place, and all that share its storage."""
+        """Record that a call changed a tensor, and all others in its storage, in place."""
         key = _storage(tensor)
         if key in self._used:
             if tensor is not self._used[key] or step is None:
@@ -201,7 +201,7 @@ class _Deferred(TorchFunctionMode):
         return step if step is not None and changes == self._changes[_storage(tensor)] else None
 
     def _computed(self, step: _Step) -> Tensor:
-        """Return what a step has made, with its values."""
+        """Return the result of a step, with its values."""
         off, self._off = self._off, True
         try:
             with torch.no_grad():
@@ -211,14 +211,14 @@ class _Deferred(TorchFunctionMode):
 
 
 def _computed(step: _Step) -> Tensor:
-    later: list[_Step] = []  # changes in place, the last one first: there may be thousands
+    later: list[_Step] = []  # in-place changes, last one first; iterative, as there may be thousands
     while step.changed is not None:
         later.append(step)
         step = step.leaves[step.changed]
     args, kwargs = _arguments(step)
     found: Tensor = tree_flatten(step.call(*args, **kwargs))[0][step.place]
     if later:
-        found = found.clone()  # it may be a view of something else
+        found = found.clone()  # it may be a view
     for change in reversed(later):
         args, kwargs = _arguments(change, found)
         change.call(*args, **kwargs)
@@ -234,7 +234,7 @@ def _arguments(step: _Step, changed: Tensor | None = None) -> Any:
 
 
 def _written(func: Any, spec: TreeSpec, count: int) -> list[int]:
-    """Return the places, among a call's flat arguments, of what it writes into: the first one, or ``out``."""
+    """Return the indices of the flat arguments that a call writes into: the first one, or ``out``."""
     args, kwargs = tree_unflatten(list(range(count)), spec)
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -246,13 +246,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def constant_values(network: nn.Module) -> dict[str, Tensor]:
-    """Return the values of constant buffers that have none, as the network's own initialisation gives them.
+    """Compute the values of constant buffers on the meta device by the network's own initialisation.
 
-    Constant are buffers that are in no state dict, and those of integers. `timm` fills them by a method of the module,
+    Constants are integer buffers and buffers that no state dict contains. `timm` fills them by a method of the module,
     `transformers` by one of the model.
 
     Returns:
-        By name, on the CPU; those that nothing fills, or randomly, are missing.
+        CPU tensors by name. Buffers that remain unfilled, or are filled randomly, are missing.
     """
     unsaved = constant_names(network)
     values: dict[str, Tensor] = {}
@@ -266,7 +266,7 @@ def constant_values(network: nn.Module) -> dict[str, Tensor]:
         }
         if not wanted:
             continue
-        # What is the same whatever was there before has been filled.
+        # A buffer that is equal for both initial fills has been filled.
         zeros, ones = (_initialised(network, prefix, module, list(wanted), fill) for fill in (0, 1))
         for own, name in wanted.items():
             if own in zeros and own in ones and torch.equal(zeros[own], ones[own]):
@@ -275,7 +275,7 @@ def constant_values(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _initialised(network: nn.Module, prefix: str, module: nn.Module, names: list[str], fill: int) -> dict[str, Tensor]:
-    """Return buffers of a copy of a module after its own initialisation; they were filled with a number before."""
+    """Fill buffers of a copied module with a number, run its initialisation, and return these buffers."""
     twin = copy.copy(module)
     twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
     for name in names:

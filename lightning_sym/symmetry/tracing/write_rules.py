@@ -1,4 +1,4 @@
-"""Rules for operations that write into tensors: each says what stands there afterwards."""
+"""Rules for operations that write into tensors: each returns the tensor after the write."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def _elements(value: Value) -> Tensor:
 
 
 def _put(trace: Trace, base: Value, where: Tensor, new: Any, *, add: bool = False) -> Value:
-    """Write a number or a value that broadcasts to where it goes."""
+    """Write a number or a broadcast value to given positions."""
     if not where.numel():
         return base
     if int(torch.bincount(where.reshape(-1)).max()) > 1:
@@ -37,12 +37,12 @@ def _put(trace: Trace, base: Value, where: Tensor, new: Any, *, add: bool = Fals
     return overwrite(trace, base, where, new)
 
 
-# Reductions that keep units of any scale: whether they are linear.
+# Reductions that preserve common scales of units; whether each is linear.
 _REDUCTIONS = {"sum": True, "add": True, "mean": True, "amax": False, "amin": False}
 
 
 def _at_chosen_places(trace: Trace, base: Value, axes: Sequence[int], new: Any) -> Value:
-    """Write at places of some axes that the input chose, or add there: what acts, acts alike at all of them."""
+    """Write or add at positions that depend on the input; the group then acts identically at all positions."""
     base = trace.tied(base, axes, TAKEN)
     added = trace.tied(new, axes, TAKEN).labels if isinstance(new, Value) else filled(new, base.shape)
     written = added if isinstance(added, Value) else Value(base.shape, added)
@@ -50,12 +50,12 @@ def _at_chosen_places(trace: Trace, base: Value, axes: Sequence[int], new: Any) 
 
 
 def _at_chosen_indices(trace: Trace, base: Value, indices: Sequence[Value | None], values: Value) -> Value:
-    """Write at indices that the input chose into some axes."""
+    """Write at indices that depend on the input."""
     chosen = [axis for axis, index in enumerate(indices) if index is not None]
     kept = [axis for axis in range(base.ndim) if axis not in chosen]
     rank = max(len(index.shape) for index in indices if index is not None)
     first = chosen[0] if chosen == [*range(chosen[0], chosen[-1] + 1)] else 0
-    # The axes of all indices together stand where the first of them did, or in front.
+    # As in torch, the axes of all indices replace the first indexed axis, or come first.
     into = [*kept[:first], *[None] * rank, *kept[first:]]
     into = into[len(into) - values.ndim :]
     values = trace.tied(values, [at for at, axis in enumerate(into) if axis is None], TAKEN)
@@ -110,7 +110,7 @@ def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, reduc
         fix_choice(trace, index)
         if index.chooses is not None or reduce not in _REDUCTIONS:
             return unknown(trace, base, index, new)
-        # An index that is copied along an axis is the same for all units there.
+        # An expanded index is equal for all units along its expanded axes.
         node: Any = trace.node.args[2]
         held: Tensor = node.meta["val"]
         others = [a for a in range(held.ndim) if held.stride(a) and held.shape[a] > 1 and a != axis % base.ndim]
@@ -126,14 +126,14 @@ def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, reduc
 
 @register_rule("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter")
 def _view_scatter(trace: Trace, base: Value, new: Value, *args: Any, **kwargs: Any) -> Value:
-    """Out-of-place twins of writing into a slice, a row or a diagonal."""
+    """Out-of-place variants of writes into a slice, a row or a diagonal."""
     view = getattr(torch.ops.aten, trace.operation.removesuffix("_scatter"))
     return _put(trace, base, view(_elements(base), *args, **kwargs), new)
 
 
 @register_rule("aten::max_unpool2d", "aten::max_unpool3d")
 def _max_unpool(trace: Trace, value: Value, indices: Value, *args: Any) -> Value:
-    """Units go back to where they came from; everywhere else is zero."""
+    """Return pooled units to their original positions; all other positions are zero."""
     count = 2 if "2d" in trace.operation else 3
     value, indices = (trace.tied(v, range(-count, 0)) for v in (value, indices))
     return Value(trace.output_shape(), trace.join(value, indices, product=True).labels)

@@ -1,6 +1,6 @@
-"""Decompositions of torch operations: one function each, with operations that replace the original one.
+"""Decompositions of torch operations: functions of the operations that replace the original one.
 
-One entry here makes an unknown operation known to all rules (docs/theory/tracing.md, 6).
+An entry here makes an unknown operation known to all rules (docs/theory/tracing.md, 6).
 """
 
 import string
@@ -100,7 +100,7 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def _over(x: Tensor, y: Tensor, ours: Sequence[int], theirs: Sequence[int]) -> Tensor:
-    """Contract some axes of one tensor with axes of another."""
+    """Contract axes of one tensor with axes of another."""
     one, two = list(string.ascii_lowercase[: x.ndim]), list(string.ascii_uppercase[: y.ndim])
     for at, to in zip(ours, theirs, strict=True):
         two[to] = one[at]
@@ -151,7 +151,7 @@ FUNCTIONS: Mapping[str, Written] = {
 }
 
 
-# Operations that torch itself composes of others, which are plain enough.
+# Operations that torch itself composes from simpler ones.
 _COMPOSED = (
     "hstack vstack row_stack dstack column_stack kron linalg_multi_dot chain_matmul concat concatenate diff divide "
 )

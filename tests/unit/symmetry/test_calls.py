@@ -174,7 +174,7 @@ def test_arguments_that_do_not_fit(network: nn.Module, arguments: Any, keywords:
         (AnyName(), {"xx": X}, ("You have to specify x", "Did you mean 'x'?")),
         (Two(PACKS["dictionary"]), {"x": X, "output": "logit"}, ("Unknown output 'logit'", "Did you mean 'logits'?")),
         (Two(lambda *both: both), {"x": X, "output": 2}, ("Unknown output 2", "0, 1")),
-        (Two(), {"x": X, "output": "logits"}, ("puts out one tensor",)),
+        (Two(), {"x": X, "output": "logits"}, ("returns one tensor",)),
         (Two(lambda *_: SimpleNamespace()), {"x": X}, ("nothing that can be compared", "SimpleNamespace")),
         (Two(lambda *_: {"text": "words"}), {"x": X}, ("nothing that can be compared", "dict")),
     ],

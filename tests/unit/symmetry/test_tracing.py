@@ -594,8 +594,8 @@ def test_print_and_table() -> None:
         assert piece in text
     summary = "3 axis groups, 18 units: 10^6.0 permutations, 18 signs, dimension 66"
     assert summary in text
-    assert "shifts, 8 biases that batch norms take off: 0.bias" in text
-    assert "shifts, 6 biases that linear layers take off: 3.bias" in text
+    assert "shifts, 8 biases that batch norms absorb: 0.bias" in text
+    assert "shifts, 6 biases that linear layers absorb: 3.bias" in text
     assert repr(symmetry) == "<Symmetry: 3 axis groups, 18 units, dimension 66>"
     linear = trace_symmetry(network, X, shifts=False)
     assert (linear.shifts, linear.dimension) == (0, 52)

@@ -1,1 +1,1 @@
-"""What may be added to a network's values: the affine part of its symmetry, docs/theory/translations.md."""
+"""The affine interpreter: translations of a network's weights, docs/theory/translations.md."""

@@ -1,4 +1,4 @@
-"""What operations make of values and of what is added to them: one method for each trait of operations."""
+"""Operations on values with translations, drifts and relations: one method for each trait of operations."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -34,25 +34,25 @@ class Algebra:
     """Operations on values.
 
     Args:
-        system: Where equations go.
+        system: Receives the equations.
     """
 
     def __init__(self, system: System) -> None:
         self.system, self.unknowns = system, system.unknowns
-        self.contracted: set[str] = set()  # the weights that the operation at hand contracts with something
+        self.contracted: set[str] = set()  # the weights that the current operation contracts
 
     def numbers(self, value: Value) -> Tensor | None:
-        """Return the unknowns that are added to a value; thin. None for nothing."""
+        """Return the unknown translation of a value; thin. None for none."""
         if value.more:
             terms = [(own, ONE) for own in (value.translation, *value.more) if own is not None]
             value.translation, value.more = self.unknowns.combined(terms), ()
         value.translation = self.unknowns.living(value.translation)
         return value.translation
 
-    # Demands.
+    # Constraints.
 
     def fix(self, value: Value) -> None:
-        """Demand that nothing is added to a value."""
+        """Require that nothing is added to a value."""
         self.unknowns.vanish(self.numbers(value))
         for drift in value.drifts.values():
             self.unknowns.vanish(drift.numbers)
@@ -60,12 +60,12 @@ class Algebra:
             self.system.fixed.add(value.origin[0])
 
     def alike(self, value: Value, axes: Collection[int], *, seen: bool = True) -> None:
-        """Demand that what is added to a value is the same along some axes.
+        """Require that translations and drifts of a value are constant along some axes.
 
         Args:
             value: The value.
             axes: The axes.
-            seen: Whether functions of the input may not differ along them, either.
+            seen: Whether drifts with functions that vary along these axes must vanish.
         """
         parts = [own for own in (value.translation, *value.more) if own is not None]
         changing = [own for own in parts if varying(own) & set(axes)]
@@ -82,14 +82,14 @@ class Algebra:
                 value.drifts[key] = Drift(drift.function, self._equal(drift.numbers, [axis + 1 for axis in axes]))
 
     def nonlinear(self, values: Sequence[Value], shape: Shape, node: Any) -> Value:
-        """Return what an operation makes that sees its arguments as they are."""
+        """Apply an operation that allows no change of its arguments."""
         for value in values:
             self.fix(value)
         varies = any(value.varies for value in values)
         return Value(shape, varies, None if varies else node, learned=any(value.learned for value in values))
 
     def _equal(self, numbers: Tensor, axes: Collection[int]) -> Tensor:
-        """Demand that unknowns are the same along axes; return them with size 1 there."""
+        """Require that unknowns are constant along axes; return them with size 1 there."""
         first = numbers
         for axis in axes:
             first = first.narrow(axis, 0, 1)
@@ -98,13 +98,13 @@ class Algebra:
         return first
 
     def follow_lengths(self, before: Shape, after: Shape) -> None:
-        """Note that sizes depend on the input's, as those of which they are made do."""
+        """Record that result sizes depend on the input's lengths if the source sizes do."""
         self.system.lengths |= {new for old, new in zip(before, after, strict=True) if old in self.system.lengths}
 
     # Moves.
 
     def move(self, value: Value, move: Move, node: Any = None) -> list[Value]:
-        """Return what a move makes of a value: one value for each of its results."""
+        """Move a value; return one value per result."""
 
         def moved(array: Tensor, lead: int = 0) -> list[Tensor]:
             result = move(array, lead)
@@ -140,12 +140,12 @@ class Algebra:
         ]  # fmt: skip
 
     def _cut_to_length(self, value: Value, move: Move) -> int | None:
-        """Return the axis of which a move takes a part that is as long as an input: a longer one has more of it."""
+        """Return the axis of a part as long as an input, which longer inputs extend; None if there is none."""
         if move.kind != "cut" or move.grows or not value.moves:
             return None
         if not value.varies and value.shape[move.axis] in self.system.lengths:
             return None
-        if value.origin is not None:  # how much of a parameter is read is known before
+        if value.origin is not None:  # partial reads of parameters are known in advance
             return None
         return move.axis if move.cut_to(self.system.lengths) else None
 
@@ -164,7 +164,7 @@ class Algebra:
         return found
 
     def broadcast(self, value: Value, shape: Shape) -> Value:
-        """Return a value with axes in front and repeated, as sums and products take it."""
+        """Broadcast a value to a shape."""
         if value.shape == shape:
             return value
         move = Move("expand", value.shape, shape, lambda t: t.expand(shape))
@@ -206,7 +206,7 @@ class Algebra:
         return result
 
     def _summands(self, values: Sequence[Value], by: Sequence[float]) -> list[Tensor]:
-        """Return the translation of a sum of multiples: one summand for each set of axes along which it varies."""
+        """Return the translation of a sum of multiples, with one summand per set of varying axes."""
         terms: dict[Shape, list[tuple[Tensor, Coefficient]]] = {}
         for value, factor in zip(values, by, strict=True):
             for own in (value.translation, *value.more):
@@ -228,18 +228,18 @@ class Algebra:
         return None if numbers is None else Drift(found[0][0].function, numbers)
 
     def _offset(self, relation: Relation, other: Value, shape: Shape, factor: float, by: float) -> Relation | None:
-        """Return the relation of a value times a factor, to which multiples of weights are added."""
+        """Return the relation of a scaled value plus a multiple of weights."""
         coefficient = relation.coefficient.times(Coefficient(1 / factor))
         own = self.system.coefficient(other).mapped(lambda t: wide(t, len(shape)))
         told = _told(relation, own, shape)
         return self.moved_total(replace(told, coefficient=coefficient), shape, own.times(Coefficient(by)))
 
     def moved_total(self, relation: Relation, shape: Shape, by: Coefficient) -> Relation | None:
-        """Return the relation of a value to which something is added that depends on the weights alone."""
+        """Return the relation of a value plus a term that depends only on weights; None if the term counts a length."""
         terms = relation.coefficient.times(by)
         told = set().union(*(varying(places) for *_, places in terms.items))
         if any(shape[axis] in self.system.lengths for axis in relation.axes - told):
-            return None  # what is added is counted, and a longer input has more of it
+            return None  # the term is summed over a length, which varies
         count = relation.total.segments
         total = Total(count, before=(relation.total, torch.arange(count)))
         whole = tuple(size if axis in relation.axes else 1 for axis, size in enumerate(shape))
@@ -249,7 +249,7 @@ class Algebra:
     # Products.
 
     def scale(self, value: Value, factor: float, node: Any = None) -> Value:
-        """Return a value times a number."""
+        """Multiply a value by a number."""
         by = self._factor(factor) if value.moves else Coefficient(factor)
         terms = [(own, by) for own in (value.translation, *value.more) if own is not None]
         found = [own for term in terms if (own := self.unknowns.combined([term])) is not None]
@@ -267,7 +267,7 @@ class Algebra:
         )  # fmt: skip
 
     def _factor(self, factor: float) -> Coefficient:
-        """Return a number as a coefficient: behind a sum over an input it may be that one's length, or 1 over that."""
+        """Return a number as a coefficient; after a sum over an input it may represent the length or its inverse."""
         for size in self.system.lengths if self.system.counted else ():
             for power in (1, -1):
                 if size > 1 and factor == float(size) ** power:
@@ -275,7 +275,7 @@ class Algebra:
         return Coefficient(factor)
 
     def multiply(self, one: Value, two: Value, node: Any = None, *, divide: bool = False) -> Value:
-        """Return the product of two values, or the quotient."""
+        """Return the product or quotient of two values."""
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
         if divide and two.varies:
             self.fix(two)
@@ -322,7 +322,7 @@ class Algebra:
         return Value(shape, False, node, translation, drifts, learned=one.learned or two.learned)
 
     def _times_weights(self, value: Value, weights: Value, shape: Shape, *, power: int) -> Value:
-        """Return a value that depends on the input times weights, or divided by them."""
+        """Multiply or divide a value that depends on the input by weights."""
         own = self.broadcast(value, shape)
         by = self.system.coefficient(weights).mapped(lambda t: wide(t, len(shape))).power(power)
         result = Value(shape, True, learned=True)
@@ -350,13 +350,13 @@ class Algebra:
         return result
 
     def _both(self, one: Value, two: Value) -> None:
-        """Note that of what is added to two factors only one may stay: its product would be added, too."""
+        """Record that changes of two factors exclude each other, as their product would be added."""
         moved = self.numbers(one), self.numbers(two)
         if moved[0] is not None and moved[1] is not None:
             self.system.products.append((moved[0], moved[1]))
 
     def _times_function(self, result: Value, own: Value, other: Value, shape: Shape) -> None:
-        """Add what a change of one factor, times the other, changes in the product."""
+        """Add the changes of one factor, times the other factor, to a product as drifts."""
         function = wide(places(other.shape), len(shape))
         if (numbers := self.numbers(own)) is not None:
             result.drifts[self.system.source()] = Drift(function, numbers[None])
@@ -368,7 +368,7 @@ class Algebra:
     def reduce(self, value: Value, axes: Collection[int], node: Any, *, mean: bool, keep: bool) -> Value:
         """Return the sum or mean over some axes."""
         drifts = {}
-        if not value.varies:  # rows of a table, of which a longer input has more
+        if not value.varies:  # rows of a table, which longer inputs extend
             self.alike(value, [axis for axis in axes if value.shape[axis] in self.system.lengths], seen=False)
 
         def reduced(numbers: Tensor, lead: int) -> Tensor | None:
@@ -379,7 +379,7 @@ class Algebra:
                     by = by.times(self.system.length(value.shape[axis], -1 if mean else 1))
             return None if summed is None else self.unknowns.combined([(summed, by)], lead)
 
-        # Summands that are the same along an axis are not counted with those that are not.
+        # Summands that are constant along an axis are counted separately.
         parts = [reduced(own, 0) for own in (value.translation, *value.more) if own is not None]
         found = [own for own in parts if own is not None]
         translation, more = (found[0], found[1:]) if found else (None, [])
@@ -413,14 +413,14 @@ class Algebra:
         return self.move(result, regroup(kept, after), result.node)[0]
 
     def _unread(self, value: Value) -> None:
-        """Say that a weight is not only contracted."""
+        """Record that a weight has readers other than contractions."""
         if value.origin is not None and value.origin[0] in self.system.weights:
             self.system.fixed.add(value.origin[0])
 
     # Norms and softmaxes.
 
     def normalise(self, value: Value, axes: Collection[int], *, mean: bool) -> Value:
-        """Return a value divided by its size along some axes, without its mean or with it."""
+        """Divide a value by its size along some axes, after subtracting the mean if ``mean``."""
         if mean:
             self.alike(value, axes)
         else:
@@ -431,7 +431,7 @@ class Algebra:
         return Value(value.shape, value.varies, relation=relation, learned=value.learned)
 
     def softmax(self, value: Value, axis: int, *, log: bool) -> Value:
-        """Return the softmax, or its logarithm."""
+        """Return the softmax or its logarithm."""
         self.alike(value, [axis])
         if value.origin is not None:
             self._unread(value)
@@ -446,7 +446,7 @@ class Algebra:
 
 
 def _both_sums(relations: Sequence[Relation | None], by: Sequence[float]) -> Relation | None:
-    """Return the relation of the sum of multiples of two values, if each has one whose sum is a number."""
+    """Return the relation of a sum of multiples of two values, if both totals are single numbers; else None."""
     one, two = relations
     if one is None or two is None or one.axes != two.axes or one.total.segments != 1 or two.total.segments != 1:
         return None
@@ -463,15 +463,15 @@ def _both_sums(relations: Sequence[Relation | None], by: Sequence[float]) -> Rel
 
 
 def _told(relation: Relation, by: Coefficient, shape: Shape) -> Relation:
-    """Return a relation whose segments tell apart what a coefficient does."""
+    """Return a relation with separate segments where a coefficient varies."""
     return spread(relation, set().union(*(varying(places) for *_, places in by.items)), shape)
 
 
 def wide_shape(shape: Shape, rank: int) -> Shape:
-    """Return a shape with ones in front, up to a rank."""
+    """Prepend ones to a shape, up to a rank."""
     return (1,) * (rank - len(shape)) + tuple(shape)
 
 
 def _joined(one: Tensor, two: Tensor) -> Tensor:
-    """Return which pair of functions stands at each entry."""
+    """Number pairs of functions at each entry."""
     return one * (int(two.max()) + 1) + two

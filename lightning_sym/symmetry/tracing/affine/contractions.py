@@ -1,4 +1,4 @@
-"""Sums of products of two values over common axes: what is added to one is taken through the other."""
+"""Contractions of two values: translations and drifts of each factor are propagated through the other."""
 
 import math
 import string
@@ -25,11 +25,11 @@ from lightning_sym.symmetry.tracing.affine.values import (
 )
 from lightning_sym.symmetry.tracing.affine.weights import ByKernel, ByProduct, ByTotal, Made
 
-_MOST = 2**20  # terms of equations with the numbers of a constant matrix
+_MOST = 2**20  # maximal terms of equations with the entries of a constant matrix
 
 
 class Sum(NamedTuple):
-    """A contraction by letters: those of the factors and of the result, and those that are summed over."""
+    """A contraction by letters: those of both factors and of the result."""
 
     one: str
     two: str
@@ -37,22 +37,22 @@ class Sum(NamedTuple):
 
     @property
     def gone(self) -> str:
-        """The letters that are summed over."""
+        """The summed letters."""
         return "".join(letter for letter in self.one if letter not in self.out)
 
     @property
     def turned(self) -> "Sum":
-        """The same with the factors exchanged."""
+        """The same contraction with exchanged factors."""
         return Sum(self.two, self.one, self.out)
 
     @property
     def equation(self) -> str:
-        """The equation of `torch.einsum`."""
+        """The equation for `torch.einsum`."""
         return f"{self.one},{self.two}->{self.out}"
 
 
 def aligned(array: Tensor, letters: str, out: str, lead: int = 0) -> Tensor:
-    """Return a thin array with the axes of other letters; what it lacks has size 1, what it loses must have."""
+    """Rearrange a thin array to other letters; missing axes have size 1, and removed axes must have size 1."""
     array = array.reshape(
         [
             *array.shape[:lead],
@@ -67,18 +67,18 @@ def aligned(array: Tensor, letters: str, out: str, lead: int = 0) -> Tensor:
 
 
 class Contractions(Algebra):
-    """Operations on values, with contractions.
+    """Operations on values, including contractions.
 
     Args:
-        system: Where equations go.
+        system: Receives the equations.
     """
 
     def __init__(self, system: System) -> None:
         super().__init__(system)
-        self.reading: list[tuple[str, frozenset[int], Value]] = []  # weights, over which axes they sum, and of what
+        self.reading: list[tuple[str, frozenset[int], Value]] = []  # weights, their summed axes, their inputs
 
     def contract(self, one: Value, two: Value, equation: str, node: Any = None) -> Value:
-        """Return the sum of products of two values, as `torch.einsum` of an equation with one letter per axis."""
+        """Contract two values by an equation of `torch.einsum` with one letter per axis."""
         first, second = equation.split("->")[0].split(",")
         out = equation.split("->")[1]
         if any(not set(own) <= set(other + out) for own, other in ((first, second), (second, first))):
@@ -116,14 +116,14 @@ class Contractions(Algebra):
     def convolve(
         self, value: Value, weights: Value, shape: tuple[int, ...], *, groups: int, padded: bool, out: int = 0
     ) -> Value:
-        """Return a convolution.
+        """Convolve a value with a kernel.
 
         Args:
             value: Shape (batch, channels, ...).
             weights: The kernel.
-            shape: The result's.
-            groups: Of the channels.
-            padded: Whether places at the border are met by a part of the kernel only.
+            shape: The result's shape.
+            groups: The number of groups of channels.
+            padded: Whether only a part of the kernel applies at the border.
             out: The kernel's axis of the outputs.
         """
         result = Value(shape, True, learned=True)
@@ -166,7 +166,7 @@ class Contractions(Algebra):
 
     @staticmethod
     def _windows(value: Value, weights: Value) -> Value | None:
-        """Return what a kernel meets, where a relation of the channels holds at each of its places."""
+        """Return the windows that a kernel reads, if a relation of the channels holds at each place; else None."""
         relation, kernel = value.relation, weights.shape[2:]
         if relation is None or relation.axes != {1}:
             return None
@@ -180,7 +180,7 @@ class Contractions(Algebra):
         )  # fmt: skip
 
     def _through_kernel(self, numbers: Tensor, weights: Value, by: Sum, groups: int, channels: int) -> Tensor:
-        """Take what is added to all places alike through a kernel."""
+        """Propagate a translation that is constant over places through a kernel."""
         outputs = weights.shape[0]
         key = ("kernel", self._weight_key(weights), groups, tuple(numbers.shape), numbers.numpy().tobytes())
 
@@ -192,11 +192,11 @@ class Contractions(Algebra):
         blocks = places(shape).reshape(1, -1), places(numbers.shape).reshape(1, -1)
         return self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
 
-    # What is added to one factor.
+    # Changes of one factor.
 
     def _through(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
-        """Take what is added to a value through weights."""
-        if self._is_cut(weights, by):  # a longer input takes more of it
+        """Propagate a value's translation through weights."""
+        if self._is_cut(weights, by):  # longer inputs read more of the weights
             self.unknowns.vanish(self.numbers(value))
         numbers = self.numbers(value)
         if numbers is None:
@@ -207,14 +207,14 @@ class Contractions(Algebra):
         self._include(result, self._derived(numbers, weights, by))
 
     def _derived(self, numbers: Tensor, weights: Value, by: Sum) -> Tensor:
-        """Return derived unknowns for a contraction with weights: one each for all places with the same unknowns."""
+        """Return derived unknowns for a contraction with weights; places with equal unknowns share them."""
         free = [letter for letter in by.out if letter not in by.two]
         given, made = ([letter for letter in letters if letter in by.two] for letters in (by.one, by.out))
         moved = numbers.permute([by.one.index(letter) for letter in free + given])
         rows = moved.reshape(-1, *moved.shape[len(free) :])
         flat = rows.reshape(len(rows), -1).numpy()
         first, like = distinct([flat])
-        some = flat[first].any(1)  # of nothing nothing is made
+        some = flat[first].any(1)  # zero maps to zero
         source, place = rows[first[some]], np.where(some, np.cumsum(some) - 1, -1)
         front = next(letter for letter in string.ascii_letters if letter not in by.one + by.two)
         by_place = Sum("".join([front, *given]), by.two, "".join([front, *made]))
@@ -234,7 +234,7 @@ class Contractions(Algebra):
         return found.permute([(free + made).index(letter) for letter in by.out])
 
     def _is_cut(self, weights: Value, by: Sum) -> bool:
-        """Whether a sum goes over an axis of a weight of which only a part is read."""
+        """Whether a contraction sums over an axis of a weight that is read only in part."""
         if weights.origin is None or weights.origin[0] not in self.system.weights:
             return False
         partial = self.system.partial.get(weights.origin[0], frozenset())
@@ -288,9 +288,9 @@ class Contractions(Algebra):
         return result[0] if patterns == 1 else result
 
     def _half(self, result: Value, own: Value, other: Value, by: Sum, *, told: bool = False) -> None:
-        """Add what a change of one factor, times the other, which depends on the input, changes.
+        """Propagate a translation of one factor through the other, which depends on the input.
 
-        Multiples of the coefficients of a relation of the other are no such change if rows tell them.
+        Multiples of a relation's coefficients only add a constant; with ``told``, rows represent them already.
         """
         numbers = self.numbers(own)
         if numbers is None:
@@ -309,19 +309,19 @@ class Contractions(Algebra):
         self._drift(result, numbers, by)
 
     def _drift(self, result: Value, numbers: Tensor, by: Sum) -> None:
-        """Add what a change of one factor, times a function of the other for each place, changes."""
+        """Add a translation of one factor as a drift, with a function of the other factor for each place."""
         shape = [size if letter in by.two else 1 for letter, size in zip(by.out, result.shape, strict=True)]
         result.drifts[self.system.source()] = Drift(places(shape), self._patterns(numbers, by))
 
     @staticmethod
     def _sizes(by: Sum, relation: Relation, numbers: Tensor) -> list[int]:
-        """Return the sizes of the axes of one factor, as far as a relation of the other tells them."""
+        """Return the sizes of one factor's axes that a relation of the other determines."""
         thin = [tuple(own.shape) for own in (relation.segments, *(at for *_, at in relation.coefficient.items))]
         sizes = dict(zip(by.two, np.broadcast_shapes(*thin), strict=True))
         return [max(sizes.get(letter, 1), size) for letter, size in zip(by.one, numbers.shape, strict=True)]
 
     def _patterns(self, numbers: Tensor, by: Sum) -> Tensor:
-        """Return a thin array with what is summed over in front. Shape (patterns, *thin)."""
+        """Move the summed axes of a thin array to the front. Shape (patterns, *thin)."""
         gone = [by.one.index(letter) for letter in by.gone]
         kept = [axis for axis in range(numbers.ndim) if axis not in gone]
         moved = numbers.permute(*gone, *kept).flatten(0, len(gone) - 1) if gone else numbers[None]
@@ -330,9 +330,10 @@ class Contractions(Algebra):
     def _without_multiples(
         self, result: Value, numbers: Tensor, relation: Relation, by: Sum, *, told: bool
     ) -> Tensor | None:
-        """Take multiples of a relation's coefficients, which add a constant, out of what is added to a factor.
+        """Remove multiples of a relation's coefficients, which only add a constant, from a factor's translation.
 
-        In each segment they are those that leave nothing at the first place. They have to be zero if others tell them.
+        In each segment, the multiple is chosen such that the first place vanishes. With ``told``, all multiples must
+        vanish.
         """
         count, gone = relation.total.segments, [by.one.index(letter) for letter in by.gone]
         segments = aligned(relation.segments, by.two, by.one)
@@ -372,7 +373,7 @@ class Contractions(Algebra):
         return left
 
     def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
-        """Take drifts of one factor through the other."""
+        """Propagate drifts of one factor through the other."""
         gone = [by.one.index(letter) for letter in by.gone]
         for key, drift in self._living(own).items():
             summed = {axis - 1 for axis in varying(drift.numbers) if axis} & set(gone)
@@ -384,7 +385,7 @@ class Contractions(Algebra):
                     numbers = numbers if drift.numbers.shape[0] > 1 else numbers[None]
                     result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), numbers)
                 continue
-            # What is summed over has functions of its own for each of its places.
+            # Each summed place has a separate function.
             kept = [axis for axis in range(own.rank) if axis not in gone]
             moved = drift.numbers.permute(0, *(1 + axis for axis in gone), *(1 + axis for axis in kept))
             moved = moved.flatten(0, len(gone))
@@ -396,7 +397,7 @@ class Contractions(Algebra):
             result.drifts[self.system.source()] = Drift(places(shape), aligned(moved, letters, by.out, 1))
 
     def _passed(self, own: Value, other: Value, by: Sum) -> Relation | None:
-        """Return the relation of a factor along axes that the contraction does not touch."""
+        """Return the relation of a factor along axes that the contraction leaves unchanged; None if there is none."""
         relation = own.relation
         if relation is None or any(by.one[axis] in by.two or by.one[axis] not in by.out for axis in relation.axes):
             return None
@@ -414,7 +415,7 @@ class Contractions(Algebra):
     # Changes of weights.
 
     def _split(self, weights: Value, by: Sum) -> tuple[frozenset[int], frozenset[int]] | None:
-        """Return which of a parameter's axes are summed over, and which are not; None if one is in part."""
+        """Return the summed and the remaining axes of a parameter; None if an axis is summed only in part."""
         assert weights.origin is not None
         gone = {by.two.index(letter) for letter in by.gone}
         summed, kept = set(), set()
@@ -426,7 +427,7 @@ class Contractions(Algebra):
                 kept.add(axis)
         if summed & kept:
             return None
-        # What has size 1 is summed over if it is alone.
+        # An axis of size 1 counts as remaining, unless it alone is summed.
         return frozenset(summed), frozenset(range(len(weights.origin[1]))) - summed
 
     def _family(self, weights: Value, by: Sum) -> Any:
@@ -436,7 +437,7 @@ class Contractions(Algebra):
         return None if split is None else self.system.family(weights.origin[0], split[0])
 
     def _placed(self, numbers: Tensor, weights: Value, by: Sum, lead: int = 0) -> Tensor:
-        """Return numbers of a weight's outputs where these stand in the result; thin."""
+        """Arrange numbers of a weight's outputs along the axes of the result; thin."""
         assert weights.origin is not None
         kept = "".join(letter for letter in by.two if letter in by.out)
         index = []
@@ -452,7 +453,7 @@ class Contractions(Algebra):
         return aligned(placed, kept, by.out, lead)
 
     def _families(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
-        """Add what changes of a weight change in the result."""
+        """Propagate changes of a weight to the result."""
         if weights.origin is None or weights.origin[0] not in self.system.weights:
             return
         name = weights.origin[0]
@@ -482,7 +483,7 @@ class Contractions(Algebra):
                 self._read_across(result, value, weights, by, axes, other, told=told)
 
     def _rows(self, value: Value, weights: Value, by: Sum, summed: frozenset[int]) -> Rows | None:
-        """Return the rows of a weight that a relation of what it reads allows."""
+        """Return the row changes of a weight that a relation of its input allows; None without such a relation."""
         relation, name = value.relation, weights.origin[0]  # type: ignore[index]
         if relation is None or relation.axes != {by.one.index(letter) for letter in by.gone} or not by.gone:
             return None
@@ -504,7 +505,7 @@ class Contractions(Algebra):
         return family.rows[key]
 
     def _order(self, weights: Value, by: Sum, summed: frozenset[int]) -> Tensor | None:
-        """Return where, among the places that are summed over, each place of the weight's own axes stands."""
+        """Return the index among the summed places for each place on the weight's own axes; None if some are absent."""
         assert weights.origin is not None
         name, coordinates = weights.origin
         shape = self.system.shape(name)
@@ -522,7 +523,7 @@ class Contractions(Algebra):
         return order if whole else None
 
     def _multiples_of_rows(self, result: Value, value: Value, weights: Value, by: Sum, rows: Rows) -> None:
-        """Add what rows add to the result: multiples of what the relation sums to."""
+        """Add the effect of row changes: multiples of the relation's total."""
         assert value.relation is not None
         total = value.relation.total
         numbers = self.unknowns.living(self._placed(rows.numbers, weights, by, 1))
@@ -538,7 +539,7 @@ class Contractions(Algebra):
         self._include(result, self._by_entry(key, numbers, total, unseen))
 
     def _by_entry(self, key: Any, source: Tensor, total: Total, unseen: Tensor | None = None) -> Tensor:
-        """Return derived unknowns each of which has its own place in what defines them, behind the segments."""
+        """Return derived unknowns with one source entry per segment each."""
         shape, count = source.shape[1:], len(source)
         blocks = places(shape).reshape(-1, 1), places(source.shape).reshape(count, -1).T
         evaluate = ByTotal(total, source.ndim)
@@ -549,9 +550,9 @@ class Contractions(Algebra):
     def _read_across(
         self, result: Value, value: Value, weights: Value, by: Sum, axes: frozenset[int], family: Any, *, told: bool
     ) -> None:
-        """Add what changes that another reader of a weight allows change here: it sums over other axes.
+        """Propagate changes that another reader of a weight allows, which sums over other axes.
 
-        Multiples of a relation's coefficients are among the rows of this reader, if these tell them.
+        With ``told``, multiples of a relation's coefficients are already among this reader's rows.
         """
         self.unknowns.vanish(family.directions)
         summed, kept = self._split(weights, by) or (frozenset(), frozenset())
@@ -571,7 +572,8 @@ class Contractions(Algebra):
                 )
                 outer = [max(pair) for pair in zip(own.shape, thin, strict=True)]
                 if math.prod(outer) > _MOST and (alike := [axis for axis in summed if own.shape[axis] > 1]):
-                    # What differs between these places has one function for each of them: all would be told the same.
+                    # Values that differ between these places have one function each, so all places obey equal
+                    # equations.
                     first = own
                     for axis in alike:
                         first = first.narrow(axis, 0, 1)
@@ -593,7 +595,7 @@ class Contractions(Algebra):
 
     @staticmethod
     def _at_origin(numbers: Tensor, weights: Value) -> Tensor:
-        """Return what is added to a parameter where its entries stand in a value."""
+        """Arrange a parameter's translation along the axes of a value that shows the parameter."""
         assert weights.origin is not None
         index = [
             at if numbers.shape[axis] > 1 else torch.zeros((1,) * weights.rank, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Interprets a captured graph: which method each operation is, and with which arguments."""
+"""Interpreter of a captured graph: maps each operation to a method of the algebra."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,11 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
 class Interpreter(Layers):
-    """Follows what may be added to values through one capture.
+    """Propagates translations and drifts of values through one capture.
 
     Args:
-        system: Where equations go.
-        constants: The network, and what of it is constant.
+        system: Receives the equations.
+        constants: The network and its constants.
         outputs: Whether a softmax reads the outputs along their last axis.
     """
 
@@ -35,7 +35,7 @@ class Interpreter(Layers):
         self.readings: dict[fx.Node, list[tuple[str, frozenset[int], Value]]] = {}
 
     def run(self) -> None:
-        """Go through all operations, in order."""
+        """Process all operations in order."""
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = self._placeholder(node)
@@ -118,14 +118,14 @@ class Interpreter(Layers):
         return result
 
     def _see_weights(self, given: Sequence[Value], result: Any) -> None:
-        """Fix weights of which an operation makes something else than a move or a contraction does."""
+        """Fix weights that an operation reads other than by moves and contractions."""
         kept = {own.origin[0] for own in (result if isinstance(result, list) else [result]) if own and own.origin}
         for value in given:
             if value.origin is not None and value.origin[0] not in kept | self.contracted:
                 self._unread(value)
 
     def _written(self, node: fx.Node) -> Any:
-        """Return what is known of a node in whose memory something is written that other nodes may see: nothing."""
+        """Return values without structure for a node that writes into memory which other nodes may read."""
         val = node.meta["val"]
         if name_of(node) not in operations(Trait.LIKE):
             self._unknown(node)
@@ -153,7 +153,7 @@ class Interpreter(Layers):
         return rule(self, node)
 
     def _blind(self, node: fx.Node, rule: Callable[..., Any]) -> Any:
-        """Return what a norm or softmax makes of weights: what it does not see of them may be added."""
+        """Apply a norm or softmax to weights, which may be translated where the operation is invariant."""
         first, *others = (self._value(given) for given in node.all_input_nodes)
         if first is None or node.args[0] is not node.all_input_nodes[0]:
             return None
@@ -168,7 +168,7 @@ class Interpreter(Layers):
         return Value(made.shape, False, node, learned=True) if isinstance(made, Value) else None
 
     def _constant(self, node: fx.Node) -> Any:
-        """Return a constant; one that depends on the input's size is as good as an input."""
+        """Return a constant; constants that depend on the input's size count as inputs."""
         val = node.meta["val"]
         if not isinstance(val, Tensor):
             return [Value(tuple(own.shape), True) if isinstance(own, Tensor) else None for own in val]
@@ -192,7 +192,7 @@ class Interpreter(Layers):
             if "demand" in node.meta:
                 self._demanded(node, value, where, living=living)
             elif living and name not in operations(Trait.POINTWISE):
-                self.system.note(f"{name} in {where}: nothing is added to what it takes")
+                self.system.note(f"{name} in {where}: its arguments are not translated")
         if isinstance(val, (list, tuple)):
             return [
                 self.nonlinear(given, tuple(own.shape), None) if isinstance(own, Tensor) else None for own in val
@@ -200,28 +200,28 @@ class Interpreter(Layers):
         return self.nonlinear(given, tuple(val.shape) if isinstance(val, Tensor) else (), node)
 
     def _moved_by_rule(self, node: fx.Node) -> Value | None:
-        """Return what a user's rule makes of a value by moving all its elements; None if it does something else."""
+        """Return a value moved by a user's rule; None if the rule does anything else or adds elements."""
         method, template = node.meta.get("demand", ("", None))
         if method != "move":
             return None
         (value, function), _ = template.filled([self.values.get(given) for given in node.args[0]])  # type: ignore[union-attr,arg-type]
         if value is None or bool((function(torch.ones(value.shape, dtype=torch.int64)) == 0).any()):
-            return None  # some come from nowhere
+            return None  # some elements are new
         moved = self.move(value, Move("other", value.shape, tuple(node.meta["val"].shape), function), node)
         return moved[0]
 
     def _demanded(self, node: fx.Node, value: Value, where: str, *, living: bool) -> None:
-        """Note what a user's rule leaves open of a value, where another rule could say more."""
+        """Note constraints of a user's rule that a more specific rule could avoid."""
         method, rule = node.meta["demand"][0], f"{node.meta['rule_of']} in {where}: its rule"
         if method == "elementwise" and not value.varies:
-            self.system.blind[f"{rule} says of a function of weights only which group it has"] = None
+            self.system.blind[f"{rule} describes a function of weights only by its group"] = None
         elif living and method not in ("", "elementwise", "fix"):
-            self.system.blind[f"{rule} does not say what becomes of what is added, so that nothing is added here"] = (
+            self.system.blind[f"{rule} does not describe the effect of translations, so that there are none here"] = (
                 None
             )
 
     def _all_is_taken(self, node: fx.Node, move: Move) -> bool:
-        """Whether other cuts take the parts of a value that one leaves, as of queries, keys and values in one."""
+        """Whether other cuts take the remaining parts of a value, such as queries, keys and values in one tensor."""
         source: Any = node.args[0]
         taken = torch.zeros(move.before[move.axis], dtype=torch.bool)
         for user in source.users:
@@ -270,5 +270,5 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "lightning_sym::any_step": Interpreter._step,
     "lightning_sym::rotary": Interpreter._rotary,
 }
-# What does not see all of weights.
+# Invariant under some translations of weights.
 _BLIND = operations(Trait.SOFTMAX) | {"layer_norm"}

@@ -1,4 +1,4 @@
-"""Norms, softmaxes, reductions and choices: which method each operation is, and with which arguments."""
+"""Norms, softmaxes, reductions and choices: map each operation to a method of the algebra."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, pl
 from lightning_sym.symmetry.tracing.nodes import argument, reduced
 from lightning_sym.symmetry.tracing.operations import name_of
 
-_VANISHED = -1e30  # what is put in the place of values that a softmax shall not see
+_VANISHED = -1e30  # replaces values that a softmax must ignore
 
 
 class Layers(Products):
@@ -35,7 +35,7 @@ class Layers(Products):
         return self._with_bias(result, bias, node)
 
     def _of_channels(self, value: Value | None, rank: int) -> Value | None:
-        """Return a vector of the channels as it stands on the second of some axes."""
+        """Reshape a vector of channels for the second of ``rank`` axes."""
         if value is None:
             return None
         return self.move(value, regroup(value.shape, (*value.shape, *[1] * (rank - 2))), value.node)[0]
@@ -47,7 +47,7 @@ class Layers(Products):
         return result if offset is None else self.add(result, offset, node)
 
     def _batch_norm(self, node: fx.Node) -> Any:
-        """Batch norm by its own statistics, or by running ones."""
+        """Normalise by batch statistics, or by running ones."""
         x = self._value(node.args[0])
         if x is None or not x.varies:
             return None
@@ -66,7 +66,7 @@ class Layers(Products):
         return self._affine(result, gain, bias, node)
 
     def _follow(self, x: Value, mean: Value | None) -> None:
-        """Demand that a running mean is moved as what it is the mean of."""
+        """Require that a running mean has the same translation as the value that it is the mean of."""
         for drift in x.drifts.values():
             self.unknowns.vanish(drift.numbers)
         numbers = self.numbers(x)
@@ -90,7 +90,7 @@ class Layers(Products):
         return self.reduce(x, sorted(reduced(node, x.rank)), node, mean=name_of(node) == "mean", keep=keep)
 
     def _extremum(self, node: fx.Node) -> Any:
-        """The largest element along axes, or the logarithm of a sum of exponentials: moves as all of them do."""
+        """Reduce to the largest element or log-sum-exp along axes: equal translations of all elements pass."""
         x = self._value(node.args[0])
         if x is None or not x.varies:
             return None
@@ -99,7 +99,7 @@ class Layers(Products):
         return self.reduce(x.with_(relation=None), axes, None, mean=True, keep=keep)
 
     def _ordered(self, node: fx.Node) -> Any:
-        """The elements along an axis in their order, or the largest: move as all of them do; and where they are."""
+        """Sort elements along an axis, or select the largest: equal translations of all elements pass."""
         x = self._value(node.args[0])
         if x is None or not x.varies:
             return None
@@ -111,7 +111,7 @@ class Layers(Products):
         return [x.with_(shape=values, relation=None, origin=None), Value(places, True)]
 
     def _larger(self, node: fx.Node) -> Any:
-        """The larger one of two values: moves as both do."""
+        """Take the larger or smaller of two values: equal translations of both pass."""
         x, y = (self._value(given) for given in node.args[:2])
         if x is None or y is None or not x.varies or not y.varies:
             return None
@@ -130,7 +130,7 @@ class Layers(Products):
         return result
 
     def _spread(self, node: fx.Node) -> Any:
-        """Variances and standard deviations: blind to what is the same along their axes."""
+        """Compute variances and standard deviations, which ignore equal translations along their axes."""
         x = self._value(node.args[0])
         if x is None or not x.varies or isinstance(argument(node, 1, "dim"), bool):
             return None
@@ -138,7 +138,7 @@ class Layers(Products):
         return Value(tuple(node.meta["val"].shape), True, learned=x.learned)
 
     def _pooled(self, node: fx.Node) -> Any:
-        """Means, maxima and interpolations over what is the same everywhere."""
+        """Pool or interpolate; translations must be constant over the pooled places."""
         x, name = self._value(node.args[0]), name_of(node)
         if x is None or not x.varies:
             return None
@@ -165,14 +165,14 @@ class Layers(Products):
                 continue
             sizes = [shape[axis] if axis in axes else size for axis, size in enumerate(drift.function.shape)]
             result.drifts[self.system.source()] = Drift(places(sizes), drift.numbers)
-        if isinstance(val, (list, tuple)):  # of maxima, and where they are
+        if isinstance(val, (list, tuple)):  # of maxima and their indices
             return [result, *(Value(tuple(own.shape), True, learned=x.learned) for own in val[1:])]
         return result
 
     # Choices.
 
     def _filled(self, node: fx.Node) -> Any:
-        """Values that are put in the place of others."""
+        """Replace values at masked positions."""
         x, mask, number = self._value(node.args[0]), self._value(node.args[1]), node.args[2]
         if x is None or mask is None:
             return None
@@ -182,7 +182,7 @@ class Layers(Products):
                 return None
         shape = tuple(node.meta["val"].shape)
         if isinstance(number, (int, float)) and number < _VANISHED and shape == x.shape:
-            return x.with_(relation=None, origin=None)  # nothing changes what vanishes in a softmax
+            return x.with_(relation=None, origin=None)  # a softmax ignores changes of these
         return self._by_place(x, None, node.args[1], shape)
 
     def _where(self, node: fx.Node) -> Any:
@@ -200,13 +200,13 @@ class Layers(Products):
         return self._by_place(y, x, condition, shape)
 
     def _by_place(self, x: Value | None, y: Value | None, condition: Any, shape: Shape) -> Value | None:
-        """Return x where a condition is false, and y where it is true; None for numbers."""
+        """Return x where a condition is false, and y where it is true; None represents a number."""
         mask = self.constants.known(condition)
         if mask is None:
             chosen = self._value(condition)
             if chosen is None or chosen.learned:
                 return None
-            anywhere = Value(chosen.shape, True)  # 1 where it holds, and 0 elsewhere; another time the other way round
+            anywhere = Value(chosen.shape, True)  # 1 where the condition holds, else 0; also used for the opposite mask
             parts = [self.broadcast(self.multiply(own, anywhere), shape) for own in (x, y) if own is not None]
             return (self.add(parts[0], parts[1]) if len(parts) == 2 else parts[0]).with_(relation=None)
         rank, mask = len(shape), mask.bool()
@@ -267,7 +267,7 @@ class Layers(Products):
 
     @staticmethod
     def _joined_arrays(arrays: Sequence[Tensor | None], values: Sequence[Value], axis: int, lead: int) -> Tensor | None:
-        """Return thin arrays one behind the other, 0 where there is none."""
+        """Concatenate thin arrays, with 0 for missing ones."""
         present = [array for array in arrays if array is not None]
         if not present:
             return None
@@ -284,7 +284,7 @@ class Layers(Products):
         return first if bool((joined == first).all()) else joined
 
     def _step(self, node: fx.Node) -> Any:
-        """A step of a sequence."""
+        """Take a step of a sequence."""
         x, axis = self._value(node.args[0]), node.args[1]
         if x is None or not isinstance(axis, int):
             return None

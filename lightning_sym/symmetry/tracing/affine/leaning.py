@@ -1,4 +1,4 @@
-"""Which streams only layer norms and linear layers read, and what writes into them.
+"""Find streams that only layer norms and linear layers read, and their writers.
 
 See docs/theory/transformers.md, 4.
 """
@@ -20,19 +20,19 @@ from lightning_sym.symmetry.tracing.tilts import Leaning
 
 _PASSES = operations(Trait.CAST) | {"neg"}
 _PRODUCTS = operations(Trait.CONTRACT) - operations(Trait.CONVOLVE) - {"embedding"}
-# What acts on the axes behind the second alone.
+# Operations on spatial axes only.
 _OF_PLACES = operations(Trait.POOL | Trait.RESIZE | Trait.NEAREST)
 
 Role = dict[tuple[str, int], None]
-Place = tuple[fx.Node, int, str | None]  # a value, the axis of the stream's units, and the gain behind it
+Place = tuple[fx.Node, int, str | None]  # a value, the axis of the stream's units, and the gain after it
 
 
 class HeldError(Exception):
-    """Something sees a stream that is no layer norm and no linear layer, or writes into it in another way."""
+    """An operation other than a layer norm or linear layer reads a stream, or writes into it in an unsuitable way."""
 
 
 def leaning_of(interpreters: Sequence[Interpreter]) -> list[Leaning]:
-    """Return the streams that layer norms and linear layers read, the latter as they are.
+    """Return the streams that layer norms, and linear layers directly, read.
 
     Args:
         interpreters: One for each capture, after they have run.
@@ -65,9 +65,9 @@ class _Layer(NamedTuple):
     Attributes:
         weight: Its weight.
         bias: Its bias, if any.
-        axis: The axis of values on which its units stand.
-        rows: The axis of the weight for what it puts out.
-        columns: The axis for what it reads.
+        axis: The axis of its units in values.
+        rows: The weight's output axis.
+        columns: The weight's input axis.
     """
 
     weight: Any
@@ -78,7 +78,7 @@ class _Layer(NamedTuple):
 
 
 def _layer(node: fx.Node) -> _Layer | None:
-    """Return the linear layer that a node is."""
+    """Return the linear layer or convolution that a node computes; None for other nodes."""
     name, shape = name_of(node), shape_of(node) or ()
     if name == "linear":
         return _Layer(node.args[1], argument(node, 2, "bias"), len(shape) - 1)
@@ -92,7 +92,7 @@ def _layer(node: fx.Node) -> _Layer | None:
 
 
 def _moved(node: fx.Node, tensor: Tensor) -> Any:
-    """Apply an operation that moves elements to another tensor; of those that integers choose it takes the first."""
+    """Apply a move to another tensor; integer indices are replaced by zeros."""
     if name_of(node) not in operations(Trait.PICK):
         return moved(node, tensor)
     args = fx.map_arg(node.args[1:], lambda own: torch.zeros(own.meta["val"].shape, dtype=torch.int64))
@@ -100,17 +100,17 @@ def _moved(node: fx.Node, tensor: Tensor) -> Any:
 
 
 class _Stream:
-    """The values that one layer norm reads, and all with which they are added up.
+    """The values that a layer norm reads, and all values added to them.
 
     Args:
-        interpreter: Of the capture.
-        first: What the layer norm reads.
+        interpreter: The interpreter of the capture.
+        first: The input of the layer norm.
 
     Attributes:
-        nodes: Its values, and where units stand there.
-        readers: Weights of linear layers that read it, and along which axis.
-        writers: What writes into it, and along which axis.
-        gains: By tensor or named value, the gain behind it; None without.
+        nodes: Its values, with the axis of the units and the gain.
+        readers: The weights of linear layers that read it, with their axes.
+        writers: The tensors that write into it, with their axes.
+        gains: By tensor or named value, the gain after it, or None.
     """
 
     def __init__(self, interpreter: Interpreter, first: fx.Node) -> None:
@@ -121,14 +121,14 @@ class _Stream:
         self.readers: Role = {}
         self.writers: Role = {}
         self.gains: dict[str, str | None] = {}
-        self._roles: dict[fx.Node, set[fx.Node]] = {}  # parameters, and by what they are read here
+        self._roles: dict[fx.Node, set[fx.Node]] = {}  # parameters, and their readers in this stream
         self._left: list[Place] = [(first, len(shape) - 1, None)]
 
     def run(self) -> None:
-        """Follow the stream.
+        """Follow the stream through the graph.
 
         Raises:
-            HeldError: If it cannot lean.
+            HeldError: If the stream has an unsuitable reader or writer.
         """
         while self._left:
             place = self._left.pop()
@@ -148,13 +148,13 @@ class _Stream:
                 self.gains[mark.name] = self.nodes[mark.node][2]
 
     def seen(self) -> Iterator[tuple[str, int]]:
-        """Yield the named values of the stream, with the axis of its units."""
+        """Yield the named values of the stream with the axis of its units."""
         for mark in self.interpreter.capture.marks:
             if mark.node in self.nodes:
                 yield mark.name, self.nodes[mark.node][1]
 
     def _before(self, node: fx.Node, axis: int, gain: str | None) -> list[Place]:
-        """Return the values of the stream of which a value is made, and note what writes."""
+        """Return the stream's values that form a value; record writers."""
         layer = _layer(node)
         if node in self.states:
             self._parameter(node, axis, None, self.writers, gain)
@@ -171,7 +171,7 @@ class _Stream:
         return []
 
     def _behind(self, node: fx.Node, axis: int, gain: str | None, user: fx.Node) -> list[Place]:
-        """Return what is of the stream as well, and note what reads it."""
+        """Return further values of the stream; record readers."""
         if node in self.states:
             self._roles.setdefault(node, set()).add(user)
         if gain is None and user.args[:1] == (node,) and user.all_input_nodes.count(node) == 1:
@@ -190,7 +190,7 @@ class _Stream:
         return found
 
     def _further(self, node: fx.Node, axis: int, gain: str | None, user: fx.Node) -> Iterator[Place]:
-        """Yield where the units stand in what is made of a value, if it is of the stream."""
+        """Yield the axes of the units in an operation's result, if it belongs to the stream."""
         for at in self._axes(user):
             with contextlib.suppress(HeldError):
                 if gain is not None and self._behind_gain(user, at) == (node, axis, gain):
@@ -199,17 +199,17 @@ class _Stream:
                     yield user, at, gain
 
     def _axes(self, node: fx.Node) -> list[int]:
-        """Return the axes that are as long as the stream is wide."""
+        """Return the axes with the stream's width."""
         return [axis for axis, size in enumerate(shape_of(node) or ()) if size == self.size]
 
     def _wide(self, node: fx.Node, axis: int) -> dict[fx.Node, int]:
-        """Return which arguments have the units of an axis, and on which of their own axes."""
+        """Return the arguments that have the units of an axis, with their own axes."""
         rank = len(shape_of(node) or ())
         aligned = ((own, axis - rank + len(shape_of(own) or ())) for own in node.all_input_nodes)
         return {own: at for own, at in aligned if at in self._axes(own)}
 
     def _behind_gain(self, node: fx.Node, axis: int) -> Place | None:
-        """Return the value that a node is times a gain, one number for each unit."""
+        """Return the value that a node multiplies by a gain with one number per unit; None for other nodes."""
         wide = self._wide(node, axis)
         if name_of(node) != "mul" or len(wide) != 2:
             return None
@@ -221,7 +221,11 @@ class _Stream:
         return None
 
     def _summands(self, node: fx.Node, axis: int) -> dict[fx.Node, int]:
-        """Return the values whose sum, at most moved along other axes, or times what all units share, a node is."""
+        """Return the values that a node sums, perhaps after moves along other axes or a common factor of all units.
+
+        Raises:
+            HeldError: If the node computes anything else.
+        """
         name, given, wide = name_of(node), node.all_input_nodes, self._wide(node, axis)
         if axis not in self._axes(node) or node.op != "call_function":
             raise HeldError
@@ -259,11 +263,11 @@ class _Stream:
         return isinstance(number, (int, float)) and number == 0
 
     def _moved_to(self, node: fx.Node, whole: fx.Node, given: fx.Node, at: int) -> int | None:
-        """Return where an operation of one value leaves an axis, if it does the same at each of its places.
+        """Return the new index of an axis after an operation on one value that treats its places equally; else None.
 
         Args:
-            node: What comes out.
-            whole: The operation; of several results, `node` is one.
+            node: The result.
+            whole: The operation; ``node`` may be one of several results.
             given: The value.
             at: The axis.
         """
@@ -283,7 +287,11 @@ class _Stream:
         return None
 
     def _parameter(self, node: Any, axis: int, user: fx.Node | None, role: Role, gain: str | None) -> None:
-        """Note a parameter that is read as it is, or in another shape."""
+        """Record a parameter that the network reads directly, or in another shape.
+
+        Raises:
+            HeldError: If it is read in another way.
+        """
         while isinstance(node, fx.Node) and node not in self.states:
             self._roles.setdefault(node, set()).add(user)  # type: ignore[arg-type]
             (user, node), whole = (node, node.args[0]), node.meta["val"].numel()

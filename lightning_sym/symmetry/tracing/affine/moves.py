@@ -1,4 +1,4 @@
-"""Operations that only move entries: what they do to thin arrays of a value, without expanding them where possible."""
+"""Moves of entries and their effect on thin arrays, without expanding these where possible."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +18,7 @@ MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD)
 
 
 def groups_of(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Return which axes a reshape makes of which: pairs of axes before and after, in order."""
+    """Match the axes of a reshape: pairs of axes before and after, in order."""
     result, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         single = i < len(before) and before[i] == 1, j < len(after) and after[j] == 1
@@ -43,20 +43,20 @@ def groups_of(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
 
 @dataclass
 class Move:
-    """One operation that moves entries.
+    """An operation that moves entries.
 
     Attributes:
         kind: "groups", "permute", "expand", "cut" or "other".
         before: The shape before.
         after: The shape after, of the first result.
         run: The operation on a whole tensor.
-        groups: Of a reshape.
-        order: Of a permutation: which axis each axis was.
-        axis: Of a cut.
-        drops: Whether a cut takes its axis away.
-        alone: Whether a cut takes some parts, and leaves the others to be taken by other cuts, or by none.
-        parts: Where each part that a cut takes begins and ends on its axis.
-        grows: Whether the axis of a cut is longer for a longer input.
+        groups: For a reshape, the matching axes.
+        order: For a permutation, the source of each axis.
+        axis: For a cut, its axis.
+        drops: Whether a cut removes its axis.
+        alone: Whether a cut takes some parts only, while other cuts may take the rest.
+        parts: The (begin, end) of each part that a cut takes.
+        grows: Whether the axis of a cut is longer for longer inputs.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Move:
     grows: bool = False
 
     def cut_to(self, lengths: Collection[int]) -> bool:
-        """Whether a part that a cut takes begins, ends, or is as large, as an input is long."""
+        """Whether a part that a cut takes begins, ends or has a size at the length of an input."""
         if self.kind != "cut" or not self.alone:
             return False
         size = self.before[self.axis]
@@ -84,12 +84,12 @@ class Move:
 
     @property
     def taken(self) -> set[int]:
-        """The sizes of the parts that a cut takes, if it leaves their axis."""
+        """The sizes of the parts that a cut takes, if it keeps their axis."""
         sizes = set() if self.drops else {end - begin for begin, end in self.parts}
         return {len(self.parts)} if sizes == {1} else sizes
 
     def __call__(self, array: Tensor, lead: int = 0) -> Any:
-        """Move a thin array, with leading axes in front of the value's own."""
+        """Move a thin array, with leading axes before the value's own."""
         if self.kind == "groups":
             return self._regrouped(array, lead)
         if self.kind == "permute":
@@ -103,7 +103,7 @@ class Move:
             if self.kind == "other" or axis == self.axis:
                 whole[lead + axis] = size
         count, front = math.prod(array.shape[:lead]), array.shape[:lead]
-        # Behind leading axes, all are moved at once: as their places are. What comes from nowhere is 0.
+        # With leading axes, all rows are moved at once by index; 0 is the index of padding.
         numbers = array if count == 1 else places(array.shape[lead:]) + 1
         made = self.run(numbers.reshape(array.shape[lead:]).expand(whole[lead:]))
         results = list(made) if isinstance(made, (list, tuple)) else [made]
@@ -138,7 +138,7 @@ class Move:
         return thinned(made, lead) if split else made
 
     def relation(self, relation: Relation | None) -> Relation | None:
-        """Return the relation that the value after the move has."""
+        """Return the relation of the moved value."""
         if relation is None or self.kind == "other":
             return None
         axes = relation.axes
@@ -167,7 +167,7 @@ def _first(result: Any) -> Tensor:
 
 
 def spread(relation: Relation, axes: Collection[int], shape: Shape) -> Relation:
-    """Return a relation that holds segments apart by their places on further axes, too."""
+    """Return a relation with separate segments for each place on further axes."""
     segments, total = relation.segments, relation.total
     for axis in set(axes) - relation.axes:
         if (size := shape[axis]) > 1:
@@ -179,7 +179,7 @@ def spread(relation: Relation, axes: Collection[int], shape: Shape) -> Relation:
 
 
 def _narrowed(relation: Relation, shape: Shape) -> Relation:
-    """Take axes that only tell segments apart out of the sums, where all segments sum to one known number."""
+    """Remove axes that only separate segments from the sums, if all segments have one known total."""
     known = relation.total.known
     if known is None:
         return relation
@@ -199,7 +199,7 @@ def _narrowed(relation: Relation, shape: Shape) -> Relation:
 
 
 def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Node], Tensor | None]) -> Move | None:
-    """Return what a node moves; None if it needs tensors besides that depend on the input or the weights."""
+    """Return the move of a node; None if it needs further tensors that depend on the input or the weights."""
     first: Any = node.meta["val"]
     after = tuple(first[0].shape) if isinstance(first, (list, tuple)) else tuple(first.shape)
     if name in operations(Trait.REGROUP):
@@ -242,7 +242,7 @@ def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Nod
 
 
 def _parts(node: fx.Node, name: str, size: int, axis: int) -> list[tuple[int, int]]:
-    """Return where the parts of a cut begin and end."""
+    """Return the (begin, end) of each part of a cut."""
     val: Any = node.meta["val"]
     if name in operations(Trait.PARTS):
         sizes = [1 if name == "unbind" else int(part.shape[axis]) for part in val]

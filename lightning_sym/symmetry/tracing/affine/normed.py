@@ -1,4 +1,4 @@
-"""What reads the layer norms of each gain and bias, as the interpreter has seen it.
+"""Find the readers of the layer norms of each gain and bias, from the interpreter's results.
 
 See docs/theory/transformers.md, 4.
 """
@@ -17,7 +17,7 @@ Pair = tuple[str | None, str]
 
 
 def normed_of(interpreters: Sequence[Interpreter]) -> dict[Pair, Normed]:
-    """Return the layer norms that only linear layers read, whose weights read nothing else, by gain and bias.
+    """Return the layer norms that only linear layers read, by gain and bias, if these layers read only that norm.
 
     Args:
         interpreters: One for each capture, after they have run.
@@ -41,7 +41,7 @@ def normed_of(interpreters: Sequence[Interpreter]) -> dict[Pair, Normed]:
 
 
 def _pair(value: Any) -> Pair | None:
-    """Return the gain and the bias of the layer norm that a value is, moved or averaged."""
+    """Return the gain and the bias of a layer norm's output, perhaps moved or averaged; None for other values."""
     relation = value.relation if isinstance(value, Value) else None
     if relation is None or len(relation.axes) != 1 or relation.total.segments != 1 or len(relation.total.terms) != 1:
         return None
@@ -61,7 +61,7 @@ def _pair(value: Any) -> Pair | None:
 
 
 def _readings(interpreter: Interpreter) -> dict[str, set[Any]]:
-    """Return, by weight, of which layer norms its values come that it is contracted with; None for others."""
+    """Return for each weight the layer norms that it reads, with None for other inputs."""
     found: dict[str, set[Any]] = {}
     for readings in interpreter.readings.values():
         for name, _, value in readings:
@@ -70,7 +70,7 @@ def _readings(interpreter: Interpreter) -> dict[str, set[Any]]:
 
 
 def _one(interpreter: Interpreter) -> dict[Pair, Normed]:
-    """Return what reads the layer norms of one capture."""
+    """Return the readers of the layer norms of one capture."""
     values, capture = interpreter.values, interpreter.capture
     nodes: dict[Pair, list[fx.Node]] = {}
     for node, value in values.items():
@@ -101,7 +101,7 @@ def _one(interpreter: Interpreter) -> dict[Pair, Normed]:
 
 
 def _only_there(interpreter: Interpreter, pair: Pair, own: set[fx.Node]) -> bool:
-    """Whether a norm's bias is read nowhere but where the norm adds it."""
+    """Whether a norm's bias is read only where the norm adds it."""
     waiting = [node for node, name in interpreter.capture.states.items() if name == pair[1]]
     while waiting:
         node = waiting.pop()

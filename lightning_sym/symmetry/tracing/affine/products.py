@@ -1,4 +1,4 @@
-"""Sums, products and contractions: which method each operation is, and with which arguments."""
+"""Sums, products and contractions: map each operation to a method of the algebra."""
 
 import string
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class Products(Contractions):
     """Operations of a graph that are sums, products and contractions.
 
     Attributes:
-        values: What is known of each node.
-        constants: What of the graph is constant.
+        values: The value of each node.
+        constants: The constants of the graph.
     """
 
     values: dict[fx.Node, Any]
@@ -35,7 +35,7 @@ class Products(Contractions):
         return found if isinstance(found, Value) else None
 
     def _looked_up(self, node: fx.Node, name: str, table: Value) -> Value | None:
-        """Return what one index, which depends on the input, takes out of weights: a contraction with indicators."""
+        """Return rows of weights at an input-dependent index, as a contraction with one-hot vectors."""
         axis: Any = node.args[1]
         index = node.args[2] if name == "index_select" else None
         if name == "index" and isinstance(axis, (list, tuple)):
@@ -113,7 +113,7 @@ class Products(Contractions):
         return None if value is None else self.scale(value, -1.0, node)
 
     def _rotary(self, node: fx.Node) -> Any:
-        """Sums of coordinates times numbers that depend on the position, as an input does."""
+        """Sum coordinates times position-dependent numbers, which count as inputs."""
         x, partner = self._value(node.args[0]), torch.tensor(node.args[3])
         if x is None or not x.varies:
             return None
@@ -149,7 +149,7 @@ class Products(Contractions):
 
     @staticmethod
     def _are_normed(one: Value, two: Value, first: str, second: str) -> bool:
-        """Whether a contraction sums over the units that two norms of the input made, behind gains."""
+        """Whether a contraction sums over units that two norms produced, with at least one gain after them."""
         found = []
         for value, own, other in ((one, first, second), (two, second, first)):
             axes = frozenset(own.index(letter) for letter in own if letter in other)
@@ -201,5 +201,5 @@ class Products(Contractions):
 
 
 def listed(given: Any, count: int) -> list[int]:
-    """Return one number for each axis."""
+    """Return one number per axis."""
     return list(given) if isinstance(given, (list, tuple)) else [given] * max(count, 1)

@@ -1,4 +1,4 @@
-"""What is read before anything is followed: constants, and which parts of a network's tensors operations reach."""
+"""Constants of a capture, and the parts of the network's tensors that operations read."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,16 +17,16 @@ from lightning_sym.symmetry.tracing.nodes import written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
-_MOST = 2**20  # entries of a parameter that are told apart
+_MOST = 2**20  # maximal entries of a parameter that are numbered
 
 
 class Constants:
-    """What a capture computes of neither inputs nor weights.
+    """The values of a capture that depend on neither inputs nor weights.
 
     Args:
-        system: Knows which tensors are constants.
+        system: Knows the constant tensors.
         capture: The network.
-        values: Their numbers.
+        values: Evaluates constants.
     """
 
     def __init__(self, system: System, capture: Capture, values: Weights) -> None:
@@ -51,7 +51,7 @@ class Constants:
         return name_of(node) in operations(Trait.LIKE) or all(self._constant[given] for given in node.all_input_nodes)
 
     def _is_sized(self, node: fx.Node) -> bool:
-        """Whether a constant may be another one for an input of another size, or by chance."""
+        """Whether a constant may differ for inputs of another size, or is random."""
         if node.op != "call_function":
             return False
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -77,7 +77,7 @@ class Constants:
         return growing_axes(self.capture.graph, {**sized, **self.inputs})
 
     def grows(self, node: Any, axis: int) -> bool:
-        """Whether an axis of a tensor is longer for a longer input."""
+        """Whether an axis of a tensor is longer for longer inputs."""
         return axis in self.growing.get(node, [frozenset()])[0]
 
     def is_constant(self, node: fx.Node) -> bool:
@@ -85,13 +85,13 @@ class Constants:
         return self._constant[node]
 
     def known(self, node: Any) -> Tensor | None:
-        """Return a constant that is the same for inputs of all sizes; None for anything else."""
+        """Return a constant that is equal for inputs of all sizes; None for other nodes."""
         if not isinstance(node, fx.Node) or not self._constant[node] or self._sized[node]:
             return None
         return self._numbers(node)
 
     def number(self, node: Any) -> float | None:
-        """Return what all entries of a constant are; None if they differ, or for anything else."""
+        """Return the number that all entries of a constant equal; None if they differ, or for other nodes."""
         if isinstance(node, (int, float)):
             return float(node)
         if not isinstance(node, fx.Node) or not self._constant[node]:
@@ -102,7 +102,7 @@ class Constants:
         return float(own.reshape(-1)[0])
 
     def sums_to(self, node: fx.Node) -> float | None:
-        """Return 0 or 1 if that is what a constant sums to over its last axis, everywhere; else None."""
+        """Return 0 or 1 if all sums of a constant over its last axis equal it; else None."""
         own = self._numbers(node)
         if own is None or not own.is_floating_point() or not own.ndim or not own.numel():
             return None
@@ -118,7 +118,7 @@ class Constants:
 
 
 def _features(inputs: Sequence[fx.Node]) -> dict[fx.Node, set[int]]:
-    """Return the axes of inputs that a layer sums over, which have as many entries as its weight."""
+    """Return the axes of inputs that a layer sums over; their sizes are those of its weight."""
     found: dict[fx.Node, set[int]] = {}
     for node in inputs:
         for user in node.users:
@@ -130,11 +130,11 @@ def _features(inputs: Sequence[fx.Node]) -> dict[fx.Node, set[int]]:
 
 
 class _Read(NamedTuple):
-    """What one reader of a tensor reaches.
+    """The part of a tensor that one operation reads.
 
     Attributes:
-        parts: The numbers of the tensor's entries, or, for each axis, places along it; counted from 1, 0 for nothing.
-        cut: Whether it is a part as long as an input.
+        parts: The indices of the entries, or for each axis the places along it; counted from 1, with 0 for padding.
+        cut: Whether the part is as long as an input.
     """
 
     parts: Sequence[Tensor]
@@ -142,9 +142,9 @@ class _Read(NamedTuple):
 
 
 def read_ahead(system: System, captures: Sequence[Constants]) -> None:
-    """Note which parameters are contracted with values, and which are read in part.
+    """Record the parameters that are contracted with values, and those that are read in part.
 
-    Along axes of which only a part is read, longer inputs may read more, so that the same has to hold everywhere.
+    Longer inputs may read more along axes that are read in part, so translations must be constant along these.
     """
     for constants in captures:
         for node, name in constants.capture.states.items():
@@ -167,7 +167,7 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
 
 
 def is_contracted(node: fx.Node) -> bool:
-    """Whether a parameter, or what moves make of it, is contracted with something else."""
+    """Whether a parameter, perhaps after moves, is contracted with another value."""
     for user in node.users:
         if _contracts(user, node):
             return True
@@ -177,7 +177,7 @@ def is_contracted(node: fx.Node) -> bool:
 
 
 def _contracts(node: fx.Node, given: fx.Node) -> bool:
-    """Whether an operation is a contraction of a parameter with something else."""
+    """Whether an operation contracts a parameter with another value."""
     name = name_of(node)
     if name in {"linear"} | operations(Trait.CONVOLVE):
         return given is node.args[1]
@@ -191,7 +191,7 @@ def _by_axis(system: System, name: str) -> bool:
 
 
 def _entries(system: System, name: str) -> list[Tensor]:
-    """Return numbers for all entries of a tensor, or for each axis the places along it (thin); from 1 on."""
+    """Number all entries of a tensor, or the places along each axis (thin), from 1."""
     shape = system.shape(name)
     if not _by_axis(system, name):
         return [1 + torch.arange(math.prod(shape)).reshape(shape)]
@@ -202,7 +202,7 @@ def _entries(system: System, name: str) -> list[Tensor]:
 
 
 def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False) -> Iterator[_Read]:
-    """Yield what each operation reads that does not only move entries."""
+    """Yield the part of a parameter that each operation other than a move reads."""
     several = isinstance(node.meta.get("val"), (list, tuple))
     shape = () if several else tuple(node.meta["val"].shape)
     for user in node.users:
@@ -238,7 +238,7 @@ def _mark(system: System, name: str, reached: dict[str, list[Tensor]], read: _Re
 
 
 def _partial(system: System, name: str, reached: Sequence[Tensor]) -> set[int]:
-    """Return the axes of a tensor of which only a part is read."""
+    """Return the axes of a tensor that are read only in part."""
     shape = system.shape(name)
     if _by_axis(system, name):
         found = {axis for axis, own in enumerate(reached) if not bool(own[1:].all())}

@@ -1,4 +1,4 @@
-"""What interpreters of several captures share: unknowns, families of changes of weights, derived unknowns, weights."""
+"""State that the interpreters of several captures share: unknowns, weights and their families of changes."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -26,11 +26,11 @@ from lightning_sym.symmetry.tracing.capture import Capture
 
 @dataclass
 class Rows:
-    """Multiples, for each output, of the coefficients of a relation in the rows of a weight.
+    """Multiples of a relation's coefficients that are added to the rows of a weight, one per output and segment.
 
     Attributes:
-        numbers: Unknowns. Shape (segments, *the weight's), with size 1 along the axes that are summed over.
-        coefficient: Along the axes that are summed over, in the weight's order, flattened.
+        numbers: Unknowns. Shape (segments, *the weight's), with size 1 along the summed axes.
+        coefficient: The coefficients along the summed axes, in the weight's order, flattened.
         segments: The segment of each place on these axes.
     """
 
@@ -41,12 +41,12 @@ class Rows:
 
 @dataclass
 class Family:
-    """Changes of a weight that sums over some of its axes.
+    """Changes of a weight that a contraction sums over some of its axes.
 
     Attributes:
-        directions: Unknowns with size 1 along these axes: a change of the outputs that each place on these axes has a
-            multiple of.
-        rows: By their coefficients.
+        directions: Unknowns with size 1 along these axes: a direction of the outputs. Each place on the axes has its
+            own multiple of it.
+        rows: Row changes, by their coefficients.
     """
 
     directions: Tensor
@@ -55,17 +55,17 @@ class Family:
 
 @dataclass
 class Derived:
-    """Unknowns that other unknowns and the weights define.
+    """Unknowns defined by other unknowns and the weights.
 
     Attributes:
         numbers: The unknowns; thin.
-        source: What defines them; thin.
-        evaluate: Makes them of the values of what defines them and of the weights.
-        blocks: Their places by block, and those of what defines each block. Shapes (blocks, places), (blocks, places).
-        twin: What derived unknowns that the same weights make of other ones have in common.
-        unseen: For each of them, thin, the direction of the weight's output, if the weight has directions.
-        total: For rows, what the relation sums to.
-        alike: Blocks that equations make equal to another one, as what defines them is.
+        source: The unknowns that define them; thin.
+        evaluate: Computes them from the values of ``source`` and the weights.
+        blocks: Their places by block, and those of each block's source. Shapes (blocks, places), (blocks, places).
+        twin: A key shared by derived unknowns with the same weights and other sources.
+        unseen: The direction of the weight's output for each of them, thin, if the weight has directions.
+        total: For rows, the total of the relation.
+        alike: Blocks that equations identify with another block, as their sources are equal.
     """
 
     numbers: Tensor
@@ -79,12 +79,12 @@ class Derived:
 
 
 class System:
-    """What interpreters of several captures share.
+    """State that the interpreters of several captures share.
 
     Args:
-        tensors: Parameters and buffers by name, of which shapes count.
-        movable: The names of those to which something may be added.
-        constants: The names of those that come with the architecture.
+        tensors: Parameters and buffers by name; only shapes matter.
+        movable: The names of tensors that may be translated.
+        constants: The names of tensors that belong to the architecture.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], movable: Collection[str], constants: Collection[str]) -> None:
@@ -93,17 +93,17 @@ class System:
         self.names: dict[fx.Node, str] = {}
         self.nodes: dict[Any, fx.Node] = {}
         self.free: dict[str, Tensor] = {}
-        self.partial: dict[str, frozenset[int]] = {}  # axes of which only a part is read
-        self.weights: set[str] = set()  # parameters that are contracted with values
+        self.partial: dict[str, frozenset[int]] = {}  # axes that are read only in part
+        self.weights: set[str] = set()  # parameters contracted with values
         self.families: dict[str, dict[frozenset[int], Family]] = {}
         self.read: set[str] = set()
-        self.late = False  # whether a family was found after a reader that has not seen it
-        self.fixed: set[str] = set()  # weights that something else sees
+        self.late = False  # whether a family was found after a reader that ignored it
+        self.fixed: set[str] = set()  # weights with other readers
         self.derived: list[Derived] = []
-        self.probes: list[Tensor] = []  # one for many unknowns that obey the same equations, if that has to be zero
-        self.products: list[tuple[Tensor, Tensor]] = []  # of which one has to vanish
-        self.lengths: set[int] = set()  # of the inputs of the capture at hand
-        self.walk = 0  # which length they have
+        self.probes: list[Tensor] = []  # each represents many unknowns with equal equations; must be zero
+        self.products: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; one of each pair must vanish
+        self.lengths: set[int] = set()  # of the inputs of the current capture
+        self.walk = 0  # index of their choice of length
         self.counted = False  # whether anything was multiplied by a length
         self.sources = 0
         self.notes: list[str] = []
@@ -114,7 +114,7 @@ class System:
         self._kept: dict[fx.Node, Made] = {}
 
     def made(self, node: Any) -> Made:
-        """Return the operation behind the key of an atom, behind a node, or behind the copy that was kept of a node."""
+        """Return the operation of an atom's key, of a node, or of the retained copy of a node."""
         if isinstance(node, Made):
             return node
         return kept(self.nodes[node] if isinstance(node, str) else node, self.names, self._kept)
@@ -124,15 +124,15 @@ class System:
         return tuple(self.tensors[name].shape)
 
     def source(self) -> int:
-        """Return a number for a new source of drift."""
+        """Return an index for a new source of drift."""
         self.sources += 1
         return self.sources
 
     def length(self, size: int, power: int = 1) -> Coefficient:
-        """Return how many entries an axis has, or 1 over that: a number that another input changes, if it is a length.
+        """Return an axis's length, or its inverse, as a coefficient; lengths of inputs remain symbolic.
 
         Args:
-            size: How many.
+            size: The length.
             power: 1 or -1.
         """
         if size < 2 or size not in self.lengths:
@@ -141,7 +141,7 @@ class System:
         return Coefficient(1.0, ((Atom("length", (size, self.walk)), power, torch.tensor(0)),))
 
     def again(self) -> "System":
-        """Return a system that knows the families of this one from the start."""
+        """Return a new system that knows this one's families from the start."""
         new = System(self.tensors, self.movable, self.constants)
         new.names, new.partial, new.weights = self.names, self.partial, self.weights
         for name, families in self.families.items():
@@ -153,7 +153,7 @@ class System:
         return new
 
     def family(self, name: str, axes: frozenset[int]) -> Family:
-        """Return the changes of a weight that sums over some axes."""
+        """Return the changes of a weight that a contraction sums over some axes."""
         own = self.families.setdefault(name, {})
         if axes not in own:
             self.late |= name in self.read
@@ -162,18 +162,18 @@ class System:
         return own[axes]
 
     def _outer(self, name: str, axes: frozenset[int]) -> list[int]:
-        """Return the sizes of a weight, with 1 along axes that are summed over, and along those read in part."""
+        """Return the sizes of a weight, with 1 along summed axes and along axes that are read in part."""
         once = axes | self.partial.get(name, frozenset())
         return [1 if axis in once else size for axis, size in enumerate(self.shape(name))]
 
     def rows(self, name: str, axes: frozenset[int], coefficient: Coefficient, segments: Tensor) -> Rows:
-        """Return new rows."""
+        """Return new row changes."""
         shape = self._outer(name, axes)
         count = int(segments.max()) + 1
         return Rows(self.unknowns.fresh((count, *shape), ROWS), coefficient, segments)
 
     def derive(self, key: Any, shape: Iterable[int], **definition: Any) -> Tensor:
-        """Return derived unknowns; the same where the same defines them."""
+        """Return derived unknowns; equal definitions share them."""
         if key not in self._derived:
             numbers = self.unknowns.fresh(tuple(shape), 0)
             self._derived[key] = numbers
@@ -181,7 +181,7 @@ class System:
         return self._derived[key]
 
     def signature(self, node: fx.Node) -> str:
-        """Return what tells what nodes make of weights and constants apart, in all captures."""
+        """Return a key of a node's computation from weights and constants, common to all captures."""
         if node not in self._signatures:
             if node.op == "placeholder":
                 own: Any = self.names[node]
@@ -196,7 +196,7 @@ class System:
         return self._signatures[node]
 
     def atom(self, value: Value) -> tuple[Atom, Tensor]:
-        """Return the atom of a value that depends on the weights alone, and which number of it stands where (thin)."""
+        """Return the atom of a value that depends only on weights, and the index in the atom for each entry; thin."""
         if value.origin is not None:
             name, coordinates = value.origin
             strides = torch.empty(self.shape(name), device="meta").stride()
@@ -211,17 +211,17 @@ class System:
         return Atom("node", key), torch.arange(math.prod(value.shape)).reshape(value.shape)
 
     def coefficient(self, value: Value) -> Coefficient:
-        """Return a value that depends on the weights alone as a coefficient."""
+        """Return a value that depends only on weights as a coefficient."""
         atom, at = self.atom(value)
         return Coefficient(1.0, ((atom, 1, at),))
 
     def note(self, text: str) -> None:
-        """Note something once."""
+        """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def free_numbers(self, name: str) -> Tensor:
-        """Return what may be added to a tensor, entry by entry; along axes that are read in part the same."""
+        """Return the unknown translation of a tensor, entry by entry; constant along axes that are read in part."""
         if name not in self.free:
             partial = self.partial.get(name, frozenset())
             shape = [1 if axis in partial else size for axis, size in enumerate(self.shape(name))]

@@ -1,4 +1,4 @@
-"""What may be added to a network's weights without a change of the function: found, and done.
+"""Find translations of a network's weights that preserve its function.
 
 See docs/theory/translations.md.
 """
@@ -35,12 +35,12 @@ from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_tota
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.numbering import sum_by
 
-# What entries of elements are called.
-NORM = "biases that batch norms take off"
-LINEAR = "biases that linear layers take off"
+# Names for kinds of entries.
+NORM = "biases that batch norms absorb"
+LINEAR = "biases that linear layers absorb"
 UNSEEN = "biases that nothing sees"
-OPPOSED = "weights against one another"
-WRITERS = "means that norms take off"
+OPPOSED = "coupled translations"
+WRITERS = "means that norms subtract"
 READERS = "rows that read a layer norm"
 
 
@@ -53,21 +53,21 @@ def find_translations(
     keep: Collection[str] = (),
     outputs: bool = False,
 ) -> Translations:
-    """Find what may be added to a network's tensors.
+    """Find the translations of a network's tensors.
 
     Args:
-        captures: The network, captured on one example or several.
-        tensors: Its parameters and buffers by name; of those in `constants` the numbers count, of others the shapes.
-        constants: The names of those that are in no state dict.
-        fixed: The names of tensors to which nothing is added.
-        keep: Weights whose rows keep their mean.
-        outputs: Whether a softmax reads the outputs along their last axis, which does not see what they have in common.
+        captures: The network, captured on one or several examples.
+        tensors: Its parameters and buffers by name. Values matter for those in `constants`, shapes for others.
+        constants: The names of tensors in no state dict.
+        fixed: The names of tensors without translations.
+        keep: Weights with rows that keep their mean.
+        outputs: Whether a softmax reads the outputs along their last axis, and therefore ignores a common offset.
     """
     try:
         return _found(captures, tensors, constants, fixed, keep, outputs=outputs)
-    except Exception as error:  # an operation in a form that the interpreter does not expect
+    except Exception as error:  # the interpreter does not support this form of an operation
         found, why = Translations(), f"{type(error).__name__}: {error}"
-        found.notes.append(f"what may be added to weights was not searched, as the affine interpreter stopped ({why})")
+        found.notes.append(f"translations of weights were not searched, as the affine interpreter stopped ({why})")
         return found
 
 
@@ -90,7 +90,7 @@ def _found(
         marked: dict[str, Value | None] = {}
         interpreters = []
         for own in read:
-            # What is counted has to fit two lengths, if there is any.
+            # Coefficients that count a length must fit two lengths.
             system.lengths, system.walk, system.counted = own.lengths, 0, False
             interpreters.append(_interpreted(system, own, marked, outputs=outputs))
             if system.counted:
@@ -114,7 +114,7 @@ def _found(
 def _interpreted(
     system: System, constants: Constants, marked: dict[str, Value | None], *, outputs: bool
 ) -> Interpreter:
-    """Follow one capture, and note what is known of its named values."""
+    """Interpret one capture, and record the values of its named nodes."""
     interpreter = Interpreter(system, constants, outputs=outputs)
     interpreter.run()
     for mark in constants.capture.marks:
@@ -126,7 +126,7 @@ def _interpreted(
 
 
 class _Compiler:
-    """Takes what elements need out of a solved system.
+    """Extracts translations from a solved system.
 
     Args:
         solution: The free unknowns.
@@ -216,11 +216,11 @@ class _Compiler:
         return Translations(parts)
 
     def _at(self, numbers: Tensor) -> Ints:
-        """Return where unknowns stand among those that are wanted."""
+        """Return the indices of unknowns among the wanted ones."""
         return np.searchsorted(self.wanted, numbers.numpy())
 
     def _shown(self, value: Any) -> tuple[Tensor | None, Tensor]:
-        """Return what is added to a named value, and what is added times functions of the input."""
+        """Return the translation of a named value, and the unknowns of its drifts."""
         drifts = [torch.zeros(0, dtype=torch.int64)]
         if not isinstance(value, Value):
             return None, drifts[0]
@@ -238,7 +238,7 @@ class _Compiler:
         return Step(self._at(own.source), columns, own.evaluate, unseen, names, total)
 
     def _pairs(self) -> list[tuple[Tensor, Any]]:
-        """Return numbers that are added to each of a weight's outputs, with the family of what is added to these."""
+        """Return unknowns added to each output of a weight, with the family of changes of these outputs."""
         return [
             (numbers, family)
             for (name, axes), family in self.families.items()
@@ -252,7 +252,7 @@ class _Compiler:
         return name in self.system.free and self.system.partial.get(name) == axes
 
     def _in_common(self, numbers: Tensor, family: Any) -> int:
-        """Return how many directions of a weight's outputs are among what is added to each of its outputs."""
+        """Return the dimension of a family's directions that are among translations of each output."""
         forms, segments = self.solution.solved.forms, len(numbers)
         patterns = forms[family.directions.reshape(-1).numpy()]
         own = forms[numbers.reshape(-1).numpy()]
@@ -268,13 +268,13 @@ class _Compiler:
         return int(torch.linalg.matrix_rank(given, rtol=1e-9)) + int(wanted.shape[1]) - int(both)
 
     def _kinds(self, parts: Parts) -> list[Kind]:
-        """Return what the first entries of elements are called."""
+        """Name the kinds of the first entries of elements."""
         forms = self.solution.solved.forms[self.wanted][:, self.first].tocsr()
         places: list[Readers | Free | Step] = [*parts.readers, *parts.free, *parts.steps]
         held = [forms[(own.source if isinstance(own, Step) else own.at).ravel()].indices for own in places]
         number = np.repeat(np.arange(len(places)), [len(own) for own in held])
         entry = np.concatenate([np.zeros(0, np.int64), *held])
-        # How often each entry is added to each place.
+        # The number of times that each entry is added to each place.
         table = sparse.csr_matrix((np.ones(len(entry), np.int64), (entry, number)), (parts.entries, len(places)))
         row = np.repeat(np.arange(parts.entries), np.diff(table.indptr))
         hashes = np.random.default_rng(0).integers(2**63, size=len(places), dtype=np.uint64)
@@ -295,10 +295,10 @@ class _Compiler:
         return [kind for _, kind in sorted(found, key=lambda own: (own[0], own[1].entries[0]))]
 
     def _kind(self, rows: Sequence[Readers], free: Sequence[str], steps: Sequence[Step], most: int) -> str:
-        """Return what entries are called that are added in the same places, to each tensor so often at most."""
+        """Name the kind of entries that are added at equal places, at most ``most`` times to each tensor."""
         if any(own.coefficient.items or own.segments.any() for own in rows):
             return READERS
-        free = [*(own.name for own in rows), *free]  # of a table to all rows of which the same is added
+        free = [*(own.name for own in rows), *free]  # of a table that is translated equally in all rows
         learned = [isinstance(self.system.tensors[name], torch.nn.Parameter) for name in free]
         if not all(learned):
             return NORM if learned[0] and most == 1 and not steps else OPPOSED

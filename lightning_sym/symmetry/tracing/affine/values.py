@@ -1,6 +1,6 @@
-"""Values of a captured graph with what is added to them: a translation, drifts, a relation.
+"""Values of a captured graph with their possible changes: a translation, drifts, a relation.
 
-Arrays that belong to a value are *thin*: they have its rank, and size 1 along axes on which they are the same.
+Arrays that belong to a value are *thin*: they have its rank, and size 1 along axes on which they are constant.
 """
 
 import math
@@ -20,37 +20,37 @@ from lightning_sym.symmetry.tracing.coordinates import varies
 Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
 
-# Kinds of unknowns, in the order in which equations define them: the last first.
+# Kinds of unknowns; equations define those of the last kind first.
 DERIVED, ROWS, DIRECTIONS, SUMS, FREE = range(5)
 
 
 _PLACES: WeakValueDictionary[Shape, Tensor] = WeakValueDictionary()
-_MOST = 2**23  # unknowns: larger networks would take minutes
+_MOST = 2**23  # maximal unknowns; larger networks would take minutes
 
 
 class Atom(NamedTuple):
-    """Numbers that depend on the weights alone.
+    """Numbers that depend only on the weights.
 
     Attributes:
         kind: "parameter", "node" (of the graph), or "length" (of an axis of the input).
-        key: The parameter's name, what tells the node from others, or the length and the number of the walk.
+        key: The parameter's name, the node's signature, or the length and the index of the walk.
     """
 
     kind: str
     key: Any
 
 
-# An atom, its power, and for each entry of a value (thin) which number of the atom stands there.
+# An atom, its power, and the index of the atom's number at each entry of a value (thin).
 Item = tuple[Atom, int, Tensor]
 
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A product of powers of numbers that depend on the weights alone, for each entry of a value.
+    """A product of powers of numbers that depend only on the weights, for each entry of a value.
 
     Attributes:
         factor: A number.
-        items: Atoms with powers and thin arrays of places.
+        items: Atoms with powers and thin index arrays.
     """
 
     factor: float = 1.0
@@ -66,11 +66,11 @@ class Coefficient:
         return Coefficient(self.factor**power, items)
 
     def mapped(self, function: Any) -> "Coefficient":
-        """Return the coefficient of a value whose entries are moved."""
+        """Return the coefficient of a value with moved entries."""
         return Coefficient(self.factor, tuple((atom, own, function(places)) for atom, own, places in self.items))
 
     def key(self, shape: Shape) -> Any:
-        """Return what tells coefficients of values of one shape apart."""
+        """Return a key that distinguishes coefficients of values of one shape."""
         powers: dict[Any, int] = {}
         for atom, power, places in self.items:
             own = atom, places.expand(shape).numpy().tobytes()
@@ -83,11 +83,11 @@ ONE = Coefficient()
 
 @dataclass
 class Drift:
-    """A change of a value by numbers times anonymous functions of the input.
+    """A change of a value: numbers times unspecified functions of the input.
 
     Attributes:
-        function: Which function stands at each entry; thin.
-        numbers: Unknowns, 0 for nothing. Shape (patterns, *thin): the patterns have functions of their own.
+        function: The index of the function at each entry; thin.
+        numbers: Unknowns, 0 for none. Shape (patterns, *thin): each pattern has separate functions.
     """
 
     function: Tensor
@@ -96,13 +96,13 @@ class Drift:
 
 @dataclass(eq=False)
 class Total:
-    """What the terms of a relation sum to, for each segment.
+    """The total of a relation's terms, for each segment.
 
     Attributes:
         segments: The number of segments.
-        constant: A number that all segments have.
-        terms: Coefficients, the segment of each entry (thin), and the shape over which they are summed.
-        before: The sums of which these are copies, and of which of them each segment has one.
+        constant: A number common to all segments.
+        terms: Coefficients, the segment of each entry (thin), and the shape of the sum.
+        before: An earlier total, and the index of the earlier segment for each segment; added to this total.
     """
 
     segments: int
@@ -111,32 +111,32 @@ class Total:
     before: "tuple[Total, Tensor] | None" = None
 
     def key(self) -> Any:
-        """Return what tells sums of different numbers apart."""
+        """Return a key that distinguishes totals."""
         before = None if self.before is None else (self.before[0].key(), self.before[1].numpy().tobytes())
         terms = tuple((own.key(shape), at.expand(shape).numpy().tobytes(), shape) for own, at, shape in self.terms)
         return self.segments, self.constant, terms, before
 
     @property
     def vanishes(self) -> bool:
-        """Whether the sum is zero for all weights."""
+        """Whether the total is zero for all weights."""
         return self.known == 0
 
     @property
     def known(self) -> float | None:
-        """The sum, if it is one number for all weights and segments; else None."""
+        """The total if it is one number for all weights and segments; else None."""
         before = 0.0 if self.before is None else self.before[0].known
         return None if self.terms or before is None else before + self.constant
 
 
 @dataclass
 class Relation:
-    """For every input, the sum over each segment of a value's entries, times coefficients, is what a total says.
+    """An identity for all inputs: in each segment, the sum of coefficients times entries equals a total.
 
     Attributes:
-        axes: The axes over which the sums go.
-        segments: Which segment each entry is in, besides its place on the other axes; thin, varies along `axes` only.
+        axes: The axes of the sums.
+        segments: The segment of each entry, in addition to its place on the other axes; thin, varies along `axes` only.
         coefficient: The coefficients, which vary along `axes` only.
-        total: What they sum to.
+        total: The totals.
     """
 
     axes: frozenset[int]
@@ -147,18 +147,19 @@ class Relation:
 
 @dataclass
 class Value:
-    """What is known of a value.
+    """A value of the graph and its possible changes.
 
     Attributes:
         shape: Its shape.
         varies: Whether it depends on the input.
-        node: The operation that makes it, where it depends on the weights alone.
-        translation: Unknowns that are added to it, 0 for nothing; thin. None for nothing at all.
-        drifts: What is added times functions of the input, by source.
+        node: The operation that produces it, if it depends only on the weights.
+        translation: Unknowns added to it, 0 for none; thin. None if there are no unknowns.
+        drifts: Changes proportional to functions of the input, by source.
         relation: A relation of its entries.
-        origin: The parameter that it is, moved, and for each of the parameter's axes the coordinate; thin.
+        origin: The parameter that it shows, moved, and the coordinate of each entry on each of the parameter's axes;
+            thin.
         learned: Whether it depends on parameters.
-        more: Further summands of the translation, which vary along other axes: they are combined when needed.
+        more: Further summands of the translation that vary along other axes; combined when needed.
     """
 
     shape: Shape
@@ -178,7 +179,7 @@ class Value:
 
     @property
     def moves(self) -> bool:
-        """Whether anything may be added to it."""
+        """Whether it has a translation or a drift."""
         return self.translation is not None or bool(self.more) or bool(self.drifts)
 
     def with_(self, **changes: Any) -> "Value":
@@ -187,7 +188,7 @@ class Value:
 
 
 def wide(array: Tensor, rank: int, lead: int = 0) -> Tensor:
-    """Return an array with axes of size 1 in front, up to a rank; behind leading axes."""
+    """Insert axes of size 1 up to a rank, after the leading axes."""
     missing = rank + lead - array.ndim
     return array.reshape([*array.shape[:lead], *[1] * missing, *array.shape[lead:]])
 
@@ -198,14 +199,14 @@ def varying(array: Tensor, lead: int = 0) -> set[int]:
 
 
 def places(shape: Sequence[int]) -> Tensor:
-    """Return a number for each entry, not to be changed: layers that are alike have one array, as it may be large."""
+    """Number all entries. The result is shared between callers, as it may be large, and must not be changed."""
     if (found := _PLACES.get(tuple(shape))) is None:
         found = _PLACES[tuple(shape)] = torch.arange(math.prod(shape)).reshape(tuple(shape))
     return found
 
 
 def thinned(array: Tensor, lead: int = 0) -> Tensor:
-    """Keep the axes along which an array varies, the others with size 1."""
+    """Reduce axes along which an array is constant to size 1."""
     for axis in range(lead, array.ndim):
         if array.shape[axis] > 1 and not varies(array, axis):
             array = array.narrow(axis, 0, 1)
@@ -213,13 +214,13 @@ def thinned(array: Tensor, lead: int = 0) -> Tensor:
 
 
 def distinct(entries: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Find which entries several arrays tell apart.
+    """Find the distinct entries of several arrays.
 
     Args:
-        entries: Arrays of as many entries, behind which there may be one more axis.
+        entries: Arrays with equally many entries, perhaps with one more axis after them.
 
     Returns:
-        The first of each kind of entries, rising, and which of these each entry is like.
+        The first entry of each kind, rising, and the kind of each entry.
     """
     count = len(entries[0])
     if any(own.ndim == 1 and bool((own[1:] > own[:-1]).all()) for own in entries):
@@ -235,11 +236,11 @@ def distinct(entries: Sequence[Ints]) -> tuple[Ints, Ints]:
     first, inverse = first[order], np.argsort(order)[inverse.reshape(-1)]
     if all(np.array_equal(own, own[first[inverse]]) for own in entries):
         return first, inverse
-    return np.arange(count), np.arange(count)  # two kinds have one key: then all count as different
+    return np.arange(count), np.arange(count)  # a hash collision: then all entries count as distinct
 
 
 def _joined(pairs: Ints) -> Ints:
-    """Return as few pairs as have to be equal for all of them to be: each with the least of those that are equal."""
+    """Reduce pairs of equal numbers to a minimal set: each number with the smallest one equal to it."""
     numbers, place = np.unique(pairs, return_inverse=True)
     if len(numbers) > len(pairs):
         return pairs
@@ -253,17 +254,21 @@ def _joined(pairs: Ints) -> Ints:
 
 
 class Unknowns:
-    """Unknowns by number, and linear equations that they obey; number 0 is nothing."""
+    """Numbered unknowns, and linear equations between them; number 0 represents zero."""
 
     def __init__(self) -> None:
         self.count = 1
-        self.blocks: list[tuple[int, int]] = [(0, DERIVED)]  # where each block begins, and its kind
+        self.blocks: list[tuple[int, int]] = [(0, DERIVED)]  # start and kind of each block
         self.zero = np.ones(1, bool)
         self.equations: list[tuple[Ints, list[tuple[float, list[tuple[Atom, int, Ints]]]]]] = []
         self._sums: dict[Any, Ints] = {}
 
     def fresh(self, shape: Sequence[int], kind: int) -> Tensor:
-        """Return new unknowns."""
+        """Return new unknowns.
+
+        Raises:
+            RuntimeError: If there are too many.
+        """
         size = math.prod(shape)
         if self.count + size > _MOST:
             raise RuntimeError(f"more than {_MOST} unknowns")
@@ -280,17 +285,17 @@ class Unknowns:
         return np.repeat([kind for _, kind in self.blocks], np.diff(starts))
 
     def vanish(self, numbers: Tensor | None) -> None:
-        """Demand that unknowns are zero."""
+        """Require that unknowns are zero."""
         if numbers is not None:
             self.zero[numbers.reshape(-1).numpy()] = True
 
     def living(self, numbers: Tensor | None) -> Tensor | None:
-        """Return the same unknowns, 0 where they are known to be zero; None if all are."""
+        """Return the same unknowns with 0 for those known to be zero; None if all are zero."""
         if numbers is None:
             return None
         own = numbers.numpy()
         gone = np.asarray(self.zero[own])
-        return None if gone.all() else torch.from_numpy(np.asarray(own * ~gone))  # faster than to mask
+        return None if gone.all() else torch.from_numpy(np.asarray(own * ~gone))  # faster than masking
 
     def combined(self, terms: Sequence[tuple[Tensor, Coefficient]], lead: int = 0) -> Tensor | None:
         """Return unknowns for a sum of unknowns times coefficients.
@@ -325,7 +330,7 @@ class Unknowns:
         return torch.from_numpy(result).reshape(shape)
 
     def _sum(self, numbers: Ints, terms: list[tuple[float, list[tuple[Atom, int, Ints]]]]) -> Ints:
-        """Return unknowns that with multiples of others sum to zero; the same for the same."""
+        """Return unknowns that sum to zero with multiples of others; equal sums share them."""
         by = tuple((factor, *((atom, power, at.tobytes()) for atom, power, at in items)) for factor, items in terms)
         key = numbers.tobytes(), by
         if key not in self._sums:
@@ -338,7 +343,7 @@ class Unknowns:
         return [(atom, power, own.expand(shape).reshape(-1).numpy()[at]) for atom, power, own in coefficient.items]
 
     def summed(self, numbers: Tensor, axes: Sequence[int]) -> Tensor | None:
-        """Return unknowns for the sums over some axes of an array, which are kept with size 1."""
+        """Return unknowns for sums over some axes of an array, which are kept with size 1."""
         own = self.living(numbers)
         if own is None:
             return None
@@ -354,7 +359,7 @@ class Unknowns:
         return torch.from_numpy(result).reshape([1 if axis in axes else size for axis, size in enumerate(own.shape)])
 
     def equate(self, one: Tensor, two: Tensor) -> None:
-        """Demand that unknowns are equal, entry by entry; arrays that broadcast."""
+        """Require that unknowns are equal, entry by entry, with broadcasting."""
         shape = np.broadcast_shapes(one.shape, two.shape)
         pairs = torch.stack([numbers.expand(shape).reshape(-1) for numbers in (one, two)], 1).numpy()
         pairs = pairs[pairs[:, 0] != pairs[:, 1]]
