@@ -171,20 +171,20 @@ def singular_values(structure: Structure, tensors: Mapping[str, Tensor]) -> dict
     return found
 
 
-# Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
+# Scales and cells are balanced in turn until every matrix is this near to the identity, for at most so many rounds.
 _SETTLED, _MOST_ROUNDS = 1e-13, 500
 _MOST_POSITIVE, _STILL = 100, 1e-12  # by positive matrices alone
 _PARTLY_SETTLED = 1e-11  # where cells have no balanced member, and matrices with larger condition numbers
 
 
 class Balanced(NamedTuple):
-    """What balancing cells came to.
+    """Result of balancing cells.
 
     Attributes:
-        element: What brings the weights there.
-        singular: The numbers of dense cells without a balanced representative.
-        between: The numbers of gained cells that are balanced.
-        notes: What was not reached.
+        element: The element that balances the weights.
+        singular: Indices of GL(d) blocks without a balanced representative.
+        between: Indices of balanced GL(d) blocks between gains.
+        notes: Notes on missed tolerances and on blocks without a balanced representative.
     """
 
     element: Element
@@ -202,10 +202,10 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
     the cell.
 
     Args:
-        factors: Those of the group.
+        factors: The factors of the group.
         state: The weights.
-        partly: Whether to balance cells without a balanced representative as far as possible, or leave them unchanged;
-            by default as is wanted.
+        partly: Whether to balance cells without a balanced representative as far as possible, or leave them unchanged.
+            None follows ``state.wanted``.
     """
     structure, plan, tensors, wanted = factors.structure, state.plan, state.tensors, state.wanted
     between = usable(structure, tensors) if wants_matrices(wanted) else []
@@ -214,7 +214,7 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
     mixed = (mixed | tensors_between(structure)) & tensors.keys()
     partly = wanted.partly if partly is None else partly
     total = same = factors.identity("")
-    first = len(structure.dense)  # gained cells come behind dense ones
+    first = len(structure.dense)  # blocks between gains come after the others
     singular: set[int] = set()
     squares = Squares(plan, tensors, state.dtype)
     changes: list[float] = []
@@ -250,12 +250,12 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
         total = factors.compose(same.replaced(**parts), total)
         inside = total.replaced(log_scale=same.log_scale)
         squares.renew(MovedTensors(factors, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))
-    if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind, either
+    if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind either
         return balanced_cells(factors, state, partly=False)
     notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
     if singular:
         notes.append(
-            f"{len(singular)} cells on which invertible matrices act stay as they are: the weights that write or read "
+            f"{len(singular)} cells on which invertible matrices act stay unchanged: the weights that write or read "
             "their units are linearly dependent"
         )
     regular = [cell for cell in between if first + cell not in singular]
@@ -263,11 +263,11 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
 
 
 def balance_cells(factors: Factors, state: Gathered) -> Canonical:
-    """Bring all cells and scales to their form, units between gains in the order of these.
+    """Bring all cells and scales to their canonical form, and sort units between gains by these gains.
 
     Args:
-        factors: Those of the group.
-        state: The weights, which are moved on the way.
+        factors: The factors of the group.
+        state: The weights, which are moved.
     """
     structure = factors.structure
     if wants_matrices(state.wanted):
@@ -284,7 +284,7 @@ def balanced_by_positive(factors: Factors, tensors: Mapping[str, Tensor]) -> Can
     """Return the positive matrices that make both Gram matrices of every head equal, head by head in turn.
 
     Args:
-        factors: Those of the group.
+        factors: The factors of the group.
         tensors: Parameters, by name, float64.
     """
     total = same = factors.identity("")
@@ -304,5 +304,5 @@ def balanced_by_positive(factors: Factors, tensors: Mapping[str, Tensor]) -> Can
         step = same.replaced(dense=tuple(dense))
         tensors = dict(MovedTensors(factors, step, tensors, shifted=False).items())
         total = factors.compose(step, total)
-    note = f"{len(singular)} heads stay as they are, as what they put out or what reads it has dependent units"
+    note = f"{len(singular)} heads stay unchanged: the weights that write or read their units are linearly dependent"
     return Canonical({"dense": total.dense}, [note] * bool(singular))
