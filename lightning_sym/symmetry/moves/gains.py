@@ -126,7 +126,7 @@ def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tenso
     if held:
         stuck = [name for name in gains if name in held]
         ties = described_ties(network)
-        why = f"{ties}: untie(network) first" if ties else "others read it, or read the value before it"
+        why = f"{ties}: untie(network) first" if ties else "others read them, or the values before them"
         raise ValueError(
             f"{_plural('the gain', stuck)} cannot be taken into the weights behind ({why}); "
             f"leave={pattern_of(stuck)!r} folds all others"

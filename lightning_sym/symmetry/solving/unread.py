@@ -112,7 +112,7 @@ def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[s
     notes: dict[str, None] = {}
     for cell, seen in zip(cells, met + between, strict=True):
         if min(sum(count for _, at, count in seen if at == side and count > 1) for side in (0, 1)) >= len(cell):
-            continue  # true in all but small networks; only the others need a look at the biases
+            continue  # true except in small networks; only these need a look at the biases
         seen = [(slot, at, n) for slot, at, n in seen if n > 1 or slot.tensor not in structure.shifts.names]
         least, most = sorted(sum(count for _, at, count in seen if at == side) for side in (0, 1))
         if 0 < least < len(cell) != most:
