@@ -39,9 +39,9 @@ _SEARCHES, _STEPS, _AGREEING = 4, 20, 3
 _RARITIES = ((-1.0, 2.0), (0.0, 1.8), (1.0, 1.5), (1.8, 1.2))
 # Root mean squares of random weights: of matrices times the root of the fan-in; bounds for those of vectors.
 _GROWTH, _LEAST = 1.5, 0.2
-# Factor by which searches use more inputs than the first measurement.
+# Ratio of the number of inputs in searches to that of the first measurement.
 _MORE = 4
-# Factor by which fewer inputs are used where a network processes them one by one.
+# Divisor of the number of inputs where a network processes them one by one.
 _FASTER = 4
 # Number of names in a note.
 _SHOWN = 6
@@ -56,7 +56,7 @@ class Excess(NamedTuple):
         moved: Masks by name of entries that directions outside the tangent space move, or that no output depends on.
         names: Finds as few parameters as possible that such directions move.
         whole: Dimension of the kernel on all entries.
-        read: Mask of the entries on which an output depends. Shape (entries,).
+        read: Mask of the entries that an output depends on. Shape (entries,).
         sure: Whether searches for generic weights agree; otherwise all dimensions are the least ones found.
     """
 
@@ -105,7 +105,7 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         if not found.sure:
             missing = f"at most {found.missing} of at most {found.nullity}"
-            where = "which is not known, as it is another at all weights that were tried"
+            where = "which is uncertain, as it differs between all tested weights"
         symmetry.notes = (
             *symmetry.notes,
             f"this group leaves out {missing} dimensions of the Jacobian's nullity ({where}), which move "
@@ -216,7 +216,7 @@ def _weights(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _spread(network: nn.Module, generator: torch.Generator) -> None:
-    """Give weights sizes and signs at which few units are dead, always on or saturated.
+    """Give weights sizes and signs such that few units are dead, always on or saturated.
 
     Values keep their sizes from layer to layer, biases are smaller, and every line of a weight has both signs.
     """
@@ -235,7 +235,7 @@ def _spread(network: nn.Module, generator: torch.Generator) -> None:
 def _mutate(
     network: nn.Module, kept: Mapping[str, Tensor], moved: Mapping[str, Tensor], step: int, generator: torch.Generator
 ) -> None:
-    """Replace weights by copies with new signs and sizes at some entries, of which the number varies by step."""
+    """Replace weights by copies with new signs and sizes at some entries; their number varies by step."""
     least, elsewhere = _RARITIES[step % len(_RARITIES)]
     for name, weight in network.named_parameters():
         sign, size, drawn = torch.randn(3, *weight.shape, generator=generator, dtype=weight.dtype).unbind()
@@ -317,9 +317,9 @@ def _measured(
         network: The network at these weights.
         calls: Inputs.
         generator: Generator for the noise around these.
-        least: Factor by which the number of inputs exceeds the minimum.
+        least: Ratio of the number of inputs to its minimum.
         before: The excess at other weights. Where the kernel is larger, only its dimension is measured.
-        counted: Mask of the entries that count; by default those on which an output depends. Shape (entries,).
+        counted: Mask of the entries that count; by default those that an output depends on. Shape (entries,).
 
     Returns:
         The excess; None if too few outputs are finite, or all units are dead.

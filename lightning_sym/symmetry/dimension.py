@@ -56,7 +56,7 @@ class LocalDimension:
         singular_values: Singular values of the Jacobian, descending. Shape (min(p, equations),), float64.
         above: The smallest singular value counted in the rank, relative to the largest.
         below: The largest one not counted, relative to the largest; 0 if there is none.
-        dead: Number of units whose activation is 0 on all of X (for a ReLU: input never positive).
+        dead: Number of units with activation 0 on all of X (for a ReLU: input never positive).
         always_on: Number of units with a piecewise linear activation that is linear on all of X (for a ReLU: input
             always positive).
         constant: Number of units with constant activation on X, without dead ones.

@@ -21,19 +21,19 @@ from lightning_sym.symmetry.tracing.values import InFront, Value
 
 @dataclass(frozen=True, eq=False)
 class Tap:
-    """A hook point: a value inside the network on which elements act.
+    """A hook point: a value inside the network that elements act on.
 
     Attributes:
-        name: The module whose output it is, with ``-2``, ``-3``, ... for its later calls. Values that cross a cut have
-            the names ``site/0``, ``site/1``, ...
+        name: Name of the module that returns it, with ``-2``, ``-3``, ... for its later calls. Values that cross a cut
+            have the names ``site/0``, ``site/1``, ...
         shape: Its shape for the traced example, batch included.
         group: The group that acts on its channels.
         seen: For each axis, or several axes together, that indexes units: the units at its positions.
-        module: The module whose output it is; empty at a cut.
+        module: Name of the module that returns it; empty at a cut.
         call: Index of the module's call, from 0.
         offset: The constant added where a unit changes sign, see :class:`IntertwinerGroup`.
         shown: The effect of translations on it.
-        squared: Whether it holds squares, on which rotations of the units do not act.
+        squared: Whether it holds squares; rotations of the units do not act on these.
         in_front: The effect on it of half turns of a bias before a sine; None if there is none.
     """
 
@@ -113,9 +113,9 @@ class AxisGroup:
         signs: Number of independent signs per unit.
         occurrences: Positions of the units in tensors.
         taps: Outputs of modules without children that show all units on one axis, in the order of the forward pass.
-        rotations: The cells on which the orthogonal group acts, before permutations, scales and signs.
+        rotations: The cells that the orthogonal group acts on, before permutations, scales and signs.
         phase: Whether the units are rotary pairs, which rotate by any angle.
-        gained: The cells on which GL(d) acts between gains, before permutations, scales and signs.
+        gained: The cells that GL(d) acts on between gains, before permutations, scales and signs.
             children.
     """
 

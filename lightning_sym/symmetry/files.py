@@ -25,7 +25,7 @@ _TYPES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     **{torch.bool: "BOOL", torch.complex64: "C64"},
 }
-# Dtypes of tensors on which elements act; 16-bit tensors are transformed in single precision.
+# Dtypes of tensors that elements act on; 16-bit tensors are transformed in single precision.
 _MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -104,11 +104,9 @@ def _read_index(path: Path) -> dict[str, str]:
         content = None
     placed = content.get("weight_map") if isinstance(content, dict) else None
     if not (isinstance(placed, dict) and placed and all(isinstance(file, str) for file in placed.values())):
-        raise ValueError(
-            f"{path} is no index of a checkpoint; expected JSON whose weight_map says in which file each tensor is."
-        )
+        raise ValueError(f"{path} is no index of a checkpoint; expected JSON with a weight_map from tensors to files.")
     if outside := next((file for file in placed.values() if Path(file).name != file), None):
-        raise ValueError(f"{path} names the file {outside!r}; expected files that lie beside it.")
+        raise ValueError(f"{path} names the file {outside!r}; expected files in its folder.")
     missing = sorted({file for file in placed.values() if not (path.parent / file).is_file()})
     if missing:
         raise ValueError(f"{missing[0]} is missing beside {path}, which names {len(set(placed.values()))} files.")
@@ -236,7 +234,7 @@ def write_moved(
     Args:
         shards: The checkpoint.
         named: The network's name of each tensor that the element moves or depends on.
-        moved: Yields the transformed tensors, in the order in which they are given.
+        moved: Yields the transformed tensors, in the given order.
         moving: Names of the tensors to transform.
         out: A folder, or, for a single file, the new file.
         beside: Further files to copy into the folder.
@@ -245,8 +243,8 @@ def write_moved(
         The path of the new index, or of the single file.
 
     Raises:
-        ValueError: If a file exists already, or a number is not finite. No file is left behind.
-        OSError: If the folder cannot be written to. No file is left behind.
+        ValueError: If a file exists already, or a number is not finite. No file remains.
+        OSError: If the folder cannot be written to. No file remains.
     """
     out = Path(out)
     to_file = out.suffix == ".safetensors"
@@ -317,8 +315,8 @@ def write_new(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], o
         The file.
 
     Raises:
-        ValueError: If a number does not fit its dtype, or the format has no such dtype. No file is left behind.
-        OSError: If it cannot be written. No file is left behind.
+        ValueError: If a number does not fit its dtype, or the format has no such dtype. No file remains.
+        OSError: If it cannot be written. No file remains.
     """
     if name := next((name for name, dtype in types.items() if dtype not in _TYPES), None):
         raise ValueError(f"{name} is of type {types[name]}, which files of safetensors do not hold.")
@@ -352,14 +350,14 @@ def _remove(folders: Iterable[Path]) -> None:
 
 
 def _next(results: Iterator[tuple[str, Tensor]], name: str, stored: Stored, shards: Shards) -> Tensor:
-    """Return the next tensor, in the dtype in which it was stored."""
+    """Return the next tensor, in its stored dtype."""
     found, tensor = next(results)
-    assert found == name, f"{found} came in place of {name}"
+    assert found == name, f"expected {name}, got {found}"
     return _fitting(tensor, shards.read(stored).dtype, stored.key)
 
 
 def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Convert a tensor to another dtype, in which its numbers must be finite."""
+    """Convert a tensor to another dtype; its numbers must stay finite."""
     tensor = tensor.to(dtype)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales.")

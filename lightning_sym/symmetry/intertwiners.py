@@ -272,7 +272,7 @@ class IntertwinerGroup:
         if self.dense and not (self.positive_scales and self.signs and self.exponent == 1 and not self.even):
             raise ValueError("A dense group has positive_scales, signs and exponent 1, and is not even.")
         if not self.positive_scales and self.exponent != 1:
-            raise ValueError(f"exponent is about positive scales, of which there are none; got {self.exponent}.")
+            raise ValueError(f"exponent requires positive scales, and the group has none; got {self.exponent}.")
         if not math.isfinite(self.exponent) or not math.isfinite(self.offset):
             raise ValueError(f"exponent and offset must be finite, got {self.exponent} and {self.offset}.")
         if self.even and not self.signs:

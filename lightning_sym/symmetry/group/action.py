@@ -132,11 +132,11 @@ class Action:
 
     @cached_property
     def source(self) -> Ints:
-        """For each position of all slots, the position from which its new content comes."""
+        """The source of the new content of each position of all slots."""
         return self.factors.source(self.element.permutation)
 
     def source_in(self, slot: Slot) -> Ints:
-        """For each position of a slot, the position of that slot from which its new content comes."""
+        """Return the source of the new content of each position of a slot, within that slot."""
         found: Ints = self.source[slot.rows] - slot.offset
         return found
 
@@ -173,7 +173,7 @@ class Action:
             name: Name of the tensor.
             values: The translation, float64, with `lead` axes before the tensor's axes. An axis along which it is
                 constant has size 1, and keeps it.
-            axes: Axes of the tensor on which the linear part acts.
+            axes: Axes of the tensor that the linear part acts on.
             lead: Number of leading axes.
         """
         for slot in self.structure.slots_of.get(name, ()):
@@ -193,7 +193,7 @@ class Action:
     # On parameters and buffers.
 
     def on_weights(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Transform the parameters and buffers on which the element acts, one after the other.
+        """Transform the parameters and buffers that the element acts on, one after the other.
 
         Args:
             tensors: Parameters and buffers, by name.
@@ -278,7 +278,7 @@ class Action:
         return result
 
     def _moved_in_stack(self, tensor: Tensor, slots: list[Slot], power: float) -> Tensor:
-        """Transform a stack of weights whose members have separate units on both axes."""
+        """Transform a stack of weights, where each member has units of its own on both axes."""
         result, index = tensor.detach(), [torch.arange(size) for size in tensor.shape]
         for slot in slots:
             if not slot.axes:
@@ -296,7 +296,7 @@ class Action:
         return result[tuple(places)]
 
     def _added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the terms by which biases absorb signs: the flipped columns times offset = sigma(x) + sigma(-x)."""
+        """Return the terms that biases absorb for signs: the flipped columns times offset = sigma(x) + sigma(-x)."""
         added: dict[str, Tensor] = {}
         for bias, weight, axis, offset in self.structure.absorbed:
             slot = next((s for s in self.structure.slots_of.get(weight, ()) if s.axes == (axis,)), None)
@@ -313,9 +313,9 @@ class Action:
         """Transform the weight of a grouped convolution, where the channels of the second axis depend on the first."""
         row = self.source_in(next(slot for slot in self.structure.slots_of[joint.tensor] if slot.axes == (0,)))
         unit = joint.unit
-        # Channels on which nothing acts (-1) keep their order.
+        # Fixed channels (-1) keep their order.
         wanted = np.where(unit < 0, -1, self.element.permutation.numpy()[unit])
-        # Row r of the new weight is row[r] of the old one, in which the wanted units have to be found.
+        # Row r of the new weight is row[r] of the old one; its columns are those of the wanted units.
         order = np.argsort(unit[row], axis=1, kind="stable")
         rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
         column = np.take_along_axis(order, rank, axis=1)
@@ -324,7 +324,7 @@ class Action:
     # By matrices.
 
     def learn_gains(self, tensors: Mapping[str, Tensor]) -> None:
-        """Store the gains between which matrices act, before any of them changes.
+        """Store the gains that conjugate matrices, before any of them changes.
 
         Args:
             tensors: Parameters, by name; a missing one raises an error once it is needed.
@@ -375,8 +375,8 @@ class Action:
                 own = structure.charts.names_of(name)
                 if any(slot.offset in mixed for part in own for slot in structure.slots_of.get(part, ())):
                     raise ValueError(
-                        f"{name} is mixed by a dense matrix, under which second moments do not transform; expected an "
-                        "element with mixing=False"
+                        f"a dense matrix mixes {name}, and second moments do not transform under matrices; expected "
+                        "an element with mixing=False"
                     )
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
@@ -393,7 +393,7 @@ class Action:
 
 
 def _beside(slot: Slot, axes: tuple[int, ...]) -> Slot:
-    """Adapt a slot to a tensor in which two axes were merged into one leading axis."""
+    """Adapt a slot to a tensor with two axes merged into one leading axis."""
     if slot.axes == axes:
         return replace(slot, axes=(0,), shape=(slot.size,))
     return replace(slot, axes=tuple(axis + 1 - sum(other < axis for other in axes) for axis in slot.axes))

@@ -80,8 +80,8 @@ class MatchingGroup:
         mixers: Factors that act on the units by matrices, except late ones.
         assigned: Whether units are assigned one by one; False where a mixer also permutes them.
         signs: The sign table. Shape (units, signs of a unit).
-        free: Columns of that table whose generators act on one unit only.
-        shared: Columns of that table whose generators act on one whole cell only.
+        free: Columns of that table with generators that act on one unit only.
+        shared: Columns of that table with generators that act on one whole cell only.
         slices: Slices of the units, by the free and shared signs that act there.
         joints: The same for columns of grouped convolutions.
         tensors: The parameters that the units index.
@@ -120,7 +120,7 @@ class _Places:
         self.type_of_unit = np.full(structure.units, -1)
         for index, units in enumerate(structure.orbits):
             self.type_of_unit[units] = index
-        # The first and the last unit on which each generator acts.
+        # The first and the last unit that each generator acts on.
         entries = self.flips.tocoo()
         self.first = np.full(self.flips.shape[1], structure.units)
         self.last = np.full(self.flips.shape[1], -1)
@@ -138,14 +138,14 @@ class _Places:
         return bool(np.all(self.first[generators] == units) and np.all(self.last[generators] == units))
 
     def of_cell(self, generators: Ints, units: Ints) -> bool:
-        """Return whether all units of a cell share one generator, which acts on nothing else."""
+        """Return whether all units of a cell share one generator, which acts on them only."""
         if np.any(generators != generators[0]):
             return False
         lo, hi = self.by_generator.indptr[generators[0] : generators[0] + 2]
         return bool(np.isin(self.unit_at[self.by_generator.indices[lo:hi]], units).all())
 
     def pattern(self, position: int, generators: Ints, columns: tuple[int, ...]) -> Pattern:
-        """Return the columns whose generator (one per column) of a position's unit acts on it."""
+        """Return the columns with generators that act on a position, given its unit's generators (one per column)."""
         acting: set[int] = set()
         for place in (position, self.second_label.get(position, -1)):
             if place >= 0:
@@ -241,10 +241,10 @@ def _joints(places: _Places, slot: Slot, index: int, units: Ints, table: Ints, c
 class Gain:
     r"""Gains of assigning units of B to units of A, with optimal signs.
 
-    Let :math:`M_p` be the gains over positions on which exactly the generators p act. Signs s gain
+    Let :math:`M_p` be the gains over positions where exactly the generators p act. Signs s gain
     :math:`\sum_p (\prod_{k \in p} s_k) M_p`. A generator that shares no position with another adds :math:`|M_k|`.
-    Those that share positions are tried in all combinations. So are generators that act on a whole cell: each of the
-    `cases` fixes their signs and holds the gain given these.
+    Those that share positions are tried in all combinations. The same holds for generators that act on a whole cell:
+    each of the `cases` fixes their signs and holds the gain given these.
 
     Args:
         parts: M_p by p. Each of shape (size of A's group, size of B's), of one dtype and device.

@@ -1,4 +1,4 @@
-"""The gauge of heads on which GL(d) acts: incoming and outgoing weights have equal Gram matrices."""
+"""The gauge of heads under GL(d): incoming and outgoing weights have equal Gram matrices."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -62,13 +62,13 @@ def gram_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[
 
 
 def unbalanced(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the heads whose two Gram matrices differ by more than 1e-4 of the first one's norm."""
+    """Return the heads with Gram matrices that differ by more than 1e-4 of the first one's norm."""
     pairs = enumerate(zip(*gram_matrices(structure, tensors), strict=True))
     return [cell for cell, (out, read) in pairs if float((out - read).norm()) > 1e-4 * float(out.norm())]
 
 
 def mismatch(out: Tensor, read: Tensor) -> float:
-    """Return how far two Gram matrices are from one diagonal matrix, as a relative error of its square root."""
+    """Return the deviation of two Gram matrices from one diagonal matrix, as a relative error of its square root."""
     size = out.diagonal().clamp_min(1e-300).rsqrt()
     same = torch.eye(len(out), dtype=out.dtype)
     return max(float((size[:, None] * gram * size - same).abs().max()) for gram in (out, read)) / 4
@@ -119,7 +119,7 @@ def partial_balancing(out: Tensor, read: Tensor) -> tuple[Tensor, tuple[Tensor, 
     Write S = A A^T and R = B^T B with A of full column rank and B of full row rank, and B A = U s W^T. In directions
     that are both written and read, both Gram matrices become s. In directions that are only written, or only read, the
     one that is not 0 becomes the identity. The columns of the inverse matrix are A W s^{-1/2}, A W', B^+ U' and a basis
-    of the rest of the kernel of B. Primes select the columns at which s is 0. Rotations remain free, as in the balanced
+    of the rest of the kernel of B. Primes select the columns where s is 0. Rotations remain free, as in the balanced
     gauge.
 
     Args:
@@ -196,7 +196,7 @@ class Balanced(NamedTuple):
 def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = None) -> Balanced:
     """Find the element that makes both Gram matrices of every cell equal and diagonal.
 
-    The two matrices are those of the incoming and of the outgoing weights, with gains taken off. Scales and cells are
+    The two matrices are those of the incoming and of the outgoing weights, divided by the gains. Scales and cells are
     balanced in turn. Each step lowers the squared norm, which is convex along geodesics of both together
     (docs/theory/intertwiners.md, 5.5). A matrix that acts on a cell changes only the squared norms of tensors that hold
     the cell.
@@ -255,7 +255,7 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
     notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
     if singular:
         notes.append(
-            f"{len(singular)} cells on which invertible matrices act stay unchanged: the weights that write or read "
+            f"{len(singular)} cells under invertible matrices stay unchanged: the weights that write or read "
             "their units are linearly dependent"
         )
     regular = [cell for cell in between if first + cell not in singular]

@@ -24,7 +24,7 @@ class ChannelGroup:
 
     Each channel belongs to a block. A permutation moves blocks within their kind; the kind also decides the matrices
     that act inside a block. A unit of a convolution is a block of one channel; after flattening, its block has one
-    channel per pixel. An attention head is a block on which GL(d) acts.
+    channel per pixel. An attention head is a block that GL(d) acts on.
 
     Attributes:
         blocks: The channels of each block, in an order that is the same for all blocks of a kind. Each of shape

@@ -93,7 +93,7 @@ class Scale(Diagonal):
     rung = Rung.SIZES
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the scales of the wanted gauge; gains between which streams rotate are brought to 1 first."""
+        """Return the scales of the wanted gauge; gains of rotated streams are brought to 1 first."""
         state.weigh(held_scales(self.structure, state.tensors, state.wanted))
         return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
 
@@ -142,7 +142,7 @@ class Scale(Diagonal):
 
     @property
     def dimension(self) -> int:
-        """The number of scales outside dense cells."""
+        """The number of scales outside GL(d) blocks."""
         return int(self.forms.shape[1]) - self.inside
 
     def multipliers(self, own: Tensor) -> Floats:

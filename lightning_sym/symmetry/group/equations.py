@@ -1,4 +1,4 @@
-"""Sparse linear equations, some of which may have no solution: solved component by component where possible."""
+"""Sparse linear equations, solved component by component where a solution exists."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -90,7 +90,7 @@ def _dense(matrix: sparse.csr_matrix, rows: Ints, number: Ints, width: int) -> F
 
 
 def _by_label(labels: Ints) -> dict[int, Ints]:
-    """Return the indices at which each label occurs."""
+    """Return the indices of each label."""
     order = np.argsort(labels, kind="stable")
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     return dict(zip(labels[order[starts]].tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else {}
@@ -137,7 +137,7 @@ def _inverse_modulo_two(matrix: Floats) -> Floats:
 
 
 def of_single_units(structure: Structure, forms: sparse.csr_matrix, wanted: Ints) -> sparse.csr_matrix:
-    """Drop generators that several units share, except where nothing else acts at a wanted place.
+    """Drop generators that several units share, except where only they act at a wanted place.
 
     Shared generators would connect all units to one system, and no gain needs a sign change of a whole stream.
     """

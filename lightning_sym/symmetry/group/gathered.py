@@ -1,4 +1,4 @@
-"""The state from which factors compute canonical forms (docs/theory/intertwiners.md, 5)."""
+"""The input of factors to canonical forms (docs/theory/intertwiners.md, 5)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ Scales = Literal["balanced", "unit"] | None
 
 
 class Rung(IntEnum):
-    """Stage at which canonical forms ask a factor for its part. Each rung includes all later ones."""
+    """Stage of a factor in the computation of canonical forms. Each rung includes all later ones."""
 
     LAST = 0  # after all later rungs but signs and order; then the later rungs are repeated
     IN_TURN = 1  # in turn with all later rungs, until nothing moves
@@ -69,14 +69,14 @@ class Gathered(ABC):
         wanted: Options of the form.
         names: Names of the orbits.
         parameters: Names of the parameters.
-        dtype: Dtype of the weights while their squares are summed; None for their own.
+        dtype: Dtype of the weights while their squares are summed; None keeps theirs.
 
     Attributes:
         gauge: Scales found in the current pass.
         gauged: The weights under these scales.
         slices: Squared norms under these scales. Shape (positions of all slots,).
         dead: Masks of dead units by orbit, for orbits with dead units. Each of shape (units,), bool.
-        reflected: GL(d) blocks in which only signs remain open; None while no matrix has acted on any.
+        reflected: GL(d) blocks with only signs undetermined; None while no matrix has acted on any.
         placed: Orbits sorted by other factors.
     """
 
@@ -111,7 +111,7 @@ class Gathered(ABC):
         squares = Squares(plan, tensors, self.dtype)
         squares.require_finite(tensors)
         self.gauge = ScaleGauge(plan, squares, self.wanted.scales, held)
-        # A generator without a scale of its own does not order the living units that it touches; it counts as absent.
+        # Generators without a determined scale do not help to order living units; their positions count as absent.
         determined = plan.used @ self.gauge.dead.astype(np.float64) == 0
         self.gauged = Gauged(plan, tensors, self.gauge.log_scale, determined)
         self.slices, self.dead = squares.slices(self.gauged.scale**2 * determined), {}

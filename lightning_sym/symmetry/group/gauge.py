@@ -9,7 +9,7 @@ from scipy.sparse import linalg
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
 
-# Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), at which norms count as balanced.
+# Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), of balanced norms.
 _BALANCED = 1e-13
 # Normalising ends once no logarithm moves by more than the first; below the second it has converged.
 _STILL, _NORMALISED = 4e-15, 1e-12
@@ -53,7 +53,7 @@ class ScaleGauge:
             self._normalise(levels[index], self._without(*levels[:index]))
 
     def _without(self, *generators: Bools) -> Floats:
-        """Return a mask of the positions on which neither these generators nor dead ones act."""
+        """Return a mask of the parameter positions without these generators and without dead ones."""
         out = np.any([self.dead, *generators], axis=0)
         return np.where(self.plan.used @ out.astype(np.float64) > 0, 0.0, self.plan.parameter)
 
@@ -79,7 +79,7 @@ class ScaleGauge:
             levels.append(peel)  # from now on they act on neither side of anything
 
     def _factor(self, mask: Floats, log_scale: Floats | None = None) -> Floats:
-        """Return the factor by which scales (by default the current ones) multiply the squares at each position."""
+        """Return the factors that scales (by default the current ones) put on the squares at each position."""
         exponents = self.plan.forms @ (self.log_scale if log_scale is None else log_scale)
         result: Floats = mask * np.exp(2 * exponents)
         return result
@@ -90,7 +90,7 @@ class ScaleGauge:
         return self.plan.up @ slices, self.plan.down @ slices
 
     def _sides_of(self, index: int, own: Ints, mask: Floats, names: Collection[str]) -> tuple[Floats, Floats]:
-        """Return the same for some generators of one class, from the tensors on which it acts."""
+        """Return the same for some generators of one class, from the tensors that it acts on."""
         plan, part = self.plan, self.plan.parts[index]
         factor, rows = np.zeros(plan.total), np.searchsorted(plan.classes[index], own)
         factor[part.at] = mask[part.at] * np.exp(2 * (part.forms @ self.log_scale))
@@ -162,7 +162,7 @@ class ScaleGauge:
         return bool((abs(block.data) != plan.largest[block.indices])[among[block.indices]].any())
 
     def _rows(self, count: Bools) -> Floats:
-        """Return the number of rows on which each generator acts; equal positions in one module count once."""
+        """Return the number of rows that each generator acts on; equal positions in one module count once."""
         plan = self.plan
         keep = count[plan.used_at]
         pairs = rising(plan.forms.indices[keep].astype(np.int64) * plan.rows + plan.row_of[plan.used_at[keep]])
@@ -184,7 +184,7 @@ class ScaleGauge:
             target = self._rows(count)
             if not (plan.up_used @ count.astype(np.float64))[own].all():
                 self.converged = False
-                self.notes.append("scales whose incoming weights depend on later scales were left unchanged")
+                self.notes.append("scales were left unchanged where incoming weights depend on later scales")
                 continue
             for _ in range(200):
                 worst = self._rescale(own, self._sides_of(index, own, allowed, plan.touching[index]), target)

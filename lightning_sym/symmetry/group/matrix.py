@@ -123,8 +123,8 @@ class Matrix(Factor[Matrices]):
         """Yield a note on blocks that stay unchanged."""
         if self.structure.dense and wanted.scales is None:
             yield (
-                f"{len(self.structure.dense)} cells on which invertible matrices act stay unchanged: the form is "
-                "canonical up to these matrices only"
+                f"{len(self.structure.dense)} cells under invertible matrices stay unchanged: the form is canonical "
+                "up to these matrices only"
             )
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
@@ -173,7 +173,7 @@ class Matrix(Factor[Matrices]):
         """Return a note on blocks without a balanced representative; see :class:`Factor`."""
         free = {cell for own in networks if balanced for cell in unbalanced(self.structure, own)}
         note = (
-            f"{len(free)} cells on which invertible matrices act have no balanced member (their units are linearly "
+            f"{len(free)} cells under invertible matrices have no balanced member (their units are linearly "
             "dependent): the upper bound uses rotations of them only, and no lower bound is known"
         )
         return [note] * bool(free), bool(free)
@@ -225,7 +225,7 @@ def random_matrix(size: int, draw: Draw) -> Tensor:
 
 
 def changed(matrices: Matrices, structure: Structure) -> set[int]:
-    """Return the indices of the blocks whose matrices differ from the identity."""
+    """Return the indices of the blocks with matrices other than the identity."""
     pairs = enumerate(zip(matrices, structure.same, strict=True))
     return {cell for cell, (own, same) in pairs if not (own is same or torch.equal(own, same))}
 
@@ -236,7 +236,7 @@ class MatrixAction(LinearAction):
     Args:
         structure: The group.
         matrices: One per GL(d) block.
-        cells: Indices of the blocks whose matrices differ from the identity.
+        cells: Indices of the blocks with matrices other than the identity.
     """
 
     def __init__(self, structure: Structure, matrices: Matrices, cells: Collection[int]) -> None:

@@ -56,10 +56,10 @@ class Part(NamedTuple):
     """The data for squared norms of one class of generators, independent of all other tensors.
 
     Attributes:
-        at: Positions of the tensors on which the class acts.
+        at: Positions of the tensors that the class acts on.
         forms: The exponents there. Shape (positions, generators).
         up, down: The class's rows of the plan's `up` and `down`.
-        slots: Offsets of the slots on which the class acts.
+        slots: Offsets of the slots that the class acts on.
     """
 
     at: Ints
@@ -91,7 +91,7 @@ class Plan:
         largest: Largest exponent of each generator.
         classes: Generators that play the same role for the units of one orbit, in the order of the forward pass.
         class_of: Class of each generator; -1 inside GL(d) blocks, which are not treated here.
-        touching: The tensors on which each class acts.
+        touching: The tensors that each class acts on.
         parts: Further data for the sums of each class.
         first: For each orbit, a mask of the columns that belong to the first module with its units.
         parameter: Mask of positions that belong to a parameter, except biases that a translation sets to zero.
@@ -136,7 +136,7 @@ class Plan:
         biases = structure.shifts.named(NORM)
         shifted = {
             name for name in biases if len(structure.slots_of.get(name, ())) == 1
-        }  # not weights, of which only a part is shifted
+        }  # not weights: translations shift only a part of these
         self.parameter = np.zeros(self.total, bool)
         by_name: dict[str, list[Slot]] = {}
         for slot in structure.slots:
@@ -169,7 +169,7 @@ class Squares:
     Args:
         plan: The parts of the structure that do not depend on weights.
         tensors: Parameters, by name; missing ones are provided later by :meth:`renew`.
-        dtype: Dtype in which matrices are stored; None keeps theirs, without a copy.
+        dtype: Dtype of stored matrices; None keeps theirs, without a copy.
     """
 
     def __init__(self, plan: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
@@ -223,16 +223,14 @@ class Squares:
             # Summing the squares is cheaper for large tensors than looking at every entry again.
             finite = math.isfinite(self.total(name)) if name in self else bool(torch.isfinite(tensors[name]).all())
             if not finite:
-                raise ValueError(
-                    f"{name} holds values that are not finite; expected a network whose weights are all finite."
-                )
+                raise ValueError(f"{name} holds values that are not finite; expected a network with finite weights.")
 
     def _sums(self, name: str, vectors: Sequence[Floats], index: int, terms: Floats | None = None) -> Floats:
         """Sum a tensor's terms at the positions of one of its slots, without that slot's own factor.
 
         Args:
             name: Name of the tensor.
-            vectors: For each slot, the factors by which its positions multiply the terms.
+            vectors: For each slot, the factors of its positions in the terms.
             index: Index of the slot.
             terms: The terms; by default the squares.
         """
@@ -268,7 +266,7 @@ class Squares:
         """Return the sum of the terms at each position, 0 at positions that were not requested.
 
         Args:
-            factor: The factor by which each position multiplies its terms. Shape (positions,).
+            factor: The factor of each position in its terms. Shape (positions,).
             names: Tensors to sum; all by default.
             wanted: Offsets of the slots to sum; all by default.
         """
@@ -289,7 +287,7 @@ class Squares:
         """Return the derivative of the slices along a change of the logarithms of the factors.
 
         Args:
-            factor: The factor by which each position multiplies its terms. Shape (positions,).
+            factor: The factor of each position in its terms. Shape (positions,).
             slices: The slices at that factor. Shape (positions,).
             speed: The rate of change of each logarithm. Shape (positions,).
             names: Tensors to sum.
@@ -306,7 +304,7 @@ class Squares:
         return total
 
     def present(self, mask: Floats) -> Bools:
-        """Return a mask of the positions with a term, zero or not, all of whose positions `mask` allows."""
+        """Return a mask of the positions with a term, zero or not, that has allowed positions only."""
         result = np.zeros(self.plan.total, bool)
         for name in self.allowed(mask):
             vectors, slots = self._vectors(name, mask), self.plan.tensors[name]
@@ -355,8 +353,8 @@ class Sides(NamedTuple):
     """Squared norms of the incoming and outgoing weights of an orbit's units.
 
     Attributes:
-        incoming: Of the weights that a unit's scale multiplies, times the exponent. Shape (units,).
-        outgoing: Of the weights that it divides. Shape (units,).
+        incoming: For the weights that a unit's scale multiplies, times the exponent. Shape (units,).
+        outgoing: For the weights that it divides. Shape (units,).
         dead: Mask of units with zero weights on a side that the orbit has. Shape (units,).
     """
 

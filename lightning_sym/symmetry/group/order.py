@@ -1,4 +1,4 @@
-"""Signs and an order of units that are the same at every point of an orbit."""
+"""Signs and permutations that are the same at every point of an orbit."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ class Gauged:
         plan: The plan of the group.
         tensors: The network's parameters and buffers, by name.
         log_scale: Natural logarithms of the scales.
-        shown: Mask of the positions that count; those without a scale of their own do not.
+        shown: Mask of the positions that count; those without a determined scale do not.
     """
 
     def __init__(self, plan: Plan, tensors: Mapping[str, Tensor], log_scale: Floats, shown: Bools) -> None:
@@ -57,10 +57,9 @@ def find_signs(plan: Plan, gauged: Gauged, cells: Collection[int] | None, known:
     Args:
         plan: The plan of the group.
         gauged: The weights under scales.
-        cells: GL(d) blocks whose matrices are known up to signs. Entries of other GL(d) blocks decide a sign only if
+        cells: GL(d) blocks with matrices known up to signs. Entries of other GL(d) blocks decide a sign only if
             no other entry does. None if the group has no GL(d) blocks.
-        known: Signs of gains between which streams rotate, which rotations leave unchanged; nan elsewhere. Shape
-            (signs,).
+        known: Signs of the gains of rotated streams, which rotations leave unchanged; nan elsewhere. Shape (signs,).
 
     Returns:
         +1 or -1, including units in GL(d) blocks. Shape (signs,).
@@ -69,7 +68,7 @@ def find_signs(plan: Plan, gauged: Gauged, cells: Collection[int] | None, known:
 
 
 class _SignChoice:
-    """Makes the largest entry positive, among those whose sign depends on a single pending generator."""
+    """Makes the largest entry positive, among those with a single pending generator."""
 
     def __init__(self, plan: Plan, gauged: Gauged, cells: Collection[int] | None, known: Floats) -> None:
         self.plan, self.gauged, structure = plan, gauged, plan.structure
@@ -96,7 +95,7 @@ class _SignChoice:
             self._decide(np.concatenate([members for members, _ in gains]), [gain for _, gain in gains])
         for members in self.classes:
             if self.pending[members].any():
-                # Signs on which its gain depends are known by now.
+                # The signs that its gain depends on are known by now.
                 self._decide(members, [gain for own, gain in gains if own is members])
                 names = [slot.tensor for _, slot in self._touched(members[0])]
                 self._decide(members, [name for name in names if module_of(name) == module_of(names[0])])
@@ -119,7 +118,7 @@ class _SignChoice:
                 self._decide(members, [slot.tensor for generator in own for _, slot in self._touched(generator)])
 
     def _touched(self, generator: int) -> list[tuple[int, Slot]]:
-        """Return the positions of parameters on which a generator acts, with their slots.
+        """Return the positions of parameters that a generator acts on, with their slots.
 
         Positions that matrices mix are omitted if there are others.
         """
@@ -152,7 +151,7 @@ class _SignChoice:
         return None
 
     def _entries(self, names: Sequence[str]) -> Iterator[tuple[Ints, Floats]]:
-        """Yield rows of tensors whose sign depends on a single pending generator, with these generators."""
+        """Yield rows of tensors with a single pending generator, and these generators."""
         unknown = self.forms @ self.pending.astype(np.float64)
         for name in names:
             value = self.gauged.weight(name)
@@ -207,7 +206,7 @@ def _refine(rank: Ints, key: Floats, size: Floats | None = None) -> Ints:
     Args:
         rank: Shape (size,).
         key: Shape (size,).
-        size: Magnitude of the terms summed in each key, on which its rounding depends; by default that of the keys.
+        size: Magnitude of the terms summed in each key, which determines its rounding; by default that of the keys.
             Shape (size,).
 
     Returns:
@@ -246,8 +245,8 @@ def find_order(
         gauged: The weights under scales and signs.
         last: For some orbits, a mask of the units to sort last.
         names: Names of the orbits.
-        notes: A list to which notes on unresolved ties are appended.
-        placed: Orbits whose units are sorted already, except for blocks.
+        notes: A list; notes on unresolved ties are appended.
+        placed: Orbits that are sorted already, except for blocks.
 
     Returns:
         The permutation. Shape (units,).

@@ -89,7 +89,7 @@ class Permutation(Factor[Tensor]):
         return inside + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
 
     def matrix_places(self) -> Iterable[MatrixPlace]:
-        """Yield the places at which units of a cell are permuted and no matrix mixes them; see :class:`Factor`."""
+        """Yield the places where units of a cell are permuted, but not mixed by matrices; see :class:`Factor`."""
         structure = self.structure
         for orbit, (columns, cell_of) in enumerate(zip(structure.columns, structure.cells, strict=True)):
             slot_of = structure.slots_at(columns[0])

@@ -16,7 +16,7 @@ from lightning_sym.symmetry.group.factor import Additive, Draw, Gains, LinearAct
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-# A pair whose Gram matrix is a multiple of the identity, up to this relative difference, has no principal axes.
+# A pair has no principal axes if its Gram matrix is a multiple of the identity, up to this relative difference.
 _ROUND = 1e-9
 
 
@@ -158,7 +158,7 @@ class Phase(Additive):
         return self.identity().index_copy(0, chosen, torch.atan2(imaginary, real)[chosen])
 
     def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
-        """Return the scales after which queries and keys have equal norms in each pair; see :class:`Factor`."""
+        """Return the scales that equalize the norms of queries and keys in each pair; see :class:`Factor`."""
         if not self.size:
             return None
         structure, forms = self.structure, self.structure.magnitudes
@@ -223,7 +223,7 @@ class PhaseAction(LinearAction):
         places = self.structure.turned_places.get(slot.offset)
         if tap.squared or places is None or 2 * len(places[0]) != seen.sum():
             raise ValueError(
-                f"{tap.name} shows single coordinates of planes that the element rotates, on which no matrix acts; "
+                f"{tap.name} shows single coordinates of planes that the element rotates; no matrix describes this; "
                 "expected another tap, or an element without phases: sample(mixing=False)"
             )
 

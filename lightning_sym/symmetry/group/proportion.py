@@ -120,11 +120,11 @@ _MOST_SWEEPS = 20  # passes over all columns
 
 @dataclass(frozen=True)
 class Column:
-    """The slices on which the generators of one column of a group's table act.
+    """The slices that the generators of one column of a group's table act on.
 
     Attributes:
         column: Indices of the generators.
-        parts: For each slot on which they act: its index, and indicators of exponent +1 and of exponent -1. Each of
+        parts: For each slot that they act on: its index, and indicators of exponent +1 and of exponent -1. Each of
             shape (generators, positions), sparse.
         coupled: Whether some generators act on common entries.
     """

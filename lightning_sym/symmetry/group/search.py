@@ -68,7 +68,7 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class MatrixPlace:
-    """Positions on one axis of a tensor at which matrices act.
+    """Positions on one axis of a tensor that matrices act on.
 
     The matrices are those of a factor, or relaxed ones instead of them.
 

@@ -60,7 +60,7 @@ def buffer_rank(factors: Factors, buffers: Collection[str], shapes: Mapping[str,
 def free_positions(
     structure: Structure, shapes: Mapping[str, Sequence[int]], wanted: Collection[Ints] = ()
 ) -> NDArray[np.bool_]:
-    """Return a mask of the parameter positions at which translations move each entry separately, as nothing reads it.
+    """Return a mask of the parameter positions where translations move each entry separately, as nothing reads it.
 
     Only two kinds of positions are checked: those of scales or matrices that move no others, and `wanted`.
 
@@ -95,7 +95,7 @@ def free_positions(
 
 
 def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return how many dimensions are counted twice, as scales along two axes of parameters coincide.
+    """Return the number of dimensions that are counted twice, as scales along two axes of parameters coincide.
 
     Scales and matrices may be translations as well, on units that nothing reads.
 

@@ -237,7 +237,7 @@ def activation_matching(
         balance: Whether to bring both networks to the balanced gauge before weights determine signs and other groups;
             ignored without ``scales``.
         refine: See :func:`weight_matching`.
-        seed: Seed of the order in which groups without activations are matched.
+        seed: Seed of the order of groups without activations.
 
     Returns:
         The match.
@@ -334,6 +334,6 @@ def _moments_of(symmetry: Symmetry, a: nn.Module, b: nn.Module, data: Batches | 
         moments.reduce()
     if not min(moments.samples.values(), default=0):
         raise ValueError(
-            "there are no activations; pass at least one batch, and a network whose modules show its units."
+            "there are no activations; pass at least one batch, and a network with modules that show its units."
         )
     return moments

@@ -48,7 +48,7 @@ def balanced(symmetry: Symmetry, network: nn.Module, *, signs: bool = True) -> t
     Args:
         symmetry: Symmetry of the network.
         network: Not changed.
-        signs: Whether to make gains positive between which streams rotate.
+        signs: Whether to make the gains of rotated streams positive.
 
     Returns:
         The balanced network, and the element that maps the given one to it.
@@ -117,7 +117,7 @@ class Comparison:
 
 
 def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True) -> Comparison:
-    """Choose the gauges in which two networks are compared: balanced, or settled signs only."""
+    """Choose the gauges for the comparison of two networks: balanced, or settled signs only."""
     if not balance:
         if not signs:
             return Comparison(symmetry, a, b)

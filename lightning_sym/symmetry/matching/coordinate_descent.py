@@ -39,7 +39,7 @@ FREEDOM = ("permutations", "blocks", "matrices", "rotations")
 
 # Smaller decreases, relative to the squared distance, are no improvement.
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
-# Least decrease, relative to the squared distance, for which streams are rotated again: all else is then revisited.
+# Least decrease, relative to the squared distance, that justifies another rotation of streams: all else is revisited.
 _WORTH = 5e-3
 _MOST_TURNS = 10  # rotations of streams and cells, before all else is assigned again
 _ROUNDING = 10.0  # rounding between equal networks, in units of machine epsilon relative to their norm
@@ -106,7 +106,7 @@ class Descent:
         dtypes = {tensor.dtype for tensor in self.current.values()}
         self._negligible = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0)
         self._rounding = max((_ROUNDING * torch.finfo(dtype).eps for dtype in dtypes), default=0.0) * math.sqrt(both[0])
-        # By group, those whose gains depend on its permutation; includes the group itself if it indexes two axes.
+        # By group, those with gains that depend on its permutation; includes the group itself if it indexes two axes.
         self._neighbours = {
             g.index: {h.index for h in self.groups if h.tensors & g.tensors and (h is not g or g.quadratic)}
             for g in self.groups
@@ -267,7 +267,7 @@ class Descent:
         return chosen.moves and self.attempt(self.parts_of({group.index: chosen}), group.tensors)
 
     def pass_forward(self) -> None:
-        """Assign groups in the order of the layers, each by parameters whose other axes are aligned already.
+        """Assign groups in the order of the layers, each by parameters with all other axes aligned.
 
         Unaligned axes add only noise to a group's gains: with them, descents end later and farther away. Units that are
         mixed, and blocks, are assigned in sweeps only.
@@ -349,7 +349,7 @@ class Descent:
         return self.attempt(parts, frozenset().union(*(group.tensors for group in groups.values())))
 
     def improve_alone(self, *, every: bool = True) -> bool:
-        """Let factors try steps of their own; signs only where assignments miss some, or with `every`."""
+        """Let factors try additional steps; signs only where assignments miss some, or with `every`."""
         columns = [
             (group, k, column) for group in self.groups if group.assigned for k, column in enumerate(group.signs.T)
         ]
@@ -418,7 +418,7 @@ class Descent:
                     touch(set(self.systems[number].groups))
                     dirty.update(able & set(self.systems[number].groups))
             order = torch.randperm(len(self.groups), generator=generator).tolist()
-            # Mixed groups come last: mixing would spoil what assignments can still recognise.
+            # Mixed groups come last: before, assignments can still recognise units.
             for index in sorted(order, key=lambda index: not self.groups[index].assigned):
                 if index in dirty:
                     dirty.discard(index)

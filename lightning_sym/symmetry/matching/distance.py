@@ -25,7 +25,7 @@ class OrbitDistance:
 
     Attributes:
         upper: Distance to a point of the orbit.
-        lower: A bound below which no point of the orbit lies, up to rounding. 0 where no bound is known.
+        lower: A lower bound for all points of the orbit, up to rounding. 0 if no bound is known.
         notes: Weights that the bounds ignore, with reasons.
     """
 
@@ -111,7 +111,7 @@ def orbit_distance(
 def lower_bound(descent: Descent) -> float:
     """Return a lower bound for the distance between A's parameters and B's under all permutations and signs.
 
-    Parameters that one axis group indexes, on one axis, are matched exactly for that group alone. Of all others,
+    Parameters that one axis group indexes, on one axis, are matched exactly for that group alone. For all others,
     sorted entries are compared, or invariants under matrices. Weights that factors exclude from bounds (rotary pairs)
     are ignored.
     """

@@ -31,7 +31,7 @@ class SoftMaps:
         sizes: The sizes of the matrices, by name.
 
     Raises:
-        ValueError: If the networks have batch norms, on whose running variances no such matrix acts.
+        ValueError: If the networks have batch norms, as no such matrix acts on running variances.
     """
 
     def __init__(self, symmetry: Symmetry) -> None:

@@ -109,8 +109,8 @@ def weight_matching(
 
     .. math:: M_{ij} = \sum_{\text{parameters, axes, tags}} \langle a_{i}, (g_{-} b)_{j} \rangle.
 
-    Free signs are optimised jointly, with gain :math:`|M_{ij}|` in the simplest case. Groups whose neighbours have not
-    changed since their last assignment are skipped. The first descent begins with a pass in the order of the layers,
+    Free signs are optimised jointly, with gain :math:`|M_{ij}|` in the simplest case. Groups are skipped while no
+    neighbour has changed since their last assignment. The first descent begins with a pass in the order of the layers,
     which assigns each group by the axes aligned so far. As inner products are not invariant under scales, both networks
     are balanced first, unless this hardly changes the proportions of units. Afterwards, ``b`` gets the scales of ``a``,
     except at units that are nearly dead in ``a`` (docs/theory/matching.md, 1.5). If ``b`` ends up farther away than it

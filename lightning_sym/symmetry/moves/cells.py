@@ -11,8 +11,8 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
     r"""Give values and outputs, queries and keys of every head equal Gram matrices.
 
     The result has the least squared norm among all that GL(d) on the heads can reach (docs/theory/intertwiners.md,
-    5.5). Positive matrices bring it there, so that rotations of heads stay unchanged. In a rotary pair, on which
-    complex numbers act, queries and keys get equal norms, and the phase stays. Heads with singular Gram matrices, and
+    5.5). Positive matrices bring it there, so that rotations of heads stay unchanged. In a rotary pair,
+    complex numbers act: queries and keys get equal norms, and the phase stays. Heads with singular Gram matrices, and
     pairs with one zero side, stay unchanged, with a note.
 
     Args:

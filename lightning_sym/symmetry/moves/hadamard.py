@@ -1,4 +1,4 @@
-"""Orthogonal matrices whose entries are as small as possible."""
+"""Orthogonal matrices with entries as small as possible."""
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def _about_ones(matrix: Floats) -> Floats:
     """Return an orthogonal matrix that fixes the vector of ones, near a given one up to signs of rows and columns.
 
     The signs maximise the sum of all entries locally, so that the reflection that maps the image of ones back is a
-    small change. Of several local maxima, the one with the smallest largest entry is returned.
+    small change. The result is the local maximum with the smallest largest entry.
     """
     size = len(matrix)
     draw = torch.Generator().manual_seed(0)

@@ -54,7 +54,7 @@ def require_weights(symmetry: Symmetry, network: nn.Module, *, check: bool = Tru
     """
     if isinstance(network, nn.Module) and is_weightless(network):
         raise ValueError(
-            "the network holds tensors without values (on meta), from which no element can be computed; expected a "
+            "the network holds tensors without values (on meta), but elements are computed from values; expected a "
             "network with weights of the traced architecture"
         )
     with contextlib.nullcontext() if check else unchecked():

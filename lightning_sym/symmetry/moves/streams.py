@@ -114,8 +114,8 @@ def stream_axes(
             readers[norm.module] = found
     if more or not readers:
         raise ValueError(
-            f"no norm that reads the stream of {name} is a module whose input could be recorded; expected a "
-            "network with norms as modules"
+            f"no norm that reads the stream of {name} is a module with an input to record; expected a network with "
+            "norms as modules"
         )
     exact, total = double_copy(network), torch.zeros(rotation.size, rotation.size, dtype=torch.float64)
 

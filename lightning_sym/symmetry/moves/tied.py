@@ -8,7 +8,7 @@ from lightning_sym.symmetry.tracing.capture import copied
 
 
 def untie(network: nn.Module) -> nn.Module:
-    """Return a copy of a network in which no two modules share parameters.
+    """Return a copy of a network without parameters shared between modules.
 
     The function is the same, and the group is larger: embeddings tied to the head fix the basis of a stream
     (docs/theory/intertwiners.md, 2.11). Trace the new network. A configuration with ``tie_word_embeddings``

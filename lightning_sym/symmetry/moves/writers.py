@@ -23,7 +23,7 @@ def center_writers(
     Args:
         symmetry: Symmetry of the network's architecture.
         network: Not changed.
-        leave: Patterns of layer norms, by module or gain, whose inputs need not be centred.
+        leave: Patterns of layer norms, by module or gain, to exclude.
         check: Whether to verify numerically that the outputs stay the same.
 
     Returns:

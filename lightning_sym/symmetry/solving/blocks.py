@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
     number_of: Ints
 
     def without(self, units: Ints) -> "Blocks":
-        """Drop the systems whose blocks begin with one of some units."""
+        """Drop the systems of blocks that begin with one of some units."""
         kept = [not np.isin(table[:, 0], units).any() for table in self.members]
         members, parents = (tuple(itertools.compress(part, kept)) for part in (self.members, self.parents))
         return Blocks(members, parents, self.number_of)

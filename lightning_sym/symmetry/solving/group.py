@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
 
 class _Solved(NamedTuple):
-    """Parts of the solution, from which structures are made.
+    """Parts of the solution, to be assembled into structures.
 
     Attributes:
         positions: The positions of units.

@@ -18,7 +18,7 @@ class Nesting(NamedTuple):
     Attributes:
         pairs: Parents and members. Shape (2, pairs).
         shared: Parents that stay fixed while blocks are permuted.
-        gains: The pairs whose parents are only gains that several members share. Shape (2, pairs).
+        gains: The pairs with parents that are only gains, shared by several members. Shape (2, pairs).
     """
 
     pairs: Ints

@@ -1,4 +1,4 @@
-"""Rotary pairs: units with two coordinates at every place, on which a complex number may act.
+"""Rotary pairs: units with two coordinates at every place, where a complex number may act.
 
 See docs/theory/intertwiners.md, 2.15.
 """
@@ -18,7 +18,7 @@ NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class Places(NamedTuple):
-    """Data on the positions at which units occur.
+    """Data on the positions of units.
 
     Attributes:
         raw: The original atom at each position, before atoms were merged.
@@ -52,7 +52,7 @@ class PlaneFinder:
         number = constraints.atoms
         copies = [(copy.ravel(), original.ravel()) for copy, original, _ in constraints.copies]
         coordinate = components(number, [*constraints.merges, *constraints.contracted, *copies])
-        # Atoms of one value: those of queries, for example, without the keys with which they are multiplied.
+        # Atoms of one value: those of queries, for example, without the keys that multiply them.
         self.family = components(number, [*constraints.merges, *constraints.turned])
         held = [*constraints.held, *constraints.normed, *constraints.centred, *constraints.gained]
         held += constraints.divided
@@ -154,7 +154,7 @@ def _act_nowhere_else(forms: sparse.csr_matrix, times: Ints, columns: Ints) -> b
 
     Args:
         forms: Exponents, by position.
-        times: Number of positions on which each generator acts.
+        times: Number of positions that each generator acts on.
         columns: The positions of the units.
     """
     own = forms[columns.ravel()]

@@ -1,4 +1,4 @@
-"""Scales and signs: independent generators, their exponents at every position, and the units to which they belong."""
+"""Scales and signs: independent generators, their exponents at every position, and their units."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class Table(NamedTuple):
     Attributes:
         forms: Exponents of the generators by position.
         of_units: The generators of each orbit's units, in a common order. Each of shape (units, generators).
-        found_at: The column of each orbit at which each of these generators was found.
+        found_at: The column of each orbit that shows each of these generators.
         left_out: Number of omitted generators that belong to no unit.
     """
 
@@ -110,9 +110,9 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
 
 
 def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool = False) -> sparse.csr_matrix:
-    """Drop generators whose actions along several axes of parameters cancel, alone or together with others.
+    """Drop generators with actions that cancel along several axes of parameters, alone or together with others.
 
-    Of several that cancel together, one is dropped if it acts equally on all units of a place; otherwise all are kept.
+    If several cancel together, one that acts equally on all units of a place is dropped; otherwise all are kept.
     """
     places, offset = positions.places[: positions.parameters], positions.offset
     end = positions.own + sum(label.size for label in positions.grouped.values())
@@ -176,8 +176,8 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
 def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: NDArray[np.bool_]) -> sparse.csr_matrix | None:
     """Replace generators by others that act alone at one place of their units.
 
-    At these places one unassigned generator has exponent 1 or -1, beside assigned ones. The product of all of them
-    becomes the new generator. Assigned generators stay, and the group that all generate stays the same.
+    At these places one unassigned generator has exponent 1 or -1, together with assigned ones. The product of all of
+    them becomes the new generator. Assigned generators stay, and the group that all generate stays the same.
 
     Args:
         columns: See `tabulate`.
@@ -218,7 +218,7 @@ def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
 
 
 def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
-    """Return the generators of each unit of an orbit, and the columns at which they were found; see `tabulate`."""
+    """Return the generators of each unit of an orbit, and the columns that show them; see `tabulate`."""
     units = np.arange(len(matrix))
     count = np.diff(forms.indptr)[matrix]
     alone = np.flatnonzero((count == 1).all(0) & bool(len(units)))

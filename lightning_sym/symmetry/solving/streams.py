@@ -1,4 +1,4 @@
-"""Cells of units on which GL(d) or orthogonal matrices act, possibly between gains (streams).
+"""Cells of units that GL(d) or orthogonal matrices act on, possibly between gains (streams).
 
 See docs/theory/intertwiners.md, 2.11.
 """
@@ -64,11 +64,11 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
 
 
 class Dense(NamedTuple):
-    """Cells of units on which only linear operations act.
+    """Cells of units that only linear operations act on.
 
     Attributes:
-        cells: Cells on which GL(d) acts.
-        gained: Indices of orbits on which batch norms or gains act as well.
+        cells: Cells that GL(d) acts on.
+        gained: Indices of orbits that batch norms or gains also act on.
     """
 
     cells: tuple[Ints, ...]
@@ -76,7 +76,7 @@ class Dense(NamedTuple):
 
 
 def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> Dense:
-    """Find cells of units on which only linear operations act: GL(d) acts on these.
+    """Find cells of units that only linear operations act on: GL(d) acts on these.
 
     Args:
         constraints: The constraints of operations.
@@ -106,7 +106,7 @@ def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, f
 
 
 def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:
-    """Find the cells on which orthogonal matrices act.
+    """Find the cells that orthogonal matrices act on.
 
     Args:
         structure: The group without them.
@@ -132,14 +132,14 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
         conjugation = _conjugation(structure, orbit, cells, all_columns, behind)
         first = structure.slots[slots[0]].tensor
         if conjugation is None:
-            # A gain on which no scale acts is one of those that prevent rotations.
+            # A gain without scales is one of those that prevent rotations.
             none = np.diff(structure.magnitudes.indptr)[all_columns[0]] == 0
             stuck = slots[behind & none] if (behind & none).any() else slots[behind]
             names = list(dict.fromkeys(structure.slots[slot].tensor for slot in stuck))
             shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
             notes.append(
-                f"the stream of {first} is not rotated, as its gains ({shown}) cannot be taken into what reads them: "
-                "embeddings are tied, or values before and behind a gain are added up"
+                f"the stream of {first} is not rotated, as its gains ({shown}) cannot be folded into the weights after "
+                "them: embeddings are tied, or values before and after a gain are added up"
             )
             continue
         powers, plain_sign = conjugation
@@ -192,7 +192,7 @@ def _conjugation(
 ) -> tuple[Ints, Bools] | None:
     """Return the powers of gains by generators, and a mask of signs before all gains; None if gains are not free.
 
-    Gains are free if the orbit's scales can bring them all to 1, whatever their values. An orthogonal matrix can then
+    Gains are free if the orbit's scales can bring them all to 1, for any values. An orthogonal matrix can then
     act on the units with gains of 1, before the scales are undone.
 
     Args:

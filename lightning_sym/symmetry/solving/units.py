@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, Numbers, comp
 
 @dataclass(frozen=True)
 class Positions:
-    """All positions at which units occur, place by place.
+    """All positions of units, place by place.
 
     Attributes:
         places: The parameters' axes, then the values of the graph.

@@ -74,8 +74,8 @@ def unread_units(
     for index in np.unique(of_slot[lone[generators]]):
         slot, here = slots[index], lone[generators] & (of_slot == index)
         notes[
-            f"{slot.tensor}{list(slot.axes)}: {len(np.unique(unit[here]))} of {slot.size} places meet zeros only, or "
-            "nothing reads them, so that all their weights are free; the group only scales them"
+            f"{slot.tensor}{list(slot.axes)}: {len(np.unique(unit[here]))} of {slot.size} places are multiplied by "
+            "zeros only, or nothing reads them: all their weights are free, and the group only scales them"
         ] = np.unique(rows[here])
     return notes
 
@@ -118,7 +118,7 @@ def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[s
         if 0 < least < len(cell) != most:
             places = dict.fromkeys(f"{slot.tensor}{list(slot.axes)}" for slot, _, _ in seen)
             notes[
-                f"{listed([*places])}: of {len(cell)} units only {least} numbers go in or come out, so that what else "
-                "is free there depends on the weights"
+                f"{listed([*places])}: {len(cell)} units have only {least} incoming or outgoing numbers, so that "
+                "further free directions depend on the weights"
             ] = None
     return [*notes]
