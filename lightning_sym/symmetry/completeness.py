@@ -261,7 +261,7 @@ def _further(network: nn.Module, calls: Sequence[Call], generator: torch.Generat
 
 
 def _reaching(network: nn.Module, call: Call) -> Call:
-    """Return a call whose integers include the first and last row of a table, if the network runs; masks are kept."""
+    """Return a call with integers that include a table's first and last row, if the network runs; masks are kept."""
     sizes = sorted({parameter.shape[0] for parameter in network.parameters() if parameter.ndim > 1}, reverse=True)
     leaves, structure = pytree.tree_flatten(call)
     for number, leaf in enumerate(leaves):

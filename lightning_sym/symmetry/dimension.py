@@ -60,7 +60,7 @@ class LocalDimension:
         always_on: Number of units with a piecewise linear activation that is linear on all of X (for a ReLU: input
             always positive).
         constant: Number of units with constant activation on X, without dead ones.
-        duplicated: Number of units whose incoming weights and bias are a positive multiple of an earlier unit's.
+        duplicated: Number of units with incoming weights and bias equal to a positive multiple of an earlier unit's.
         groups: The four counts by name of the axis group, where any is not 0.
         notes: Notes on limits of the result.
     """
@@ -116,8 +116,7 @@ def local_dimension(
 
     The kernel of :math:`J = \partial f(X; \theta) / \partial \theta` contains the tangent space of the orbit, so that
     :math:`p - \operatorname{rank} J \geq \dim(\text{orbit})`. The excess is due to dead, always-on, constant or
-    duplicated units, to too few inputs, and to symmetries of this one function that no group explains
-    (docs/theory/equivalence.md, 10).
+    duplicated units, to too few inputs, and to symmetries of this function alone (docs/theory/equivalence.md, 10).
     For a squared loss, the Gauss-Newton matrix has the kernel of J; for cross-entropy use ``log_softmax=True``.
 
     Args:

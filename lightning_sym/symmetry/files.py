@@ -237,7 +237,7 @@ def write_moved(
         moved: Yields the transformed tensors, in the given order.
         moving: Names of the tensors to transform.
         out: A folder, or, for a single file, the new file.
-        beside: Further files to copy into the folder.
+        beside: Other files to copy into the folder.
 
     Returns:
         The path of the new index, or of the single file.
@@ -345,14 +345,14 @@ def write_new(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], o
 def _remove(folders: Iterable[Path]) -> None:
     """Remove empty folders, inner ones first."""
     for path in folders:
-        with contextlib.suppress(OSError):  # other processes may have written there meanwhile
+        with contextlib.suppress(OSError):  # other processes may have written there
             path.rmdir()
 
 
 def _next(results: Iterator[tuple[str, Tensor]], name: str, stored: Stored, shards: Shards) -> Tensor:
     """Return the next tensor, in its stored dtype."""
     found, tensor = next(results)
-    assert found == name, f"expected {name}, got {found}"
+    assert found == name, f"{found} instead of {name}"
     return _fitting(tensor, shards.read(stored).dtype, stored.key)
 
 

@@ -34,7 +34,7 @@ def axes_of(call: Call, size: int | None = None) -> Axes:
 
 
 def resized(call: Call, axes: Axes, size: int, generator: torch.Generator | None = None) -> Call:
-    """Return a call whose tensors have another size along some axes.
+    """Resize some axes of a call's tensors.
 
     Args:
         call: An example.

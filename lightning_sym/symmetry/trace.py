@@ -68,11 +68,11 @@ def trace_symmetry(
             layers cancel, changes of means that norms subtract, and others. Otherwise the group is linear:
             permutations, signs, scales and matrices.
         check: Whether to run the self-test (recommended). It applies two random elements to float64 copies of the
-            network, one with weights near its own and one with random weights, each through a round trip of the state
-            dict. Inputs are samples of every example, and noise around them. For a small network it also measures the
-            nullity of the Jacobian (:attr:`Symmetry.nullity`), and notes how many of its dimensions the group misses
-            (docs/theory/intertwiners.md, 3.5). A network without weights cannot be tested; a note reports this. Without
-            the self-test, networks given to the symmetry later are not run either (:meth:`Symmetry.require`).
+            network, through a round trip of the state dict: one copy with weights near its own, one with random
+            weights. Inputs are samples of every example, and noise around them. For a small network it also measures
+            the nullity of the Jacobian (:attr:`Symmetry.nullity`). A note gives the number of dimensions that the group
+            misses (docs/theory/intertwiners.md, 3.5). A network without weights cannot be tested; a note reports this.
+            Without the self-test, networks given to the symmetry later are not run either (:meth:`Symmetry.require`).
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or more if the
             network rounds to a lower precision (1.2e-4 for float32).
         cuts: The network's :meth:`~lightning_sym.networks.Network.cuts`, if values that cross them need hook points.
@@ -87,8 +87,9 @@ def trace_symmetry(
     Raises:
         TypeError: If a parameter is complex or not floating, an example holds no tensor, or the network does not accept
             the arguments.
-        ValueError: If the network cannot be traced (data-dependent control flow, parametrised or lazy weights, weights
-            that are not finite or share a part of their memory), has no output of that name, or no finite output.
+        ValueError: If the network has no output of that name, or no finite output; or if it cannot be traced:
+            data-dependent control flow, parametrised or lazy weights, weights that are not finite, or overlapping
+            memory.
         RuntimeError: If the self-test fails, because the rule of an operation allows too much.
 
     Example:

@@ -33,7 +33,7 @@ class Search(Protocol):
         """Apply parts that change the named tensors, if this reduces the distance; return whether it did."""
 
     def slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
-        """Return the tensors that sign generators flip, and their inner products by generator (rows) and tensor."""
+        """Return the tensors flipped by generators (columns of `acting`), and the inner products there by generator."""
 
 
 @dataclass(frozen=True, eq=False)

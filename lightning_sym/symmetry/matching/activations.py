@@ -31,7 +31,7 @@ class ActivationMoments:
     """Streaming moments of two networks' activations, per axis group, for :func:`activation_matching`.
 
     Holds sums of x, y, x^2, y^2 (per unit) and of x y^T (per pair of units) in float64. All positions of an image, and
-    all tokens, count as samples. Where several values show a group (a residual stream runs through many blocks), the
+    all tokens, count as samples. Several values may show a group, as a residual stream runs through many blocks. The
     last one is used that is no pooling, flattening, dropout or identity; see `places`. Units that matrices mix between
     gains (streams) are recorded at all such places, divided by the gains.
 

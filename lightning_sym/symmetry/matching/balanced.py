@@ -117,7 +117,7 @@ class Comparison:
 
 
 def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True) -> Comparison:
-    """Choose the gauges for the comparison of two networks: balanced, or settled signs only."""
+    """Choose the gauges for the comparison of two networks: balanced, or only as far as no norms are involved."""
     if not balance:
         if not signs:
             return Comparison(symmetry, a, b)

@@ -91,7 +91,7 @@ class Descent:
         self._squares: dict[str, float] = {}
         self.element = self.identity = symmetry.identity()
         self.restart(self.identity)
-        # By group, factors that mix its units once all else has settled; omitted where the matrices are given.
+        # By group, factors that mix its units once all else has settled.
         self.late: dict[int, list[Factor[Any]]] = {}
         self._settled: dict[int, frozenset[int]] = {}  # by group, columns of signs that are not searched
         self.open_signs: list[Ints] = []
@@ -364,7 +364,7 @@ class Descent:
         return any(improved)
 
     def slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
-        """Return the tensors that sign generators flip, and their inner products by generator (rows) and tensor."""
+        """Return the tensors flipped by generators (columns of `acting`), and the inner products there by generator."""
         rows = np.unique(acting.indices)
         slopes = np.zeros(acting.shape[1])
         names = []

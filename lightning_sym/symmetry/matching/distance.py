@@ -58,8 +58,8 @@ def orbit_distance(
     (of absolute values, where signs are free), a lower bound over all permutations of entries. With one axis group both
     bounds agree. Where matrices mix units (the values of a head), balancing leaves orthogonal ones, which preserve
     singular values: those of all blocks of a kind are compared in sorted order. The same holds for all weights on a
-    rotated stream. The upper bound then also considers the canonical forms, which coincide on one orbit. So it does
-    where both networks seem to be points of one orbit.
+    rotated stream. In these cases, and for networks that seem to lie on one orbit, the upper bound also considers the
+    canonical forms, which coincide on one orbit.
 
     Args:
         symmetry: The symmetry of the architecture.

@@ -37,8 +37,8 @@ class Match(Descended):
     Attributes:
         element: Maps ``b`` to ``network``.
         network: ``act(element, b)``: the function of ``b``, with permutation, signs and scales aligned to ``a``.
-        objective: Inner product of the parameters of both networks (in the balanced gauge, if they were balanced)
-            before the first sweep and after every sweep of the best restart. Half the growth of the squared norm is
+        objective: Inner product of both networks' parameters (balanced, if they were balanced) before the first sweep
+            and after every sweep of the best restart. Half the growth of the squared norm is
             subtracted, where biases absorb sign changes (sigmoid, ``affine=True``). Non-decreasing. For activation
             matching, the sum of the matched correlations (or products) at the identity and at the end.
         distance_before: Euclidean distance between the parameters of ``a`` and ``b``, without buffers.

@@ -38,8 +38,8 @@ def fold_norm_gains(
 
     Raises:
         TypeError: If `network` is not a module.
-        ValueError: If the network has other tensors or modules than the traced one, has no norm with a gain, a gain has
-            a zero entry, or no element brings a gain to 1 (that of the last norm, if embeddings are tied).
+        ValueError: If the network has other tensors or modules than the traced one, or has no norm with a gain; or if
+            a gain has a zero entry, or cannot be brought to 1 (that of the last norm, if embeddings are tied).
         RuntimeError: If the function has changed.
 
     Example:

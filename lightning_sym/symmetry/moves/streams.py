@@ -52,8 +52,8 @@ def rotate_stream(
 
     Raises:
         TypeError: If `network` is not a module.
-        ValueError: If the network has other tensors or modules than the traced one, no stream can be rotated (the
-            message names the gain that prevents it), or a gain has a zero entry; or if the matrix has another shape,
+        ValueError: If the network has other tensors or modules than the traced one, or a gain has a zero entry; if no
+            stream can be rotated (the message names the gain that prevents it); or if the matrix has another shape,
             is not orthogonal, or moves the vector of ones before a layer norm.
         RuntimeError: If the function has changed.
 
@@ -94,8 +94,8 @@ def stream_axes(
 
     Raises:
         TypeError: If `network` is not a module.
-        ValueError: If no stream can be rotated, layer norms read it (every unit has a component along ones, so none can
-            be a principal component), or no norm that reads it is a module.
+        ValueError: If no stream can be rotated, or no norm that reads it is a module; or if layer norms read it: every
+            unit then has a component along ones, so none can be a principal component.
     """
     require_weights(symmetry, network)
     (first, *more) = _chosen(symmetry, network, stream)

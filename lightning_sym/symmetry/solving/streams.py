@@ -110,7 +110,7 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
 
     Args:
         structure: The group without them.
-        met: The operations that act on units.
+        met: The operations on units.
         gains: Parameters that are only used to multiply units.
 
     Returns:
