@@ -351,9 +351,9 @@ class IntertwinerGroup:
 
         Args:
             element: The element, or a matrix of shape ``[H, H]``, floating.
-            tolerance: Largest deviation from 1 of magnitudes that must be 1, largest ratio of entries that must be 0 to
-                the largest entry of their row, and smallest ratio of the singular values of an invertible matrix to
-                their largest. Unitless, >= 0; by default 1000 units of rounding of the dtype.
+            tolerance: Bound for three errors: the deviation from 1 of magnitudes that must be 1; the size of entries
+                that must be 0, relative to the largest entry of their row; and the relative size of singular values
+                that count as 0. Unitless, >= 0; by default 1000 units of rounding of the dtype.
 
         Raises:
             TypeError: If ``element`` is neither, or its dtype is not floating.

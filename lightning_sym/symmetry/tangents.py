@@ -89,7 +89,7 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     if cells := sum(len(factor.identity()) for factor in mixed):
         raise ValueError(
             f"invertible matrices act on {cells} cells of units (linear layers in a row), which have no balanced "
-            "member; put an activation between them, or merge them into one."
+            "representative; put an activation between them, or merge them into one."
         )
     return tangents_at(symmetry, network)
 

@@ -51,8 +51,8 @@ def trace_symmetry(
     and for inputs of any values and size. Weights outside a slice or an index at the example's size are fixed, as
     longer inputs may reach them. Axes of length 1 are traced at another length where the network accepts it. The
     self-test also tries other lengths and numbers of samples, and traces those at which it fails. If this does not
-    help, a note limits the result to the example's lengths. A function that branches on a size needs an example for
-    each branch.
+    help, a note limits the result to the example's lengths. A function that branches on a size far from the
+    example's needs an example for each branch.
 
     Args:
         network: Any network whose operations do not depend on values. Not changed. Its weights may be on torch's meta

@@ -1,4 +1,4 @@
-"""The action of an element on parameters, buffers, optimizer state, and values inside the network."""
+"""The action of an element on parameters, buffers, the state of an optimiser, and values inside the network."""
 
 import functools
 import operator
@@ -21,7 +21,7 @@ from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.structure import Slot
 from lightning_sym.symmetry.views import ConvertedTensors
 
-# The power of a weight's scale that acts on each entry of an optimizer's state.
+# The power of a weight's scale that acts on each entry of an optimiser's state.
 _POWERS = {
     **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "prev"), -1.0),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), -2.0),
@@ -349,12 +349,12 @@ class Action:
     # On the state of an optimiser.
 
     def carry(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-        """Transform an optimizer's state in place, so that training continues equivalently.
+        """Transform an optimiser's state in place, so that training continues equivalently.
 
         Averages of gradients are divided by scales, averages of their squares by squared scales, and steps multiplied.
 
         Args:
-            optimizer: The optimizer.
+            optimizer: The optimiser.
             names: The name of each parameter.
 
         Raises:

@@ -116,7 +116,7 @@ def principal_balancing(out: Tensor, read: Tensor) -> Tensor | None:
 def partial_balancing(out: Tensor, read: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
     r"""Balance a head without a balanced representative as far as possible.
 
-    Write S = A A^T and R = B^T B with A of full column rank and B of full row rank, and B A = U s W^T. In directions
+    Write S = A A^T and R = B^T B with A of full column rank and B of full row rank. Let B A = U s W^T. In directions
     that are both written and read, both Gram matrices become s. In directions that are only written, or only read, the
     one that is not 0 becomes the identity. The columns of the inverse matrix are A W s^{-1/2}, A W', B^+ U' and a basis
     of the rest of the kernel of B. Primes select the columns where s is 0. Rotations remain free, as in the balanced
@@ -174,7 +174,7 @@ def singular_values(structure: Structure, tensors: Mapping[str, Tensor]) -> dict
 # Scales and cells are balanced in turn until every matrix is this near to the identity, for at most so many rounds.
 _SETTLED, _MOST_ROUNDS = 1e-13, 500
 _MOST_POSITIVE, _STILL = 100, 1e-12  # by positive matrices alone
-_PARTLY_SETTLED = 1e-11  # where cells have no balanced member, and matrices with larger condition numbers
+_PARTLY_SETTLED = 1e-11  # where cells have no balanced representative, and matrices with larger condition numbers
 
 
 class Balanced(NamedTuple):

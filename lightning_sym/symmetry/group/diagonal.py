@@ -111,7 +111,7 @@ class Scale(Diagonal):
         return change if bool(change.any()) else None
 
     def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the scales that minimize the distance, by coordinate descent; see :class:`Factor`."""
+        """Return the scales that minimise the distance, by coordinate descent; see :class:`Factor`."""
         return MagnitudeDescent(self.group, target, {name: current[name] for name in target}).run()
 
     def brought_to_one(self, rows: Ints, values: Floats) -> tuple[Tensor, Bools]:

@@ -260,7 +260,8 @@ class ScaleGauge:
         if not self.residual <= 100 * _BALANCED:
             self.converged = False
             self.notes.append(
-                f"incoming and outgoing norms differ by {self.residual:.1e} (relative): no balanced member was reached"
+                f"incoming and outgoing norms differ by {self.residual:.1e} (relative): no balanced representative was "
+                "reached"
             )
 
     def _gradient(self, active: Bools, mask: Floats, names: Collection[str]) -> tuple[Floats, Floats, Floats]:

@@ -128,7 +128,7 @@ class Matrix(Factor[Matrices]):
             )
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
-        """Return the orthogonal matrices that minimize the distance; see :class:`Factor`."""
+        """Return the orthogonal matrices that minimise the distance; see :class:`Factor`."""
         cells = self.structure.cell_of[self.structure.orbits[orbit]]
         products = {cell: torch.zeros(0) for cell in np.unique(cells[cells >= 0]).tolist()}
         for (_, own, _, ours), (_, _, _, theirs) in zip(
@@ -173,8 +173,8 @@ class Matrix(Factor[Matrices]):
         """Return a note on blocks without a balanced representative; see :class:`Factor`."""
         free = {cell for own in networks if balanced for cell in unbalanced(self.structure, own)}
         note = (
-            f"{len(free)} cells under invertible matrices have no balanced member (their units are linearly "
-            "dependent): the upper bound uses rotations of them only, and no lower bound is known"
+            f"{len(free)} cells under invertible matrices have no balanced representative (their units are "
+            "linearly dependent): the upper bound uses rotations of them only, and no lower bound is known"
         )
         return [note] * bool(free), bool(free)
 
@@ -195,7 +195,7 @@ class Matrix(Factor[Matrices]):
                 yield MatrixPlace(slot.tensor, names, slot.axes[0], MatrixPlace.indices(*positions), read)
 
     def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
-        """Return the positive matrices that equalize the Gram matrices of heads; see :class:`Factor`."""
+        """Return the positive matrices that equalise the Gram matrices of heads; see :class:`Factor`."""
         return balanced_by_positive(self.group, tensors) if self.structure.dense else None
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:

@@ -145,7 +145,7 @@ class Phase(Additive):
         return {slot.tensor for slot in self.structure.slots if slot.offset in self.structure.turned_places}, set()
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Tensor | None:
-        """Return the angles that minimize the distance; see :class:`Factor`."""
+        """Return the angles that minimise the distance; see :class:`Factor`."""
         own = self.structure.phase_of[self.structure.orbits[orbit]]
         if not (own >= 0).any():
             return None
@@ -158,7 +158,7 @@ class Phase(Additive):
         return self.identity().index_copy(0, chosen, torch.atan2(imaginary, real)[chosen])
 
     def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
-        """Return the scales that equalize the norms of queries and keys in each pair; see :class:`Factor`."""
+        """Return the scales that equalise the norms of queries and keys in each pair; see :class:`Factor`."""
         if not self.size:
             return None
         structure, forms = self.structure, self.structure.magnitudes

@@ -243,8 +243,8 @@ def activation_matching(
         The match.
 
     Raises:
-        ValueError: If a network is not of the traced architecture or not finite, there are no data, the moments belong
-            to another architecture, or `measure` is unknown.
+        ValueError: If a network is not of the traced architecture or not finite; if there are no data; if the moments
+            belong to another architecture; or if `measure` is unknown.
 
     References:
         Li et al. (2016), "Convergent Learning", arXiv:1511.07543; Ainsworth et al. (2022), section 3.1,

@@ -235,7 +235,6 @@ def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, de
 
     Returns:
         The element with new scales and translations.
-        The element with other magnitudes and shifts.
     """
     target = working(a, symmetry, device)
     given = converted(b, symmetry, device, like=symmetry.tensors(a))

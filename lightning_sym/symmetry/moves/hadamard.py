@@ -17,7 +17,7 @@ def hadamard(n: int, *, fixes_ones: bool = False) -> Tensor:
     r"""Return a Hadamard matrix divided by the root of its order: orthogonal, with all entries ±1/√n.
 
     It is the Kronecker product of Sylvester's matrix (order a power of two) and one of Paley's. The latter use the
-    squares modulo a prime p, and have order p + 1 for p = 3 modulo 4, and 2 (p + 1) for p = 1 modulo 4. This covers the
+    squares modulo a prime p. Their order is p + 1 for p = 3 modulo 4, and 2 (p + 1) for p = 1 modulo 4. This covers the
     widths of most transformers: 768 = 64 * 12, 896 = 32 * 28, 1280 = 64 * 20, 5120 = 256 * 20.
 
     Args:

@@ -164,7 +164,7 @@ def _shared_gains(structure: Structure, units: Ints, cells: Ints, spread: Ints, 
 
     Returns:
         Positions of all slots, one column for each parameter. Shape (units, parameters). None if the units share
-            something else, or a gain multiplies only some of them.
+        something else, or a gain multiplies only some of them.
     """
     own = spread[:, np.isin(spread[1], units)]
     columns, seen = [], np.zeros(own.shape[1], bool)
