@@ -210,13 +210,13 @@ def measure(
 ) -> IntertwinerGroup:
     r"""Find the intertwiner group of an elementwise function from its values.
 
-    By Lemma 3.2 of the reference, the ``t`` such that some ``c`` satisfies ``sigma(t x) = c sigma(x)``
-    for all ``x`` determine the group. The tests are ``t = -1`` (``c`` can only be 1 or -1) and ``t = 2``
-    together with ``t = 1/pi`` (``c = t**exponent`` with a common exponent). They use float64, and points at 0 and at
-    magnitudes from 1e-30 to 1e30. An identity is accepted if its pointwise relative residual is below 1e-12. Otherwise it is
-    rejected, and the group is ``doubtful`` if the residual is below 1e-2: its elements are right, but some may be
-    missing. A function that is odd and homogeneous of degree 1 is linear, and its group dense. Differences below the
-    rounding of values near ``abs(x) = 1`` are ignored: a kink narrower than about 1e-15 is not detected.
+    By Lemma 3.2 of the reference, the ``t`` such that some ``c`` satisfies ``sigma(t x) = c sigma(x)`` for all ``x``
+    determine the group. The tests are ``t = -1`` (``c`` can only be 1 or -1) and ``t = 2`` together with ``t = 1/pi``
+    (``c = t**exponent`` with a common exponent). They use float64, and points at 0 and at magnitudes from 1e-30 to
+    1e30. An identity is accepted if its pointwise relative residual is below 1e-12. Otherwise it is rejected, and the
+    group is ``doubtful`` if the residual is below 1e-2: its elements are right, but some may be missing. A function
+    that is odd and homogeneous of degree 1 is linear, and its group dense. Differences below the rounding of values
+    near ``abs(x) = 1`` are ignored: a kink narrower than about 1e-15 is not detected.
 
     Points where the function overflows are left out (``reach`` is the largest remaining magnitude), but it must be
     finite for ``abs(x) <= 2``.

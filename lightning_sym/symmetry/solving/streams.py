@@ -139,7 +139,7 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
             shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
             notes.append(
                 f"the stream of {first} is not rotated, as its gains ({shown}) cannot be folded into the weights after "
-                "them: embeddings are tied, or values before and after a gain are added up"
+                "them: embeddings are tied, or values before and behind a gain are added up"
             )
             continue
         powers, plain_sign = conjugation
