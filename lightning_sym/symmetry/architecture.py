@@ -1,4 +1,4 @@
-"""What two networks must share for one's symmetry to be the other's: tensors, modules, constants."""
+"""Comparison of architectures: the tensors, modules and constants that networks of one symmetry share."""
 
 import hashlib
 import io
@@ -26,22 +26,22 @@ from lightning_sym.symmetry.tracing.capture import (
     unsaved_places,
 )
 
-# What a module's description says that evaluation does not see.
+# Parts of a module's description that do not matter in evaluation.
 _TRAINING_ONLY = re.compile(r"(^|, )(inplace(=\w+)?|momentum=[^,]+|drop\w*=[^,]+)")
-# What to do where two networks cannot share a symmetry, or may not.
+# Advice where two networks do not share a symmetry, or may not.
 ADVICE = "trace the symmetry of each by itself; symmetry.check(network) tells what an element would change there"
 _SHORT = (torch.float16, torch.bfloat16)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class Architecture:
-    """What defines a network's function besides its weights, as far as it can be seen without running it.
+    """The definition of a network's function apart from its weights, as far as visible without running it.
 
     Args:
-        network: The network that was traced.
-        constants: The tensors that evaluation reads and no element moves, by name: integer buffers, masks, and buffers
-            that are in no state dict. They are compared by value where they have one.
-        moving: The names of the tensors that elements change.
+        network: The traced network.
+        constants: Tensors by name that evaluation reads and no element changes: integer buffers, masks, and buffers
+            outside the state dict. They are compared by value where they have one.
+        moving: Names of the tensors that elements change.
     """
 
     def __init__(self, network: nn.Module, constants: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> None:
@@ -62,8 +62,8 @@ class Architecture:
         """Check that a network has the same tensors, and modules of the same classes.
 
         Raises:
-            TypeError: If it is no network.
-            ValueError: If something differs.
+            TypeError: If `network` is not a module.
+            ValueError: If they differ.
         """
         if not isinstance(network, nn.Module):
             raise TypeError(f"expected a network of the traced architecture, got {type(network).__name__}")
@@ -91,17 +91,17 @@ class Architecture:
                 raise ValueError(f"module {name} is {found} there; expected {expected}, as in the traced network")
 
     def _require_sharing(self, network: nn.Module, places: Mapping[str, torch.Tensor]) -> None:
-        """Check that names that share memory share it in the traced network, too, and those that do there are equal.
+        """Check that tensors share memory as in the traced network, or are equal where only those share it.
 
-        Names that hold one tensor in the traced network may hold several here (``network.double()`` parts them), as
-        long as their numbers are the same: then the function is that of the network with one.
+        Names of one tensor in the traced network may belong to several tensors here (``network.double()`` splits
+        them), as long as these are equal: the function is then the same.
         """
         holders: dict[Any, str] = {}
         for place, first in self.names.items():
             tensor, other = places[place], holders.setdefault(memory_of(places[place]), first)
             if other != first:
                 raise ValueError(
-                    f"{other} and {place} are one tensor there and two in the traced network, whose elements move them "
+                    f"{other} and {place} are one tensor there and two in the traced network, and elements move these "
                     f"apart; expected weights that are shared as in the traced network: {ADVICE}"
                 )
             if place != first and not _same_numbers(tensor, places[first]):
@@ -115,7 +115,7 @@ class Architecture:
 
         Args:
             network: The network.
-            held: Tensors that modules hold besides parameters and buffers, with names for them.
+            held: Tensors that modules hold in addition to parameters and buffers, with names for them.
 
         Raises:
             ValueError: If one does.
@@ -129,16 +129,16 @@ class Architecture:
             )
             which = f"{one} and {two} share" if one != two else f"several entries of {one} share"
             raise ValueError(
-                f"{which} memory, so that no element can change the one and not the other; expected tensors of their "
-                "own (clone() one of them), or a parameter or buffer that is the whole tensor under a second name"
+                f"{which} memory, so no element can change one without the other; expected separate tensors (clone() "
+                "one of them), or a parameter or buffer that is the whole tensor under a second name"
             )
 
     def require(self, network: nn.Module) -> None:
         """Check that a network has the same tensors, modules, descriptions of modules and constants.
 
         Raises:
-            TypeError: If it is no network.
-            ValueError: If something differs.
+            TypeError: If `network` is not a module.
+            ValueError: If they differ.
         """
         self.require_tensors(network)
         for name, found in _descriptions(network).items():
@@ -158,17 +158,17 @@ class Architecture:
                 )
 
     def _same_constant(self, own: torch.Tensor, other: torch.Tensor, states: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a network's constant is the traced one, possibly rounded when a network was cast (``half()``)."""
+        """Return whether a network's constant is the traced one, possibly rounded by a cast (``half()``)."""
         if same_but_for_rounding(own, other):
             return True
         if not (own.is_floating_point() and other.is_floating_point()):
             return False
-        # half().float() leaves no other dtype behind, but numbers that all fit into it.
+        # half().float() leaves no trace in dtypes, but all numbers are then 16-bit numbers.
         there, here = _rounded_to(states), self._rounded
         return any(_made_of(other, own, kind) for kind in there) or any(_made_of(own, other, kind) for kind in here)
 
     def other_setting(self, network: nn.Module) -> str:
-        """Return in words what a network's modules hold, or what they are, other than in the traced one; or nothing."""
+        """Describe the first difference between modules' settings and those of the traced network; empty if none."""
         theirs = _settings(network)
         for name in dict.fromkeys((*self.settings, *theirs)):
             own, other = (settings.get(name, "missing") for settings in (self.settings, theirs))
@@ -178,16 +178,16 @@ class Architecture:
 
     @cached_property
     def text(self) -> str:
-        """What is compared of shapes and modules, as text."""
+        """The compared shapes and modules, as text."""
         return repr(([(name, shape) for name, (shape, _) in self.layout.items()], self.leaves))
 
 
 def _wrapped(places: Collection[str], traced: Collection[str]) -> str:
-    """Say what to pass where one of two networks is a module of the other, as in DataParallel or torch.compile.
+    """Advise on the network to pass if one of two networks wraps the other, as DataParallel or torch.compile do.
 
     Args:
         places: Names of tensors of the network.
-        traced: Those of the traced network.
+        traced: Names of tensors of the traced network.
     """
     for outer, inner, whose, advice in (
         (places, traced, "its names have", "pass"),
@@ -204,7 +204,7 @@ def _wrapped(places: Collection[str], traced: Collection[str]) -> str:
 
 
 def _made(places: Collection[str], name: str) -> str:
-    """Say what to do where a network computes a weight of others: by pruning, or a parametrisation."""
+    """Advise on weights that a network computes from others, by pruning or a parametrisation."""
     prefix, _, own = name.rpartition(".")
     begin = f"{prefix}." if prefix else ""
     parts = (f"{begin}{own}_orig", f"{begin}{own}_v", f"{begin}parametrizations.{own}.")
@@ -215,14 +215,14 @@ def _made(places: Collection[str], name: str) -> str:
 
 
 def _same_numbers(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers in the same type; NaN equals NaN."""
+    """Return whether two tensors are equal in values and dtype; NaN equals NaN."""
     if one is two or memory_of(one) == memory_of(two) or one.is_meta or two.is_meta:
         return True
     return one.dtype == two.dtype and bool(((one == two) | (one != one) & (two != two)).all())
 
 
 def same_but_for_rounding(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, or numbers that differ by the rounding of a cast between their dtypes.
+    """Return whether two tensors are equal up to the rounding of a cast between their dtypes.
 
     Each entry may differ by half a unit in the last place of the dtype that is less precise there.
     """
@@ -233,27 +233,27 @@ def same_but_for_rounding(one: torch.Tensor, two: torch.Tensor) -> bool:
     if one.dtype == two.dtype or one.shape != two.shape:
         return torch.equal(a, b)
     for made, of in ((one, two), (two, one)):
-        if made.itemsize <= 2 and any(_made_of(made, of, kind) for kind in _SHORT):  # cast to one after the other
+        if made.itemsize <= 2 and any(_made_of(made, of, kind) for kind in _SHORT):  # two successive casts
             return True
     near = (a - b).abs() <= torch.maximum(_unit(one), _unit(two)) / 2
-    # Numbers beyond the range of the one dtype are infinite in it.
+    # Numbers outside the range of one dtype are infinite in it.
     return bool((near | (one.to(two.dtype).double() == b) | (two.to(one.dtype).double() == a)).all())
 
 
 def _made_of(made: torch.Tensor, of: torch.Tensor, kind: torch.dtype) -> bool:
-    """Whether a tensor holds the numbers of another one after a cast to some dtype, and from there to its own."""
+    """Return whether a tensor equals another one after a cast to some dtype, and from there to its own."""
     return torch.equal(made.double(), of.to(kind).to(made.dtype).double())
 
 
 def _unit(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the unit in the last place of each entry, in float64; NaN or infinite entries have that of 0."""
+    """Return the unit in the last place of each entry, in float64; for NaN and infinite entries, that of 0."""
     limits = torch.finfo(tensor.dtype)
     sizes = tensor.double().nan_to_num(0, 0, 0).abs().clamp_min(limits.tiny)
     return limits.eps * 2.0 ** (torch.frexp(sizes)[1] - 1).double()
 
 
 def _rounded_to(states: Mapping[str, torch.Tensor]) -> list[torch.dtype]:
-    """Return the types of 16 bits that hold all wider numbers of a network exactly; the first ones of each tensor."""
+    """Return the 16-bit dtypes that hold a network's wider numbers exactly, judged by the start of each tensor."""
     wide = [t.detach() for t in states.values() if t.is_floating_point() and t.itemsize > 2 and t.numel()]
     if any(tensor.is_meta or tensor.layout != torch.strided for tensor in wide):
         return []
@@ -262,11 +262,13 @@ def _rounded_to(states: Mapping[str, torch.Tensor]) -> list[torch.dtype]:
 
 
 def overlaps(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names of tensors that share a part of their memory, one of which moves; twice the same for one's own.
+    """Yield the names of tensors that share a part of their memory, where elements change at least one of them.
+
+    A tensor with overlapping entries yields its name twice.
 
     Args:
-        tensors: By name, none of them twice.
-        moving: The names of those that move.
+        tensors: Distinct tensors by name.
+        moving: Names of the tensors that elements change.
     """
     groups: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -291,7 +293,7 @@ def overlaps(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> It
 
 
 def _meet(one: torch.Tensor, two: torch.Tensor, begin: int, end: int) -> bool:
-    """Whether two tensors of one memory have a byte between two places in common."""
+    """Return whether two tensors of one storage have a byte in common, within a range of addresses."""
     taken = torch.zeros(end - begin, dtype=torch.bool)
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,7 +311,7 @@ def _leaf_classes(network: nn.Module) -> dict[str, str]:
 
 
 def _descriptions(network: nn.Module) -> dict[str, str]:
-    """Return what each module says of itself (sizes, slopes, groups, eps), but for what only training sees."""
+    """Return each module's own description (sizes, slopes, groups, eps), without details of training."""
     return {
         name: _TRAINING_ONLY.sub("", module.extra_repr())
         for name, module in network.named_modules()
@@ -317,14 +319,14 @@ def _descriptions(network: nn.Module) -> dict[str, str]:
     }
 
 
-# What every module has, and what says nothing of its function.
+# Attributes that every module has, without influence on its function.
 _MODULE = {*vars(nn.Module()), "training", "inplace"}
 
 
 def _settings(network: nn.Module) -> dict[str, Any]:
-    """Return what can be named of what modules are and hold: classes, numbers, words, functions, and those in objects.
+    """Return comparable attributes of modules: classes, numbers, strings, functions, and those inside objects.
 
-    A run decides whether two networks compute the same; this says in which place to look where they do not.
+    A run decides whether two networks compute the same; this helps to locate the cause of a difference.
     """
     found: dict[str, Any] = {}
 
@@ -355,11 +357,10 @@ def _settings(network: nn.Module) -> dict[str, Any]:
 
 
 def held_by(network: nn.Module) -> tuple[bytes, list[tuple[str, torch.Tensor]]]:
-    """Return a digest of all that modules hold besides weights and statistics, and the tensors among it.
+    """Return a digest of the modules' contents without weights and statistics, and the tensors among them.
 
-    The digest changes when something that can be reached from a module does: attributes of objects in objects, what
-    functions close over and their defaults, attributes of the modules' classes. What cannot be looked into (a lock) is
-    known by its type.
+    The digest changes with anything reachable from a module: attributes of nested objects, closures and defaults of
+    functions, and attributes of the modules' classes. Opaque objects (a lock) are represented by their type.
 
     Returns:
         The digest, and the tensors, each with the name of the module that holds it.
@@ -369,7 +370,7 @@ def held_by(network: nn.Module) -> tuple[bytes, list[tuple[str, torch.Tensor]]]:
         for name, module in network.named_modules():
             walk.module = name
             walk.dump((name, type(module), _state_of(module)))
-    except Exception:  # an object that cannot be taken apart: it may change at any time
+    except Exception:  # an object cannot be pickled: it may change at any time
         return b"", walk.tensors
     return hashlib.sha256(walk.out.getbuffer()).digest(), walk.tensors
 
@@ -378,16 +379,16 @@ def _state_of(module: nn.Module) -> Any:
     state = module.__getstate__()  # type: ignore[no-untyped-call]
     if not isinstance(state, Mapping):
         return state
-    # Lightning's modules leave out their trainer; what the network's modules and tensors are, is known by their names.
+    # Lightning's modules omit their trainer; modules and tensors of the network are represented by their names.
     seen = ("training", "_modules", "_parameters", "_buffers")
     return {name: value for name, value in state.items() if name not in seen and (name not in _MODULE or value)}
 
 
 class _Walk(pickle.Pickler):
-    """Writes down all that can be reached from an object; what it writes is compared, and never read.
+    """Serialises all objects reachable from an object; the output is only compared, never read.
 
     Args:
-        network: Its modules and tensors are known by their names.
+        network: Its modules and tensors are represented by their names.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -399,7 +400,7 @@ class _Walk(pickle.Pickler):
         self.tensors: list[tuple[str, torch.Tensor]] = []
 
     def persistent_id(self, thing: Any) -> Any:
-        """Return by what tensors and modules of the network are known, and the digest of any other tensor."""
+        """Return the names of the network's modules and tensors, and the digest of any other tensor."""
         if not isinstance(thing, (torch.Tensor, nn.Module)):
             return None
         if id(thing) in self._known:
@@ -413,11 +414,11 @@ class _Walk(pickle.Pickler):
         return f"a tensor {tuple(thing.shape)} {thing.dtype} {hashlib.sha256(numbers).hexdigest()}"
 
     def reducer_override(self, thing: Any) -> Any:
-        """Take apart what pickle refuses: classes, and functions by their code and all that they read."""
+        """Decompose objects that pickle refuses: classes, and functions by their code and the values they read."""
         if thing is str:
             return NotImplemented
         name = getattr(thing, "__qualname__", type(thing).__qualname__)
-        held: Any = None  # as a state, which may lead back to the thing itself
+        held: Any = None  # as a state, which may contain the object itself
         if isinstance(thing, type):
             name = f"{thing.__module__}.{name}"
             if thing.__flags__ & _IN_PYTHON and not name.startswith(("torch.", "pytorch_lightning.")):
@@ -444,9 +445,9 @@ class _Walk(pickle.Pickler):
         return str, (name,), held
 
 
-# Flag of classes that are written in Python.
+# Flag of classes defined in Python.
 _IN_PYTHON = 1 << 9
-# What every class has, and what says nothing of its function.
+# Attributes that every class has, without influence on its function.
 _OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__module__", "_abc_impl"}
 
 

@@ -1,4 +1,4 @@
-"""What is given to `trace_symmetry`: calls that fit the network, and a network whose weights can be followed."""
+"""Checks of the arguments of `trace_symmetry`: the network and its example calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,21 +12,21 @@ from lightning_sym.symmetry.proof import all_finite
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
-# The options of `trace_symmetry`, which are no arguments of the network.
+# The options of `trace_symmetry`, which are not arguments of the network.
 _OPTIONS = ("example_input", "more_examples", "affine", "check", "tolerance", "cuts", "output", "shifts")
 
 
 def examples_of(
     network: nn.Module, given: Any, more: Sequence[Any], keywords: Mapping[str, Any], output: str | int | None
 ) -> list[Call]:
-    """Return the calls on which a network is traced.
+    """Return the example calls for tracing a network.
 
     Args:
         network: The network.
-        given: An input, a tuple of positional arguments, or None where keywords say all.
-        more: Further inputs; a dictionary among them takes the place of the keywords, where there are any.
+        given: An input, a tuple of positional arguments, or None if all arguments are keywords.
+        more: Further inputs; a dictionary among them replaces the keywords, if there are any.
         keywords: Keyword arguments.
-        output: Which output counts.
+        output: The output that counts.
 
     Raises:
         TypeError: If a call holds no tensor, or does not fit.
@@ -46,7 +46,7 @@ def examples_of(
 
 
 def _check_example(network: nn.Module, example: Call) -> None:
-    """Check that an example holds tensors, and that the network takes it."""
+    """Check that an example holds tensors, and that the network accepts it."""
     tensors = [t for t in torch.utils._pytree.tree_leaves(example) if isinstance(t, Tensor)]
     if not tensors:
         given = ", ".join(type(value).__name__ for value in (*example.positional, *example.keywords.values()))
@@ -60,7 +60,7 @@ def _check_example(network: nn.Module, example: Call) -> None:
 
 
 def check_network(network: nn.Module) -> None:
-    """Check that a network's weights can be followed, and are finite.
+    """Check that a network's weights are traceable and finite.
 
     Raises:
         TypeError: If a parameter is complex or not floating.
@@ -69,13 +69,13 @@ def check_network(network: nn.Module) -> None:
     for name, module in network.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{name or 'the network'} is a scripted or traced module of TorchScript, whose operations cannot be "
-                "seen; expected the module that it was made from"
+                f"{name or 'the network'} is a scripted or traced module of TorchScript, with hidden operations; "
+                "expected the module that it was made from"
             )
         if parametrize.is_parametrized(module):
             raise ValueError(
-                f"{name or 'the network'} has parametrised weights, whose symmetry is that of what they are computed "
-                "from; remove the parametrisation first (torch.nn.utils.parametrize.remove_parametrizations)"
+                f"{name or 'the network'} has parametrised weights, computed from other tensors; remove the "
+                "parametrisation first (torch.nn.utils.parametrize.remove_parametrizations)"
             )
         hooks = getattr(module, "_forward_pre_hooks", {}).values()
         if hook := next((h for h in hooks if type(h).__name__ in ("SpectralNorm", "WeightNorm")), None):
@@ -93,7 +93,7 @@ def check_network(network: nn.Module) -> None:
             raise TypeError(f"{name} has dtype {parameter.dtype}; expected real floating-point parameters")
     weights = dict(network.named_parameters())
     for name, tensor in states.items():
-        # Other buffers may hold infinities: masks do.
+        # Other buffers may hold infinities, such as masks.
         finite = name in weights or name.endswith(("running_mean", "running_var"))
         if finite and not tensor.is_meta and not all_finite(tensor):
             raise ValueError(f"{name} holds values that are not finite; expected finite weights and statistics")

@@ -1,4 +1,4 @@
-"""Whether a group is all that leaves a small network's function alone: whether it explains the Jacobian's nullity.
+"""Completeness of a small network's group: whether it explains the nullity of the Jacobian.
 
 See docs/theory/tracing.md, 8.5.
 """
@@ -26,39 +26,38 @@ from lightning_sym.symmetry.tangents import OrbitTangents, tangents_at
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
 
-# Networks with more parameters are not measured, nor those that compute more numbers on the way to so many rows.
+# Networks with more parameters, or more intermediate numbers for all rows, are not measured.
 _MOST_PARAMETERS = 500
 _MOST_NUMBERS = 2e7
-# Singular values that are smaller, relative to the largest, are zero.
+# Smaller singular values, relative to the largest, count as zero.
 _ZERO = 1e-12
-# Different inputs of each length, at least.
+# Minimum number of different inputs of each length.
 _INPUTS = 48
-# Most searches for generic weights, most steps of each, and how many equal results there have to be.
+# Maximum number of searches for generic weights, maximum steps of each, and required number of equal results.
 _SEARCHES, _STEPS, _AGREEING = 4, 20, 3
-# Normal numbers above which an entry is changed in a step: where further directions move it, and elsewhere.
+# Thresholds of normal numbers for changing an entry in a step: where further directions move it, and elsewhere.
 _RARITIES = ((-1.0, 2.0), (0.0, 1.8), (1.0, 1.5), (1.8, 1.2))
-# Root mean squares of random weights: of matrices times the root of what a unit reads, of vectors at most and at least.
+# Root mean squares of random weights: of matrices times the root of the fan-in; bounds for those of vectors.
 _GROWTH, _LEAST = 1.5, 0.2
-# So many times as many inputs as at first are taken in a search.
+# Ratio of the number of inputs in searches to that of the first measurement.
 _MORE = 4
-# Inputs are so many times fewer where a network runs on one after the other.
+# Divisor of the number of inputs where a network processes them one by one.
 _FASTER = 4
-# Names that a note gives.
+# Number of names in a note.
 _SHOWN = 6
 
 
 class Excess(NamedTuple):
-    """What a group leaves out of the kernel of a Jacobian.
+    """The part of a Jacobian's kernel outside the tangent space of the orbit.
 
     Attributes:
-        missing: Dimension of the kernel without that of the orbit, on entries of parameters that count.
+        missing: Dimension of the kernel minus that of the orbit, on entries of parameters that count.
         nullity: Dimension of that kernel.
-        moved: The entries that directions outside of the orbit's tangents move, or no output depends on, as masks by
-            name.
+        moved: Masks by name of entries that directions outside the tangent space move, or that no output depends on.
         names: Finds as few parameters as possible that such directions move.
         whole: Dimension of the kernel on all entries.
-        read: Mask of the entries on which an output depends. Shape (entries,).
-        sure: Whether searches for generic weights agree; otherwise all dimensions are the least that were found.
+        read: Mask of the entries that an output depends on. Shape (entries,).
+        sure: Whether searches for generic weights agree; otherwise all dimensions are the least ones found.
     """
 
     missing: int
@@ -74,11 +73,10 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     """Measure the nullity of a network's Jacobian, and note how many of its dimensions the group leaves out.
 
     Args:
-        symmetry: The symmetry, which has passed its self-test. Its nullity stays None if the network is too large,
-            rounds to single precision, cannot be differentiated, or has other nullities at all weights that are tried;
-            a note says the latter.
+        symmetry: The symmetry, after its self-test. Its nullity stays None if the network is too large, rounds to
+            single precision, or cannot be differentiated; or, with a note, if all tested weights have other nullities.
         network: Not changed.
-        captures: The calls that were traced.
+        captures: The traced calls.
     """
     count = sum(parameter.numel() for parameter in network.parameters())
     if not 0 < count <= _MOST_PARAMETERS or symmetry.precision != torch.float64:
@@ -90,7 +88,7 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     found = None
     with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched():
         warnings.simplefilter("ignore")  # of other operations without a batched version
-        with contextlib.suppress(Exception):  # there is no derivative, or the network does not run on other inputs
+        with contextlib.suppress(Exception):  # no derivative exists, or the network does not run on other inputs
             found = _least(symmetry, exact, network.state_dict(), calls)
     if found is None:
         return
@@ -107,7 +105,7 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         if not found.sure:
             missing = f"at most {found.missing} of at most {found.nullity}"
-            where = "which is not known, as it is another at all weights that were tried"
+            where = "which is uncertain, as it differs between all tested weights"
         symmetry.notes = (
             *symmetry.notes,
             f"this group leaves out {missing} dimensions of the Jacobian's nullity ({where}), which move "
@@ -116,9 +114,9 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
 
 
 class _Batched(TorchFunctionMode):
-    """Writes out functions of which the derivative has no batched version; embeddings, at padding tokens, too.
+    """Writes out functions without a batched derivative; embeddings have gradients at padding tokens as well.
 
-    RMS norms without a number of their own take that of single precision: that of double precision is lost in rounding.
+    RMS norms without eps use that of single precision: that of double precision would vanish in rounding.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,29 +135,29 @@ class _Batched(TorchFunctionMode):
 
 
 def _numbers(captured: Capture) -> int:
-    """Return how many numbers a call computes."""
+    """Return the number of numbers that a call computes."""
     values = (node.meta.get("val") for node in captured.graph.nodes)
     return sum(value.numel() for value in values if isinstance(value, Tensor))
 
 
 def _few(call: Call) -> Call:
-    """Return a call with two samples at most."""
+    """Truncate a call to at most two samples."""
     result: Call = pytree.tree_map_only(Tensor, lambda t: t[:2], call) if samples_of(call) else call
     return result
 
 
 def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]) -> Excess | None:
-    """Return the excess at generic weights: where the whole kernel is smallest.
+    """Return the excess at generic weights, where the whole kernel is smallest.
 
-    Units that are dead or always on have further directions. From weights with such units steps lead to others, at
-    which entries that these directions move have other signs and sizes. Nothing is missing where each entry on which
-    an output depends at some weights is among those at which no entries that are read have further directions.
+    Units that are dead or always on have further directions. From weights with such units, a search changes the signs
+    and sizes of entries that these directions move. Nothing is missing if every entry that some weights make an output
+    depend on is explained: at some weights, the entries read include it and have no further directions.
 
     Args:
         symmetry: The symmetry.
         exact: The network in float64 and evaluation mode; its weights are replaced.
-        own: The network's own weights and buffers.
-        calls: Inputs of every length that was traced.
+        own: The network's original weights and buffers.
+        calls: Inputs of every traced length.
 
     Returns:
         The excess; None if it cannot be measured.
@@ -189,7 +187,7 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
     nothing = Excess(0, 0, len(read), torch.zeros_like(read), entries)  # known at such weights
     calls = [*_further(exact, calls, generator)]
     more = max(1, _MORE // len(calls))
-    # Where there are notes, little is searched.
+    # With notes, a short search suffices.
     searches, steps, agreeing = (2, 6, 2) if symmetry.notes else (_SEARCHES, _STEPS, _AGREEING)
     ends, weights = list[int](), _weights(exact)
     while len(ends) < searches and ends.count(best.whole) < 2:
@@ -213,14 +211,14 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
 
 
 def _weights(network: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of a network's parameters."""
+    """Copy a network's parameters."""
     return {name: weight.detach().clone() for name, weight in network.named_parameters()}
 
 
 def _spread(network: nn.Module, generator: torch.Generator) -> None:
-    """Give weights sizes and signs at which few units are dead, always on or saturated.
+    """Give weights sizes and signs such that few units are dead, always on or saturated.
 
-    Values keep their sizes from layer to layer, biases are smaller, and no line of a weight has one sign only.
+    Values keep their sizes from layer to layer, biases are smaller, and every line of a weight has both signs.
     """
     for weight in network.parameters():
         with torch.no_grad():
@@ -237,7 +235,7 @@ def _spread(network: nn.Module, generator: torch.Generator) -> None:
 def _mutate(
     network: nn.Module, kept: Mapping[str, Tensor], moved: Mapping[str, Tensor], step: int, generator: torch.Generator
 ) -> None:
-    """Replace weights by others, some entries of which have other signs and sizes: more or fewer from step to step."""
+    """Replace weights by copies with new signs and sizes at some entries; their number varies by step."""
     least, elsewhere = _RARITIES[step % len(_RARITIES)]
     for name, weight in network.named_parameters():
         sign, size, drawn = torch.randn(3, *weight.shape, generator=generator, dtype=weight.dtype).unbind()
@@ -250,7 +248,7 @@ def _mutate(
 
 
 def _further(network: nn.Module, calls: Sequence[Call], generator: torch.Generator) -> Iterator[Call]:
-    """Yield calls with all tokens that a network takes, and calls of other lengths."""
+    """Yield calls with all tokens of the network's tables, and calls of other lengths."""
     for call in calls:
         call = _reaching(network, call)
         yield call
@@ -263,7 +261,7 @@ def _further(network: nn.Module, calls: Sequence[Call], generator: torch.Generat
 
 
 def _reaching(network: nn.Module, call: Call) -> Call:
-    """Return a call whose integers reach the first and last row of a table that a network takes; masks stay."""
+    """Return a call with integers that include a table's first and last row, if the network runs; masks are kept."""
     sizes = sorted({parameter.shape[0] for parameter in network.parameters() if parameter.ndim > 1}, reverse=True)
     leaves, structure = pytree.tree_flatten(call)
     for number, leaf in enumerate(leaves):
@@ -288,7 +286,7 @@ def _reaching(network: nn.Module, call: Call) -> Call:
 
 
 def _varied(tensor: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return a tensor with noise of several sizes, or other integers in its range. Shape (count, ...)."""
+    """Return noisy copies of a tensor, or other integers in its range. Shape (count, ...)."""
     shape = (count, *tensor.shape)
     if tensor.is_floating_point():
         finite = tensor[tensor.isfinite()]
@@ -312,21 +310,21 @@ def _measured(
     before: Excess | None = None,
     counted: Tensor | None = None,
 ) -> Excess | None:
-    """Return the excess at a network's weights.
+    """Return the excess at a network's current weights.
 
     Args:
         symmetry: The symmetry.
         network: The network at these weights.
-        calls: What it is run on.
-        generator: Source of the noise around these.
-        least: How many times as many inputs as there have to be.
+        calls: Inputs.
+        generator: Generator for the noise around these.
+        least: Ratio of the number of inputs to its minimum.
         before: The excess at other weights. Where the kernel is larger, only its dimension is measured.
-        counted: Mask of the entries that count; by default those on which an output depends. Shape (entries,).
+        counted: Mask of the entries that count; by default those that an output depends on. Shape (entries,).
 
     Returns:
-        The excess; None if too few outputs are finite, or none depends on a weight, as all units are dead.
+        The excess; None if too few outputs are finite, or all units are dead.
     """
-    for more in (least, 8):  # where many numbers are not finite
+    for more in (least, 8):  # more, where many numbers are not finite
         rows = torch.cat([_rows(network, call, more, generator) for call in calls])
         rows = rows[torch.linalg.vector_norm(rows, dim=1).isfinite()]
         if len(rows) >= (count := rows.shape[1]):
@@ -342,7 +340,7 @@ def _measured(
     nullity, read = count - _rank(torch.linalg.svdvals(rows)), sizes > 0
     if nullity == symmetry.dimension and not any(
         group.dense for group in symmetry.groups
-    ):  # of which some may change nothing
+    ):  # some of their dimensions may act trivially
         return Excess(0, nullity, nullity, torch.ones_like(read))
     larger = before is not None and (
         nullity > before.whole or (nullity == before.whole and torch.equal(read, before.read))
@@ -354,12 +352,12 @@ def _measured(
 
 
 def _rank(values: Tensor) -> int:
-    """Return how many singular values are not zero."""
+    """Return the number of nonzero singular values."""
     return int((values > _ZERO * float(values.max())).sum()) if len(values) else 0
 
 
 def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator) -> Tensor:
-    """Return rows of the Jacobian on inputs around those of a call: random sums of outputs by all parameters.
+    """Return rows of the Jacobian at noisy inputs: random sums of outputs, differentiated by all parameters.
 
     Returns:
         At least `more` times as many rows as there are parameters. Shape (rows, parameters), float64.
@@ -387,22 +385,22 @@ def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator)
 
     tensors = [leaf for leaf, use in zip(leaves, varying, strict=True) if use]
     values = outputs(parameters, tensors).abs()
-    scale = torch.where(values > 0, values, values.max()).clamp(min=1e-300)  # some may be far larger than others
+    scale = torch.where(values > 0, values, values.max()).clamp(min=1e-300)  # sizes of outputs may differ widely
     size, count = len(values), sum(parameter.numel() for parameter in parameters.values())
     number = math.ceil(max(_INPUTS * more, 1.1 * count * math.sqrt(more) / size))
     given = [_varied(tensor, number, generator) for tensor in tensors]
     each = min(size, math.ceil((count + 16) * math.sqrt(more) / number))
     sums = torch.randn(number, each, size, generator=generator, dtype=torch.float64) / scale
-    for function in (outputs, functionalize(outputs)):  # the latter writes into nothing, and takes longer
+    for function in (outputs, functionalize(outputs)):  # the latter avoids in-place operations, and is slower
         with contextlib.suppress(RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
             found: Tensor = vmap(pulled, (0, 0, None), randomness="same")(given, sums, function)
             return found.flatten(0, 1)
     weights = {name: parameter.requires_grad_() for name, parameter in parameters.items()}
     blocks = []
-    for index in range(math.ceil(number / _FASTER)):  # one call after the other
+    for index in range(math.ceil(number / _FASTER)):  # one call at a time
         made = outputs(weights, [tensor[index] for tensor in given])
         own = torch.randn(min(_FASTER * each, size), size, generator=generator, dtype=torch.float64) / scale
-        # Of what is not read, there is one zero for all rows.
+        # Parameters that are not read get a single zero for all rows.
         parts = torch.autograd.grad(made, [*weights.values()], own, is_grads_batched=True, materialize_grads=True)
         whole = zip(parts, weights.values(), strict=True)
         blocks.append(_beside(part.expand(len(own), *weight.shape) for part, weight in whole))
@@ -410,7 +408,7 @@ def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator)
 
 
 def _beside(parts: Iterable[Tensor]) -> Tensor:
-    """Return rows of all parameters beside one another, from those of each."""
+    """Concatenate the rows of all parameters."""
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
@@ -435,7 +433,7 @@ def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tenso
     left, cosines, _ = torch.linalg.svd(kernel.T @ basis[:, : _rank(values)])
     rank = int((cosines > 0.5).sum())  # 1, as tangents are in the kernel
     rest = torch.linalg.vector_norm(kernel @ left[:, rank:], dim=1)
-    # Scales of running statistics count if gains and biases make up for them. They are no tangents of parameters.
+    # Scales of running statistics count if gains and biases compensate them. They are no tangents of parameters.
     absorbed = tangents.statistics - symmetry.buffer_dimension
     missing = max(kernel.shape[1] - rank - absorbed, 0)
     moved = sizes == 0
@@ -464,7 +462,7 @@ def _kernel(rows: Tensor) -> Tensor:
 
 
 def _in_order(tangents: OrbitTangents, network: nn.Module, charts: Charts) -> Tensor:
-    """Return tangents by the network's parameters in their order. Shape (parameters, tangents)."""
+    """Return tangents in the order of the network's parameters. Shape (parameters, tangents)."""
     parameters = dict(network.named_parameters())
     counts = [own.numel() for own in parameters.values()]
     numbers = torch.split(torch.arange(sum(counts), dtype=torch.float64), counts)
@@ -480,15 +478,15 @@ def _in_order(tangents: OrbitTangents, network: nn.Module, charts: Charts) -> Te
 def _names(
     parts: Mapping[str, Tensor], of: Tensor, kernel: Tensor, known: Tensor, rest: Tensor, absorbed: int
 ) -> list[str]:
-    """Return as few parameters as possible such that directions that move these alone complete the kernel.
+    """Return a small set of parameters such that directions that move only these complete the kernel.
 
     Args:
         parts: All parameters.
-        of: For each entry the number of its parameter. Shape (entries,).
+        of: Index of each entry's parameter. Shape (entries,).
         kernel: Orthonormal basis. Shape (entries, dimension).
-        known: What the tangents span, in coordinates of the kernel. Shape (dimension, known).
-        rest: How far directions outside of the tangents move each entry. Shape (entries,).
-        absorbed: So many directions of biases and gains, which make up for statistics, may be missing.
+        known: The span of the tangents, in coordinates of the kernel. Shape (dimension, known).
+        rest: Size of the movement of each entry by directions outside the tangent space. Shape (entries,).
+        absorbed: Number of directions of biases and gains that may be missing, as they compensate statistics.
     """
     moves = torch.zeros(len(parts), dtype=torch.float64).index_add_(0, of, rest.square())
     matrices = [part.ndim > 1 for part in parts.values()]

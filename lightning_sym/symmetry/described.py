@@ -1,6 +1,6 @@
-"""A symmetry as text: the table that is printed, no line of which is wider than a terminal's 80 columns.
+"""A symmetry as text: the printed table, at most 80 columns wide.
 
-Repeated layers have one line, as far as they are alike.
+Repeated layers with equal groups share one line.
 """
 
 import re
@@ -14,14 +14,14 @@ from lightning_sym.symmetry.tracing.affine.space import Kind
 from lightning_sym.symmetry.tracing.structure import Structure
 
 WIDTH = 80
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.\[])")  # of a layer: a part of a name between dots
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.\[])")  # index of a layer: a part of a name between dots
 
 
 def described_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the table of axis groups.
 
     Args:
-        rows: As :meth:`~lightning_sym.symmetry.Symmetry.table` returns them.
+        rows: Rows of :meth:`~lightning_sym.symmetry.Symmetry.table`.
     """
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -63,7 +63,7 @@ def described_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def described_shifts(kinds: Sequence[Kind]) -> list[str]:
-    """Return the lines that say what may be added to weights, one for each kind of shifts."""
+    """Return the lines that describe translations, one for each kind."""
     found: dict[str, list[Kind]] = {}
     for own in kinds:
         found.setdefault(own.kind, []).append(own)
@@ -75,7 +75,7 @@ def described_shifts(kinds: Sequence[Kind]) -> list[str]:
 
 
 def described_blocks(structure: Structure, groups: Sequence[AxisGroup]) -> list[str]:
-    """Return a line for each kind of blocks that change places as wholes, and of copies that do inside of blocks."""
+    """Return a line for each kind of permuted blocks, and of copies that are permuted inside blocks."""
     members = [set(group.units.tolist()) for group in groups]
     slots = [set() if (copies := structure.copies_of(index)) is None else set(copies.slots.ravel().tolist())
              for index in range(len(groups))]  # fmt: skip
@@ -93,25 +93,25 @@ def described_blocks(structure: Structure, groups: Sequence[AxisGroup]) -> list[
             copied[len(table), tuple(names)] += 1
     lines = []
     for (count, units, *_), systems in whole.items():
-        text = f"blocks that change places as wholes: {count} of {units} units, in {_in(systems)}"
+        text = f"permuted blocks: {count} of {units} units, in {_in(systems)}"
         lines += wrapped(text)
     inside: dict[tuple[Any, ...], list[list[str]]] = {}
     for (count, own), blocks in copied.items():
         inside.setdefault((count, blocks, *(_NUMBER.sub("*", name) for name in own)), []).append(list(own))
     for (count, blocks, *_), systems in inside.items():
-        where = f"inside each of {blocks} blocks" if blocks > 1 else "as wholes"
-        lines += wrapped(f"copies of units that change places {where}: {count}, in {_in(systems)}")
+        where = f" inside each of {blocks} blocks" if blocks > 1 else ""
+        lines += wrapped(f"permuted copies of units{where}: {count}, in {_in(systems)}")
     return lines
 
 
 def _in(systems: Sequence[Sequence[str]]) -> str:
-    """Name the groups of systems that are alike."""
+    """List the groups of isomorphic systems of blocks."""
     names = [joined(own)[0] for own in zip(*systems, strict=True)]
     return listed(names, most=max(len(names), 3)) + (f" ({len(systems)} times)" if len(systems) > 1 else "")
 
 
 def joined(names: Iterable[str]) -> list[str]:
-    """Return names, those that differ only in numbers of layers as one: blocks.0-11.norm, blocks.0,2.norm.
+    """Merge names that differ only in layer indices: blocks.0-11.norm, blocks.0,2.norm.
 
     Example:
         >>> joined(["head", "blocks.0.norm", "blocks.1.norm", "blocks.2.norm"])
@@ -130,7 +130,7 @@ def _as_one(names: Sequence[str]) -> str:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """Return some numbers of layers in short."""
+    """Abbreviate a list of layer indices."""
     own = sorted(set(numbers))
     if len(own) > 2 and own == list(range(own[0], own[-1] + 1)):
         return f"{own[0]}-{own[-1]}"
@@ -138,18 +138,18 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def counted(names: Sequence[str]) -> list[str]:
-    """Return names, those that come again once, with how often."""
+    """Merge equal names, with their counts."""
     times = Counter(names)
     return [name if number == 1 else f"{name} ({number} times)" for name, number in times.items()]
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Name the first of some things."""
+    """List the first few names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def wrapped(text: str, *, indent: int = 0) -> list[str]:
-    """Return a text in lines, those after the first further to the right."""
+    """Wrap a text to lines, with a hanging indent."""
     margin = " " * indent
     return textwrap.wrap(
         text, WIDTH, initial_indent=margin, subsequent_indent=margin + "  ", break_long_words=False,

@@ -33,35 +33,36 @@ _ACTIVATIONS = tuple(
         *("Softplus", "Mish", "Hardtanh", "Hardswish", "Hardsigmoid", "Softsign", "Softshrink", "Hardshrink"),
     )
 )
-# What is counted of the units.
+# Kinds of units that are counted.
 _KINDS = ("dead", "always_on", "constant", "duplicated")
-# Bytes of Jacobian that are held beside the result.
+# Bytes of the Jacobian held in addition to the result.
 _CHUNK = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class LocalDimension:
-    """What the Jacobian of ``theta -> f(X; theta)`` says about the networks around one network.
+    """The dimension of the set of equivalent networks, from the Jacobian of ``theta -> f(X; theta)``.
 
     Attributes:
         parameters: Number of parameters ``p``.
         equations: Number of samples times number of outputs.
         rank: Rank of the Jacobian.
-        nullity: ``p - rank``: at most so many dimensions has the set of parameters with the same outputs on X, at least
-            the orbit's.
-        orbit_dimension: Dimension of the symmetry group, `Symmetry.dimension`; with ``log_softmax`` also what adds one
-            number to all logits, `Symmetry.common_shift`. At most the nullity, which bounds the orbit's dimension where
-            some elements change nothing; a note says so.
+        nullity: ``p - rank``: an upper bound for the dimension of the set of parameters with the same outputs on X,
+            which contains the orbit.
+        orbit_dimension: Dimension of the symmetry group, `Symmetry.dimension`; with ``log_softmax`` plus that of
+            translations common to all logits, `Symmetry.common_shift`. At most the nullity, which bounds the orbit's
+            dimension where some elements act trivially; a note reports this.
         excess: ``nullity - orbit_dimension``, at least 0.
-        singular_values: Singular values of the Jacobian, falling. Shape (min(p, equations),), float64.
-        above: The smallest singular value counted into the rank, relative to the largest.
+        singular_values: Singular values of the Jacobian, descending. Shape (min(p, equations),), float64.
+        above: The smallest singular value counted in the rank, relative to the largest.
         below: The largest one not counted, relative to the largest; 0 if there is none.
-        dead: Units whose activation is 0 on all of X (of a ReLU: input never positive).
-        always_on: Units whose piecewise linear activation acts linearly on all of X (of a ReLU: input always positive).
-        constant: Units, dead ones left out, whose activation does not vary over X.
-        duplicated: Units whose incoming weights and bias are a positive multiple of an earlier unit's.
+        dead: Number of units with activation 0 on all of X (for a ReLU: input never positive).
+        always_on: Number of units with a piecewise linear activation that is linear on all of X (for a ReLU: input
+            always positive).
+        constant: Number of units with constant activation on X, without dead ones.
+        duplicated: Number of units with incoming weights and bias equal to a positive multiple of an earlier unit's.
         groups: The four counts by name of the axis group, where any is not 0.
-        notes: What limits the result.
+        notes: Notes on limits of the result.
     """
 
     parameters: int
@@ -111,25 +112,24 @@ def local_dimension(
     max_parameters: int = 4096,
     **keywords: Any,
 ) -> LocalDimension:
-    r"""Compare the number of directions that leave a network's outputs alone with the dimension of its orbit.
+    r"""Compare the nullity of a network's Jacobian with the dimension of its orbit.
 
-    :math:`J = \partial f(X; \theta) / \partial \theta` has the tangent space of the orbit in its kernel, so that
-    :math:`p - \operatorname{rank} J \geq \dim(\text{orbit})`. The excess comes from dead, always-on, constant or
-    duplicated units, from too few inputs, and from symmetries of this one function that no group explains
-    (docs/theory/equivalence.md, 10).
-    For a squared loss the kernel of the Gauss-Newton matrix is that of J; for cross-entropy take ``log_softmax=True``.
+    The kernel of :math:`J = \partial f(X; \theta) / \partial \theta` contains the tangent space of the orbit, so that
+    :math:`p - \operatorname{rank} J \geq \dim(\text{orbit})`. The excess is due to dead, always-on, constant or
+    duplicated units, to too few inputs, and to symmetries of this function alone (docs/theory/equivalence.md, 10).
+    For a squared loss, the Gauss-Newton matrix has the kernel of J; for cross-entropy use ``log_softmax=True``.
 
     Args:
         symmetry: Symmetry of the network's architecture.
         network: Not changed; a copy in float64 is used.
-        inputs: One batch: a tensor whose first axis is the samples, shape (N, ...), or a tuple of positional arguments.
-            Moved to the network's device. The rank grows with N and saturates; N times the number of outputs should
-            exceed the parameters by far.
-        tolerance: Singular values above ``tolerance`` times the largest count into the rank. Unitless, in (0, 1).
+        inputs: One batch: a tensor with the samples on its first axis, shape (N, ...), or a tuple of positional
+            arguments. Moved to the network's device. The rank grows with N and saturates; N times the number of outputs
+            should far exceed the number of parameters.
+        tolerance: Singular values above ``tolerance`` times the largest count in the rank. Unitless, in (0, 1).
         log_softmax: Whether to take the logarithm of the softmax over the last axis of the output.
         training: Whether batch norms use the batch's own statistics. Slower: all samples then depend on one another.
-        max_parameters: Most parameters that are accepted, since the Jacobian is dense. At least 1.
-        **keywords: The network's keyword arguments, beside or in place of `inputs`.
+        max_parameters: Maximum number of parameters, as the Jacobian is dense. At least 1.
+        **keywords: The network's keyword arguments, in addition to or instead of `inputs`.
 
     Returns:
         Rank, nullity, the singular values around the cut, and counts of units that explain an excess.
@@ -140,7 +140,7 @@ def local_dimension(
             than ``max_parameters`` parameters.
 
     Note:
-        ``O(N C p min(N C, p))`` time for C outputs; at most ``p x p`` plus one chunk of the Jacobian in memory: rows
+        ``O(N C p min(N C, p))`` time for C outputs; at most ``p x p`` plus one chunk of the Jacobian in memory. Rows
         beyond p are folded in by QR factorisation, which unlike ``J^T J`` does not square the singular values.
 
     Example:
@@ -158,9 +158,8 @@ def local_dimension(
     count = sum(p.numel() for p in network.parameters())
     if count > max_parameters:
         raise ValueError(
-            f"the network has {count} parameters, and a dense Jacobian is made for at most max_parameters="
-            f"{max_parameters}; take a narrower network of this kind, or raise max_parameters ({count}^2 numbers of "
-            "8 bytes are held)."
+            f"the network has {count} parameters, and a dense Jacobian allows at most max_parameters={max_parameters}; "
+            f"use a narrower network of this kind, or raise max_parameters (this takes {count}^2 numbers of 8 bytes)."
         )
     given = symmetry.call(inputs, keywords)
     check_arguments(network, given, ("inputs", "tolerance", "log_softmax", "training", "max_parameters"))
@@ -197,7 +196,7 @@ def local_dimension(
     if orbit < group:
         notes.append(
             f"the group has {group} dimensions, its orbit here at most {orbit}: some elements change nothing (linear "
-            "layers in a row that are wider than what they pass on, weights that are zero)"
+            "layers in a row that are wider than their outputs, weights that are zero)"
         )
     return LocalDimension(
         parameters=count,
@@ -219,8 +218,8 @@ def _singular_values(blocks: Iterable[Tensor], folded: Tensor) -> tuple[int, Ten
     """Return the number of rows, and the singular values of all rows together, on the CPU.
 
     Args:
-        blocks: The rows, some at a time.
-        folded: No rows, with as many columns.
+        blocks: The rows, in chunks.
+        folded: An empty matrix with as many columns.
     """
     count = 0
     for block in blocks:
@@ -232,23 +231,23 @@ def _singular_values(blocks: Iterable[Tensor], folded: Tensor) -> tuple[int, Ten
 
 
 def _flat(outputs: Iterable[Tensor], transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return all floating outputs in one row per sample."""
+    """Flatten all floating outputs to one row per sample."""
     return torch.cat([transform(leaf).flatten(1) for leaf in outputs if leaf.is_floating_point()], 1)
 
 
 def jacobian_rows(
     network: nn.Module, call: Call, transform: Callable[[Tensor], Tensor] = lambda outputs: outputs
 ) -> Iterator[Tensor]:
-    """Yield the Jacobian of all outputs by the trainable parameters, for networks that treat samples apart.
+    """Yield the Jacobian of all outputs by the trainable parameters, for networks that process samples separately.
 
     Args:
         network: In eval mode.
         call: One batch, with the samples on the first axis of every tensor.
-        transform: What is done to the outputs.
+        transform: Applied to the outputs.
 
     Yields:
-        Rows of some samples at a time, at most 64 MiB of them (or one sample's): sample by sample, and of each the
-        outputs in order. Shape ``[n, P]``, in the network's dtype and on its device.
+        Chunks of at most 64 MiB (or of one sample), in the order of samples and then of outputs. Shape ``[n, P]``, in
+        the network's dtype and on its device.
     """
     parameters = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
     buffers = dict(network.named_buffers())
@@ -264,7 +263,7 @@ def jacobian_rows(
         outputs = functional_call(network, (weights, buffers), own.positional, dict(own.keywords))
         return _flat(own.counted(outputs), transform)[0]
 
-    if len({len(leaf) for leaf, use in zip(leaves, batched, strict=True) if use}) > 1:  # positions that all share
+    if len({len(leaf) for leaf, use in zip(leaves, batched, strict=True) if use}) > 1:  # common to all samples
         yield from _rows_of_batch(network, call, transform)
         return
     jacobian = vmap(jacrev(one), in_dims=(None, *[0] * sum(batched)), randomness="same")
@@ -278,7 +277,7 @@ def jacobian_rows(
         except (RuntimeError, NotImplementedError):
             if start:
                 raise
-            # Some operations have no batched version; all outputs of the whole batch do without.
+            # Some operations have no batched version; differentiating the whole batch does not need one.
             yield from _rows_of_batch(network, call, transform)
             return
         # One matrix per parameter: samples, outputs, entries.
@@ -286,7 +285,7 @@ def jacobian_rows(
 
 
 def _rows_of_batch(network: nn.Module, call: Call, transform: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """Yield the Jacobian of the whole batch's outputs, some outputs at a time."""
+    """Yield the Jacobian of the whole batch's outputs, in chunks of outputs."""
     output = _flat(call.outputs_of(network), transform).flatten()
     parameters = [p for p in network.parameters() if p.requires_grad]
     count = sum(p.numel() for p in parameters)
@@ -300,12 +299,12 @@ def _rows_of_batch(network: nn.Module, call: Call, transform: Callable[[Tensor],
 
 
 def _count_units(symmetry: Symmetry, network: nn.Module, call: Call, notes: list[str]) -> dict[str, dict[str, int]]:
-    """Count by axis group the units that explain an excess, watching the activations on the inputs."""
+    """Count the units that explain an excess, by axis group, from their activations on the inputs."""
     modules = dict(network.named_modules())
     taps = {tap.name: tap for group in symmetry.groups for tap in group.taps}
     taps = {name: tap for name, tap in taps.items() if isinstance(modules[tap.module], _ACTIVATIONS)}
     with torch.no_grad():
-        # Activations in place change their input, so it is watched by itself.
+        # In-place activations change their input, so the input is recorded separately.
         entered, left = (
             watched(network, taps, lambda: call.run(network), lambda _, value: value.clone(), inputs=inputs)
             for inputs in (True, False)
@@ -333,7 +332,7 @@ def _count_units(symmetry: Symmetry, network: nn.Module, call: Call, notes: list
 
 
 def _kinds(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Return which units are dead, always on or constant, from what enters and leaves their activation."""
+    """Classify units as dead, always on or constant, from the inputs and outputs of their activation."""
     dead, always_on = (y == 0).all(1), torch.zeros(len(y), dtype=torch.bool)
     if isinstance(module, _PIECEWISE):
         always_on = (x > 0).all(1)

@@ -1,4 +1,4 @@
-"""Distances and inner products of tensors, without others of their size."""
+"""Distances and inner products of tensors, without temporary tensors of their size."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sym._distributed import wide
 
-_AT_ONCE = 2**20  # so many numbers are compared at once
+_AT_ONCE = 2**20  # number of entries compared at once
 
 
 def inner(one: Tensor, two: Tensor) -> float:
@@ -17,7 +17,7 @@ def inner(one: Tensor, two: Tensor) -> float:
 
 
 def squared_difference(one: Tensor, two: Tensor) -> float:
-    """Return the squared distance of two tensors of one shape and dtype, without a third one of their size."""
+    """Return the squared distance of two tensors of one shape and dtype, without a temporary tensor of their size."""
     if one.numel() <= _AT_ONCE:
         difference = one - two
         return inner(difference, difference)
@@ -26,7 +26,7 @@ def squared_difference(one: Tensor, two: Tensor) -> float:
 
 
 def squared_distance(ones: Mapping[str, Tensor], twos: Mapping[str, Tensor]) -> float:
-    """Return the squared Euclidean distance of tensors to those of the same names, which may be on another device."""
+    """Return the squared Euclidean distance between tensors of equal names, which may be on different devices."""
     return math.fsum(_squared_distance(one, twos[name].to(one)) for name, one in ones.items())
 
 

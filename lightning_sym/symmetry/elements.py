@@ -1,4 +1,4 @@
-"""What a symmetry is made of: units that move together, and where they stand and can be watched."""
+"""Axis groups, their occurrences in tensors, and the hook points that show them."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -21,20 +21,20 @@ from lightning_sym.symmetry.tracing.values import InFront, Value
 
 @dataclass(frozen=True, eq=False)
 class Tap:
-    """A value inside the network on which elements act.
+    """A hook point: a value inside the network that elements act on.
 
     Attributes:
-        name: The module whose output it is, with ``-2``, ``-3``, ... for its later calls; ``site/0``, ``site/1``, ...
-            for what crosses a cut.
+        name: Name of the module that returns it, with ``-2``, ``-3``, ... for its later calls. Values that cross a cut
+            have the names ``site/0``, ``site/1``, ...
         shape: Its shape for the traced example, batch included.
-        group: Which group acts on its channels.
-        seen: For each axis (or axes together) on which units live, which unit stands where.
-        module: The module whose output it is; empty at a cut.
-        call: Which of the module's calls it is, from 0.
-        offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
-        shown: What shifts add to it.
-        squared: Whether it holds squares, on which rotations of the units do not act.
-        in_front: What half turns of a bias add to it, in front of a sine; None for nothing.
+        group: The group that acts on its channels.
+        seen: For each axis, or several axes together, that indexes units: the units at its positions.
+        module: Name of the module that returns it; empty at a cut.
+        call: Index of the module's call, from 0.
+        offset: The constant added where a unit changes sign, see :class:`IntertwinerGroup`.
+        shown: The effect of translations on it.
+        squared: Whether it holds squares; rotations of the units do not act on these.
+        in_front: The effect on it of half turns of a bias before a sine; None if there is none.
     """
 
     name: str
@@ -50,17 +50,17 @@ class Tap:
 
     @property
     def axis(self) -> int | None:
-        """The axis of the channels: the last one on which units live by themselves; None if there is none."""
+        """The axis of the channels: the last one that indexes units by itself; None if there is none."""
         return max((slot.axes[0] for slot in self.seen if len(slot.axes) == 1), default=None)
 
     def positions(self, units: Tensor) -> tuple[int, Tensor] | None:
-        """Return where all of some units are seen, once each, on one axis.
+        """Return the positions of units on one axis that shows each of them exactly once.
 
         Args:
-            units: Their numbers, in ascending order. Shape (size,), int64.
+            units: Indices of the units, ascending. Shape (size,), int64.
 
         Returns:
-            The axis, and for each unit its position there; None if they are not seen in this way.
+            The axis and the position of each unit there; None if no axis shows them in this way.
         """
         for slot in self.seen:
             at = np.flatnonzero(np.isin(slot.unit, units))
@@ -71,18 +71,18 @@ class Tap:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Where the units of an axis group stand in one tensor.
+    """Positions of the units of an axis group in one tensor.
 
     Attributes:
         tensor: The name of the parameter or buffer.
         axis: Its axis.
-        positions: For each unit, its positions on that axis (several after flattening an image). Shape
+        positions: The positions of each unit on that axis (several after flattening an image). Shape
             (size, positions per unit), int64.
-        exponent: How the unit's own first scale acts here: 1 on what it puts out, -1 on what reads it, 0 where it
+        exponent: Exponent of the unit's first scale here: 1 on incoming weights, -1 on outgoing weights, 0 where it
             does not act.
         is_parameter: False for buffers.
-        further: A second axis, where units stand on two: those of a stack's members (experts). Positions are then those
-            of both axes together, row-major.
+        further: A second axis, where the units of a stack's members (experts) index two. Positions are then those of
+            both axes together, in row-major order.
     """
 
     tensor: str
@@ -100,22 +100,22 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """Units that one group element moves together, and the tensors' axes on which they stand.
+    """Units that one group element moves together, and the tensor axes that they index.
 
     Attributes:
-        name: After the first tensor in which the units stand.
-        units: The units' numbers. Shape (size,), int64.
-        cells: For each unit the number of its cell: units change places freely within a cell only. One cell, unless
-            the units belong to heads or groups. Shape (size,), int64.
-        movable: Whether units may change places at all.
-        dense: Whether any invertible matrix may mix the units of a cell.
-        scales: How many magnitudes are free per unit.
-        signs: How many signs are free per unit.
-        rotations: The cells on which any orthogonal matrix acts, behind permutations, scales and signs.
-        phase: Whether the units are planes, which are turned by any angle.
-        gained: The cells on which any invertible matrix acts between gains, behind permutations, scales and signs.
-        occurrences: Where the units stand.
-        taps: Where all of them can be watched on one axis, in the order of the forward pass: outputs of modules without
+        name: Name of the first module or tensor that holds the units.
+        units: Indices of the units. Shape (size,), int64.
+        cells: Index of each unit's cell; units are permuted freely within cells only. There is one cell, unless the
+            units belong to heads or groups. Shape (size,), int64.
+        movable: Whether units may be permuted at all.
+        dense: Whether GL(d) acts on the units of a cell.
+        scales: Number of independent positive scales per unit.
+        signs: Number of independent signs per unit.
+        occurrences: Positions of the units in tensors.
+        taps: Outputs of modules without children that show all units on one axis, in the order of the forward pass.
+        rotations: The cells that the orthogonal group acts on, before permutations, scales and signs.
+        phase: Whether the units are rotary pairs, which rotate by any angle.
+        gained: The cells that GL(d) acts on between gains, before permutations, scales and signs.
             children.
     """
 
@@ -139,7 +139,7 @@ class AxisGroup:
 
     @property
     def kind(self) -> str:
-        """What may be done to the units, in words."""
+        """The group on the units, in words."""
         if self.dense:
             return "invertible matrices"
         parts = ["permutation"] if self.movable and self.size > int(self.cells.max()) + 1 else []
@@ -151,7 +151,7 @@ class AxisGroup:
         parts += ["scale" if self.scales == 1 else f"{self.scales} scales"] * (self.scales > 0)
         if self.phase:  # half a turn is a sign
             parts, signs = [*parts, "phase"], signs - 1
-        signs -= bool(self.gained)  # what flips all weights of a unit and no gain is a matrix
+        signs -= bool(self.gained)  # flipping all weights of a unit and no gain is a matrix
         parts += ["sign" if signs == 1 else f"{signs} signs"] * (signs > 0)
         parts += ["invertible matrices between gains"] * bool(self.gained)
         return " + ".join(parts) or "moves with its block"
@@ -162,9 +162,9 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
 
     Args:
         mark: Its name.
-        value: What was traced of it.
+        value: Its traced labels.
         values: The group on named values.
-        shown: What shifts add to it.
+        shown: The effect of translations on it.
     """
     seen = tuple(values.slots_of.get(mark.name, ()))
     units = _units_in(seen)
@@ -190,7 +190,7 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
     Args:
         structure: The group on parameters and buffers.
         parameters: The names of the parameters.
-        taps: The taps at which units may be watched.
+        taps: Candidates for the taps of the groups.
     """
     starts = np.array([slot.offset for slot in structure.slots], np.int64)
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""Elements that act on checkpoints on disk, shard by shard, with the memory of one tensor."""
+"""Elements applied to checkpoints on disk, shard by shard, with one tensor in memory at a time."""
 
 import contextlib
 import json
@@ -19,13 +19,13 @@ from lightning_sym._files import not_written, write_atomically
 from lightning_sym._text import nearest
 
 _CHUNK = 1 << 24
-# How the format calls its types.
+# Names of dtypes in the format.
 _TYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     **{torch.bool: "BOOL", torch.complex64: "C64"},
 }
-# Every dtype of a format in which numbers can be moved; in the shorter ones they are moved in single precision.
+# Dtypes of tensors that elements act on; 16-bit tensors are transformed in single precision.
 _MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -37,8 +37,8 @@ class Stored:
         file: The file.
         key: Its name there.
         shape: Its shape.
-        begin: Where its bytes begin in the file.
-        end: Where they end.
+        begin: Offset of its first byte in the file.
+        end: Offset after its last byte.
     """
 
     file: Path
@@ -57,10 +57,10 @@ class Shards:
     Attributes:
         files: The files, in order.
         index: The index; None for one file.
-        tensors: Every tensor, by its name: file by file, in the order of its bytes.
+        tensors: All tensors, by name: file by file, in the order of their bytes.
 
     Raises:
-        ValueError: If a file is missing or damaged, or is none of these.
+        ValueError: If a file is missing, damaged or no safetensors.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -81,13 +81,13 @@ class Shards:
                 raise ValueError(f"{path.parent / name} holds no tensor {key}, which {path} says it does.")
 
     def read(self, stored: Stored) -> Tensor:
-        """Return one tensor."""
+        """Read one tensor."""
         with safe_open(stored.file, "pt") as file:  # type: ignore[no-untyped-call]
             tensor: Tensor = file.get_tensor(stored.key)
         return tensor
 
     def read_all(self) -> dict[str, Tensor]:
-        """Return all tensors, by name; they stay in the files, which are mapped into memory."""
+        """Return all tensors, by name, as memory maps of the files."""
         found: dict[str, Tensor] = {}
         for file in self.files:
             with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
@@ -97,18 +97,16 @@ class Shards:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return in which file each tensor is."""
+    """Read the file name of each tensor from an index."""
     try:
         content = load_json(path.read_text(encoding="utf-8"))
     except ValueError:  # neither text nor JSON
         content = None
     placed = content.get("weight_map") if isinstance(content, dict) else None
     if not (isinstance(placed, dict) and placed and all(isinstance(file, str) for file in placed.values())):
-        raise ValueError(
-            f"{path} is no index of a checkpoint; expected JSON whose weight_map says in which file each tensor is."
-        )
+        raise ValueError(f"{path} is no index of a checkpoint; expected JSON with a weight_map from tensors to files.")
     if outside := next((file for file in placed.values() if Path(file).name != file), None):
-        raise ValueError(f"{path} names the file {outside!r}; expected files that lie beside it.")
+        raise ValueError(f"{path} names the file {outside!r}; expected files in its folder.")
     missing = sorted({file for file in placed.values() if not (path.parent / file).is_file()})
     if missing:
         raise ValueError(f"{missing[0]} is missing beside {path}, which names {len(set(placed.values()))} files.")
@@ -116,7 +114,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_header(file: Path) -> list[Stored]:
-    """Return what a file holds, after a check that it is whole."""
+    """Check that a file is complete, and list its tensors."""
     try:
         with safe_open(file, "pt"):  # type: ignore[no-untyped-call]
             pass  # it checks names, shapes, offsets and the length
@@ -134,7 +132,7 @@ def _read_header(file: Path) -> list[Stored]:
 
 
 class _Weights(Mapping[str, Tensor]):
-    """Tensors of a checkpoint by the network's names, each read when it is asked for."""
+    """Tensors of a checkpoint by the network's names, each read on access."""
 
     def __init__(self, shards: Shards, places: Mapping[str, Stored]) -> None:
         self.shards, self.places = shards, places
@@ -160,7 +158,7 @@ class _Weights(Mapping[str, Tensor]):
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a name is one under which checkpoints are written here, before they are whole."""
+    """Return whether a file name is one of the temporary names used here for incomplete checkpoints."""
     return path.name.startswith(".") and path.suffix == ".tmp"
 
 
@@ -171,17 +169,17 @@ def named_for(
     needed: Sequence[str],
     leave: Sequence[str],
 ) -> dict[str, str]:
-    """Return the network's name of each tensor of a checkpoint that is one of its tensors.
+    """Map the names of a checkpoint's tensors to the network's names.
 
     Args:
-        shards: The checkpoint. Its names may have a prefix more than the network's, or one less.
-        shapes: Of the network's tensors, each by its first name.
+        shards: The checkpoint. Its names may have one prefix more or less than the network's.
+        shapes: Shapes of the network's tensors, each by its first name.
         names: The first name of each place in the network; tied weights have several places.
-        needed: First names that must be there.
+        needed: First names that must exist.
         leave: Patterns of names in the checkpoint, for tensors that the network does not have.
 
     Raises:
-        ValueError: If a tensor is missing, or one too many, or of another shape.
+        ValueError: If a tensor is missing, unexpected or of another shape.
     """
 
     def named(longer: str, shorter: str) -> dict[str, str]:
@@ -218,7 +216,7 @@ def named_for(
     if surplus:
         raise ValueError(
             f"{source} holds {surplus[0]}, which the traced network does not have; expected a checkpoint of its "
-            f"architecture, or leave=[{surplus[0]!r}] (patterns) for what may stay as it is."
+            f"architecture, or leave=[{surplus[0]!r}] (patterns) for tensors to copy unchanged."
         )
     return found
 
@@ -231,22 +229,22 @@ def write_moved(
     out: str | Path,
     beside: Sequence[Path] = (),
 ) -> Path:
-    """Write a checkpoint anew, with other numbers: names, order, types, shards and metadata stay.
+    """Write a checkpoint with new numbers; names, order, dtypes, shards and metadata stay the same.
 
     Args:
         shards: The checkpoint.
-        named: The network's name of each tensor that moves or tells others how to.
-        moved: Yields what becomes of those tensors that move, in the order in which it is given them.
-        moving: Their names.
-        out: A folder, or, for one file, the file to be written.
-        beside: Other files that are copied into the folder.
+        named: The network's name of each tensor that the element moves or depends on.
+        moved: Yields the transformed tensors, in the given order.
+        moving: Names of the tensors to transform.
+        out: A folder, or, for a single file, the new file.
+        beside: Other files to copy into the folder.
 
     Returns:
-        What was written: the index, or the one file.
+        The path of the new index, or of the single file.
 
     Raises:
-        ValueError: If something is there already, or a number is not finite. Nothing is left behind.
-        OSError: If the folder cannot be written to. Nothing is left behind.
+        ValueError: If a file exists already, or a number is not finite. No file remains.
+        OSError: If the folder cannot be written to. No file remains.
     """
     out = Path(out)
     to_file = out.suffix == ".safetensors"
@@ -260,7 +258,7 @@ def write_moved(
     places = {name: shards.tensors[key] for key, name in reversed(list(named.items()))}
     order = dict.fromkeys(named[key] for key in shards.tensors if key in named)
     weights = _Weights(shards, {name: places[name] for name in order})
-    at_once = not to_file and not folder.exists()  # the whole folder is there, or nothing
+    at_once = not to_file and not folder.exists()  # the folder appears complete, or not at all
     base = folder.parent if at_once else folder
     made = [path for path in (base, *base.parents) if not path.exists()]
     scratch = base / f".{secrets.token_hex(8)}.tmp"
@@ -276,7 +274,7 @@ def write_moved(
                     begin = new.tell()
                     if name not in moving:
                         _copy(old, new, stored.end - stored.begin, begin=stored.begin)
-                    elif name in written:  # tied weights that are there twice
+                    elif name in written:  # tied weights that are stored twice
                         new.flush()
                         twin, start = written[name]
                         with twin.open("rb") as opened:
@@ -291,7 +289,7 @@ def write_moved(
         else:
             for file, target in targets.items():
                 (scratch / file.name).rename(target)
-            if index is not None:  # last, as readers begin with it
+            if index is not None:  # last, as readers open it first
                 (scratch / index.name).rename(index)
             scratch.rmdir()
     except BaseException as error:
@@ -306,19 +304,19 @@ def write_moved(
 
 
 def write_new(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path) -> Path:
-    """Write tensors into a new file of safetensors, one after the other.
+    """Write tensors into a new safetensors file, one after the other.
 
     Args:
-        tensors: By name.
-        types: Of each in the file.
+        tensors: The tensors by name.
+        types: The dtype of each in the file.
         out: The file.
 
     Returns:
         The file.
 
     Raises:
-        ValueError: If a number does not fit into its type, or a type into the format. Nothing is left behind.
-        OSError: If it cannot be written. Nothing is left behind.
+        ValueError: If a number does not fit its dtype, or the format has no such dtype. No file remains.
+        OSError: If it cannot be written. No file remains.
     """
     if name := next((name for name, dtype in types.items() if dtype not in _TYPES), None):
         raise ValueError(f"{name} is of type {types[name]}, which files of safetensors do not hold.")
@@ -345,21 +343,21 @@ def write_new(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], o
 
 
 def _remove(folders: Iterable[Path]) -> None:
-    """Remove folders that are empty, each before the one that it is in."""
+    """Remove empty folders, inner ones first."""
     for path in folders:
-        with contextlib.suppress(OSError):  # of others, who came in the meantime
+        with contextlib.suppress(OSError):  # other processes may have written there
             path.rmdir()
 
 
 def _next(results: Iterator[tuple[str, Tensor]], name: str, stored: Stored, shards: Shards) -> Tensor:
-    """Return the next tensor, in the type in which it was stored."""
+    """Return the next tensor, in its stored dtype."""
     found, tensor = next(results)
-    assert found == name, f"{found} came in place of {name}"
+    assert found == name, f"{found} instead of {name}"
     return _fitting(tensor, shards.read(stored).dtype, stored.key)
 
 
 def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a tensor in another type, whose numbers have to be finite there."""
+    """Convert a tensor to another dtype; its numbers must stay finite."""
     tensor = tensor.to(dtype)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise ValueError(f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales.")

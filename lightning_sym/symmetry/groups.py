@@ -1,4 +1,4 @@
-"""The intertwiner group of an activation: which channel mixings commute through it, and as what."""
+"""The intertwiner group of an activation: the channel mixings that commute with it, and their images after it."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ from lightning_sym.symmetry.intertwiners import ACCEPT, IntertwinerGroup
 
 
 def _rows() -> Mapping[str, IntertwinerGroup]:
-    """Return the table: from kinds of group to names."""
+    """Return the table of groups, by the activation's name."""
     kinds: dict[tuple[str, ...], dict[str, Any]] = {
         ("identity", "avg_pool", "interpolate"): {"positive_scales": True, "signs": True, "dense": True},
         ("relu", "leaky_relu", "prelu", "max_pool"): {"positive_scales": True, "signs": False},
@@ -46,7 +46,7 @@ INTERTWINER_GROUPS: Mapping[str, IntertwinerGroup] = _rows()
 """Groups by the activation's name, read-only.
 
 Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with our additions (docs/theory/intertwiners.md, 1.2).
-Activations with parameters stand for their defaults; :func:`intertwiner_group` looks at the parameters.
+Activations with parameters are listed with their defaults; :func:`intertwiner_group` respects the parameters.
 Dropout has scales and signs only, although it is linear in evaluation: other mixings would change the
 distribution in training. For the same reason alpha dropout has permutations only.
 """
@@ -96,17 +96,16 @@ def intertwiner_group(
             - any other elementwise function from tensor to tensor, which is measured.
 
             Parameters count: ``LeakyReLU(1)`` is the identity and ``LeakyReLU(-1)`` is ``abs``. Modules that are
-            random in training (``RReLU``, dropout) stand for what they do in evaluation. ``PReLU`` has
-            positive scales whatever its slopes are, since they are trained; with one slope per channel the
-            permutation acts on the vector of slopes too.
-        affine: Allow intertwiners with an offset: ``sigmoid(-x) = 1 - sigmoid(x)``, so that networks with biases
-            have its signs too (see :meth:`IntertwinerGroup.shift`).
+            random in training (``RReLU``, dropout) count as in evaluation. ``PReLU`` has positive scales for all
+            slopes, as these are trained. With one slope per channel, permutations also act on the slopes.
+        affine: Whether to include intertwiners with an offset: as ``sigmoid(-x) = 1 - sigmoid(x)``, networks with
+            biases then have its signs as well (see :meth:`IntertwinerGroup.shift`).
 
     Returns:
-        The group; ``measured`` and ``confidence`` say how it is known.
+        The group; ``measured`` and ``confidence`` describe its origin.
 
     Raises:
-        TypeError: If it is not one of these.
+        TypeError: If `activation` is none of these.
         ValueError: If the name is unknown, or the activation cannot be measured: see :func:`measure`.
 
     Note:
@@ -127,7 +126,7 @@ def intertwiner_group(
             try:
                 module = make_activation(activation)
             except ValueError as error:
-                if "(" in activation:  # its own sentence says what is wrong with the argument
+                if "(" in activation:  # the original message describes the wrong argument
                     raise
                 raise ValueError(unknown("activation", activation, INTERTWINER_GROUPS)) from error
             return intertwiner_group(module, affine=affine)
@@ -150,7 +149,7 @@ def intertwiner_group(
 
 def _look_up_module(module: nn.Module) -> IntertwinerGroup | None:
     """Return a module's row of the table; None if it has to be measured."""
-    # A subclass is what it inherits from only while it computes the same.
+    # A subclass inherits its row only while it computes the same.
     kind = next((base for base in type(module).__mro__ if "forward" in vars(base)), type(module))
     if kind is nn.LeakyReLU or kind is nn.RReLU:
         # RReLU in evaluation: the mean of its bounds
@@ -165,7 +164,7 @@ def _look_up_module(module: nn.Module) -> IntertwinerGroup | None:
         if degree == 1:
             return INTERTWINER_GROUPS["identity"]
         return IntertwinerGroup(f"polynomial({degree})", True, True, exponent=float(degree), even=degree % 2 == 0)
-    # What is further up than that computes something else (ReLU6 inherits from Hardtanh, but has a row).
+    # Classes further up compute something else (ReLU6 inherits from Hardtanh, but has its own row).
     inherited = type(module).__mro__[: type(module).__mro__.index(kind) + 1]
     return next((INTERTWINER_GROUPS[_TYPES[base]] for base in inherited if base in _TYPES), None)
 
@@ -181,7 +180,7 @@ def _look_up_function(function: Callable[..., Any]) -> IntertwinerGroup | None:
 
 @functools.cache
 def _functions() -> dict[Any, str]:
-    """Return the functions of torch that have a row, with its name."""
+    """Return the functions of torch with a row in the table, and its name."""
     names = {**{name: name for name in INTERTWINER_GROUPS}, **_ALIASES}
     found: dict[Any, str] = {}
     for name, row in names.items():
@@ -192,7 +191,7 @@ def _functions() -> dict[Any, str]:
     return found
 
 
-_MODEST = 2.0  # up to here an activation must be finite; beyond, it may overflow
+_MODEST = 2.0  # activations must be finite up to this magnitude; beyond, they may overflow
 _TIMES = (2.0, 1 / math.pi)  # log(pi) / log(2) is irrational: no function is periodic in log(x) with both periods
 
 
@@ -211,36 +210,35 @@ def measure(
 ) -> IntertwinerGroup:
     r"""Find the intertwiner group of an elementwise function from its values.
 
-    By Lemma 3.2 of the reference it is enough to know for which ``t`` there is a ``c`` with
-    ``sigma(t x) = c sigma(x)`` for all ``x``. Looked at are ``t = -1`` (``c`` can only be 1 or -1) and ``t = 2``
-    together with ``t = 1/pi`` (``c = t**exponent`` with one exponent), in float64, at 0 and at magnitudes from
-    1e-30 to 1e30. An identity is accepted if its residual, relative at every single point, is below 1e-12;
-    otherwise it is rejected, and the group is ``doubtful`` if the residual was below 1e-2: so the
-    group may be too small, but what it holds is right. A function that passes as odd and homogeneous of
-    degree 1 is linear, and its group dense. Differences below the rounding of the values near
-    ``abs(x) = 1`` are no evidence: a kink narrower than about 1e-15 is not seen.
+    By Lemma 3.2 of the reference, the ``t`` such that some ``c`` satisfies ``sigma(t x) = c sigma(x)`` for all ``x``
+    determine the group. The tests are ``t = -1`` (``c`` can only be 1 or -1) and ``t = 2`` together with ``t = 1/pi``
+    (``c = t**exponent`` with a common exponent). They use float64, and points at 0 and at magnitudes from 1e-30 to
+    1e30. An identity is accepted if its pointwise relative residual is below 1e-12. Otherwise it is rejected, and the
+    group is ``doubtful`` if the residual is below 1e-2: its elements are right, but some may be missing. A function
+    that is odd and homogeneous of degree 1 is linear, and its group dense. Differences below the rounding of values
+    near ``abs(x) = 1`` are ignored: a kink narrower than about 1e-15 is not detected.
 
-    Points where the function overflows are left out (``reach`` says how far the rest goes), but it must be
+    Points where the function overflows are left out (``reach`` is the largest remaining magnitude), but it must be
     finite for ``abs(x) <= 2``.
 
     Args:
         function: A module or a function from a tensor to a tensor of the same shape and dtype, elementwise and
-            deterministic. It gets float64 tensors of several shapes on the CPU. A module is copied, the copy is
+            deterministic. It gets float64 tensors of several shapes on the CPU. A module is copied; the copy is
             cast to float64 and put in evaluation mode.
-        affine: Also try ``sigma(-x) = offset - sigma(x)``.
-        name: What to call it; by default the function's name, or the module's description.
+        affine: Whether to try ``sigma(-x) = offset - sigma(x)`` as well.
+        name: Name of the group; by default the function's name, or the module's description.
 
     Returns:
-        The group, with ``measured=True``. For a linear function with a constant added, which the lemma does not
-        cover, the permutations (and with ``affine`` the signs) only.
+        The group, with ``measured=True``. For a linear function plus a constant, which the lemma does not cover, only
+        the permutations (and with ``affine`` the signs).
 
     Raises:
-        TypeError: If it is not callable, or does not return a float64 tensor.
-        ValueError: If it raises, changes the shape, is random or keeps state, does not act elementwise, is not
-            finite near 0, or is constant.
+        TypeError: If `function` is not callable, or does not return a float64 tensor.
+        ValueError: If it raises, changes the shape, is random or stateful, does not act elementwise, is not finite
+            near 0, or is constant.
 
     Note:
-        About seven calls with up to 256 numbers each. Torch's random state is left as it was.
+        About seven calls with up to 256 numbers each. Torch's random state is restored.
 
     References:
         Godfrey et al. (2022), arXiv:2205.14258, Lemma 3.2 and appendix B; the procedure is ours.
@@ -261,7 +259,7 @@ def measure(
         scaled = [call(t * x).flatten() for t in _TIMES]
     x, y = x.flatten(), y.flatten()
     near = x.abs() <= _MODEST
-    # What rounding may do to a difference of values of this size.
+    # Rounding error of a difference of values of this size.
     noise = 16 * torch.finfo(torch.float64).eps * float(y[near].abs().max())
 
     def residual(left: Tensor, right: Tensor) -> float:
@@ -304,10 +302,10 @@ def measure(
 
 
 def _exponent(y: Tensor, doubled: Tensor, noise: float) -> float | None:
-    """Return the q with ``sigma(2 x) = 2**q sigma(x)`` at most points, if there is one."""
+    """Return the q with ``sigma(2 x) = 2**q sigma(x)`` at most points, or None."""
     # Subnormal numbers have lost digits.
     usable = y.isfinite() & doubled.isfinite() & (y.abs() > max(1e3 * noise, 1e-290))
-    if not bool(usable.any()):  # the function is nearly zero but for large x
+    if not bool(usable.any()):  # the function is nearly zero except for large x
         usable = y.isfinite() & doubled.isfinite() & (y != 0)
     if not bool(usable.any()):
         return None
@@ -320,7 +318,7 @@ def _exponent(y: Tensor, doubled: Tensor, noise: float) -> float | None:
 
 
 def _name(function: nn.Module | Callable[..., Any]) -> str:
-    """Return what to call a function in messages."""
+    """Return the name of a function for messages."""
     if isinstance(function, nn.Module):
         text = repr(function)
         return text if "\n" not in text and len(text) <= 80 else type(function).__name__
@@ -329,7 +327,7 @@ def _name(function: nn.Module | Callable[..., Any]) -> str:
 
 
 def _caller(function: nn.Module | Callable[..., Any], name: str) -> Callable[[Tensor], Tensor]:
-    """Return the function with its output checked; it gets a copy, for functions that work in place."""
+    """Wrap a function to check its output; it gets a copy, in case it works in place."""
     if isinstance(function, nn.Module):
         try:
             module = copy.deepcopy(function).to(device="cpu", dtype=torch.float64).eval()
@@ -370,7 +368,7 @@ def _check_values(call: Callable[[Tensor], Tensor], name: str, x: Tensor, y: Ten
             "measure a deterministic function."
         )
     finite, near = y.isfinite(), x.abs() <= _MODEST
-    # Elementwise before finite: a softmax of large numbers may be neither.
+    # Elementwise first: a softmax of large numbers may violate both.
     order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
     moved = torch.empty_like(y).flatten()
     moved[order] = call(x.flatten()[order].view(x.shape)).flatten()
@@ -381,7 +379,7 @@ def _check_values(call: Callable[[Tensor], Tensor], name: str, x: Tensor, y: Ten
     pairs = [(moved, whole), (alone, whole[few]), (single, whole[few[:1]])]
     if not all(torch.allclose(a, b, rtol=1e-12, atol=1e-14, equal_nan=True) for a, b in pairs):
         raise ValueError(
-            f"{name} does not act elementwise: a number's image changed with its place or its neighbours; expected a "
+            f"{name} does not act elementwise: a number's image depends on its place or its neighbours; expected a "
             "function applied to each number by itself (for one slope per channel use nn.PReLU)."
         )
     if not bool(finite[near].all()):

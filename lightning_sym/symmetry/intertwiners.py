@@ -272,7 +272,7 @@ class IntertwinerGroup:
         if self.dense and not (self.positive_scales and self.signs and self.exponent == 1 and not self.even):
             raise ValueError("A dense group has positive_scales, signs and exponent 1, and is not even.")
         if not self.positive_scales and self.exponent != 1:
-            raise ValueError(f"exponent is about positive scales, of which there are none; got {self.exponent}.")
+            raise ValueError(f"exponent requires positive scales, and the group has none; got {self.exponent}.")
         if not math.isfinite(self.exponent) or not math.isfinite(self.offset):
             raise ValueError(f"exponent and offset must be finite, got {self.exponent} and {self.offset}.")
         if self.even and not self.signs:
@@ -351,9 +351,9 @@ class IntertwinerGroup:
 
         Args:
             element: The element, or a matrix of shape ``[H, H]``, floating.
-            tolerance: Largest deviation from 1 of magnitudes that must be 1, largest ratio of entries that must be 0 to
-                the largest entry of their row, and smallest ratio of the singular values of an invertible matrix to
-                their largest. Unitless, >= 0; by default 1000 units of rounding of the dtype.
+            tolerance: Bound for three errors: the deviation from 1 of magnitudes that must be 1; the size of entries
+                that must be 0, relative to the largest entry of their row; and the relative size of singular values
+                that count as 0. Unitless, >= 0; by default 1000 units of rounding of the dtype.
 
         Raises:
             TypeError: If ``element`` is neither, or its dtype is not floating.

@@ -1,4 +1,4 @@
-"""Inputs of other lengths than an example's: what is special about its shape shall not be taken for a symmetry."""
+"""Inputs of lengths other than the example's, so that accidents of its shape do not count as symmetries."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,34 +14,34 @@ from lightning_sym.symmetry.tracing.capture import Capture, containers_kept
 from lightning_sym.symmetry.tracing.nodes import argument, shape_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
-# Axes of a call's tensors: the number of the tensor among the leaves, and its axis.
+# Axes of a call's tensors: index of the tensor among the leaves, and its axis.
 Axes = frozenset[tuple[int, int]]
 Result = TypeVar("Result")
 
-# So many combinations of axes are tried at most; networks take most examples at the first or second one.
+# Maximum number of combinations of axes to try; networks accept most examples at the first or second one.
 _MOST_TRIES = 8
-# Another number of samples than the one or two and their neighbours on which everything is tested.
+# A number of samples beyond those of all other tests.
 _SAMPLES = 5
-# Large networks are tested on so many pixels of larger images, if they take these, and no others.
+# Size of the larger images for tests of large networks, if these accept them.
 _LARGE_IMAGE = 64
 
 
 def axes_of(call: Call, size: int | None = None) -> Axes:
-    """Return the axes of a call's tensors, or those of some size."""
+    """Return the axes of a call's tensors, or only those of the given size."""
     leaves = enumerate(pytree.tree_leaves(call))
     tensors = [(number, leaf) for number, leaf in leaves if isinstance(leaf, Tensor)]
     return frozenset((number, axis) for number, t in tensors for axis in range(t.ndim) if size in (None, t.shape[axis]))
 
 
 def resized(call: Call, axes: Axes, size: int, generator: torch.Generator | None = None) -> Call:
-    """Return a call whose tensors have another size along some axes.
+    """Resize some axes of a call's tensors.
 
     Args:
         call: An example.
         axes: The axes.
-        size: Their size: entries from the first on, and from the first on again.
-        generator: Source of noise as large as floating entries, and of integers in the range of those that are there;
-            masks of zeros and ones stay. None for no noise.
+        size: Their new size; entries are repeated cyclically.
+        generator: Generator for noise of the size of floating entries, and for integers in the range of the given
+            ones; masks of zeros and ones are kept. None for no noise.
     """
     leaves, structure = pytree.tree_flatten(call)
     for number, axis in axes:
@@ -55,7 +55,7 @@ def resized(call: Call, axes: Axes, size: int, generator: torch.Generator | None
             leaves[number] = noisy(own, generator)
         elif own.dtype != torch.bool and not own.is_complex():
             low, high = int(own.min()), int(own.max())
-            if (low, high) == (0, 1):  # a mask: no place attends to nothing
+            if (low, high) == (0, 1):  # a mask: with random ones some place might attend to nothing
                 continue
             drawn = torch.randint(low, high + 1, own.shape, dtype=own.dtype, generator=generator)
             leaves[number] = drawn.to(own.device)
@@ -64,7 +64,7 @@ def resized(call: Call, axes: Axes, size: int, generator: torch.Generator | None
 
 
 def samples_of(call: Call) -> Axes:
-    """Return the axes that count samples, where the first axes of all tensors do: none where they differ."""
+    """Return the axes that index samples: the first axes, if these have one size in all tensors; otherwise none."""
     tensors = tensors_of(list(call))
     alike = all(t.ndim for t in tensors) and len({len(t) for t in tensors}) == 1
     return frozenset(own for own in axes_of(call) if not own[1]) if alike else frozenset()
@@ -78,16 +78,16 @@ def form_of(call: Call) -> tuple[int, ...]:
 def other_lengths(
     network: nn.Module, call: Call, generator: torch.Generator, *, thrifty: bool
 ) -> Iterator[tuple[Call, Call, list[Tensor]]]:
-    """Yield inputs of other lengths than an example's that a network takes.
+    """Yield inputs of lengths other than an example's that a network accepts.
 
     Args:
         network: In float64 and evaluation mode.
         call: The example.
-        generator: Source of what stands there.
-        thrifty: Whether to leave out other numbers of samples, shorter sequences, and larger images.
+        generator: Generator for the entries.
+        thrifty: Whether to skip other numbers of samples, shorter sequences, and larger images.
 
     Yields:
-        The example with other lengths; some samples of it in float64, with noise; and what the network puts out then.
+        The example with other lengths; some samples of it in float64, with noise; and the network's outputs for these.
     """
     tensors, samples = tensors_of(list(call)), samples_of(call)
     images = any(t.is_floating_point() and t.ndim >= 4 for t in tensors)
@@ -106,7 +106,7 @@ def other_lengths(
                 try:
                     with containers_kept(network):
                         return resized(call, own, size), exactly, outputs_of(network, exactly)
-                except Exception:  # a network may refuse inputs in any way
+                except Exception:  # a network may refuse inputs with any error
                     return None
 
             if (found := grown(axes, take)) is not None:
@@ -126,9 +126,9 @@ def other_lengths(
 
 
 def _choices(axes: Axes) -> Iterator[Axes]:
-    """Yield which axes may have one length in common: all, those of one place in their tensors, each by itself."""
+    """Yield candidates for axes with a common length: all, those at one place of their tensors, single ones."""
     yield axes
-    yield frozenset(own for own in axes if own[1])  # the first axis mostly counts samples
+    yield frozenset(own for own in axes if own[1])  # the first axis mostly indexes samples
     for place in sorted({axis for _, axis in axes}):
         yield frozenset(own for own in axes if own[1] == place)
     for own in sorted(axes):
@@ -136,14 +136,14 @@ def _choices(axes: Axes) -> Iterator[Axes]:
 
 
 def grown(axes: Axes, take: Callable[[Axes], Result | None]) -> Result | None:
-    """Return what a network makes of an example whose axes are as long as it takes them.
+    """Return the result for an example with as many resized axes as a network accepts.
 
     Args:
         axes: Axes of one size.
-        take: Returns None if the network does not take an example with another size along some axes.
+        take: Returns None if the network does not accept an example with another size along some axes.
 
     Returns:
-        The result for as many of the axes as were found together; None if there are none.
+        The result for the largest set of axes found; None if there is none.
     """
     found: Axes = frozenset()
     result: Result | None = None
@@ -159,11 +159,11 @@ def grown(axes: Axes, take: Callable[[Axes], Result | None]) -> Result | None:
 
 
 def lengthened(examples: Sequence[Call], number: int, trace: Callable[[Call], Result]) -> Result | None:
-    """Trace an example with axes of length 1 lengthened, as many as the network takes: at one position nothing turns.
+    """Trace an example with axes of length 1 lengthened where possible: at one position, rotary cosines are all 1.
 
     Args:
         examples: All examples.
-        number: The number of the one that is traced.
+        number: Index of the one to trace.
         trace: Traces a network on a call.
 
     Returns:
@@ -173,21 +173,21 @@ def lengthened(examples: Sequence[Call], number: int, trace: Callable[[Call], Re
     axes = axes_of(call, 1)
     alike = [axes_of(other, 1) for other in examples if form_of(other) == form_of(call)]
     axes = axes.intersection(*alike)
-    # A length that no axis of the example has tells what is as long as the input from what is as long as that.
+    # A size that no axis of the example has distinguishes sizes of the input from those of the network.
     size = next(size for size in itertools.count(3) if not axes_of(call, size))
 
     def take(own: Axes) -> Result | None:
-        samples = samples_of(call) & own  # two of them say as much as three, in less time
+        samples = samples_of(call) & own  # two of them are as informative as three, and faster
         return tried(trace, resized(resized(call, samples, 2), own - samples, size))
 
     return grown(axes, take) if axes else None
 
 
 def captures_of(examples: Sequence[Call], trace: Callable[[Call], Capture]) -> list[Capture]:
-    """Trace a network on examples, and on longer inputs where an example shows too little.
+    """Trace a network on examples, and on longer inputs where an example is not informative.
 
-    Axes of length 1 are traced at another length. Where a softmax sees one place only, which says nothing of what it
-    reads, an input of two or four times the size is traced, too.
+    Axes of length 1 are traced at another length. A softmax over a single place ignores its input; then an input of two
+    or four times the size is traced as well.
 
     Args:
         examples: All examples.
@@ -210,7 +210,7 @@ def _sees_one_place(captured: Capture) -> bool:
 
 
 def _larger(call: Call, trace: Callable[[Call], Capture]) -> list[Capture]:
-    """Trace an input of two or four times the size of a call, at which no softmax sees one place only."""
+    """Trace an input of two or four times the size of a call, with more than one place for every softmax."""
     samples = samples_of(call)
     for times, size in itertools.product(
         (2, 4), dict.fromkeys(size for t in tensors_of(list(call)) for size in t.shape)
@@ -226,7 +226,7 @@ def _larger(call: Call, trace: Callable[[Call], Capture]) -> list[Capture]:
 
 
 def tried(trace: Callable[[Call], Result], call: Call) -> Result | None:
-    """Trace a network on a call that it may refuse in any way."""
+    """Trace a network on a call; return None if it refuses the call with any error."""
     try:
         return trace(call)
     except Exception:
@@ -234,7 +234,7 @@ def tried(trace: Callable[[Call], Result], call: Call) -> Result | None:
 
 
 def tested(call: Call, known: Sequence[Call]) -> Iterator[Call]:
-    """Yield an example as it is, if it was traced at another length only, and with the samples of its self-test."""
+    """Yield an example unchanged, if it was traced only at another length, and with the samples of its self-test."""
     if all(call is not other for other in known):
         yield call
     if samples := samples_of(call):

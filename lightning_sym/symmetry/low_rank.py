@@ -1,4 +1,4 @@
-"""Products of two thin matrices and their gauge: docs/theory/matching.md, 7."""
+"""Products of two thin matrices and their gauge (docs/theory/matching.md, 7)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from torch import Tensor
 from lightning_sym._linear_algebra import polar_factor
 
 Gauge = Literal["orthogonal", "invertible"]
-# Below this, relative to the largest, a singular value is rounding.
+# Smaller singular values, relative to the largest, are rounding.
 _RANK = 1e-12
-# The first step of the descent has this length, and does not come near to a matrix without an inverse.
+# Scale of the descent's first step, which stays away from singular matrices.
 _STEP, _HUGE = 0.01, 1e300
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A matrix as a product ``up @ down``, of which every ``up @ inv(g), g @ down`` is another form.
+    """A matrix as a product ``up @ down``; all pairs ``up @ inv(g), g @ down`` represent it.
 
     Attributes:
         up: B of LoRA's ``B A``. Shape ``(rows, rank)``, float64.
-        down: A. Shape ``(rank, columns)``, float64.
+        down: A of LoRA's ``B A``. Shape ``(rank, columns)``, float64.
     """
 
     up: Tensor
@@ -32,7 +32,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """How many columns and rows the factors share; the product's rank is no larger."""
+        """Inner size of the factors, an upper bound for the rank of the product."""
         return self.up.shape[1]
 
     @property
@@ -42,11 +42,11 @@ class LowRank:
 
     @property
     def norm(self) -> float:
-        """The product's Frobenius norm, without the product."""
+        """The product's Frobenius norm, computed without forming the product."""
         return float(self._singular()[1].norm())
 
     def _singular(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the thin singular value decomposition of the product, from those of two small triangles."""
+        """Return the thin singular value decomposition of the product, from the factors' QR decompositions."""
         (left, upper), (right, lower) = torch.linalg.qr(self.up), torch.linalg.qr(self.down.T)
         u, values, v = torch.linalg.svd(upper @ lower.T, full_matrices=False)
         return left @ u, values, v @ right.T
@@ -64,12 +64,12 @@ class LowRank:
         return LowRank(self.up * factor**0.5, self.down * factor**0.5)
 
     def padded(self, rank: int) -> "LowRank":
-        """Return the same product with so many columns and rows in the middle, zeros at the end; no fewer than now."""
+        """Return the same product with inner size `rank`, padded with zeros; not less than now."""
         more = rank - self.rank
         return LowRank(torch.nn.functional.pad(self.up, (0, more)), torch.nn.functional.pad(self.down, (0, 0, 0, more)))
 
     def truncated(self, rank: int) -> "LowRank":
-        """Return the nearest product of so small a rank (Eckart and Young), balanced as :meth:`balanced` does."""
+        """Return the nearest product of the given rank (Eckart and Young), balanced as in :meth:`balanced`."""
         u, values, v = self._singular()
         u, values, v = u[:, :rank], values[:rank], v[:rank]
         largest = v.gather(1, v.abs().argmax(1, keepdim=True))
@@ -80,10 +80,9 @@ class LowRank:
     def balanced(self) -> "LowRank":
         """Return the product in the gauge of equal Gram matrices, ``up.T @ up == down @ down.T``.
 
-        They are diagonal, with the product's singular values from the largest to the smallest, and the largest entry of
-        each row of ``down`` is positive: one form for all factors of one product whose singular values differ. If the
-        product has a smaller rank than its factors, that form is the limit of gauges, and itself in none: of factors
-        ``up = 0`` both are zero then.
+        They are diagonal, with the product's singular values in descending order, and the largest entry of each row of
+        ``down`` is positive. This form is unique if the singular values differ. If the product has a smaller rank than
+        its factors, it is a limit of gauges that no gauge attains: for ``up = 0`` both factors become zero.
         """
         return self.truncated(self.rank)
 
@@ -93,28 +92,28 @@ class LowRank:
         return len(values) >= self.rank and bool(values[self.rank - 1] > _RANK * values[0])
 
     def squared_distance(self, other: "LowRank") -> float:
-        """Return the sum of squares of the differences of both factors."""
+        """Return the sum of the squared distances between the factors."""
         return float((self.up - other.up).square().sum() + (self.down - other.down).square().sum())
 
     def aligned(self, reference: "LowRank") -> "LowRank":
-        """Return the product with its factors turned towards those of a reference: orthogonal Procrustes.
+        """Rotate the factors towards those of a reference (orthogonal Procrustes).
 
         Args:
-            reference: Of the same shapes; balanced as this one, or else the result has no meaning.
+            reference: A product of the same shapes. Both should be balanced; otherwise the result has no meaning.
         """
         return self.changed(polar_factor(reference.down @ self.down.T + reference.up.T @ self.up))
 
     def matched(self, reference: "LowRank", gauge: Gauge = "orthogonal") -> "LowRank":
-        """Return the product in the gauge in which its factors are most like those of a reference.
+        """Return the product in the gauge with factors nearest to those of a reference.
 
         Args:
-            reference: Of the same shapes, and of full rank.
-            gauge: "orthogonal": both are balanced, aligned, and brought to the reference's gauge. "invertible": from
-                there on to the least :meth:`squared_distance` over all invertible matrices, which exists if both have
-                full rank; it has no closed form, and what is found is the local minimum that is reached by descent.
+            reference: A product of the same shapes, and of full rank.
+            gauge: "orthogonal": both are balanced, aligned, and brought to the reference's gauge. "invertible": the
+                result is then refined by descent on :meth:`squared_distance` over all invertible matrices. A minimum
+                exists if both have full rank; it has no closed form, and descent finds a local one.
 
         Raises:
-            ValueError: If the reference has a smaller rank than its factors, or either has for "invertible".
+            ValueError: If the reference has a smaller rank than its factors; with "invertible", also if this one has.
         """
         if not reference.is_full() or (gauge == "invertible" and not self.is_full()):
             raise ValueError(
@@ -129,7 +128,7 @@ class LowRank:
 
 
 def _least(own: LowRank, reference: LowRank) -> Tensor:
-    """Return the invertible matrix that makes the factors most like a reference's, by descent from the identity."""
+    """Return the invertible matrix that minimises the distance of the factors, by descent from the identity."""
     size, identity = own.rank, torch.eye(own.rank, dtype=torch.float64)
     unit = max(own.squared_distance(LowRank(own.up * 0, own.down * 0)), 1e-300)
     downs, ups = own.down @ own.down.T / unit, own.up.T @ own.up / unit
@@ -153,7 +152,7 @@ def _least(own: LowRank, reference: LowRank) -> Tensor:
 
 
 def mean_product(products: Sequence[LowRank], weights: Sequence[float]) -> LowRank:
-    """Return the weighted sum of products, exactly: a product of the sum of their ranks.
+    """Return the exact weighted sum of products; its inner size is the sum of theirs.
 
     Args:
         products: At least one, of one shape.

@@ -1,4 +1,4 @@
-"""A network's tensors as they would be under an element: made when asked for, and not kept."""
+"""A network's tensors under an element: computed on access, and not stored."""
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -14,17 +14,17 @@ from lightning_sym.symmetry.views import ConvertedTensors
 
 
 class MovedTensors(ConvertedTensors):
-    """Tensors under an element of a network's group, each moved whenever it is asked for.
+    """Tensors under an element of a network's group, each transformed on access.
 
     Args:
-        factors: Those of the group.
-        element: What moves them.
-        tensors: All parameters and buffers that what is asked for depends on, by name. Not changed.
-        names: Those that there are; by default all.
-        shifted: Whether to add shifts, and to move running variances as evaluation asks for.
+        factors: The factors of the group.
+        element: The element.
+        tensors: Parameters and buffers by name: those to transform, and those that the action depends on. Not changed.
+        names: Names to include; by default all.
+        shifted: Whether to apply translations, and to transform running variances as in evaluation mode.
 
     Raises:
-        ValueError: Where a tensor is asked for, as :meth:`Symmetry.act` does.
+        ValueError: On access, as in :meth:`Symmetry.act`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The permutations of a symmetry in the formats of tools that read weights or match them."""
+"""The permutations of a symmetry in the formats of other matching and weight-space tools."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,17 +12,17 @@ from lightning_sym.symmetry.elements import AxisGroup
 
 @dataclass(frozen=True)
 class PermutationSpec:
-    """Which axes of which tensors are permuted together.
+    """Tensor axes that are permuted together.
 
     Attributes:
-        perm_to_axes: For each permutation, by the name of its axis group, the tensors and axes on which it stands.
-        axes_to_perm: For each tensor on which units stand, the permutation of each of its axes, or None.
+        perm_to_axes: The tensors and axes that each permutation acts on, by the name of its axis group.
+        axes_to_perm: The permutation of each axis, or None, by tensor; tensors without units are omitted.
         sizes: The number of units of each permutation.
-        left_out: The axis groups whose permutations no order of whole axes describes, and why. They keep their order.
+        left_out: Axis groups with permutations that do not act on whole axes, with reasons. They keep their order.
 
     References:
         ``perm_to_axes`` and ``axes_to_perm`` are those of Git Re-Basin (Ainsworth et al. 2023, arXiv:2209.04836);
-        :meth:`numbered` is what universal neural functionals ask for (Zhou et al. 2024, arXiv:2402.05232).
+        :meth:`numbered` is the input of universal neural functionals (Zhou et al. 2024, arXiv:2402.05232).
     """
 
     perm_to_axes: Mapping[str, Sequence[tuple[str, int]]]
@@ -31,7 +31,7 @@ class PermutationSpec:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def numbered(self) -> dict[str, tuple[int, ...]]:
-        """Return an integer for each axis of each tensor: axes of one permutation share it, all others have their own.
+        """Return an integer for each axis of each tensor, the same for axes of one permutation.
 
         Permutations are numbered from 0 in the order of the forward pass; then come the axes that are not permuted.
         """
@@ -48,12 +48,12 @@ class PermutationSpec:
 def permutation_spec_of(
     groups: Sequence[AxisGroup], shapes: Mapping[str, tuple[int, ...]], blocks: Sequence[Ints]
 ) -> PermutationSpec:
-    """Return the permutations that are an order of whole axes.
+    """Return the permutations that act on whole axes.
 
     Args:
         groups: The axis groups.
-        shapes: Of all parameters and buffers.
-        blocks: Units that change places with other ones as wholes.
+        shapes: Shapes of all parameters and buffers.
+        blocks: Blocks of units that are permuted.
     """
     in_blocks = np.unique(np.concatenate([np.zeros(0, np.int64), *(table.ravel() for table in blocks)]))
     perm_to_axes: dict[str, list[tuple[str, int]]] = {}
@@ -73,17 +73,17 @@ def permutation_spec_of(
 
 
 def _why_not(group: AxisGroup, shapes: Mapping[str, tuple[int, ...]], in_blocks: Ints) -> str:
-    """Return why no order of whole axes describes a group's permutations; empty if one does."""
+    """Return the reason why a group's permutations do not act on whole axes; empty if they do."""
     if not group.movable:
         return "its units keep their order"
     if int(group.cells.max()) > 0 or np.isin(group.units.numpy(), in_blocks).any():
-        return "its units change places inside of blocks or with their blocks"
+        return "its units are permuted inside blocks or with their blocks"
     order = group.occurrences[0].positions
     for own in group.occurrences:
         if own.further or own.positions.numel() != shapes[own.tensor][own.axis]:
             return f"its units are a part of axis {own.axis} of {own.tensor}"
         if own.positions.shape[1] != 1:
-            return f"each of its units stands on {own.positions.shape[1]} places of axis {own.axis} of {own.tensor}"
+            return f"each of its units has {own.positions.shape[1]} places on axis {own.axis} of {own.tensor}"
         if not torch.equal(own.positions, order):
-            return f"its units stand in another order on axis {own.axis} of {own.tensor}"
+            return f"its units have another order on axis {own.axis} of {own.tensor}"
     return ""

@@ -1,7 +1,7 @@
-"""Rows and columns of a tensor in another order, multiplied and added to: piece by piece, each of which fits a cache.
+"""Permute, scale and add to tensors in cache-sized pieces.
 
-Weights are large, and little is done with each number: what costs time is to read and write them. Every number is
-written to main memory once.
+Weights are large, and each number needs little computation: memory traffic dominates. Every number is written to main
+memory once.
 """
 
 import math
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints
 
-_AT_ONCE = 2**16  # numbers of a piece
-_MOST = 2**20  # columns whose order is written down
+_AT_ONCE = 2**16  # numbers per piece
+_MOST = 2**20  # maximum number of columns with a stored permutation
 
 Step = Callable[[Tensor, slice, Tensor], Tensor]
 
 
 class Summand(NamedTuple):
-    """What is added to a tensor: the product of two factors, which is not written out where it need not be.
+    """A summand of a tensor: the product of two factors, which is formed only where necessary.
 
     Attributes:
-        values: Of a shape that broadcasts to the tensor's.
-        times: Another factor, in the same way; None for 1.
+        values: First factor, of a shape that broadcasts to the tensor's.
+        times: Second factor, also broadcastable; None for 1.
     """
 
     values: Tensor
@@ -36,23 +36,23 @@ class Summand(NamedTuple):
         return self.values if self.times is None else self.values * self.times
 
     def like(self, tensor: Tensor) -> "Summand":
-        """Return the same in a tensor's type, on its device."""
+        """Convert the summand to a tensor's dtype and device."""
         return Summand(self.values.to(tensor), None if self.times is None else self.times.to(tensor))
 
     def added_to(self, tensor: Tensor) -> Tensor:
-        """Return a new tensor that is the sum."""
+        """Return the sum as a new tensor."""
         return tensor + self.values if self.times is None else torch.addcmul(tensor, self.values, self.times)
 
 
 def rearranged(
     tensor: Tensor, sources: Mapping[int, Ints], scales: Mapping[int, Floats], added: Sequence[Summand] = ()
 ) -> Tensor:
-    """Return a tensor to which something is added, then put in another order along its axes, then multiplied.
+    """Add summands to a tensor, permute it along its axes, then scale it.
 
     Args:
         tensor: Not changed.
-        sources: By axis: for each place on it, the place whose content it gets.
-        scales: By axis: factors of what stands there in the end, float64.
+        sources: By axis: the source of the content of each place.
+        scales: By axis: factors of the permuted entries, float64.
         added: Summands.
 
     Returns:
@@ -107,11 +107,11 @@ def _on_axis(vector: Floats, axis: int, rank: int) -> Tensor:
 
 
 def _as_rows(factor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a factor with one axis for the rows and one for the columns of a tensor, of sizes 1 where it is constant.
+    """Reshape a factor to one axis for rows and one for columns of a tensor, of size 1 where it is constant.
 
     Args:
         factor: Broadcasts to the tensor's shape.
-        shape: Sizes of the tensor's axes but the first.
+        shape: Sizes of the tensor's axes except the first.
     """
     factor = factor.reshape((1,) * (len(shape) + 1 - factor.ndim) + factor.shape)
     if math.prod(factor.shape[1:]) == 1:
@@ -130,10 +130,10 @@ def _addition(factors: Sequence[Tensor], row: Tensor | None) -> Step:
 
 
 def _columns(order: Tensor, like: Tensor) -> Step:
-    """Return the step that puts columns in another order."""
+    """Return the step that permutes columns."""
     if like.dtype == torch.float32:
         return lambda piece, at, out: torch.index_select(piece, 1, order, out=out)
-    # Several times as fast for numbers of other sizes.
+    # Several times faster for numbers of other sizes.
     return lambda piece, at, out: torch.gather(piece, 1, order.expand(len(piece), -1), out=out)
 
 

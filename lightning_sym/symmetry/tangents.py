@@ -1,4 +1,4 @@
-"""The directions in which a network's parameters can move along its orbit."""
+"""The tangent space of a network's orbit."""
 
 from dataclasses import dataclass
 
@@ -12,21 +12,21 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
-# Directions that are this close to a combination of the others, relative to their length, add nothing to them.
+# Directions this close to a combination of others, relative to their length, count as dependent.
 _DEPENDENT = 1e-10
 
 
 @dataclass(frozen=True, eq=False)
 class OrbitTangents:
-    r"""The tangent space of a network's orbit, as far as it lies in the space of its parameters.
+    r"""The tangent space of a network's orbit, restricted to the space of its parameters.
 
     Attributes:
         names: Names of the parameters, in the order of the vectors.
         vectors: One tangent of length 1 per column. Sparse, shape ``[P, d]``, float64.
-        rank: Dimension of the space that they span; less than d where units are dead or copies.
-        generators: Number of all one-parameter groups, those of `Symmetry.buffer_dimension` included.
-        statistics: How many of them move running statistics of batch norms, and so are no directions of the parameters
-            alone. They are not among the vectors.
+        rank: Dimension of their span; less than d where units are dead or copies.
+        generators: Number of all one-parameter groups, including those of `Symmetry.buffer_dimension`.
+        statistics: Number of one-parameter groups that move running statistics of batch norms, and so are no directions
+            of the parameters alone. They are not among the vectors.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ class OrbitTangents:
     _inverse: Floats
 
     def along(self, vectors: Tensor) -> Tensor:
-        """Return the parts of vectors along the orbit, in the Euclidean metric.
+        """Project vectors to the orbit's tangent space, in the Euclidean metric.
 
         Args:
             vectors: Shape ``[P]`` or ``[P, K]``, floating, on any device.
@@ -50,11 +50,11 @@ class OrbitTangents:
         return torch.from_numpy(np.ascontiguousarray(found)).to(vectors)
 
     def across(self, vectors: Tensor) -> Tensor:
-        """Return the parts of vectors orthogonal to the orbit; as `along`."""
+        """Project vectors to the orthogonal complement of the tangent space; see `along`."""
         return vectors - self.along(vectors)
 
     def complement(self) -> Tensor:
-        """Return an orthonormal basis of what is orthogonal to the orbit. Shape ``[P, P - rank]``, float64, dense."""
+        """Return an orthonormal basis of the orthogonal complement. Shape ``[P, P - rank]``, float64, dense."""
         left, _, _ = np.linalg.svd(self.vectors.toarray(), full_matrices=True)
         return torch.from_numpy(np.ascontiguousarray(left[:, self.rank :]))
 
@@ -62,10 +62,10 @@ class OrbitTangents:
 def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     r"""Return the tangents of a network's orbit at the network.
 
-    A scale that multiplies weight k by :math:`\lambda^{a_k}` has the tangent :math:`a_k w_k`; a shift has
-    what it adds; a rotation's generator S moves weights by :math:`D S D^{-1} W`, and so does any matrix between gains;
-    a phase moves the coordinates of its plane by (-y, x). What moves running statistics too is left out: with these
-    fixed it changes the network's function. For the means that matrices between gains move, biases make up.
+    A scale that multiplies weight k by :math:`\lambda^{a_k}` has the tangent :math:`a_k w_k`; a translation is its own
+    tangent. A rotation's generator S moves weights by :math:`D S D^{-1} W`, and so does a matrix between gains. A phase
+    moves the coordinates of its rotary pair by (-y, x). Directions that also move running statistics are left out: with
+    these fixed, they change the function. Biases compensate the means that matrices between gains move.
 
     Args:
         symmetry: Symmetry of the network's architecture.
@@ -75,7 +75,7 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         The tangents.
 
     Raises:
-        ValueError: If the network has another structure than the traced one, or invertible matrices act on some units.
+        ValueError: If the network has another structure than the traced one, or GL(d) acts on some units.
 
     Example:
         >>> from lightning_sym.symmetry.trace import trace_symmetry
@@ -88,18 +88,18 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     mixed = [factor for factor in symmetry.factors if factor.permutes and factor.dimension]
     if cells := sum(len(factor.identity()) for factor in mixed):
         raise ValueError(
-            f"any invertible matrix acts on {cells} cells of units (linear layers in a row), for which there is "
-            "no balanced member; put an activation between them, or merge them into one."
+            f"invertible matrices act on {cells} cells of units (linear layers in a row), which have no balanced "
+            "representative; put an activation between them, or merge them into one."
         )
     return tangents_at(symmetry, network)
 
 
 def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
-    """Return the tangents of a network's orbit, those of invertible matrices included; see `orbit_tangents`.
+    """Return the tangents of a network's orbit, including those of GL(d) blocks; see `orbit_tangents`.
 
     Args:
         symmetry: Symmetry of the network's architecture.
-        network: Of this architecture, which is not checked. Not changed.
+        network: A network of this architecture (not checked). Not changed.
     """
     structure = symmetry.structure
     own = charted(dict(network.named_parameters()), structure.charts)

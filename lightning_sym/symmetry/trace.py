@@ -1,4 +1,4 @@
-"""From a network to its symmetry: capture, normal form, labels, group, shifts, proof."""
+"""Derive the symmetry of a network: capture, normal form, labels, group, translations, verification."""
 
 import contextlib
 import functools
@@ -44,53 +44,53 @@ def trace_symmetry(
     output: str | int | None = None,
     **keywords: Any,
 ) -> Symmetry:
-    """Find the weight-space symmetry of a network, and prove it on random elements.
+    """Find the weight-space symmetry of a network, and verify it numerically on random elements.
 
-    The network is run once on tensors without data; what each operation demands is written down, position by position,
-    and solved. The result holds for every network of this architecture, in evaluation mode, for any weights, and for
-    inputs of any values and size: what a slice or an index leaves out at the example's size is fixed, as a longer input
-    may reach it. Axes of length 1 are traced at another length where the network takes that. The self-test tries other
-    lengths and numbers of samples, too, and what fails there is traced as well; if that does not help, a note says that
-    the result holds at the example's lengths only. A function that branches on a size far from the example's needs an
-    example for each branch.
+    The network is run once on tensors without data. The constraints of each operation are collected position by
+    position, and solved. The result holds for every network of this architecture, in evaluation mode, for all weights,
+    and for inputs of any values and size. Weights outside a slice or an index at the example's size are fixed, as
+    longer inputs may reach them. Axes of length 1 are traced at another length where the network accepts it. The
+    self-test also tries other lengths and numbers of samples, and traces those at which it fails. If this does not
+    help, a note limits the result to the example's lengths. A function that branches on a size far from the
+    example's needs an example for each branch.
 
     Args:
-        network: Any network whose operations do not depend on values. Not changed. It may be without weights, on
-            torch's meta device (:func:`~lightning_sym.symmetry.without_weights`): shapes and constants are enough.
+        network: Any network whose operations do not depend on values. Not changed. Its weights may be on torch's meta
+            device (:func:`~lightning_sym.symmetry.without_weights`), as shapes and constants suffice.
         example_input: An input (a tensor of any batch size, on any device), or a tuple of positional arguments; None
-            where keyword arguments say all.
-        more_examples: Further inputs, as `example_input`, of other lengths or image sizes: the group is what all of
-            them allow. A part of a weight that one of them reaches need not be fixed. Where the network is given
-            keyword arguments, a dictionary among these replaces them.
-        affine: Whether to count changes of sign that add a constant, where the next bias can take it up: the units of
-            sigmoid networks then have signs, as those of tanh networks do (docs/theory/intertwiners.md, 1.4).
-        shifts: Whether to count what may be added to weights (docs/theory/translations.md): biases that the next
-            layers take off, means that norms take off, and the like. Without, the group is linear: permutations, signs,
-            scales and matrices.
-        check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
-            with weights near its own and one with random weights, on samples of every example and on noise around
-            them, each through a round trip of the state dict. Of a small network it then measures the nullity of the
-            Jacobian (:attr:`Symmetry.nullity`), and notes how many of its dimensions the group leaves out
-            (docs/theory/tracing.md, 8.5). A network without weights cannot be tested; a note says so. Without,
-            networks that the symmetry meets later are not run, either (:meth:`Symmetry.require`).
-        tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
-            lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
-        cuts: Made by the network's :meth:`~lightning_sym.networks.Network.cuts`: what crosses them can be tapped, too.
-        output: Which of several outputs is to stay the same: its name in a dictionary, dataclass or named tuple, or its
-            place in a tuple. By default ``logits`` if there is one (the notes name what else there is), and else
-            all outputs; caches for later calls never count.
+            if all arguments are keywords.
+        more_examples: Further inputs, as `example_input`, of other lengths or image sizes. The group is the one that
+            all of them allow, and weights that any of them reaches need not be fixed. Where the network has keyword
+            arguments, a dictionary among the inputs replaces these.
+        affine: Whether to include sign changes that add a constant, where the next bias can absorb it. Units of sigmoid
+            networks then have signs, as those of tanh networks do (docs/theory/intertwiners.md, 1.4).
+        shifts: Whether to include translations (docs/theory/translations.md): changes of biases that the next
+            layers cancel, changes of means that norms subtract, and others. Otherwise the group is linear:
+            permutations, signs, scales and matrices.
+        check: Whether to run the self-test (recommended). It applies two random elements to float64 copies of the
+            network, through a round trip of the state dict: one copy with weights near its own, one with random
+            weights. Inputs are samples of every example, and noise around them. For a small network it also measures
+            the nullity of the Jacobian (:attr:`Symmetry.nullity`). A note gives the number of dimensions that the group
+            misses (docs/theory/tracing.md, 8.5). A network without weights cannot be tested; a note reports this.
+            Without the self-test, networks given to the symmetry later are not run either (:meth:`Symmetry.require`).
+        tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or more if the
+            network rounds to a lower precision (1.2e-4 for float32).
+        cuts: The network's :meth:`~lightning_sym.networks.Network.cuts`, if values that cross them need hook points.
+        output: The output to keep, if there are several: its key in a dictionary, its field in a dataclass or named
+            tuple, or its index in a tuple. By default ``logits`` if it exists (notes name the others), otherwise all
+            outputs; caches for later calls never count.
         **keywords: The network's keyword arguments: ``trace_symmetry(model, input_ids=ids, attention_mask=mask)``.
 
     Returns:
         The symmetry.
 
     Raises:
-        TypeError: If a parameter is complex or not floating, an example holds no tensor, or the network does not take
-            its arguments.
-        ValueError: If the network cannot be traced (data-dependent control flow, parametrised or lazy weights, a weight
-            that is not finite, or shares a part of its memory with another), has no output of that name, or puts out
-            no finite number.
-        RuntimeError: If the self-test fails, because the rule of some operation allows too much.
+        TypeError: If a parameter is complex or not floating, an example holds no tensor, or the network does not accept
+            the arguments.
+        ValueError: If the network has no output of that name, or no finite output; or if it cannot be traced:
+            data-dependent control flow, parametrised or lazy weights, weights that are not finite, or overlapping
+            memory.
+        RuntimeError: If the self-test fails, because the rule of an operation allows too much.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -101,7 +101,7 @@ def trace_symmetry(
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
-    inside_meta = torch.get_default_device().type == "meta"  # of ``with torch.device("meta")``, which builds networks
+    inside_meta = torch.get_default_device().type == "meta"  # within ``with torch.device("meta")``, to build networks
     with _new_garbage_only(), torch.device("cpu") if inside_meta else contextlib.nullcontext():
         examples = examples_of(network, example_input, more_examples, keywords, output)
         check_network(network)
@@ -120,8 +120,8 @@ def trace_symmetry(
 
 @contextlib.contextmanager
 def _new_garbage_only() -> Iterator[None]:
-    """Let the garbage collector look only at what is made meanwhile: else it takes a third of the time."""
-    if gc.get_freeze_count():  # somebody else's
+    """Limit garbage collection to objects created in this context: otherwise it takes a third of the time."""
+    if gc.get_freeze_count():  # other code has frozen objects
         yield
         return
     gc.freeze()
@@ -145,14 +145,14 @@ def _derived(
     """Derive the symmetry of a network from its operations; see :func:`trace_symmetry`.
 
     Args:
-        trace: What captures the network.
+        trace: Captures the network.
         tensors: Its tensors.
-        examples: The calls that the user gave.
+        examples: The user's calls.
         captures: The network in normal form, on each of these and on further ones.
-        affine: As there.
-        shifts: Likewise.
-        check: Likewise.
-        output: Likewise.
+        affine: See there.
+        shifts: See there.
+        check: See there.
+        output: See there.
     """
     captures = trace.agreeing(captures)
     tensors, network = tensors.cut(captures), trace.network
@@ -193,7 +193,7 @@ def _derived(
 
 
 def _left_out(captures: Sequence[Capture], output: str | int | None) -> list[str]:
-    """Say which outputs do not count."""
+    """Note the outputs that do not count."""
     names = dict.fromkeys(name for captured in captures for name in captured.left_out)
     kept = "logits" if output is None else output
     note = f"of the outputs {kept} stays the same, {', '.join(names)} may change (output=... chooses)"

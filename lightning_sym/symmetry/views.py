@@ -1,25 +1,25 @@
-"""A network's tensors as they would be in another dtype: made when asked for, and not kept."""
+"""A network's tensors in another dtype: computed on access, and not stored."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-_SMALL = 2**14  # tensors of so many numbers are kept: gains and biases, which are asked for again and again
+_SMALL = 2**14  # tensors of at most so many numbers are cached: gains and biases, which are needed often
 
 
 def doubled(tensor: Tensor) -> Tensor:
-    """Return a floating tensor in double precision on the CPU, any other as it is."""
+    """Convert a floating tensor to double precision on the CPU; only detach any other."""
     return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach()
 
 
 class ConvertedTensors(Mapping[str, Tensor]):
-    """Tensors of which each is converted whenever it is asked for.
+    """Tensors that are converted on each access.
 
     Args:
-        tensors: By name. Not changed.
-        convert: What becomes of one.
-        names: Those that there are; by default all.
+        tensors: Tensors by name. Not changed.
+        convert: Converts one tensor.
+        names: Names to include; by default all.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ConvertedTensors(Mapping[str, Tensor]):
     def _made(self, name: str) -> Tensor:
         return self._convert(self._tensors[name])
 
-    def __contains__(self, name: object) -> bool:  # that of Mapping would make the tensor
+    def __contains__(self, name: object) -> bool:  # the default of Mapping would compute the tensor
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What modules take in and put out at the taps of a network while it runs."""
+"""Record inputs or outputs of modules at the taps of a network while it runs."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -19,17 +19,17 @@ def watched(
     *,
     inputs: bool = False,
 ) -> dict[str, T]:
-    """Run a network and return what is to be kept of the values at some taps.
+    """Run a network and record values at some taps.
 
     Args:
-        network: The network that is run.
-        taps: By any key; outputs of modules, not what crosses a cut.
+        network: The network.
+        taps: Taps by any key; outputs of modules, not values that cross a cut.
         run: Runs the network.
-        keep: What is kept, given the key and the value. It is called at once: later modules may change the value.
-        inputs: Whether to watch what comes into the modules, instead of what comes out.
+        keep: Maps the key and the value to the record. It is called at once: later modules may change the value.
+        inputs: Whether to record the modules' inputs instead of their outputs.
 
     Returns:
-        By the same keys; those that the run did not reach are missing.
+        The records by the same keys; taps that the run did not reach are missing.
     """
     modules = dict(network.named_modules())
     found: dict[str, T] = {}

@@ -221,7 +221,7 @@ BESIDE = of(Language, first=False, tied=False)
         refused(without_unit(READ), says=["zeros in the gain 1.weight", "leave="]),
         refused(refusing, center_writers, READ, says="no layer norm"),
         refused(refusing, center_writers, Language, says=["tokens.weight", "tied", "untie(network)"]),
-        refused(refusing, center_writers, BESIDE, says="positions.weight, tokens.weight is seen by others"),
+        refused(refusing, center_writers, BESIDE, says="others read the mean of positions.weight, tokens.weight"),
         refused(refusing, rotate_stream, Language, "hadamard", says=["gains (norm.weight)", "tied", "untie(network)"]),
         refused(refusing, rotate_stream, BESIDE, "hadamard", says=["blocks.0.norm1.weight", "added up"]),
         refused(refusing, rotate_stream, PLAIN, "hadamard", says="no stream"),

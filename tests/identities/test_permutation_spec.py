@@ -69,4 +69,4 @@ def test_both_dictionaries_and_the_numbers_say_the_same() -> None:
             seen.setdefault(number, set()).add(back.get((tensor, axis), f"{tensor} {axis}"))
     assert all(len(names) == 1 for names in seen.values())
     assert sorted(seen) == list(range(len(seen)))
-    assert "places of axis 1 of linear1.weight" in spec.left_out["conv2"]
+    assert "places on axis 1 of linear1.weight" in spec.left_out["conv2"]

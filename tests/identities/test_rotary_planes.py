@@ -124,7 +124,7 @@ def test_planes_are_found_in_all_conventions(turn):
     assert symmetry.worst_error <= EXACT
     (kind,) = {group.kind for group in symmetry.groups if group.phase}
     assert kind == "scale + phase"
-    assert "blocks that change places as wholes: 2 of" in str(symmetry)
+    assert "permuted blocks: 2 of" in str(symmetry)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

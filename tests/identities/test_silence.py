@@ -48,7 +48,7 @@ FURTHER = {
 }
 # What notes say of weights that are freer than the group: then the dimension is not the nullity.
 FREER = (
-    "numbers go in or come out", "nothing reads", "biases could take up", "reads units more than once",
+    "incoming or outgoing numbers", "nothing reads", "biases could take up", "reads units more than once",
     "of which only the sum counts", "share its running mean", "scales could undo", "no scale in common",
     "by zero, whose weights", "invertible matrices mix these",
 )  # fmt: skip

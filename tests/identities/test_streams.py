@@ -164,7 +164,7 @@ def test_stream_of_which_more_is_seen_is_not_rotated(name):
     symmetry = trace_symmetry(network, torch.randn(4, 3, dtype=torch.float64))
     assert D not in [rotation.size for rotation in symmetry.structure.rotations]
     assert symmetry.worst_error <= EXACT
-    told = any("gains (gain) cannot be taken into what reads them" in note for note in symmetry.notes)
+    told = any("gains (gain) cannot be folded into the weights after them" in note for note in symmetry.notes)
     assert told == (name in ("tied embeddings", "a norm in the stream"))
 
 

@@ -564,7 +564,7 @@ WIDE = [
     "attention_with_weights_per_head", "attention_other_widths", "dense_block",
 ]  # fmt: skip
 NOTES = {
-    **dict.fromkeys(WIDE, "numbers go in or come out"),
+    **dict.fromkeys(WIDE, "incoming or outgoing numbers"),
     "minimum_with_constant": "which biases could take up",
     "cat_with_itself": "reads units more than once",
     "repeat": "reads units more than once",

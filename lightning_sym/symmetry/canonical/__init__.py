@@ -1,1 +1,1 @@
-"""One member for each orbit: norms, scales, signs and the order of units."""
+"""Canonical forms: one representative of each orbit, with fixed norms, signs and permutation."""

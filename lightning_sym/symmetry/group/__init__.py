@@ -1,1 +1,1 @@
-"""The group of a symmetry: its factors, its elements, and what these do."""
+"""The symmetry group of a network: factors, elements and their action."""

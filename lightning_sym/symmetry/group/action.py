@@ -1,4 +1,4 @@
-"""What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
+"""The action of an element on parameters, buffers, the state of an optimiser, and values inside the network."""
 
 import functools
 import operator
@@ -21,7 +21,7 @@ from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.structure import Slot
 from lightning_sym.symmetry.views import ConvertedTensors
 
-# By which power of a weight's scale an optimiser's state moves.
+# The power of a weight's scale that acts on each entry of an optimiser's state.
 _POWERS = {
     **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "prev"), -1.0),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), -2.0),
@@ -30,7 +30,7 @@ _POWERS = {
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Return a floating vector in double precision, any other tensor as it is."""
+    """Convert a floating vector to double precision; return any other tensor unchanged."""
     exact = wide(tensor.device)
     vector = tensor.ndim == 1 and tensor.is_floating_point() and tensor.dtype != exact
     return tensor.detach().to(exact) if vector else tensor
@@ -44,14 +44,15 @@ def _powered(scale: Floats, power: float) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class ActivationAction:
-    r"""What an element does to a value in the network, made by `Symmetry.on_activations`: :math:`v' = A (v + t) + c`.
+    r"""The action of an element on a value inside the network: :math:`v' = A (v + t) + c`.
+
+    `Symmetry.on_activations` makes it.
 
     Attributes:
-        parts: By the value's axes on which units live: the element that acts there, and what is added after it.
-            Usually one axis, the channels, and nothing to add; none where nothing acts. Over several axes
-            together the element acts on the positions in row-major order; () is one unit that fills the value. What
-            is added has shape ``(positions,)``.
-        shift: What shifts of biases add before, of a shape that broadcasts to the value's; None if nothing.
+        parts: By axes of the value that index units: the element that acts there, and the vector c of shape
+            ``(positions,)`` or None. Usually there is one axis, the channels, and no c; there are none where the group
+            acts trivially. On several axes the element acts on positions in row-major order; () is a value of one unit.
+        shift: The translation t, of a shape that broadcasts to the value's; None if it is zero.
     """
 
     parts: Mapping[tuple[int, ...], tuple[GroupElement, Tensor | None]]
@@ -59,29 +60,29 @@ class ActivationAction:
 
     @property
     def element(self) -> GroupElement:
-        """The one element that acts, where the units live on one axis and nothing is added.
+        """The matrix A, where the units index one axis and nothing is added.
 
         Raises:
-            ValueError: If units live on several axes or none, or something is added; :meth:`apply` does it all.
+            ValueError: If units index several axes or none, or something is added; use :meth:`apply` there.
         """
         if len(self.parts) != 1 or any(len(axes) != 1 for axes in self.parts):
             raise ValueError(
-                f"units live on the axes {list(self.parts)} of this value, so that no one matrix acts on its channels; "
+                f"units live on the axes {list(self.parts)} of this value, so no single matrix acts on its channels; "
                 "use apply."
             )
         ((element, added),) = self.parts.values()
         if self.shift is not None or (added is not None and bool(added.any())):
             raise ValueError(
-                "something is added here, which no matrix does; use apply, or an element without shifts: "
+                "the element adds a vector here, which no matrix does; use apply, or an element without shifts: "
                 "sample(shifts=False)."
             )
         return element
 
     def apply(self, values: Tensor) -> Tensor:
-        """Return the value of the changed network, from that of the network as it was.
+        """Map the network's value to the value of the transformed network.
 
         Args:
-            values: A batch of any size, of the axes that the tap has; floating, on any device.
+            values: A batch of any size, with the axes of the tap; floating, on any device.
 
         Returns:
             A new tensor of the same shape, dtype and device.
@@ -101,10 +102,10 @@ class ActivationAction:
 
 
 class Action:
-    """What one element does.
+    """The action of one element.
 
     Args:
-        factors: Those of the group.
+        factors: The factors of the group.
         element: The element.
     """
 
@@ -116,13 +117,13 @@ class Action:
 
     @cached_property
     def _parts(self) -> list[tuple[Factor[Any], Any]]:
-        """The factors that change anything, in the order of acting, and their parts."""
+        """The factors with a part other than the identity, in the order of acting, and these parts."""
         pairs = ((factor, self.element.parts[factor.name]) for factor in self.factors.inwards)
         return [(factor, part) for factor, part in pairs if not factor.is_identity(part)]
 
     @cached_property
     def scale(self) -> Floats:
-        """For each position of all slots by what it is multiplied, before it moves."""
+        """The factor that multiplies each position of all slots before it moves."""
         scale = np.ones(self.structure.magnitudes.shape[0])
         for factor, own in reversed(self._parts):
             if (multipliers := factor.multipliers(own)) is not None:
@@ -131,20 +132,20 @@ class Action:
 
     @cached_property
     def source(self) -> Ints:
-        """For each position of all slots, the position whose content it gets."""
+        """The source of the new content of each position of all slots."""
         return self.factors.source(self.element.permutation)
 
     def source_in(self, slot: Slot) -> Ints:
-        """For each position of a slot, the position of that slot whose content it gets."""
+        """Return the source of the new content of each position of a slot, within that slot."""
         found: Ints = self.source[slot.rows] - slot.offset
         return found
 
     def on_activations(self, tap: Tap, tensors: Mapping[str, Tensor] | None = None) -> ActivationAction:
-        """Return what the element does to a value inside the network, if the structure is that of these.
+        """Return the element's action on a value inside the network; the structure must be that of such values.
 
         Args:
             tap: The value.
-            tensors: The network's parameters before, where they are needed.
+            tensors: The network's parameters before the action, by name, where they are needed.
         """
         parts = {}
         for slot in tap.seen:
@@ -160,20 +161,20 @@ class Action:
         return ActivationAction(parts, self._shown(tap, tensors))
 
     def _shown(self, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Return what is added to a value before all else; None for nothing."""
+        """Return the translation of a value; None if it is zero."""
         parts = (factor.shown(self.element.parts[factor.name], tap, tensors) for factor in self.factors)
         shown = [part for part in parts if part is not None]
         return functools.reduce(operator.add, shown) if shown else None
 
     def on_thin(self, name: str, values: Tensor, axes: Collection[int], lead: int = 0) -> Tensor:
-        """Return what the linear part makes of what is added to a tensor, on some of its axes.
+        """Apply the linear part to a translation of a tensor, on some of its axes.
 
         Args:
-            name: The tensor.
-            values: What is added, float64: behind some leading axes the tensor's, with size 1 where it is the same
-                everywhere, and stays so.
-            axes: The axes on which the linear part acts.
-            lead: How many axes come before.
+            name: Name of the tensor.
+            values: The translation, float64, with `lead` axes before the tensor's axes. An axis along which it is
+                constant has size 1, and keeps it.
+            axes: Axes of the tensor that the linear part acts on.
+            lead: Number of leading axes.
         """
         for slot in self.structure.slots_of.get(name, ()):
             if len(slot.axes) > 1 or not (slot.axes[0] in axes if slot.axes else 0 in axes or values.ndim == lead):
@@ -192,11 +193,14 @@ class Action:
     # On parameters and buffers.
 
     def on_weights(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield what becomes of the parameters and buffers that move, one after the other.
+        """Transform the parameters and buffers that the element acts on, one after the other.
 
         Args:
             tensors: Parameters and buffers, by name.
-            shifted: As for :meth:`moved`.
+            shifted: See :meth:`moved`.
+
+        Yields:
+            The names and the new tensors.
         """
         self.learn_gains(tensors)
         added = self.summands(tensors, shifted=shifted)
@@ -205,7 +209,7 @@ class Action:
                 yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name, ()))
 
     def summands(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> dict[str, list[Summand]]:
-        """Return what is added to tensors before they move, by name; the arguments are those of :meth:`on_weights`."""
+        """Return the summands that tensors get before they move, by name; see :meth:`on_weights`."""
         tensors = ConvertedTensors(tensors, _exact)
         added: dict[str, list[Summand]] = {name: [Summand(own)] for name, own in self._added(tensors).items()}
         for factor in self.factors if shifted else (own for own in self.factors if own.name != "shift"):
@@ -216,16 +220,16 @@ class Action:
     def moved(
         self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Sequence[Summand] = ()
     ) -> Tensor:
-        """Return what becomes of one tensor.
+        """Transform one tensor.
 
         Args:
-            tensor: A parameter or buffer, or as many numbers.
+            tensor: A parameter or buffer, or a tensor of its shape.
             name: Its name.
             power: Power of the weights' scales; -1 for gradients, -2 for their squares.
-            shifted: Whether to move running variances as evaluation asks for: v' = s^2 (v + eps) - eps.
-            added: What is added before.
+            shifted: Whether running variances transform as in evaluation mode: v' = s^2 (v + eps) - eps.
+            added: Summands to add first.
         """
-        if (exact := _exact(tensor)) is not tensor:  # what is added may cancel; the result is rounded once
+        if (exact := _exact(tensor)) is not tensor:  # summands may cancel; the result is rounded once
             return self.moved(exact, name, power=power, shifted=shifted, added=added).to(tensor)
         slots, added = self.structure.slots_of[name], [summand.like(tensor) for summand in added]
         for factor, part in self._parts:
@@ -234,7 +238,7 @@ class Action:
                     tensor = summand.added_to(tensor)
                 tensor, added = tensor * torch.from_numpy(_powered(entries.numpy(), power)).to(tensor), []
         stacked = [slot for slot in slots if slot.of_stack]
-        if len(stacked) == 1:  # as a tensor of one axis for all units of all members
+        if len(stacked) == 1:  # as a tensor with one axis for all units of all members
             axes = stacked[0].axes
             slots = [_beside(slot, axes) for slot in slots]
             added = [Summand(together(summand.whole.expand(tensor.shape), axes)) for summand in added]
@@ -274,7 +278,7 @@ class Action:
         return result
 
     def _moved_in_stack(self, tensor: Tensor, slots: list[Slot], power: float) -> Tensor:
-        """Move a stack of weights whose members have units of their own on both sides."""
+        """Transform a stack of weights, where each member has units of its own on both axes."""
         result, index = tensor.detach(), [torch.arange(size) for size in tensor.shape]
         for slot in slots:
             if not slot.axes:
@@ -292,7 +296,7 @@ class Action:
         return result[tuple(places)]
 
     def _added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
+        """Return the terms that biases absorb for signs: the flipped columns times offset = sigma(x) + sigma(-x)."""
         added: dict[str, Tensor] = {}
         for bias, weight, axis, offset in self.structure.absorbed:
             slot = next((s for s in self.structure.slots_of.get(weight, ()) if s.axes == (axis,)), None)
@@ -306,12 +310,12 @@ class Action:
         return added
 
     def _moved_jointly(self, tensor: Tensor, joint: Slot) -> Tensor:
-        """Move the weight of a grouped convolution: which channel the second axis means depends on the first."""
+        """Transform the weight of a grouped convolution, where the channels of the second axis depend on the first."""
         row = self.source_in(next(slot for slot in self.structure.slots_of[joint.tensor] if slot.axes == (0,)))
         unit = joint.unit
-        # Channels on which nothing acts (-1) stay in the order in which they are.
+        # Fixed channels (-1) keep their order.
         wanted = np.where(unit < 0, -1, self.element.permutation.numpy()[unit])
-        # In row r of the new weight stands row[r] of the old one, in which the wanted units have to be found.
+        # Row r of the new weight is row[r] of the old one; its columns are those of the wanted units.
         order = np.argsort(unit[row], axis=1, kind="stable")
         rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
         column = np.take_along_axis(order, rank, axis=1)
@@ -320,23 +324,23 @@ class Action:
     # By matrices.
 
     def learn_gains(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the gains between which matrices act, before any of them changes.
+        """Store the gains that conjugate matrices, before any of them changes.
 
         Args:
-            tensors: Parameters, by name; those that are missing are missed where one of them is needed.
+            tensors: Parameters, by name; a missing one raises an error once it is needed.
 
         Raises:
-            ValueError: If a gain holds a zero, which nothing passes.
+            ValueError: If a gain has a zero entry, which is not invertible.
         """
         for action in self.linear:
             action.learn(tensors)
 
     def acts_by_matrices(self, slot: Slot) -> bool:
-        """Return whether more than a permutation and scales acts on a slot."""
+        """Return whether a matrix other than permutations and scales acts on a slot."""
         return any(action.acts_at(slot) for action in self.linear)
 
     def _by_matrices(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Let all that is no permutation or scale act on one axis."""
+        """Apply all matrices other than permutations and scales to one axis."""
         for action in self.linear:
             if action.acts_at(slot):
                 tensor = action.on_axis(tensor, slot, axis)
@@ -345,11 +349,16 @@ class Action:
     # On the state of an optimiser.
 
     def carry(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-        """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights.
+        """Transform an optimiser's state in place, so that training continues equivalently.
+
+        Averages of gradients are divided by scales, averages of their squares by squared scales, and steps multiplied.
 
         Args:
-            optimizer: Its state is changed.
+            optimizer: The optimiser.
             names: The name of each parameter.
+
+        Raises:
+            ValueError: If matrices mix a parameter, or the state has an unknown entry.
         """
         structure = self.structure
         mixed = {slot.offset for slot in structure.slots if self.acts_by_matrices(slot)}
@@ -357,7 +366,7 @@ class Action:
         for group in optimizer.param_groups:
             powers = dict(_POWERS)
             if isinstance(optimizer, torch.optim.RMSprop):
-                powers["momentum_buffer"] = 0.0  # of gradients over their size
+                powers["momentum_buffer"] = 0.0  # an average of gradients divided by their size
             for parameter in group["params"]:
                 name = names.get(parameter)
                 state = optimizer.state.get(parameter, {})
@@ -366,8 +375,8 @@ class Action:
                 own = structure.charts.names_of(name)
                 if any(slot.offset in mixed for part in own for slot in structure.slots_of.get(part, ())):
                     raise ValueError(
-                        f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
-                        "element with mixing=False"
+                        f"a dense matrix mixes {name}, and second moments do not transform under matrices; expected "
+                        "an element with mixing=False"
                     )
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
@@ -379,12 +388,12 @@ class Action:
                     for part, held in structure.charts.parts_of(name, value):
                         if part in structure.slots_of:
                             moved.append((held, self.moved(held, part, power=powers[key], shifted=False)))
-        for value, new in moved:  # only now, so that an error leaves everything as it was
+        for value, new in moved:  # only now, so that an error leaves the state unchanged
             value.copy_(new)
 
 
 def _beside(slot: Slot, axes: tuple[int, ...]) -> Slot:
-    """Return a slot of a tensor of which two axes were put together, in front of all others."""
+    """Adapt a slot to a tensor with two axes merged into one leading axis."""
     if slot.axes == axes:
         return replace(slot, axes=(0,), shape=(slot.size,))
     return replace(slot, axes=tuple(axis + 1 - sum(other < axis for other in axes) for axis in slot.axes))

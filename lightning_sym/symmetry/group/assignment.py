@@ -1,7 +1,7 @@
-"""What is won where a unit of one network takes the place of a unit of another: slices, gain tables, assignments.
+"""Assignments of the units of one network to those of another: slices, gain tables and signs.
 
-Every parameter is cut into slices along the axes on which an axis group stands. The inner products of one network's
-slices with the other's are the gains, one table of them for each set of signs that acts on the slices.
+Parameters are cut into slices along the axes that an axis group indexes. The gains are inner products of one network's
+slices with the other's; there is one table of gains for each set of signs that acts on the slices.
 """
 
 import functools
@@ -22,10 +22,10 @@ from lightning_sym.symmetry.group.element import Part
 from lightning_sym.symmetry.group.factor import Factor, Factors
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-# Columns of a group's table of signs: the generators, one per unit and column, that act on some slices.
+# Columns of a group's sign table (one generator per unit and column) that act on some slices.
 Pattern: TypeAlias = tuple[int, ...]
 
-# Sign generators that meet on one position are tried in all combinations up to this number.
+# Sign generators that act on a common position are tried in all combinations, up to this number.
 _MOST_JOINT_SIGNS = 3
 
 
@@ -38,7 +38,7 @@ class Slices:
     positions: Tensor | None
 
     def of(self, tensor: Tensor, size: int) -> Tensor:
-        """Return one row per unit: everything that stands at its positions. Shape (size, entries per unit)."""
+        """Return one row per unit, with all its entries. Shape (size, entries per unit)."""
         moved = together(tensor, self.axes) if tensor.ndim else tensor[None]
         if self.positions is not None:
             moved = moved.index_select(0, self.positions.to(tensor.device))
@@ -46,14 +46,14 @@ class Slices:
 
 
 def stacked(slices: Sequence[Slices], tensors: Mapping[str, Tensor], size: int) -> Tensor:
-    """Return one row per unit: its slices of all tensors, side by side. Shape (size, entries per unit)."""
+    """Concatenate each unit's slices of all tensors to one row. Shape (size, entries per unit)."""
     parts = [part.of(tensors[part.tensor], size) for part in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 @dataclass(frozen=True)
 class Joint:
-    """Where the units of a group stand in a grouped convolution's weight: rows, their columns, and the units there."""
+    """Slices of a grouped convolution's weight along its second axis: rows, columns, and the units there."""
 
     tensor: str
     rows: Ints
@@ -62,7 +62,7 @@ class Joint:
     pattern: Pattern
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the slices, columns in the order of the members. Shape (columns, rows * kernel)."""
+        """Return the slices, with columns in the order of the members. Shape (columns, rows * kernel)."""
         rows, columns = (torch.from_numpy(index).to(tensor.device) for index in (self.rows, self.columns))
         chosen = tensor[rows[:, None], columns]
         return chosen.transpose(0, 1).reshape(len(self.members), -1)
@@ -70,22 +70,22 @@ class Joint:
 
 @dataclass(frozen=True)
 class MatchingGroup:
-    """What matching needs to know about an axis group.
+    """The data of an axis group that matching needs.
 
     Attributes:
-        index: Its number among the symmetry's groups.
-        units: The units' numbers, rising.
-        cells: For each cell, the units' places in the group.
-        movable: Whether units change places within their cells.
-        mixers: What acts on the units by matrices, but for what acts late.
-        assigned: Whether units are assigned one by one: they are not where a mixer permutes them, too.
-        signs: The table of signs. Shape (units, signs of a unit).
-        free: The columns of that table whose generators belong to one unit alone.
-        shared: The columns whose generators belong to a whole cell.
-        slices: Where the units stand, by the free and shared signs that act there.
+        index: Its index among the symmetry's groups.
+        units: Indices of the units, ascending.
+        cells: The units' places in the group, for each cell.
+        movable: Whether units are permuted within their cells.
+        mixers: Factors that act on the units by matrices, except late ones.
+        assigned: Whether units are assigned one by one; False where a mixer also permutes them.
+        signs: The sign table. Shape (units, signs of a unit).
+        free: Columns of that table with generators that act on one unit only.
+        shared: Columns of that table with generators that act on one whole cell only.
+        slices: Slices of the units, by the free and shared signs that act there.
         joints: The same for columns of grouped convolutions.
-        tensors: The parameters on which the units stand.
-        quadratic: Whether the units stand on two axes of one parameter.
+        tensors: The parameters that the units index.
+        quadratic: Whether the units index two axes of one parameter.
     """
 
     index: int
@@ -104,12 +104,12 @@ class MatchingGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether units are assigned, and nothing mixes them."""
+        """Whether units are assigned and no factor mixes them."""
         return not self.mixers
 
 
 class _Places:
-    """Which unit stands at each position of all slots, and which generators of signs act there."""
+    """The units and sign generators at each position of all slots."""
 
     def __init__(self, structure: Structure) -> None:
         self.flips = odd_entries(structure.signs)
@@ -120,13 +120,13 @@ class _Places:
         self.type_of_unit = np.full(structure.units, -1)
         for index, units in enumerate(structure.orbits):
             self.type_of_unit[units] = index
-        # The first and the last unit on which each generator acts.
+        # The first and the last unit that each generator acts on.
         entries = self.flips.tocoo()
         self.first = np.full(self.flips.shape[1], structure.units)
         self.last = np.full(self.flips.shape[1], -1)
         np.minimum.at(self.first, entries.col, self.unit_at[entries.row])
         np.maximum.at(self.last, entries.col, self.unit_at[entries.row])
-        # A depthwise weight has two labels on its rows: the one of the second axis adds its signs.
+        # A depthwise weight has two labels on its rows: the label of the second axis contributes its signs.
         self.second_label: dict[int, int] = {}
         for slot in self.joint_slots:
             if slot.shape[1] == 1:
@@ -134,18 +134,18 @@ class _Places:
                 self.second_label.update({rows + r: slot.offset + r for r in range(slot.shape[0])})
 
     def own(self, generators: Ints, units: Ints) -> bool:
-        """Whether each generator acts on its unit alone."""
+        """Return whether each generator acts on its unit alone."""
         return bool(np.all(self.first[generators] == units) and np.all(self.last[generators] == units))
 
     def of_cell(self, generators: Ints, units: Ints) -> bool:
-        """Whether all units of a cell have one generator, which acts on nothing else."""
+        """Return whether all units of a cell share one generator, which acts on them only."""
         if np.any(generators != generators[0]):
             return False
         lo, hi = self.by_generator.indptr[generators[0] : generators[0] + 2]
         return bool(np.isin(self.unit_at[self.by_generator.indices[lo:hi]], units).all())
 
     def pattern(self, position: int, generators: Ints, columns: tuple[int, ...]) -> Pattern:
-        """Return in which of the columns the generators (one per column) of a position's unit act on it."""
+        """Return the columns with generators that act on a position, given its unit's generators (one per column)."""
         acting: set[int] = set()
         for place in (position, self.second_label.get(position, -1)):
             if place >= 0:
@@ -156,10 +156,10 @@ class _Places:
 def matched_groups(
     factors: Factors, groups: Iterable[AxisGroup], shapes: Mapping[str, Sequence[int]]
 ) -> list[MatchingGroup]:
-    """Return for each axis group, in their order, where its units stand in the parameters.
+    """Collect the matching data of each axis group, in order.
 
     Args:
-        factors: Those of the symmetry group.
+        factors: The factors of the symmetry group.
         groups: The axis groups.
         shapes: The shapes of all parameters, by name.
     """
@@ -192,7 +192,7 @@ def _matched_group(
         for column, position in enumerate(occurrence.positions[0].tolist()):
             pattern = () if start is None else places.pattern(start + position, table[0], known)
             by_pattern.setdefault(pattern, []).append(column)
-        # A parameter without axes (PReLU's) has one position.
+        # A parameter without axes (that of PReLU) has one position.
         shape = shapes[occurrence.tensor]
         length = 1 if start is None else math.prod(shape[axis] for axis in occurrence.axes)
         for pattern, chosen in by_pattern.items():
@@ -223,7 +223,7 @@ def _matched_group(
 
 
 def _joints(places: _Places, slot: Slot, index: int, units: Ints, table: Ints, columns: tuple[int, ...]) -> list[Joint]:
-    """Return where the units of one group stand on the second axis of a grouped convolution's weight."""
+    """Return the slices of one group's units along the second axis of a grouped convolution's weight."""
     result = []
     order = np.argsort(slot.unit, axis=1, kind="stable")
     held = np.take_along_axis(slot.unit, order, axis=1)
@@ -239,24 +239,24 @@ def _joints(places: _Places, slot: Slot, index: int, units: Ints, table: Ints, c
 
 
 class Gain:
-    """How much is won where a unit of B takes the place of a unit of A; the best signs are taken.
+    r"""Gains of assigning units of B to units of A, with optimal signs.
 
-    With the gains M_p over the positions on which the generators p act, the signs s win
-    sum_p (prod_{k in p} s_k) M_p. A generator that never meets another adds |M_k|; those that meet are tried in all
-    combinations, the others given them. Generators that a whole cell shares are tried in all combinations, too: each of
-    the `cases` holds signs of these, and the gain given them.
+    Let :math:`M_p` be the gains over positions where exactly the generators p act. Signs s gain
+    :math:`\sum_p (\prod_{k \in p} s_k) M_p`. A generator that shares no position with another adds :math:`|M_k|`.
+    Those that share positions are tried in all combinations. The same holds for generators that act on a whole cell:
+    each of the `cases` fixes their signs and holds the gain given these.
 
     Args:
-        parts: M_p by p. Each of shape (size of A's group, size of B's), one dtype and device.
-        signs: Whether signs are free; without, the parts are added up.
+        parts: M_p by p. Each of shape (size of A's group, size of B's), of one dtype and device.
+        signs: Whether signs are free; otherwise the parts are added up.
         shared: Columns of signs that a whole cell shares.
 
     Attributes:
-        parts: As above, added up where signs count as 1.
-        shared: Those of the shared columns that are in the parts; none if they are too many, all are 1 then.
-        met: Columns that meet others; none if they are too many.
-        exact: Whether they are not too many; else they count as 1 where they meet.
-        signed: Whether any sign is to be chosen.
+        parts: As above, with signs that count as 1 summed out.
+        shared: The shared columns that occur in the parts; empty if there are too many, which then all count as 1.
+        met: Columns that share positions with others; empty if there are too many.
+        exact: Whether these are few enough; otherwise signs count as 1 on shared positions.
+        signed: Whether any sign is free.
     """
 
     def __init__(self, parts: Mapping[Pattern, Tensor], signs: bool, shared: tuple[int, ...] = ()) -> None:
@@ -278,8 +278,8 @@ class Gain:
         self.signed = signs and any(parts)  # any pattern that is not empty
 
     def cases(self) -> list[tuple[dict[int, float], "Gain"]]:
-        """Return all choices of the shared signs, and the gain given each."""
-        # Not an attribute: the gain itself is one of them, and a cycle would hold its memory.
+        """Return all choices of the shared signs, each with the gain given these."""
+        # Not an attribute: the gain itself is one of the cases, and a cycle would hold its memory.
         if not self.shared:
             return [({}, self)]
         choices = itertools.product((1.0, -1.0), repeat=len(self.shared))
@@ -287,11 +287,11 @@ class Gain:
         return [(signs, Gain(_folded(self.parts, signs), True)) for signs in given]
 
     def plain(self) -> Tensor:
-        """Return the gain of each pair with all signs as they are. Shape (size, size)."""
+        """Return the gain of each pair with all signs 1. Shape (size, size)."""
         return functools.reduce(torch.add, self.parts.values())
 
     def _split(self, parts: Mapping[Pattern, Tensor]) -> tuple[dict[Pattern, Tensor], dict[int, Tensor]]:
-        """Return the parts on which signs meet (or none acts), and the part of each sign that is alone."""
+        """Split the parts into those with several signs that interact (or none), and the part of each other sign."""
         alone = [pattern for pattern in parts if len(pattern) == 1 and pattern[0] not in self.met]
         joint = {pattern: part for pattern, part in parts.items() if pattern not in alone}
         return joint, {pattern[0]: parts[pattern] for pattern in alone}
@@ -304,12 +304,12 @@ class Gain:
         return terms[0] if len(terms) == 1 else functools.reduce(torch.add, terms)
 
     def _options(self) -> list[dict[int, float]]:
-        """Return all choices of the signs that meet others."""
+        """Return all choices of the signs that share positions with others."""
         choices = itertools.product((1.0, -1.0), repeat=len(self.met))
         return [dict(zip(self.met, signs, strict=True)) for signs in choices]
 
     def signs_at(self, rows: Ints, columns: Ints) -> dict[int, Floats]:
-        """Return the best signs of pairs, by generator. Each of shape (pairs,)."""
+        """Return the optimal signs of pairs, by generator. Each of shape (pairs,)."""
         at = torch.from_numpy(rows), torch.from_numpy(columns)
         joint, single = self._split({pattern: part.cpu()[at].double() for pattern, part in self.parts.items()})
         result = {k: np.where(part.numpy() < 0, -1.0, 1.0) for k, part in single.items()}
@@ -320,7 +320,7 @@ class Gain:
         return result
 
     def of(self, chosen: "Chosen") -> float:
-        """Return what a choice wins."""
+        """Return the gain of an assignment."""
         rows, columns = torch.arange(len(chosen.source)), torch.from_numpy(chosen.source)
         return sum(
             float(chosen.sign(pattern) @ part.cpu()[rows, columns].double().numpy())
@@ -329,7 +329,7 @@ class Gain:
 
 
 def _folded(parts: Mapping[Pattern, Tensor], given: Mapping[int, float]) -> dict[Pattern, Tensor]:
-    """Put the given signs into gains."""
+    """Substitute the given signs into gains."""
     result: dict[Pattern, Tensor] = {}
     for pattern, part in parts.items():
         left = tuple(k for k in pattern if k not in given)
@@ -340,32 +340,32 @@ def _folded(parts: Mapping[Pattern, Tensor], given: Mapping[int, float]) -> dict
 
 @dataclass
 class Chosen:
-    """Which unit of a group comes to each place, and with which signs.
+    """An assignment within one group, with signs.
 
     Attributes:
-        source: For each place the unit that comes there, by its place in the group. Shape (size,).
-        signs: By the column of the table of signs, +1 or -1 for each place; all +1 for a column that is missing. Each
-            of shape (size,).
+        source: The unit assigned to each place, by its place in the group. Shape (size,).
+        signs: +1 or -1 at each place, by the column of the sign table; a missing column means +1. Each of shape
+            (size,).
     """
 
     source: Ints
     signs: dict[int, Floats]
 
     def sign(self, pattern: Pattern) -> Floats:
-        """Return the product of some columns' signs. Shape (size,)."""
+        """Return the product of the signs of some columns. Shape (size,)."""
         own = (self.signs[k] for k in pattern if k in self.signs)
         return math.prod(own, start=np.ones(len(self.source)))
 
     @property
     def moves(self) -> bool:
-        """Whether any unit changes its place or sign."""
+        """Whether any unit moves or changes sign."""
         return not np.array_equal(self.source, np.arange(len(self.source))) or any(
             bool((sign < 0).any()) for sign in self.signs.values()
         )
 
 
 class Tables:
-    """The gains of a group on the CPU, in float64, one table for each case of shared signs."""
+    """Gain tables of a group, one for each case of shared signs, as float64 arrays on the CPU."""
 
     def __init__(self, gain: Gain) -> None:
         self.signed = gain.signed
@@ -373,7 +373,7 @@ class Tables:
         self.tables = [case.total().double().cpu().numpy() for _, case in self.cases]
 
     def best(self, rows: Ints, columns: Ints) -> tuple[float, int, Ints]:
-        """Return the best assignment's gain, its case of shared signs, and each row's place among the columns."""
+        """Return the optimal gain, its case of shared signs, and the column position assigned to each row."""
         best = (-math.inf, 0, np.arange(len(rows)))
         for number, table in enumerate(self.tables):
             whole = len(rows) == len(columns) == len(table) and bool((rows[1:] > rows[:-1]).all())
@@ -385,13 +385,13 @@ class Tables:
         return best
 
     def put(self, chosen: Chosen, rows: Ints, columns: Ints) -> None:
-        """Assign some columns to some rows in the best way."""
+        """Assign columns to rows optimally."""
         _, number, own = self.best(rows, columns)
         chosen.source[rows] = columns[own]
         self.set_signs(chosen, rows, number)
 
     def set_signs(self, chosen: Chosen, rows: Ints, number: int) -> None:
-        """Choose the best signs of what was assigned to some rows, given a case of shared signs."""
+        """Choose the optimal signs for assigned rows, given a case of shared signs."""
         if not self.signed:
             return
         given, case = self.cases[number]
@@ -402,8 +402,8 @@ class Tables:
 
 
 def best_assignment(gain: Floats) -> Ints:
-    """Return for each row its column; rows keep their own where that is as good. The gain's sign changes meanwhile."""
-    np.negative(gain, out=gain)  # to maximise it, the solver would copy it
+    """Return the column assigned to each row; the identity is preferred among optima. Negates the gain temporarily."""
+    np.negative(gain, out=gain)  # the solver would copy it to maximise it
     rows, columns = linear_sum_assignment(gain)
     np.negative(gain, out=gain)
     own = np.arange(len(gain))
@@ -413,7 +413,7 @@ def best_assignment(gain: Floats) -> Ints:
 
 
 def within_cells(group: MatchingGroup, tables: Tables) -> Chosen:
-    """Return the best assignment within cells, and its signs; only signs, where units do not change places."""
+    """Return the optimal assignment within cells, with signs; units that cannot be permuted only get signs."""
     chosen = Chosen(np.arange(len(group.units)), {})
     for cell in group.cells:
         if group.movable:
@@ -434,7 +434,7 @@ def parts_of(
     places: Ints = _NONE,
     slots: Ints = _NONE,
 ) -> dict[str, Part]:
-    """Return the parts that bring the chosen units to their places, by the groups' numbers, and slots to theirs."""
+    """Return the parts that apply the chosen assignments, by group index, and the permutation of slots."""
     same = factors.identity("")
     permutation, signs = same.permutation, same.sign
     permutation[torch.from_numpy(places)] = torch.from_numpy(slots)
@@ -448,13 +448,13 @@ def parts_of(
 
 @dataclass
 class Blocks:
-    """Blocks that change places as wholes.
+    """Blocks of units that are permuted.
 
     Attributes:
-        kinds: For each kind of member (units of one cell of a group in each block): the group, and the members' places
-            in it. Each of shape (blocks, members).
+        kinds: For each kind of member (the units of one cell of a group, in each block): the group, and the members'
+            places in it. Each of shape (blocks, members).
         count: The number of blocks.
-        slots: The members that stand for copies of units. Shape (blocks, slots).
+        slots: Members that represent copies of units. Shape (blocks, slots).
     """
 
     kinds: list[tuple[MatchingGroup, Ints]]
@@ -463,12 +463,12 @@ class Blocks:
 
     @property
     def groups(self) -> dict[int, MatchingGroup]:
-        """The groups by their numbers."""
+        """The groups, by index."""
         return {group.index: group for group, _ in self.kinds}
 
 
 def block_systems(structure: Structure, groups: list[MatchingGroup]) -> list[Blocks]:
-    """Return the systems of blocks of a group."""
+    """Return the block systems of a group."""
     orbit_and_cell = np.full((structure.units, 2), -1)
     for group in groups:
         orbit_and_cell[group.units, 0] = group.index
@@ -476,7 +476,7 @@ def block_systems(structure: Structure, groups: list[MatchingGroup]) -> list[Blo
     systems = []
     for table in structure.blocks:
         slots = table[:, orbit_and_cell[table[0], 0] < 0]
-        if slots.shape == table.shape:  # blocks of copies inside of blocks
+        if slots.shape == table.shape:  # blocks of copies inside blocks
             continue
         keys = [tuple(pair) for pair in orbit_and_cell[table[0]].tolist()]
         kinds = []
@@ -491,16 +491,19 @@ def block_systems(structure: Structure, groups: list[MatchingGroup]) -> list[Blo
 def best_blocks(
     system: Blocks, tables: Mapping[int, Tables], raw: Mapping[tuple[int, str], Tensor], *, mixing: bool = True
 ) -> tuple[Ints, dict[int, Chosen]]:
-    """Return which block comes to which place, and for each group which of its units come to the places.
+    """Assign blocks to places, and the units of each group within them.
 
-    The gain of a block at a place is that of the best assignment of its members; members that are mixed count with what
-    the best mixing gives, or as they are without `mixing`.
+    A block's gain at a place is that of the optimal assignment of its members. Members that are mixed count with the
+    gain of the optimal mixing, or unmixed without `mixing`.
 
     Args:
         system: The blocks.
-        tables: By the group's number, the gains of units that are assigned.
-        raw: By the group's number and the mixer's name, what this says of pairs; see :meth:`Factor.pair_gains`.
+        tables: Gains of assigned units, by group index.
+        raw: Pair gains of mixed units, by group index and mixer name; see :meth:`Factor.pair_gains`.
         mixing: Whether members may be mixed.
+
+    Returns:
+        The block assigned to each place, shape (blocks,); and the assignments within groups, by group index.
     """
     count = system.count
     total = np.zeros((count, count))

@@ -1,4 +1,4 @@
-"""The gauge of heads on which GL(d) acts: incoming and outgoing weights have equal Gram matrices."""
+"""The gauge of heads under GL(d): incoming and outgoing weights have equal Gram matrices."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -62,13 +62,13 @@ def gram_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[
 
 
 def unbalanced(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the heads whose two Gram matrices differ by more than 1e-4 of the first one's norm."""
+    """Return the heads with Gram matrices that differ by more than 1e-4 of the first one's norm."""
     pairs = enumerate(zip(*gram_matrices(structure, tensors), strict=True))
     return [cell for cell, (out, read) in pairs if float((out - read).norm()) > 1e-4 * float(out.norm())]
 
 
 def mismatch(out: Tensor, read: Tensor) -> float:
-    """Return how far two Gram matrices are from one diagonal matrix, as a relative error of its square root."""
+    """Return the deviation of two Gram matrices from one diagonal matrix, as a relative error of its square root."""
     size = out.diagonal().clamp_min(1e-300).rsqrt()
     same = torch.eye(len(out), dtype=out.dtype)
     return max(float((size[:, None] * gram * size - same).abs().max()) for gram in (out, read)) / 4
@@ -116,10 +116,10 @@ def principal_balancing(out: Tensor, read: Tensor) -> Tensor | None:
 def partial_balancing(out: Tensor, read: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
     r"""Balance a head without a balanced representative as far as possible.
 
-    Write S = A A^T and R = B^T B with A of full column rank and B of full row rank, and B A = U s W^T. In directions
+    Write S = A A^T and R = B^T B with A of full column rank and B of full row rank. Let B A = U s W^T. In directions
     that are both written and read, both Gram matrices become s. In directions that are only written, or only read, the
     one that is not 0 becomes the identity. The columns of the inverse matrix are A W s^{-1/2}, A W', B^+ U' and a basis
-    of the rest of the kernel of B. Primes select the columns at which s is 0. Rotations remain free, as in the balanced
+    of the rest of the kernel of B. Primes select the columns where s is 0. Rotations remain free, as in the balanced
     gauge.
 
     Args:
@@ -171,20 +171,20 @@ def singular_values(structure: Structure, tensors: Mapping[str, Tensor]) -> dict
     return found
 
 
-# Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
+# Scales and cells are balanced in turn until every matrix is this near to the identity, for at most so many rounds.
 _SETTLED, _MOST_ROUNDS = 1e-13, 500
 _MOST_POSITIVE, _STILL = 100, 1e-12  # by positive matrices alone
-_PARTLY_SETTLED = 1e-11  # where cells have no balanced member, and matrices with larger condition numbers
+_PARTLY_SETTLED = 1e-11  # where cells have no balanced representative, and matrices with larger condition numbers
 
 
 class Balanced(NamedTuple):
-    """What balancing cells came to.
+    """Result of balancing cells.
 
     Attributes:
-        element: What brings the weights there.
-        singular: The numbers of dense cells without a balanced representative.
-        between: The numbers of gained cells that are balanced.
-        notes: What was not reached.
+        element: The element that balances the weights.
+        singular: Indices of GL(d) blocks without a balanced representative.
+        between: Indices of balanced GL(d) blocks between gains.
+        notes: Notes on missed tolerances and on blocks without a balanced representative.
     """
 
     element: Element
@@ -196,16 +196,16 @@ class Balanced(NamedTuple):
 def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = None) -> Balanced:
     """Find the element that makes both Gram matrices of every cell equal and diagonal.
 
-    The two matrices are those of the incoming and of the outgoing weights, with gains taken off. Scales and cells are
+    The two matrices are those of the incoming and of the outgoing weights, divided by the gains. Scales and cells are
     balanced in turn. Each step lowers the squared norm, which is convex along geodesics of both together
     (docs/theory/canonical.md, 5). A matrix that acts on a cell changes only the squared norms of tensors that hold
     the cell.
 
     Args:
-        factors: Those of the group.
+        factors: The factors of the group.
         state: The weights.
-        partly: Whether to balance cells without a balanced representative as far as possible, or leave them unchanged;
-            by default as is wanted.
+        partly: Whether to balance cells without a balanced representative as far as possible, or leave them unchanged.
+            None follows ``state.wanted``.
     """
     structure, plan, tensors, wanted = factors.structure, state.plan, state.tensors, state.wanted
     between = usable(structure, tensors) if wants_matrices(wanted) else []
@@ -214,7 +214,7 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
     mixed = (mixed | tensors_between(structure)) & tensors.keys()
     partly = wanted.partly if partly is None else partly
     total = same = factors.identity("")
-    first = len(structure.dense)  # gained cells come behind dense ones
+    first = len(structure.dense)  # blocks between gains come after the others
     singular: set[int] = set()
     squares = Squares(plan, tensors, state.dtype)
     changes: list[float] = []
@@ -250,12 +250,12 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
         total = factors.compose(same.replaced(**parts), total)
         inside = total.replaced(log_scale=same.log_scale)
         squares.renew(MovedTensors(factors, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))
-    if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind, either
+    if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind either
         return balanced_cells(factors, state, partly=False)
     notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
     if singular:
         notes.append(
-            f"{len(singular)} cells on which invertible matrices act stay as they are: the weights that write or read "
+            f"{len(singular)} cells under invertible matrices stay unchanged: the weights that write or read "
             "their units are linearly dependent"
         )
     regular = [cell for cell in between if first + cell not in singular]
@@ -263,11 +263,11 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
 
 
 def balance_cells(factors: Factors, state: Gathered) -> Canonical:
-    """Bring all cells and scales to their form, units between gains in the order of these.
+    """Bring all cells and scales to their canonical form, and sort units between gains by these gains.
 
     Args:
-        factors: Those of the group.
-        state: The weights, which are moved on the way.
+        factors: The factors of the group.
+        state: The weights, which are moved.
     """
     structure = factors.structure
     if wants_matrices(state.wanted):
@@ -284,7 +284,7 @@ def balanced_by_positive(factors: Factors, tensors: Mapping[str, Tensor]) -> Can
     """Return the positive matrices that make both Gram matrices of every head equal, head by head in turn.
 
     Args:
-        factors: Those of the group.
+        factors: The factors of the group.
         tensors: Parameters, by name, float64.
     """
     total = same = factors.identity("")
@@ -304,5 +304,5 @@ def balanced_by_positive(factors: Factors, tensors: Mapping[str, Tensor]) -> Can
         step = same.replaced(dense=tuple(dense))
         tensors = dict(MovedTensors(factors, step, tensors, shifted=False).items())
         total = factors.compose(step, total)
-    note = f"{len(singular)} heads stay as they are, as what they put out or what reads it has dependent units"
+    note = f"{len(singular)} heads stay unchanged: the weights that write or read their units are linearly dependent"
     return Canonical({"dense": total.dense}, [note] * bool(singular))

@@ -1,4 +1,4 @@
-"""How a group acts on the channels of one value: what may change places, be scaled, change sign or be mixed."""
+"""The group that acts on the channels of one value: permutations, scales, signs and matrices."""
 
 import itertools
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ Inside = Literal["fixed", "permuted", "orthogonal", "invertible"]
 class ChannelGroup:
     r"""The group that acts on the channels of one value inside a network.
 
-    Each channel belongs to a block. A permutation moves whole blocks to places of the same kind; the kind also decides
-    the matrices that act inside a block. A unit of a convolution is a block of one channel; after flattening, one of as
-    many as the image has pixels; an attention head is a block that any invertible matrix mixes.
+    Each channel belongs to a block. A permutation moves blocks within their kind; the kind also decides the matrices
+    that act inside a block. A unit of a convolution is a block of one channel; after flattening, its block has one
+    channel per pixel. An attention head is a block that GL(d) acts on.
 
     Attributes:
-        blocks: For each block its channels, in an order that is the same for all blocks of a kind. Each of shape
-            (members, channels per member), int64; every channel is in one of them.
-        kinds: For each block the number of its kind. Shape (blocks,), int64.
-        inside: For each kind what is done to the members of a block: nothing, permutations, or any orthogonal or
-            invertible matrix.
-        scales: For each channel the number of its positive scale; channels of one number have it in common, and those
-            of -1 have none. Shape (channels,), int64.
+        blocks: The channels of each block, in an order that is the same for all blocks of a kind. Each of shape
+            (members, channels per member), int64; every channel is in exactly one block.
+        kinds: Index of each block's kind. Shape (blocks,), int64.
+        inside: For each kind, the group on the members of a block: trivial, permutations, or all orthogonal or
+            invertible matrices.
+        scales: Index of each channel's positive scale; channels of one index share it, and -1 denotes none. Shape
+            (channels,), int64.
         signs: The same for signs.
-        axes: The axes of the value on which the channels stand, batch included; several are read in row-major order.
-        shifted: Whether something constant may be added to a channel, so that only centred values can be compared.
-        name: Words for tables.
-        fixes_ones: Whether the orthogonal matrices leave the vector of ones alone.
+        axes: The axes of the value that index the channels, batch included; several are read in row-major order.
+        shifted: Whether a constant may be added to a channel, so that only centred values can be compared.
+        name: Name for tables.
+        fixes_ones: Whether the orthogonal matrices fix the vector of ones.
     """
 
     blocks: tuple[Tensor, ...]
@@ -52,7 +52,7 @@ class ChannelGroup:
     fixes_ones: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the group itself, which nobody changes: copies of a metric share it."""
+        """Return the group itself: it is immutable, and copies of a metric share it."""
         return self
 
     @property
@@ -62,7 +62,7 @@ class ChannelGroup:
 
     @classmethod
     def of_activation(cls, group: IntertwinerGroup, channels: int, axis: int = 1) -> Self:
-        r"""Return how :math:`\varphi(A)`, for A of an intertwiner group, acts on what an activation puts out.
+        r"""Return the group of all :math:`\varphi(A)`, for A in an intertwiner group, on the output of an activation.
 
         Args:
             group: The group.
@@ -100,15 +100,15 @@ class ChannelGroup:
 def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) -> ChannelGroup:
     """Return the group on the channels of a value.
 
-    Blocks that can only change places together with others of another kind (a head's queries and keys in one tensor)
-    are given kinds of their own, and where rotations act between gains, or tilts on a stream, any invertible matrix
-    does: the group returned is then larger than the network's, never smaller.
+    Where a value allows no exact description, the group returned is larger than the network's, never smaller. Blocks
+    that are permuted only jointly with blocks of another kind (queries and keys in one tensor) count as independent.
+    Rotations between gains, and rank-one maps on a stream, count as GL(d).
 
     Args:
         values: The group on values inside the network.
-        slot: The axes on which the channels stand.
-        shifted: As for :class:`ChannelGroup`.
-        name: Likewise.
+        slot: The axes that index the channels.
+        shifted: See :class:`ChannelGroup`.
+        name: See :class:`ChannelGroup`.
     """
     units = slot.unit.ravel()
     tilt = values.tilted_places.get(slot.offset)
@@ -134,14 +134,14 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         seen = [unit for unit in orbit.tolist() if unit in places]
         if not seen:
             continue
-        # Blocks themselves, such as the heads of attention weights, come last and have no cells.
+        # Blocks that are orbits, such as the heads of attention weights, come last and have no cells.
         cells = values.cells[index][np.isin(orbit, seen)] if index < len(values.cells) else np.zeros(len(seen), int)
         grouped = [np.array(seen)[cells == cell] for cell in dict.fromkeys(cells.tolist())]
         movable = values.movable[index]
         turned = values.rotation_of[seen[0]] >= 0
         between = values.gained_of[seen[0]] >= 0
         if values.phase_of[seen[0]] >= 0:
-            # A plane that is turned and scaled: of a group that is not smaller.
+            # A rotary pair with rotations and scales: GL(2) contains them.
             add([places[unit][:, None] for unit in seen], "invertible", movable=movable)
             continue
         if turned or between or values.cell_of[seen[0]] >= 0:
@@ -172,10 +172,10 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
 
 
 def _classes(exponents: sparse.csr_matrix, free: Bools) -> Tensor:
-    """Return for each row its number among the different rows that are not zero; -1 for those that are.
+    """Number the distinct rows that are not zero; return each row's number, -1 for zero rows.
 
     Args:
-        exponents: Of all generators, in rows.
+        exponents: Exponents of all generators, in rows.
         free: Rows that count as zero.
     """
     exponents = sparse.diags((~free).astype(float)) @ exponents

@@ -1,4 +1,4 @@
-"""Factors by which units are multiplied: magnitudes and signs."""
+"""Diagonal factors: positive scales and signs."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -22,11 +22,11 @@ from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
 from lightning_sym.symmetry.group.streams import gain_signs
 from lightning_sym.symmetry.tracing.structure import Slot
 
-_EVEN = 0.15  # so far from a layer's mean are the logarithms of scales of networks that are trained as usual
+_EVEN = 0.15  # largest deviation of log scales from a layer's mean in conventionally trained networks
 
 
 class Diagonal(Factor[Tensor]):
-    """One number per generator; generators act on positions with exponents, and permutations exchange generators."""
+    """One number per generator. Generators act on positions with exponents; permutations permute generators."""
 
     neutral: ClassVar[float]
     bounded = True
@@ -39,19 +39,19 @@ class Diagonal(Factor[Tensor]):
 
     @property
     def tables(self) -> tuple[Ints, ...]:
-        """For each orbit its units' generators. Each of shape (units, generators of a unit)."""
+        """The generators of each orbit's units. Each of shape (units, generators of a unit)."""
         return self.structure.scale_table if self.kind == "scales" else self.structure.sign_table
 
     def identity(self) -> Tensor:
-        """Return the part that changes nothing."""
+        """Return the identity."""
         return torch.full((self.forms.shape[1],), self.neutral, dtype=torch.float64)
 
     def is_identity(self, own: Tensor) -> bool:
-        """Return whether a part changes nothing."""
+        """Return whether a part is the identity."""
         return not bool((own != self.neutral).any())
 
     def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
-        """Return the numbers of the units that come, for each place."""
+        """Permute the numbers along with their units; see :class:`Factor`."""
         result, there = own.clone(), back.permutation.numpy()
         for orbit, table in enumerate(self.tables):
             if table.shape[1]:
@@ -60,10 +60,10 @@ class Diagonal(Factor[Tensor]):
         return result
 
     def seen_at(self, seen: Slot, values: Factor[Tensor]) -> tuple[Tensor, Floats]:
-        """Return the generators outside of dense cells that act where units are seen, and their first exponents there.
+        """Return the generators outside GL(d) blocks that act on visible units, and their first exponents there.
 
         Args:
-            seen: Where units stand in a value.
+            seen: The positions of the units in a value.
             values: This factor of the group on values.
         """
         assert values.forms is not None
@@ -73,7 +73,7 @@ class Diagonal(Factor[Tensor]):
         return torch.from_numpy(numbers[free].astype(np.int64)), rows.data[first[free]]
 
     def outside_cells(self, own: Tensor) -> Tensor:
-        """Set what acts inside dense cells, whose matrices do it all, to nothing."""
+        """Reset generators inside GL(d) blocks to the identity, as the blocks' matrices include them."""
         for units, table in zip(self.structure.orbits, self.tables, strict=True):
             if self.structure.cell_of[units[0]] >= 0:
                 own[torch.from_numpy(table.ravel())] = self.neutral
@@ -81,37 +81,37 @@ class Diagonal(Factor[Tensor]):
 
     @property
     def inside(self) -> int:
-        """How many generators act inside dense cells."""
+        """The number of generators inside GL(d) blocks."""
         return sum(len(cell) for cell in self.structure.dense)
 
 
 class Scale(Diagonal):
-    """Positive factors, by their logarithms."""
+    """Positive scales, given by their natural logarithms."""
 
     name, kind, neutral = "log_scale", "scales", 0.0
 
     rung = Rung.SIZES
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the scales of the gauge that is wanted; gains between which streams rotate are 1 before."""
+        """Return the scales of the wanted gauge; gains of rotated streams are brought to 1 first."""
         state.weigh(held_scales(self.structure, state.tensors, state.wanted))
         return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
 
     def is_even(self, one: Tensor, two: Tensor) -> bool:
-        """Return whether scales within each class, and of both networks, are nearly the same."""
+        """Return whether scales are nearly equal within each class, and between both networks."""
         both = np.stack([one.numpy(), two.numpy()])
         classes = (both[:, members] for members in self.group.plan.classes)
         return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
 
     def put_in_proportion(self, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], back: Tensor) -> Tensor | None:
-        """Return the changes of scales of units that would be out of proportion; see :class:`Factor`."""
+        """Return corrections of scales for units that would be out of proportion; see :class:`Factor`."""
         if not len(back):
             return None
         change = torch.from_numpy(in_proportion(self.group.plan, theirs, own, back.numpy())) - back
         return change if bool(change.any()) else None
 
     def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the scales of the least distance, one after another; see :class:`Factor`."""
+        """Return the scales that minimise the distance, by coordinate descent; see :class:`Factor`."""
         return MagnitudeDescent(self.group, target, {name: current[name] for name in target}).run()
 
     def brought_to_one(self, rows: Ints, values: Floats) -> tuple[Tensor, Bools]:
@@ -120,12 +120,12 @@ class Scale(Diagonal):
         return torch.from_numpy(found), holds
 
     def sample(self, draw: Draw) -> Tensor:
-        """Draw logarithms, normally distributed."""
+        """Draw normally distributed logarithms."""
         drawn = torch.randn(self.forms.shape[1], dtype=torch.float64, generator=draw.generator) * draw.scale
         return self.outside_cells(drawn)
 
     def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
-        """Draw scales whose means are 1; see :class:`Factor`."""
+        """Draw log-normal scales of mean 1; see :class:`Factor`."""
         numbers, exponents = self.seen_at(seen, values)
         drawn = (
             draw.scale * torch.randn(len(numbers), dtype=torch.float64, generator=draw.generator) - draw.scale**2 / 2
@@ -133,7 +133,7 @@ class Scale(Diagonal):
         return self.identity().index_copy(0, numbers, drawn / torch.from_numpy(exponents))
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
-        """Return the product of two parts, of which `earlier` acts first."""
+        """Return the product of two parts; `earlier` acts first."""
         return later + earlier
 
     def inverse(self, own: Tensor) -> Tensor:
@@ -142,16 +142,16 @@ class Scale(Diagonal):
 
     @property
     def dimension(self) -> int:
-        """The number of scales outside dense cells."""
+        """The number of scales outside GL(d) blocks."""
         return int(self.forms.shape[1]) - self.inside
 
     def multipliers(self, own: Tensor) -> Floats:
-        """Return for each position of all slots by what it is multiplied, before it moves."""
+        """Return the factor that multiplies each position of all slots before it moves."""
         result: Floats = np.exp(self.forms @ own.numpy())
         return result
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
-        """Return the directions of all combinations of scales that move no buffer; see :class:`Factor`."""
+        """Return the tangents of all combinations of scales that move no buffer; see :class:`Factor`."""
         structure = self.structure
         blocks = [tangent_rows(structure.slots_of.get(name, ()), w, self.forms) for name, w in parameters.items()]
         rows = [np.arange(slot.rows.start, slot.rows.stop) for slot in structure.slots if slot.tensor not in parameters]
@@ -177,14 +177,14 @@ class Scale(Diagonal):
 
 
 class Sign(Diagonal):
-    """Signs, +1 or -1."""
+    """Signs: +1 or -1 per generator."""
 
     name, kind, neutral = "sign", "signs", 1.0
 
     rung, keeps_norms = Rung.SIGNS, True
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the signs by the largest entries; where matrices do it all, as matrices."""
+        """Return the signs determined by the largest entries; inside GL(d) blocks, as diagonal matrices."""
         known = gain_signs(self.structure, state.tensors)
         sign = torch.from_numpy(find_signs(state.plan, state.gauged, state.reflected, known))
         inside, others = list(self.structure.same), sign.clone()
@@ -195,11 +195,11 @@ class Sign(Diagonal):
 
     @cached_property
     def flips(self) -> sparse.csc_matrix:
-        """Where each generator flips what stands there: 1 at (position of all slots, generator)."""
+        """Indicator of the positions that each generator flips. Shape (positions of all slots, generators)."""
         return odd_entries(self.forms).tocsc()
 
     def improve(self, search: Search) -> bool:
-        """Flip generators, one column of a table at a time, where that brings networks nearer."""
+        """Flip generators where that reduces the distance, one table column at a time."""
         improved = False
         for column in search.open_signs:
             names, slopes = search.slopes(self.flips[:, column])
@@ -207,7 +207,7 @@ class Sign(Diagonal):
             if search.attempt({self.name: self._flipping(flipped)}, names):
                 improved = True
                 continue
-            for generator in flipped[:, None]:  # those that act on common entries: one by one
+            for generator in flipped[:, None]:  # generators that act on common entries: one by one
                 improved |= search.attempt({self.name: self._flipping(generator)}, names)
         return improved
 
@@ -215,7 +215,7 @@ class Sign(Diagonal):
         return self.identity().index_fill(0, torch.from_numpy(generators), -1.0)
 
     def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
-        """Return the biases that take up changes of sign, and all that signs flip."""
+        """Return the biases that absorb sign changes, and all tensors that signs flip."""
         if not signs:
             return set(), set()
         flips = self.flips.tocsr()
@@ -230,7 +230,7 @@ class Sign(Diagonal):
 
     @property
     def in_cells(self) -> dict[int, Tensor]:
-        """For each dense cell the generators of its units. Each of shape (units, generators of a unit), int64."""
+        """The generators of the units of each GL(d) block. Each of shape (units, generators of a unit), int64."""
         found = {}
         for units, table in zip(self.structure.orbits, self.tables, strict=True):
             own = self.structure.cell_of[units]
@@ -238,24 +238,24 @@ class Sign(Diagonal):
         return found
 
     def sample(self, draw: Draw) -> Tensor:
-        """Draw signs, both being equally likely."""
+        """Draw uniform signs."""
         if not draw.signs:
             return self.identity()
         drawn = torch.randint(0, 2, (self.forms.shape[1],), generator=draw.generator).double() * 2 - 1
         return self.outside_cells(drawn)
 
     def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
-        """Draw signs, both being equally likely; see :class:`Factor`."""
+        """Draw uniform signs; see :class:`Factor`."""
         numbers, _ = self.seen_at(seen, values)
         drawn = 1.0 - 2.0 * torch.randint(0, 2, (len(numbers),), generator=draw.generator).double()
         return self.identity().index_copy(0, numbers, drawn)
 
     def unlike(self, own: Tensor, other: Tensor) -> Tensor:
-        """Return the signs that the other part does not change."""
+        """Return the signs opposite to another part's."""
         return -other
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
-        """Return the product of two parts, of which `earlier` acts first."""
+        """Return the product of two parts; `earlier` acts first."""
         return later * earlier
 
     def inverse(self, own: Tensor) -> Tensor:
@@ -264,20 +264,20 @@ class Sign(Diagonal):
 
     @property
     def log_order(self) -> float:
-        """Natural logarithm of the number of signs that are no matrices of another factor (half a turn is a sign)."""
+        """Natural logarithm of the number of signs that are not matrices of another factor, nor rotations by pi."""
         inside = self.inside + self.structure.phases + sum(cell.size for cell in self.structure.gained)
         inside += sum(rotation.size for rotation in self.structure.rotations if rotation.plain_sign.any())
         return float((self.forms.shape[1] - inside) * np.log(2))
 
     def multipliers(self, own: Tensor) -> Floats:
-        """Return for each position of all slots by what it is multiplied, before it moves."""
+        """Return the sign that multiplies each position of all slots before it moves."""
         return np.where(odd(self.forms @ (own < 0).double().numpy()), -1.0, 1.0)
 
     def check(self, own: Tensor) -> None:
-        """Check that a part is one of this factor.
+        """Check that a tensor is a part of this factor.
 
         Raises:
-            ValueError: If a number is neither 1 nor -1.
+            ValueError: If an entry is neither 1 nor -1.
         """
         super().check(own)
         if not bool((own.abs() == 1).all()):

@@ -1,4 +1,4 @@
-"""An element of a symmetry group: for each factor of the group, its part."""
+"""Elements of a symmetry group: one part per factor of the group."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ Part: TypeAlias = Tensor | tuple[Tensor, ...]
 class Element:
     """One element of a network's symmetry group.
 
-    Its parts act one after the other, from the last factor of the group to the first: shifts first, permutations last.
-    A part is a tensor, or a tuple with one tensor per member (matrix, rotation, tilt); an empty tensor stands for a
-    member that changes nothing. Each part is an attribute, too: ``element.permutation``.
+    The parts act in turn, from the last factor of the group to the first: translations first, permutations last. A
+    part is a tensor, or a tuple with one tensor per member (matrix, rotation, rank-one map). An empty tensor denotes a
+    member that acts as the identity. Each part is also an attribute: ``element.permutation``.
 
     Attributes:
-        group: The fingerprint of the symmetry that it belongs to.
-        parts: By factor:
+        group: Fingerprint of the element's symmetry.
+        parts: The parts by factor:
 
             - ``permutation``: The new unit i is the old unit ``permutation[i]``. Shape (units,), int64.
-            - ``log_scale``: Natural logarithms of the magnitudes. Shape (scales,), float64.
+            - ``log_scale``: Natural logarithms of the positive scales. Shape (scales,), float64.
             - ``sign``: +1 or -1. Shape (signs,), float64.
-            - ``dense``: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
-            - ``gained``: Invertible matrices between gains, one per gained cell. Each of shape (size, size) or (0, 0),
+            - ``dense``: One invertible matrix per GL(d) block. Each of shape (size, size), float64.
+            - ``gained``: One invertible matrix per GL(d) block between gains. Each of shape (size, size) or (0, 0),
               float64.
-            - ``rotation``: Orthogonal matrices, one per rotation. Each of shape (size, size) or (0, 0), float64.
-            - ``phase``: The angle by which each plane is turned, in radians. Shape (planes,), float64.
-            - ``half_turn``: Half periods that are added to biases in front of sines. Shape (half turns,), float64.
-            - ``tilt``: One vector per tilt. Each of shape (size,), float64.
-            - ``shift``: What is added (docs/theory/translations.md). Shape (size,), float64.
+            - ``rotation``: One orthogonal matrix per rotated stream. Each of shape (size, size) or (0, 0), float64.
+            - ``phase``: One angle per rotary pair, in radians. Shape (pairs,), float64.
+            - ``half_turn``: Half periods added to biases before sines. Shape (half turns,), float64.
+            - ``tilt``: One vector per rank-one map. Each of shape (size,), float64.
+            - ``shift``: Coefficients of the translations (docs/theory/translations.md). Shape (size,), float64.
     """
 
     group: str
@@ -45,10 +45,10 @@ class Element:
         return parts[name]
 
     def replaced(self, **parts: Part) -> "Element":
-        """Return the element with some of its parts replaced.
+        """Replace some parts of the element.
 
         Raises:
-            AttributeError: If it has no part of such a name.
+            AttributeError: If the element has no part with one of these names.
         """
         for name in parts:
             getattr(self, name)

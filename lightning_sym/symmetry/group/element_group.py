@@ -21,7 +21,7 @@ class ElementGroup:
         parameters: The names of the parameters among the tensors.
 
     Attributes:
-        factors: What elements are products of.
+        factors: The factors of the group.
     """
 
     def __init__(self, structure: Structure, fingerprint: str, parameters: frozenset[str] = frozenset()) -> None:
@@ -80,7 +80,7 @@ class ElementGroup:
         return self.drawn(Draw(generator, scale, permutations, signs, mixing, shifts))
 
     def drawn(self, draw: Draw) -> Element:
-        """Draw a random element, as a `Draw` says; see :meth:`sample`."""
+        """Draw a random element with the options of a `Draw`; see :meth:`sample`."""
         return self.factors.sample(self.fingerprint, draw)
 
     def compose(self, second: Element, first: Element) -> Element:
@@ -102,13 +102,13 @@ class ElementGroup:
 
         Args:
             element: From this symmetry.
-            path: The file, whose name ends in ``.safetensors``. An element that is there is replaced.
+            path: The file, with the suffix ``.safetensors``. An existing file is replaced.
 
         Returns:
             The path.
 
         Raises:
-            ValueError: If the element belongs to another network's symmetry, or the path ends otherwise.
+            ValueError: If the element belongs to another network's symmetry, or the path has another suffix.
         """
         self._own(element)
         return write_element(element, path)
@@ -121,7 +121,7 @@ class ElementGroup:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            ValueError: If it holds no element, one of another symmetry, or numbers that no element has.
+            ValueError: If it holds no element, one of another symmetry, or invalid numbers.
         """
         return self.factors.of(self.fingerprint, read_element(path, self.fingerprint))
 

@@ -1,4 +1,4 @@
-"""Sparse linear equations of which some may have no solution: solved as far as they have one, part by part."""
+"""Sparse linear equations, solved component by component where a solution exists."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,27 +15,28 @@ _EXACT = 1e-9
 def solved(
     matrix: sparse.csr_matrix, wanted: Ints, target: Floats, *, modulo_two: bool = False
 ) -> tuple[Floats, Bools]:
-    """Solve the wanted equations as far as they can be solved, and keep as much else as it is as one can.
+    """Solve the wanted equations where possible, and change as few other places as possible.
 
-    The system falls into parts that share no unknown. A part without a solution is left alone. Where there are several
-    solutions, all other rows of the matrix are to be zero: first those that occur most often.
+    The system decomposes into components without common unknowns. A component without a solution is skipped. Among
+    several solutions, the one chosen keeps other rows of the matrix zero, the most frequent rows first.
 
     Args:
-        matrix: What the unknowns do at all places. Shape (places, unknowns).
-        wanted: The places at which something is wanted. Shape (equations,).
-        target: What is wanted there. Shape (equations,).
-        modulo_two: Over the field with two elements.
+        matrix: Coefficients of the unknowns at all places. Shape (places, unknowns).
+        wanted: Places of the wanted equations. Shape (equations,).
+        target: Right-hand sides. Shape (equations,).
+        modulo_two: Whether to solve over the field with two elements.
 
     Returns:
-        The unknowns, 0 where nothing is asked of them; and which equations hold. Shapes (unknowns,), (equations,).
+        The unknowns, 0 where they are unconstrained, shape (unknowns,); and a mask of the equations that hold, shape
+        (equations,).
     """
     matrix = matrix.tocsr()
     if modulo_two:
         matrix = sparse.csr_matrix((np.mod(matrix.data, 2), matrix.indices, matrix.indptr), matrix.shape)
     matrix.eliminate_zeros()
     unknowns = np.zeros(matrix.shape[1])
-    holds = np.abs(target) <= _EXACT  # those without an unknown: only if nothing is asked
-    known: dict[Any, Any] = {}  # units that are alike have the same equations
+    holds = np.abs(target) <= _EXACT  # equations without unknowns hold only if the target is 0
+    known: dict[Any, Any] = {}  # units with the same equations share one inverse
     for equations, columns, own, others in _parts(matrix, wanted):
         key = (own.tobytes(), others.tobytes(), len(columns))
         if key not in known:
@@ -51,10 +52,11 @@ def solved(
 
 
 def _parts(matrix: sparse.csr_matrix, wanted: Ints) -> Iterator[tuple[Ints, Ints, Floats, Floats]]:
-    """Yield the parts in which something is wanted.
+    """Yield the components with wanted equations.
 
     Yields:
-        The numbers of the equations; those of the unknowns; the equations; and all other rows, most frequent first.
+        Indices of the equations; indices of the unknowns; coefficients of the equations; and all other rows, most
+        frequent first.
     """
     graph = sparse.bmat([[None, matrix], [matrix.T, None]], format="csr")
     _, labels = sparse.csgraph.connected_components(graph, directed=False)
@@ -69,7 +71,7 @@ def _parts(matrix: sparse.csr_matrix, wanted: Ints) -> Iterator[tuple[Ints, Ints
         if label in unknowns:
             columns, rows = unknowns[label], places[label]
             here = _dense(matrix, wanted[own], number, len(columns))
-            if len(own) >= len(columns):  # nothing is left free, as a rule
+            if len(own) >= len(columns):  # usually no freedom remains
                 yield own, columns, here, here[:0]
                 continue
             others = _dense(matrix, rows[~is_wanted[rows]], number, len(columns))
@@ -78,7 +80,7 @@ def _parts(matrix: sparse.csr_matrix, wanted: Ints) -> Iterator[tuple[Ints, Ints
 
 
 def _dense(matrix: sparse.csr_matrix, rows: Ints, number: Ints, width: int) -> Floats:
-    """Return some rows of a matrix, with columns of new numbers."""
+    """Return a dense block of rows, with columns renumbered by `number`."""
     counts = matrix.indptr[rows + 1] - matrix.indptr[rows]
     row = np.repeat(np.arange(len(rows)), counts)
     at = np.arange(len(row)) + np.repeat(matrix.indptr[rows] - np.cumsum(counts) + counts, counts)
@@ -88,14 +90,14 @@ def _dense(matrix: sparse.csr_matrix, rows: Ints, number: Ints, width: int) -> F
 
 
 def _by_label(labels: Ints) -> dict[int, Ints]:
-    """Return by label where it stands."""
+    """Return the indices of each label."""
     order = np.argsort(labels, kind="stable")
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     return dict(zip(labels[order[starts]].tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else {}
 
 
 def _prepared(own: Floats, others: Floats, modulo_two: bool) -> Floats:
-    """Return the matrix that makes the solution of what is wanted: with as many other rows 0 as can be."""
+    """Return the matrix that maps targets to the solution that keeps as many other rows 0 as possible."""
     rows = own
     rank = _rank(rows, modulo_two)
     for row in others:
@@ -124,7 +126,7 @@ def _eliminated(matrix: Floats) -> tuple[Bools, list[int]]:
 
 
 def _inverse_modulo_two(matrix: Floats) -> Floats:
-    """Return a matrix that makes a solution of equations that have one."""
+    """Return a matrix that maps right-hand sides to a solution of solvable equations."""
     height, width = matrix.shape
     rows, pivots = _eliminated(np.hstack([matrix, np.eye(height)]))
     inverse = np.zeros((width, height))
@@ -135,9 +137,9 @@ def _inverse_modulo_two(matrix: Floats) -> Floats:
 
 
 def of_single_units(structure: Structure, forms: sparse.csr_matrix, wanted: Ints) -> sparse.csr_matrix:
-    """Leave out the generators that several units have in common, unless nothing else acts at a wanted place.
+    """Drop generators that several units share, except where only they act at a wanted place.
 
-    With them all units would be one system of equations; and no gain needs a change of sign of the whole stream.
+    Shared generators would connect all units to one system, and no gain needs a sign change of a whole stream.
     """
     unit = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in structure.slots)])
     places = forms.tocoo()

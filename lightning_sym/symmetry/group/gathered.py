@@ -1,4 +1,4 @@
-"""What canonical forms gather of a network's weights, which they ask factors by: docs/theory/canonical.md."""
+"""The input of factors to canonical forms (docs/theory/canonical.md)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -20,27 +20,27 @@ Scales = Literal["balanced", "unit"] | None
 
 
 class Rung(IntEnum):
-    """When canonical forms ask a factor for its part. Each rung holds all that come after it."""
+    """Stage of a factor in the computation of canonical forms. Each rung includes all later ones."""
 
-    LAST = 0  # when all after it is found but signs and order; then all after it is found again
-    IN_TURN = 1  # in turn with all after it, until nothing moves
-    SIZED = 2  # when sizes are found; then all after it is found again
-    FIRST = 3  # once, before all after it
-    EACH = 4  # in each pass, before squares are gathered
-    SIZES = 5  # in each pass, by sums of squares
-    SIGNS = 6  # by entries under the sizes that were found
-    ORDER = 7  # by all that was found
+    LAST = 0  # after all later rungs but signs and order; then the later rungs are repeated
+    IN_TURN = 1  # in turn with all later rungs, until nothing moves
+    SIZED = 2  # after the sizes; then all later rungs are repeated
+    FIRST = 3  # once, before all later rungs
+    EACH = 4  # in each pass, before squared norms are computed
+    SIZES = 5  # in each pass, from squared norms
+    SIGNS = 6  # from entries, under the sizes found
+    ORDER = 7  # from everything found
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which form is wanted.
+    """Options of a canonical form.
 
     Attributes:
-        scales: The gauge of the scales; None for those that there are.
+        scales: The gauge of the scales; None keeps them.
         signs: Whether signs may change.
-        order: Whether units may change places.
-        partly: Whether cells without a balanced member are balanced as far as can be, which leaves rotations of them.
+        order: Whether units may be permuted.
+        partly: Whether to balance cells without a balanced representative as far as possible, up to rotations.
     """
 
     scales: Scales
@@ -50,11 +50,11 @@ class Wanted:
 
 
 class Canonical(NamedTuple):
-    """What a factor answers.
+    """A factor's contribution to a canonical form.
 
     Attributes:
-        parts: What brings the weights to their form, by the names of factors; seldom of others than its own.
-        notes: What was left as it was, and why.
+        parts: Parts that bring the weights to their form, by factor name; mostly the factor's own.
+        notes: Reasons why something was left unchanged.
     """
 
     parts: Mapping[str, Part]
@@ -62,22 +62,22 @@ class Canonical(NamedTuple):
 
 
 class Gathered(ABC):
-    """The weights on their way to the canonical form, and what is gathered of them.
+    """Weights on their way to the canonical form, with derived quantities.
 
     Args:
-        plan: The group's.
-        wanted: Which form is wanted.
-        names: What each orbit is called.
-        parameters: The names of the parameters.
-        dtype: In which weights are held to sum up their squares; None for their own.
+        plan: The plan of the group.
+        wanted: Options of the form.
+        names: Names of the orbits.
+        parameters: Names of the parameters.
+        dtype: Dtype of the weights while their squares are summed; None keeps theirs.
 
     Attributes:
-        gauge: In a pass, the sizes that were found.
-        gauged: The weights under these.
-        slices: The sums of squares under these. Shape (positions of all slots,).
-        dead: By orbit, which units are dead, where any are. Each of shape (units,), bool.
-        reflected: Dense cells of which signs only are left to find; None while no matrix has acted on any.
-        placed: Orbits whose units have their order from other factors.
+        gauge: Scales found in the current pass.
+        gauged: The weights under these scales.
+        slices: Squared norms under these scales. Shape (positions of all slots,).
+        dead: Masks of dead units by orbit, for orbits with dead units. Each of shape (units,), bool.
+        reflected: GL(d) blocks with only signs undetermined; None while no matrix has acted on any.
+        placed: Orbits sorted by other factors.
     """
 
     gauge: ScaleGauge
@@ -95,23 +95,23 @@ class Gathered(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
-        """The parameters and buffers where they are, by name."""
+        """The current parameters and buffers, by name."""
 
     @abstractmethod
     def move(self, parts: Mapping[str, Part]) -> None:
-        """Let parts of factors act."""
+        """Apply parts, given by factor name."""
 
     def weigh(self, held: Floats) -> None:
-        """Find sizes, and gather what depends on them.
+        """Find scales, and compute the quantities that depend on them.
 
         Args:
-            held: Logarithms of scales that are known beforehand; nan for all others. Shape (scales,).
+            held: Logarithms of scales known beforehand; nan elsewhere. Shape (scales,).
         """
         plan, tensors = self.plan, self.tensors
         squares = Squares(plan, tensors, self.dtype)
         squares.require_finite(tensors)
         self.gauge = ScaleGauge(plan, squares, self.wanted.scales, held)
-        # A group without a scale of its own does not order the living units that it touches; it counts as absent.
+        # Generators without a determined scale do not help to order living units; their positions count as absent.
         determined = plan.used @ self.gauge.dead.astype(np.float64) == 0
         self.gauged = Gauged(plan, tensors, self.gauge.log_scale, determined)
         self.slices, self.dead = squares.slices(self.gauged.scale**2 * determined), {}
@@ -125,5 +125,5 @@ class Gathered(ABC):
 
 
 def stalled(changes: Sequence[float], rounds: int) -> bool:
-    """Return whether the last rounds did not halve the least change: coupled cells may go to and fro for ever."""
+    """Return whether the last rounds failed to halve the least change: coupled cells may oscillate for ever."""
     return len(changes) > rounds and min(changes[-rounds:]) > min(changes[:-rounds]) / 2

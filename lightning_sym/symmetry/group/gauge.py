@@ -1,4 +1,4 @@
-"""The gauge of the scales: balanced (least squared norm), or unit incoming norms; and norms where neither exists."""
+"""Gauges of the scales: balanced (least squared norm) or unit incoming norms; normalised where neither exists."""
 
 from collections.abc import Callable, Collection
 
@@ -9,29 +9,29 @@ from scipy.sparse import linalg
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
 
-# Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), at which norms count as balanced.
+# Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), of balanced norms.
 _BALANCED = 1e-13
-# Normalising ends when no logarithm moves by more than the first; up to the second it has converged.
+# Normalising ends once no logarithm moves by more than the first; below the second it has converged.
 _STILL, _NORMALISED = 4e-15, 1e-12
-_RIDGE = 1e-10  # relative to the diagonal: what scales nothing
+_RIDGE = 1e-10  # relative to the diagonal, for directions that scale nothing
 
 
 class ScaleGauge:
-    """Finds the values of all generators of scales that bring a network to a gauge: see `canonicalize`.
+    """Finds the scales that bring a network to a gauge; see `canonicalize`.
 
     Args:
-        plan: The group's.
-        squares: The network's.
-        gauge: "balanced" or "unit"; None leaves everything as it is.
-        held: For "balanced": values of generators that are known beforehand, nan for all others. Shape (generators,).
+        plan: The plan of the group.
+        squares: Squared norms of the network.
+        gauge: "balanced" or "unit"; None leaves all scales unchanged.
+        held: For "balanced": logarithms known beforehand, nan elsewhere. Shape (generators,).
 
     Attributes:
-        log_scale: What was found. Shape (generators,).
-        dead: Generators that stay because what they multiply, or what they divide, is zero. Shape (generators,).
-        notes: What was not reached.
-        sweeps: Passes over all generators.
-        residual: Largest relative difference of incoming and outgoing norms that balancing left.
-        converged: Whether all was reached.
+        log_scale: Natural logarithms of the scales. Shape (generators,).
+        dead: Mask of generators that stay, as all weights that they multiply, or divide, are zero. Shape (generators,).
+        notes: Notes on missed tolerances.
+        sweeps: Number of passes over all generators.
+        residual: Largest relative difference between incoming and outgoing norms after balancing.
+        converged: Whether all tolerances were reached.
     """
 
     def __init__(self, plan: Plan, squares: Squares, gauge: str | None, held: Floats) -> None:
@@ -53,19 +53,20 @@ class ScaleGauge:
             self._normalise(levels[index], self._without(*levels[:index]))
 
     def _without(self, *generators: Bools) -> Floats:
-        """Return a mask of the positions on which none of these generators acts, nor any dead one."""
+        """Return a mask of the parameter positions without these generators and without dead ones."""
         out = np.any([self.dead, *generators], axis=0)
         return np.where(self.plan.used @ out.astype(np.float64) > 0, 0.0, self.plan.parameter)
 
     def _levels(self) -> tuple[list[Bools], Bools]:
-        """Peel off generators that only multiply (or only divide) what is left of the weights: they have no minimum.
+        """Find generators that only multiply (or only divide) the remaining weights: they have no minimum.
 
-        Normalising such a scale's weights makes them constant, which may leave others one-sided: with batch norm first
-        the scale in front of it goes (it multiplies rows), and with these rows the divisions by the previous layer's
-        scale, of which gamma and beta are left.
+        Fixing the norms of such weights makes them constants, which may make other scales one-sided. In a network with
+        batch norm, the scale before it comes first: it multiplies rows. Once these rows are constants, the previous
+        layer's scale no longer divides anything, and only multiplies its gamma and beta.
 
         Returns:
-            The generators of each level, and those that are left and act on both sides. Each of shape (generators,).
+            Masks of the generators of each level, and of the other ones, which act on both sides. Each of shape
+            (generators,).
         """
         plan = self.plan
         levels: list[Bools] = []
@@ -78,18 +79,18 @@ class ScaleGauge:
             levels.append(peel)  # from now on they act on neither side of anything
 
     def _factor(self, mask: Floats, log_scale: Floats | None = None) -> Floats:
-        """Return by what the scales (those found so far) multiply the squares at each position."""
+        """Return the factors that scales (by default the current ones) put on the squares at each position."""
         exponents = self.plan.forms @ (self.log_scale if log_scale is None else log_scale)
         result: Floats = mask * np.exp(2 * exponents)
         return result
 
     def _sides(self, mask: Floats, names: Collection[str]) -> tuple[Floats, Floats]:
-        """Return for each generator the norms of what it multiplies and of what it divides, times the exponents."""
+        """Return each generator's squared norms of the weights it multiplies and divides, times the exponents."""
         slices = self.squares.slices(self._factor(mask), names)
         return self.plan.up @ slices, self.plan.down @ slices
 
     def _sides_of(self, index: int, own: Ints, mask: Floats, names: Collection[str]) -> tuple[Floats, Floats]:
-        """Return the same for some generators of a class, in the time that the tensors take on which this acts."""
+        """Return the same for some generators of one class, from the tensors that it acts on."""
         plan, part = self.plan, self.plan.parts[index]
         factor, rows = np.zeros(plan.total), np.searchsorted(plan.classes[index], own)
         factor[part.at] = mask[part.at] * np.exp(2 * (part.forms @ self.log_scale))
@@ -98,12 +99,12 @@ class ScaleGauge:
         return (part.up @ slices)[rows], (part.down @ slices)[rows]
 
     def _rescale(self, own: Ints, sides: tuple[Floats, Floats], target: Floats) -> float:
-        """Give generators' slices the squared norms that are wanted, where there is any; the others are dead.
+        """Scale generators' slices to target squared norms, and mark generators with zero slices as dead.
 
         Args:
-            own: The generators.
-            sides: What these multiply and divide. Each of shape (own,).
-            target: The squared norms. Shape (generators,).
+            own: Indices of the generators.
+            sides: Squared norms that these multiply and divide. Each of shape (own,).
+            target: Target squared norms. Shape (generators,).
 
         Returns:
             The largest change of a logarithm.
@@ -121,7 +122,7 @@ class ScaleGauge:
             self.notes.append(note.format(change))
 
     def _normalise(self, among: Bools, mask: Floats) -> None:
-        """Give each generator's slices the squared norm that is their number (rows of one module count once)."""
+        """Scale each generator's slices to squared norm n, the number of slices (rows of one module count once)."""
         plan = self.plan
         count = self.squares.present(mask)
         target = self._rows(count)
@@ -161,7 +162,7 @@ class ScaleGauge:
         return bool((abs(block.data) != plan.largest[block.indices])[among[block.indices]].any())
 
     def _rows(self, count: Bools) -> Floats:
-        """Return for each generator on how many rows of modules it acts: positions, each counted once per module."""
+        """Return the number of rows that each generator acts on; equal positions in one module count once."""
         plan = self.plan
         keep = count[plan.used_at]
         pairs = rising(plan.forms.indices[keep].astype(np.int64) * plan.rows + plan.row_of[plan.used_at[keep]])
@@ -183,7 +184,7 @@ class ScaleGauge:
             target = self._rows(count)
             if not (plan.up_used @ count.astype(np.float64))[own].all():
                 self.converged = False
-                self.notes.append("scales whose incoming weights depend on later scales were left as they are")
+                self.notes.append("scales were left unchanged where incoming weights depend on later scales")
                 continue
             for _ in range(200):
                 worst = self._rescale(own, self._sides_of(index, own, allowed, plan.touching[index]), target)
@@ -195,10 +196,10 @@ class ScaleGauge:
     def _balance(self, free: Bools, mask: Floats) -> None:
         """Minimise the squared norm over the free generators: cyclic sweeps, then Newton's method.
 
-        The squared norm is a sum of exponentials of linear functions of the scales' logarithms, so it is convex.
+        The squared norm is a sum of exponentials of linear functions of the logarithms, hence convex.
         """
         names = self.squares.allowed(mask)
-        # Slices without norm have no balance: their units stay, and the others are balanced as if these were absent.
+        # Zero slices have no balance: their units stay unchanged, and the others are balanced as if these were absent.
         while True:
             up, down = self._sides(mask, names)
             dead = free & ~self.dead & ((up <= NOTHING) | (down <= NOTHING))
@@ -215,7 +216,7 @@ class ScaleGauge:
         return self.squares.energy(self._factor(mask, log_scale), names)
 
     def _sweep(self, active: Bools, mask: Floats, names: Collection[str]) -> None:
-        """Balance one class after the other, while it helps."""
+        """Balance one class after another, while the squared norm falls."""
         plan = self.plan
         current = self._energy(self.log_scale, mask, names)
         for _ in range(30):
@@ -228,7 +229,7 @@ class ScaleGauge:
             self.sweeps += 1
             after = self._energy(self.log_scale, mask, names)
             moved = float(abs(self.log_scale - before).max())
-            if after > current * (1 + 1e-12):  # scales of one class met in one weight (a shared layer)
+            if after > current * (1 + 1e-12):  # scales of one class act on a common weight (a shared layer)
                 self.log_scale = before
                 break
             current = after
@@ -236,7 +237,7 @@ class ScaleGauge:
                 break
 
     def _descend(self, active: Bools, mask: Floats, names: Collection[str]) -> None:
-        """Take Newton's steps, shortened until they help, until all norms are balanced."""
+        """Take Newton steps with backtracking until all norms are balanced."""
         current = self._energy(self.log_scale, mask, names)
         for _ in range(100):
             factor, slices, gradient = self._gradient(active, mask, names)
@@ -259,11 +260,12 @@ class ScaleGauge:
         if not self.residual <= 100 * _BALANCED:
             self.converged = False
             self.notes.append(
-                f"incoming and outgoing norms differ by {self.residual:.1e} (relative): no balanced member was reached"
+                f"incoming and outgoing norms differ by {self.residual:.1e} (relative): no balanced representative was "
+                "reached"
             )
 
     def _gradient(self, active: Bools, mask: Floats, names: Collection[str]) -> tuple[Floats, Floats, Floats]:
-        """Return the factors, the slices, and the gradient of half the energy; notes the residual."""
+        """Return the factors, the slices, and the gradient of half the energy; update the residual."""
         factor = self._factor(mask)
         slices = self.squares.slices(factor, names)
         up, down = self.plan.up @ slices, self.plan.down @ slices
@@ -273,7 +275,7 @@ class ScaleGauge:
     def _newton(
         self, active: Bools, factor: Floats, slices: Floats, gradient: Floats, names: Collection[str]
     ) -> Floats:
-        """Solve for Newton's step (of half the energy) by conjugate gradients, preconditioned at two levels."""
+        """Solve for the Newton step (of half the energy) by conjugate gradients, preconditioned at two levels."""
         forms = self.plan.forms
 
         def times(v: Floats) -> Floats:
@@ -294,15 +296,15 @@ class ScaleGauge:
     def _coarse(
         self, active: Bools, factor: Floats, slices: Floats, names: Collection[str]
     ) -> Callable[[Floats], Floats]:
-        """Return the inverse of the Hessian on what scales whole classes.
+        """Return the inverse of the Hessian restricted to common scales of whole classes.
 
-        What all units of a layer have in common travels from layer to layer: without it, conjugate gradients take as
-        many steps as the network has layers.
+        Common scales propagate from layer to layer: without this preconditioner, conjugate gradients need as many steps
+        as the network has layers.
         """
         plan = self.plan
         of = np.where(active, plan.class_of, -1)
         found, own = rising(of[of >= 0]), np.flatnonzero(active)
-        if 2 * len(found) > len(own):  # of single units the diagonal says as much
+        if 2 * len(found) > len(own):  # for classes of few units the diagonal suffices
             return np.zeros_like
         place = own, np.searchsorted(found, of[own])
         member = sparse.csr_matrix((np.ones(len(own)), place), (len(active), len(found)))

@@ -1,4 +1,4 @@
-"""Half turns of sines and cosines: docs/theory/intertwiners.md, 2.17."""
+"""Half turns of sines and cosines (docs/theory/intertwiners.md, 2.17)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -22,9 +22,9 @@ _MOST = 2  # half turns of a random element, in either direction
 
 
 class HalfTurn(Additive):
-    """A whole number per bias entry in front of a sine: so many half periods are added; odd numbers flip what reads it.
+    """Whole numbers of half periods added to biases before sines; odd numbers flip the outgoing weights.
 
-    With the signs, these are the infinite dihedral group of each unit.
+    Together with the signs, they form the infinite dihedral group of each unit.
     """
 
     name, bounded = "half_turn", True
@@ -35,9 +35,9 @@ class HalfTurn(Additive):
         return len(self.structure.half_turns.place)
 
     def sample(self, draw: Draw) -> Tensor:
-        """Draw whole numbers from -2 to 2, all being equally likely; even ones where odd ones are not allowed.
+        """Draw uniform integers from -2 to 2; even ones where odd ones are not allowed.
 
-        Without signs or without shifts there are none: half turns change the ones and are the others.
+        The part is the identity without signs or without translations, as half turns change both.
         """
         if not (draw.signs and draw.shifts and self.size):
             return self.identity()
@@ -45,7 +45,7 @@ class HalfTurn(Additive):
         return torch.where(torch.from_numpy(self.structure.half_turns.odd), drawn, 2 * (drawn / 2).trunc())
 
     def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
-        """Return the numbers of the entries that come, with the signs that their biases get."""
+        """Permute the numbers along with their entries, with the signs of the biases; see :class:`Factor`."""
         sign = self.group["sign"]
         assert isinstance(sign, Sign)
         place = self.structure.half_turns.place
@@ -54,23 +54,23 @@ class HalfTurn(Additive):
 
     @cached_property
     def _number(self) -> Ints:
-        """For each position of all slots the number of the half turn there, or -1."""
+        """Index of the half turn at each position of all slots, or -1."""
         number = np.full(self.structure.magnitudes.shape[0], -1)
         number[self.structure.half_turns.place] = np.arange(self.size)
         return number
 
     def multipliers(self, own: Tensor) -> Floats:
-        """Return for each position of all slots the sign by which it is multiplied, before it moves."""
+        """Return the sign that multiplies each position of all slots before it moves."""
         numbers = own.numpy() % 2
         return np.where(odd(self.structure.half_turns.flips @ numbers), -1.0, 1.0)
 
     def added(self, own: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
-        """Return what is added to biases, before all else."""
+        """Return the summands of biases; see :class:`Factor`."""
         amount = own * torch.from_numpy(self.structure.half_turns.size)
         return {name: [Summand(amount[at])] for name, at in self.parts.items() if bool(amount[at].any())}
 
     def shown(self, own: Tensor, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Return what is added to a value between the bias and the sine; None for nothing."""
+        """Return the translation of a value between the bias and the sine; None if it is zero."""
         front = tap.in_front
         if front is None or front.bias not in self.parts:
             return None
@@ -81,7 +81,7 @@ class HalfTurn(Additive):
 
     @cached_property
     def parts(self) -> dict[str, slice]:
-        """For each bias, which half turns are its."""
+        """The half turns of each bias."""
         found, first = {}, 0
         for name, count in zip(self.structure.half_turns.biases, self.structure.half_turns.counts, strict=True):
             found[name] = slice(first, first + count)
@@ -89,7 +89,7 @@ class HalfTurn(Additive):
         return found
 
     def describe(self) -> Iterable[str]:
-        """Yield a line on the biases that take up half periods."""
+        """Yield a line on the biases that absorb half periods."""
         turns = self.structure.half_turns
         if self.size:
             some = "" if turns.odd.all() else f" ({int((~turns.odd).sum())} of them in even numbers only)"
@@ -99,11 +99,11 @@ class HalfTurn(Additive):
             )
 
     def concerned(self, wanted: Wanted) -> bool:
-        """Return whether half turns are taken: where signs may change."""
+        """Return whether half turns are part of the form: only where signs may change."""
         return wanted.signs and self.size > 0
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the half turns after which biases lie in (-p / 2, p / 2] for half a period p, or a period."""
+        """Return the half turns that bring biases into (-p / 2, p / 2], with p half a period, or a whole one."""
         turns, found, tensors = self.structure.half_turns, self.identity(), state.tensors
         for name, at in self.parts.items():
             bias = tensors[name].detach().to("cpu", torch.float64)
@@ -113,14 +113,14 @@ class HalfTurn(Additive):
         return Canonical({self.name: found})
 
     def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
-        """Return the biases, and all that odd numbers flip."""
+        """Return the biases, and all tensors that odd numbers flip."""
         turns = self.structure.half_turns
         if not (signs and self.size):
             return set(), set()
         return {*turns.biases, *(slot.tensor for slot in self.structure.slots if turns.flips[slot.rows].nnz)}, set()
 
     def improve(self, search: Search) -> bool:
-        """Take half turns, alone or with a change of the unit's sign, where that brings networks nearer."""
+        """Add half turns, with or without a sign change of the unit, where that reduces the distance."""
         if not (search.signs and self.size):
             return False
         improved, sign = False, self.group["sign"]
@@ -148,10 +148,10 @@ class HalfTurn(Additive):
 
     @cached_property
     def _reflected(self) -> tuple[sparse.csc_matrix, Ints]:
-        """What half turns flip together with the signs of their units.
+        """The joint action of half turns and the signs of their units.
 
-        The positions but for the biases', shape (positions, half turns); and these signs, -1 where there is none to go
-        along. Shape (half turns,).
+        Positions that both flip together, except those of the biases, shape (positions, half turns); and the sign
+        generators, -1 where there is none, shape (half turns,).
         """
         turns, signs, sign = self.structure.half_turns, self.structure.signs, self.group["sign"]
         assert isinstance(sign, Sign)
@@ -166,11 +166,11 @@ class HalfTurn(Additive):
         return acting, flipped
 
     def _gained(self, search: Search, sign: float) -> tuple[Floats, Floats]:
-        """Return by how much biases come nearer, squared, by the best half turn each; and these half turns.
+        """Return the largest decrease of the biases' squared distance, and the half turns that achieve it.
 
         Args:
             search: The search.
-            sign: -1 if the biases change their signs behind the half turns, else 1.
+            sign: -1 if the biases change sign after the half turns, else 1.
         """
         turns = self.structure.half_turns
         gained, step = np.zeros(self.size), np.where(turns.odd, 1.0, 2.0)
@@ -184,10 +184,10 @@ class HalfTurn(Additive):
         return gained, step
 
     def check(self, own: Tensor) -> None:
-        """Check that a part is one of this factor.
+        """Check that a tensor is a part of this factor.
 
         Raises:
-            ValueError: If a number is not whole, or odd where only even ones are allowed.
+            ValueError: If an entry is not an integer, or odd where only even ones are allowed.
         """
         super().check(own)
         step = torch.where(torch.from_numpy(self.structure.half_turns.odd), 1.0, 2.0)

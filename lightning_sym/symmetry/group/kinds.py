@@ -1,4 +1,4 @@
-"""The factors that a symmetry group has. A new kind of symmetry is a class, and a line here."""
+"""The list of all factors. A new kind of symmetry is one class and one entry here."""
 
 from lightning_sym.symmetry.group.diagonal import Scale, Sign
 from lightning_sym.symmetry.group.factor import Factors
@@ -12,7 +12,7 @@ from lightning_sym.symmetry.group.shift import Shift
 from lightning_sym.symmetry.group.tilt import Tilts
 from lightning_sym.symmetry.tracing.structure import Structure
 
-# From the outermost, which acts last, to the innermost: each carries those behind it.
+# From the outermost, which acts last, to the innermost: each factor carries the later entries into themselves.
 KINDS = (Permutation, Scale, Sign, Matrix, GainedMatrix, Rotations, Phase, HalfTurn, Tilts, Shift)
 
 

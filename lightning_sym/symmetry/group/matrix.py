@@ -1,4 +1,4 @@
-"""Invertible matrices on dense cells: units between linear layers."""
+"""Invertible matrices on GL(d) blocks: units between linear layers."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,31 +28,31 @@ Matrices = tuple[Tensor, ...]
 
 
 class Matrix(Factor[Matrices]):
-    """Any invertible matrix A per dense cell: it acts on what writes the units, its inverse transpose on what reads."""
+    """One invertible matrix A per GL(d) block. A acts on incoming weights, its inverse transpose on outgoing ones."""
 
     name = "dense"
 
     def identity(self) -> Matrices:
-        """Return the part that changes nothing: one matrix for all cells of a size."""
+        """Return identity matrices, one tensor for all blocks of a size."""
         return self.structure.same
 
     def is_identity(self, own: Matrices) -> bool:
-        """Return whether a part changes nothing."""
+        """Return whether a part is the identity."""
         return not changed(own, self.structure)
 
     def sample(self, draw: Draw) -> Matrices:
-        """Draw matrices whose singular vectors are uniform, and whose singular values are log-normal."""
+        """Draw matrices with uniform singular vectors and log-normal singular values."""
         if not draw.mixing:
             return self.identity()
         return tuple(random_matrix(len(cell), draw) for cell in self.structure.dense)
 
     def sample_at(self, seen: Slot, values: Factor[Matrices], draw: Draw) -> Matrices:
-        """Draw the matrices of cells that are seen; see :class:`Factor`."""
+        """Draw the matrices of visible blocks; see :class:`Factor`."""
         pairs = zip(self.structure.dense, self.structure.same, strict=True)
         return tuple(random_matrix(len(cell), draw) if np.isin(cell, seen.unit).all() else same for cell, same in pairs)
 
     def compose(self, later: Matrices, earlier: Matrices) -> Matrices:
-        """Return the product of two parts, of which `earlier` acts first."""
+        """Return the product of two parts; `earlier` acts first."""
         return tuple(
             two if one is same else one if two is same else one @ two
             for one, two, same in zip(later, earlier, self.structure.same, strict=True)
@@ -67,7 +67,7 @@ class Matrix(Factor[Matrices]):
         return tuple(found)
 
     def carried(self, own: Matrices, by: Element, back: Element) -> Matrices:
-        """Return the matrices of the cells that come, for each place."""
+        """Permute the matrices along with their blocks; see :class:`Factor`."""
         first = torch.tensor([int(cell[0]) for cell in self.structure.dense], dtype=torch.int64)
         came = self.structure.cell_of[by.permutation[first].numpy()]
         return tuple(own[cell] for cell in came.tolist())
@@ -79,7 +79,7 @@ class Matrix(Factor[Matrices]):
 
     @property
     def redundant(self) -> int:
-        """How many scales are also among the matrices."""
+        """The number of scales that are also among the matrices."""
         return sum(map(len, self.structure.dense))
 
     def dimension_at(self, offsets: Collection[int]) -> int:
@@ -89,12 +89,12 @@ class Matrix(Factor[Matrices]):
         return sum(len(self.structure.dense[cell]) ** 2 for cell in cells)
 
     def linear_action(self, own: Matrices, gains: Gains) -> "MatrixAction | None":
-        """Return what a part does by matrices; None for the identity."""
+        """Return the action of a part; None for the identity."""
         cells = changed(own, self.structure)
         return MatrixAction(self.structure, own, cells) if cells else None
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
-        """Return the directions of all entries; see :class:`Factor`."""
+        """Return the tangents of all matrix entries; see :class:`Factor`."""
         structure = self.structure
         starts = np.cumsum([0, *(own.size for own in parameters.values())]).tolist()
         entries = np.cumsum([0, *(len(cell) ** 2 for cell in structure.dense)]).tolist()
@@ -104,7 +104,7 @@ class Matrix(Factor[Matrices]):
                 number = torch.arange(weights.size).view(weights.shape)
                 for cells, positions, read in structure.dense_places.get(slot.offset, ()):
                     rows = together(number, slot.axes).numpy()
-                    # Entry (i, j) adds row j to row i where units are put out, and takes i off j where they are read.
+                    # Entry (i, j) adds row j to row i of incoming weights, and subtracts i from j in outgoing ones.
                     for cell, at in ((cell, at) for own in positions for cell, at in zip(cells, own, strict=True)):
                         into, of = np.indices((len(at), len(at))).reshape(2, -1)[:: -1 if read else 1]
                         to, rates = rows[at[into]], weights.ravel()[rows[at[of]]] * (-1 if read else 1)
@@ -116,19 +116,19 @@ class Matrix(Factor[Matrices]):
     rung = Rung.FIRST
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return what makes both Gram matrices of every cell equal and diagonal, and all scales with it."""
+        """Return the scales and matrices that make both Gram matrices of every block equal and diagonal."""
         return balance_cells(self.group, state)
 
     def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
-        """Yield a note on cells that stay."""
+        """Yield a note on blocks that stay unchanged."""
         if self.structure.dense and wanted.scales is None:
             yield (
-                f"{len(self.structure.dense)} cells on which invertible matrices act stay as they are: the form is "
-                "canonical up to these matrices only"
+                f"{len(self.structure.dense)} cells under invertible matrices stay unchanged: the form is canonical "
+                "up to these matrices only"
             )
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
-        """Return the orthogonal matrices that bring parameters nearest to others; see :class:`Factor`."""
+        """Return the orthogonal matrices that minimise the distance; see :class:`Factor`."""
         cells = self.structure.cell_of[self.structure.orbits[orbit]]
         products = {cell: torch.zeros(0) for cell in np.unique(cells[cells >= 0]).tolist()}
         for (_, own, _, ours), (_, _, _, theirs) in zip(
@@ -146,18 +146,18 @@ class Matrix(Factor[Matrices]):
     freedom, permutes = "matrices", True
 
     def mixes(self, orbit: int) -> bool:
-        """Return whether the units of an orbit are those of dense cells."""
+        """Return whether the units of an orbit belong to GL(d) blocks."""
         return bool(self.structure.cell_of[self.structure.orbits[orbit][0]] >= 0)
 
     def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
-        """Return nuclear norms, what the best rotation gives; see :class:`Factor`."""
+        """Return nuclear norms, the gains of the optimal rotations; see :class:`Factor`."""
         index, matrix = torch.from_numpy(places), table.double().cpu()
         pairs = matrix[index[:, None, :, None], index[None, :, None, :]]
         gained = torch.linalg.svdvals(pairs) if mixing else pairs.diagonal(dim1=-2, dim2=-1)
         return as_array(gained.sum(-1))
 
     def mixing_blocks(self, own: Matrices, table: Tensor, units: Ints, places: Ints, order: Ints) -> Matrices:
-        """Return the matrices with the best rotations; see :class:`Factor`."""
+        """Return a part with the optimal rotations of assigned blocks; see :class:`Factor`."""
         found = list(own)
         for new, old in enumerate(order):
             cell = int(self.structure.cell_of[units[places[old][0]]])
@@ -166,44 +166,44 @@ class Matrix(Factor[Matrices]):
         return tuple(found)
 
     def rigid(self, own: Matrices) -> Matrices:
-        """Return the orthogonal parts."""
+        """Return the orthogonal polar factors."""
         return tuple(polar_factor(matrix) for matrix in own)
 
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
-        """Return a note on cells without a balanced member; see :class:`Factor`."""
+        """Return a note on blocks without a balanced representative; see :class:`Factor`."""
         free = {cell for own in networks if balanced for cell in unbalanced(self.structure, own)}
         note = (
-            f"{len(free)} cells on which invertible matrices act have no balanced member (their units are linearly "
-            "dependent): the upper bound turns them by rotations only, and no lower bound is known"
+            f"{len(free)} cells under invertible matrices have no balanced representative (their units are "
+            "linearly dependent): the upper bound uses rotations of them only, and no lower bound is known"
         )
         return [note] * bool(free), bool(free)
 
     def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Return singular values, kind by kind, which orthogonal matrices do not change; see :class:`Factor`."""
+        """Return singular values by kind of block, which rotations leave invariant; see :class:`Factor`."""
         found = singular_values(self.structure, tensors)
         for name in found:
             mixed = [slot for slot in self.structure.slots_of[name] if slot.offset in self.structure.dense_places]
-            if len(mixed) > 1:  # on both sides: those of the whole, mixed or not
+            if len(mixed) > 1:  # on both axes: the singular values of the whole matrix
                 found[name] = [torch.linalg.svdvals(together(tensors[name], mixed[0].axes).flatten(1))]
         return found
 
     def matrix_places(self) -> Iterable[MatrixPlace]:
-        """Yield where cells stand; see :class:`Factor`."""
+        """Yield the places of the blocks; see :class:`Factor`."""
         for slot in self.structure.slots:
             for cells, positions, read in self.structure.dense_places.get(slot.offset, ()):
                 names = tuple(f"matrix {cell}" for cell in cells)
                 yield MatrixPlace(slot.tensor, names, slot.axes[0], MatrixPlace.indices(*positions), read)
 
     def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
-        """Return the positive matrices after which heads have equal Gram matrices; see :class:`Factor`."""
+        """Return the positive matrices that equalise the Gram matrices of heads; see :class:`Factor`."""
         return balanced_by_positive(self.group, tensors) if self.structure.dense else None
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the matrices' logarithms."""
+        """Return the shapes of the logarithms of the matrices."""
         return {f"matrix {index}": (len(cell), len(cell)) for index, cell in enumerate(self.structure.dense)}
 
     def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
-        """Return the part at some coordinates: their exponential."""
+        """Return the matrix exponentials of the coordinates."""
         return tuple(torch.linalg.matrix_exp(coordinates[name]) for name in self.coordinates())
 
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -218,32 +218,32 @@ class Matrix(Factor[Matrices]):
 
 
 def random_matrix(size: int, draw: Draw) -> Tensor:
-    """Draw a matrix whose singular vectors are uniform, and whose singular values are log-normal."""
+    """Draw a matrix with uniform singular vectors and log-normal singular values."""
     left, right = (random_orthogonal(size, draw.generator) for _ in range(2))
     sizes = draw.scale * torch.randn(size, dtype=torch.float64, generator=draw.generator)
     return (left * sizes.exp()) @ right
 
 
 def changed(matrices: Matrices, structure: Structure) -> set[int]:
-    """Return the numbers of the cells whose matrices are no identities."""
+    """Return the indices of the blocks with matrices other than the identity."""
     pairs = enumerate(zip(matrices, structure.same, strict=True))
     return {cell for cell, (own, same) in pairs if not (own is same or torch.equal(own, same))}
 
 
 class MatrixAction(LinearAction):
-    """What invertible matrices do on single axes.
+    """The action of invertible matrices on single axes.
 
     Args:
         structure: The group.
-        matrices: One per dense cell.
-        cells: The numbers of those that change anything.
+        matrices: One per GL(d) block.
+        cells: Indices of the blocks with matrices other than the identity.
     """
 
     def __init__(self, structure: Structure, matrices: Matrices, cells: Collection[int]) -> None:
         self.structure, self.matrices, self.cells = structure, matrices, cells
 
     def acts_at(self, slot: Slot) -> bool:
-        """Return whether a matrix changes what stands in a slot."""
+        """Return whether a matrix changes entries of a slot."""
         places = self.structure.dense_places.get(slot.offset, ())
         return any(cell in self.cells for cells, _, _ in places for cell in cells)
 
@@ -255,7 +255,7 @@ class MatrixAction(LinearAction):
         return tuple(found)
 
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Let matrices act on one axis: A where units are written, its inverse transpose where they are read."""
+        """Multiply one axis by A for incoming weights, and by its inverse transpose for outgoing ones."""
         shape, size = tensor.shape, tensor.shape[axis]
         lines = tensor.reshape(math.prod(shape[:axis]), size, -1)
         acting = [
@@ -263,10 +263,10 @@ class MatrixAction(LinearAction):
             for cells, positions, read in self.structure.dense_places.get(slot.offset, ())
             for at in positions  # (cells, size)
         ]
-        # What no matrix reaches stays.
+        # Entries outside all blocks stay unchanged.
         result = torch.empty_like(lines) if sum(at.size for _, at, _ in acting) == size else lines.clone()
         for cells, at, read in acting:
-            inner = np.argsort(at[:, 0])  # blocks in a row need not be looked for
+            inner = np.argsort(at[:, 0])  # consecutive blocks need no index
             cells, at = [cells[index] for index in inner], at[inner]
             own = self._inverse_transposes if read else self.matrices
             matrices = torch.stack([own[cell] for cell in cells]).to(tensor)
@@ -281,7 +281,7 @@ class MatrixAction(LinearAction):
 
 
 def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inverses of square matrices, those of one size found together."""
+    """Return the inverses of square matrices, computed in batches of one size."""
     found = list(matrices)
     for size in {len(matrix) for matrix in matrices}:
         alike = [index for index, matrix in enumerate(matrices) if len(matrix) == size]
@@ -292,12 +292,12 @@ def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:
-    """Multiply matrices to blocks of an axis.
+    """Multiply the blocks of an axis by matrices.
 
     Args:
         matrices: Shape (blocks, size, size).
         lines: Shape (before, blocks x size, after).
-        out: Where the product goes, of the shape of `lines`.
+        out: Tensor for the product, of the shape of `lines`.
     """
     blocks, size, _ = matrices.shape
     old, new = (each.view(len(lines), blocks, size, -1) for each in (lines, out))

@@ -1,4 +1,4 @@
-"""Sums of squares of a network's weights, unit by unit, under any scales."""
+"""Squared norms of a network's weights per unit, under any scales."""
 
 import itertools
 import math
@@ -14,10 +14,10 @@ from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes, rising
 from lightning_sym.symmetry.tracing.affine.translations import NORM
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-# Sums of squares below are zero: their logarithms mean nothing.
+# Smaller sums of squares count as zero: their logarithms are meaningless.
 NOTHING = 1e-280
-_AT_ONCE = 2**17  # so many squares are made at once
-_MOST_KEPT = 2**24  # and so many kept: 128 MiB
+_AT_ONCE = 2**17  # number of squares computed at once
+_MOST_KEPT = 2**24  # number of squares cached: 128 MiB
 
 
 def module_of(tensor: str) -> str:
@@ -28,15 +28,15 @@ def module_of(tensor: str) -> str:
 def classes_of(
     structure: Structure, tables: Sequence[Ints], forms: sparse.csr_matrix, cells: Collection[int] = ()
 ) -> list[Ints]:
-    """Return the generators that play the same role for the units of one orbit, in the order of the forward pass.
+    """Group generators that play the same role for the units of one orbit, in the order of the forward pass.
 
-    Generators within dense cells are left out, but for those of `cells`.
+    Generators within GL(d) blocks are omitted, except those of `cells`.
 
     Args:
         structure: The group.
-        tables: For each orbit (units, m), its units' generators, of scales or of signs.
-        forms: Where the generators act: sparse (positions, generators).
-        cells: The numbers of dense cells.
+        tables: The generators (scales or signs) of each orbit's units. Each of shape (units, generators of a unit).
+        forms: Exponents of the generators. Shape (positions, generators).
+        cells: Indices of GL(d) blocks.
     """
     left = np.ones(forms.shape[1], bool)
     classes = []
@@ -53,13 +53,13 @@ def classes_of(
 
 
 class Part(NamedTuple):
-    """What sums for the generators of one class need, without a look at any other tensor.
+    """The data for squared norms of one class of generators, independent of all other tensors.
 
     Attributes:
-        at: The positions of the tensors on which the class acts.
-        forms: The exponents there: sparse (positions, generators).
-        up, down: The rows of the plan's for the class.
-        slots: The offsets of the slots where it acts.
+        at: Positions of the tensors that the class acts on.
+        forms: The exponents there. Shape (positions, generators).
+        up, down: The class's rows of the plan's `up` and `down`.
+        slots: Offsets of the slots that the class acts on.
     """
 
     at: Ints
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 
 class Plan:
-    """What of a structure does not depend on weights, laid out for sums over slices.
+    """The parts of a structure that do not depend on weights, arranged for sums over slices.
 
     Args:
         structure: The group.
@@ -79,22 +79,22 @@ class Plan:
     Attributes:
         structure: The group.
         total: The number of positions of all slots.
-        slots: Every labelled axis.
-        slot_of: For each position the number of its slot.
-        tensors: Per parameter with labelled axes: its name and its slots, those with two axes last.
-        spans: Per parameter the positions of these.
-        rows: More than the numbers of all rows.
-        row_of: For each position the number of its row: positions, those of one module's tensors counted as the same.
-        forms: Exponents (positions, generators of scales).
-        up, down: Their positive and negative parts, transposed; `up_used` and `down_used`: where these are not 0.
-        used: Where the exponents are not 0; `used_at`: the position of each entry.
-        largest: For each generator its largest exponent.
+        slots: All labelled axes.
+        slot_of: Index of each position's slot.
+        tensors: For each parameter with labelled axes: its name and its slots; those with two axes come last.
+        spans: For each of these parameters, the positions of its slots.
+        rows: An upper bound on row indices.
+        row_of: Index of each position's row; equal positions in tensors of one module form one row.
+        forms: Exponents of the scales. Shape (positions, generators).
+        up, down: Their positive and negative parts, transposed; `up_used` and `down_used` indicate nonzero entries.
+        used: Indicator of nonzero exponents; `used_at` holds the position of each entry.
+        largest: Largest exponent of each generator.
         classes: Generators that play the same role for the units of one orbit, in the order of the forward pass.
-        class_of: For each generator its class; -1 within dense cells, which nothing here touches.
-        touching: For each class, the tensors on which it acts.
-        parts: For each class, the rest of what its sums need.
-        first: For each orbit, for each column, whether it belongs to the first module that touches the units.
-        parameter: For each position, whether it belongs to a parameter (and to no bias that a shift sets to zero).
+        class_of: Class of each generator; -1 inside GL(d) blocks, which are not treated here.
+        touching: The tensors that each class acts on.
+        parts: Further data for the sums of each class.
+        first: For each orbit, a mask of the columns that belong to the first module with its units.
+        parameter: Mask of positions that belong to a parameter, except biases that a translation sets to zero.
     """
 
     def __init__(self, structure: Structure, parameters: Collection[str]) -> None:
@@ -136,7 +136,7 @@ class Plan:
         biases = structure.shifts.named(NORM)
         shifted = {
             name for name in biases if len(structure.slots_of.get(name, ())) == 1
-        }  # no weight, of which a part is
+        }  # not weights: translations shift only a part of these
         self.parameter = np.zeros(self.total, bool)
         by_name: dict[str, list[Slot]] = {}
         for slot in structure.slots:
@@ -161,23 +161,23 @@ class Plan:
 
 
 class Squares:
-    """Sums of squares of a network's weights by position, under any scales.
+    """Squared norms of a network's weights per position, under any scales.
 
-    A term is a square q, summed over the axes without units; scales l turn it into q exp(2 a.l), where a adds the
-    exponents at its positions on all axes. The sum of all terms is the squared norm of the network.
+    A term is a square q, summed over the axes without units. Scales l transform it to q exp(2 a.l), where a is the sum
+    of the exponents at its positions on all axes. The sum of all terms is the squared norm of the network.
 
     Args:
-        plan: What does not depend on weights.
-        tensors: Parameters, by name; those that are missing are renewed later.
-        dtype: In which matrices are held; by default in theirs, without a copy.
+        plan: The parts of the structure that do not depend on weights.
+        tensors: Parameters, by name; missing ones are provided later by :meth:`renew`.
+        dtype: Dtype of stored matrices; None keeps theirs, without a copy.
     """
 
     def __init__(self, plan: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
         self.plan = plan
         self.axes: dict[str, list[tuple[int, ...]]] = {}
         self._terms: dict[str, Floats] = {}
-        self._roots: dict[str, Tensor] = {}  # matrices of weights, in place of their squares
-        self._kept: dict[str, Tensor] = {}  # squares of some of these
+        self._roots: dict[str, Tensor] = {}  # matrices of weights, instead of their squares
+        self._kept: dict[str, Tensor] = {}  # cached squares of some of these
         self._free = _MOST_KEPT
         self._base: Floats | None = None
         self.renew(tensors, dtype)
@@ -186,7 +186,7 @@ class Squares:
         return name in self.axes
 
     def renew(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
-        """Take the squares of some tensors, by name, instead of those that there were."""
+        """Replace the squares of some tensors, given by name."""
         for name in self.plan.tensors.keys() & tensors.keys():
             tensor, slots = tensors[name].detach(), self.plan.tensors[name]
             axes = sorted({axis for slot in slots for axis in slot.axes})
@@ -203,7 +203,7 @@ class Squares:
                 self._terms[name] = square.reshape(shape).cpu().numpy()
 
     def scale(self, log_scale: Floats) -> None:
-        """Let scales act on all weights from now on."""
+        """Apply scales to all weights from now on."""
         factor = np.exp(2 * (self.plan.forms @ log_scale))
         self._base = factor if self._base is None else self._base * factor
 
@@ -217,24 +217,22 @@ class Squares:
         """Check that all values are finite.
 
         Raises:
-            ValueError: If one is not.
+            ValueError: If a value is not finite.
         """
         for name in tensors:
             # Summing the squares is cheaper for large tensors than looking at every entry again.
             finite = math.isfinite(self.total(name)) if name in self else bool(torch.isfinite(tensors[name]).all())
             if not finite:
-                raise ValueError(
-                    f"{name} holds values that are not finite; expected a network whose weights are all finite."
-                )
+                raise ValueError(f"{name} holds values that are not finite; expected a network with finite weights.")
 
     def _sums(self, name: str, vectors: Sequence[Floats], index: int, terms: Floats | None = None) -> Floats:
-        """Return the sums of a tensor's terms at the positions of one of its slots, whose own factor is left out.
+        """Sum a tensor's terms at the positions of one of its slots, without that slot's own factor.
 
         Args:
-            name: The tensor's name.
-            vectors: For each of its slots, what the positions multiply their terms by.
-            index: The slot's number.
-            terms: What is multiplied and added up; by default the squares.
+            name: Name of the tensor.
+            vectors: For each slot, the factors of its positions in the terms.
+            index: Index of the slot.
+            terms: The terms; by default the squares.
         """
         slots, axes = self.plan.tensors[name], self.axes[name]
         if terms is None and name in self._roots:
@@ -247,7 +245,7 @@ class Squares:
         return sums.ravel()
 
     def _products(self, name: str, vector: Floats, *, rows: bool) -> Floats:
-        """Return the products of a matrix of squares with a vector, over columns or `rows`; small ones are kept."""
+        """Multiply a matrix of squares by a vector, summing over columns or `rows`; cache small matrices."""
         roots = self._roots[name]
         if name not in self._kept:
             if self._free < roots.numel():
@@ -265,9 +263,12 @@ class Squares:
     def slices(
         self, factor: Floats, names: Iterable[str] | None = None, wanted: Collection[int] | None = None
     ) -> Floats:
-        """Return the sum of the terms at each position; factor: what each position multiplies its terms by.
+        """Return the sum of the terms at each position, 0 at positions that were not requested.
 
-        Only for the named tensors, and of these for the slots with a wanted offset; 0 elsewhere.
+        Args:
+            factor: The factor of each position in its terms. Shape (positions,).
+            names: Tensors to sum; all by default.
+            wanted: Offsets of the slots to sum; all by default.
         """
         total = np.zeros(self.plan.total)
         for name in self.axes if names is None else names:
@@ -283,13 +284,13 @@ class Squares:
         return math.fsum(float(own[0] @ self._sums(name, own, 0)) for name, own in vectors)
 
     def change(self, factor: Floats, slices: Floats, speed: Floats, names: Iterable[str]) -> Floats:
-        """Return how the slices change when the logarithm of each position's factor changes by `speed`.
+        """Return the derivative of the slices along a change of the logarithms of the factors.
 
         Args:
-            factor: What each position multiplies its terms by. Shape (positions,).
+            factor: The factor of each position in its terms. Shape (positions,).
             slices: The slices at that factor. Shape (positions,).
-            speed: Shape (positions,).
-            names: The tensors that count.
+            speed: The rate of change of each logarithm. Shape (positions,).
+            names: Tensors to sum.
         """
         total = np.zeros(self.plan.total)
         for name in names:
@@ -303,7 +304,7 @@ class Squares:
         return total
 
     def present(self, mask: Floats) -> Bools:
-        """Return for each position whether it has a term (whatever its value) all of whose positions are allowed."""
+        """Return a mask of the positions with a term, zero or not, that has allowed positions only."""
         result = np.zeros(self.plan.total, bool)
         for name in self.allowed(mask):
             vectors, slots = self._vectors(name, mask), self.plan.tensors[name]
@@ -314,24 +315,24 @@ class Squares:
         return result
 
     def allowed(self, mask: Floats) -> dict[str, None]:
-        """Return the tensors that have terms all of whose positions are allowed, in order."""
+        """Return the tensors that have terms at allowed positions only, in order."""
         return {name: None for name in self.axes if all(own.any() for own in self._vectors(name, mask))}
 
 
 def _summed_squares(tensor: Tensor, axes: list[int]) -> Tensor:
-    """Return the sums of the squares of a tensor over some axes, in float64: of a part at a time."""
+    """Sum the squares of a tensor over some axes in float64, a part at a time."""
     parts = torch.split(tensor, max(_AT_ONCE // max(tensor[:1].numel(), 1), 1))
     sums = [part.to(torch.float64, copy=True).square_().sum(axes) for part in parts]
     return torch.stack(sums).sum(0) if 0 in axes else torch.cat(sums)
 
 
 def _products_of_squares(tensor: Tensor, vector: Floats, rows: bool) -> Floats:
-    """Return the products of a matrix of squares with a vector, over columns or `rows`: without that matrix.
+    """Multiply a matrix of squares by a vector without forming the matrix.
 
     Args:
         tensor: The roots of the squares. Shape (rows, columns), on the CPU.
         vector: Shape (columns,) or (rows,).
-        rows: Whether the result has one number for each row, or for each column.
+        rows: Whether the result has one entry per row, or per column.
 
     Returns:
         Shape (rows,) or (columns,).
@@ -349,12 +350,12 @@ def _products_of_squares(tensor: Tensor, vector: Floats, rows: bool) -> Floats:
 
 
 class Sides(NamedTuple):
-    """Squared norms of what comes into the units of an orbit, and of what goes out.
+    """Squared norms of the incoming and outgoing weights of an orbit's units.
 
     Attributes:
-        incoming: Of what a unit's scale multiplies, times the exponent. Shape (units,).
-        outgoing: Of what it divides. Shape (units,).
-        dead: Which units have nothing on a side that the orbit has. Shape (units,).
+        incoming: For the weights that a unit's scale multiplies, times the exponent. Shape (units,).
+        outgoing: For the weights that it divides. Shape (units,).
+        dead: Mask of units with zero weights on a side that the orbit has. Shape (units,).
     """
 
     incoming: Floats
@@ -363,7 +364,7 @@ class Sides(NamedTuple):
 
 
 def sides_of_units(plan: Plan, slices: Floats) -> Iterator[Sides]:
-    """Yield for each orbit the norms of its units, as `balance` says."""
+    """Yield the squared norms of the units of each orbit."""
     structure, up, down = plan.structure, plan.up @ slices, plan.down @ slices
     has_up, has_down = (np.diff(forms.indptr) > 0 for forms in (plan.up, plan.down))
     joint = joint_sums(plan, slices)
@@ -385,7 +386,7 @@ def sides_of_units(plan: Plan, slices: Floats) -> Iterator[Sides]:
 
 
 def joint_sums(plan: Plan, slices: Floats) -> Floats:
-    """Return for each unit the sum over positions of grouped convolutions' inputs. Shape (units,)."""
+    """Return each unit's squared norm among the input channels of grouped convolutions. Shape (units,)."""
     total = np.zeros(plan.structure.units)
     for slot in plan.slots:
         if len(slot.axes) == 2 and not slot.of_stack:

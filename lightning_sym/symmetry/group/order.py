@@ -1,4 +1,4 @@
-"""Signs and an order of units that are the same for every member of an orbit."""
+"""Signs and permutations that are the same at every point of an orbit."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,18 +12,18 @@ from lightning_sym.symmetry.arrays import Bools, Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.group.norms import NOTHING, Plan, classes_of, joint_sums, module_of
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-# Keys of units that differ by less, relative to the largest, are ties: rounding differs between orbit members.
+# Keys that differ by less, relative to the largest, are ties: rounding differs between points of an orbit.
 _TIE = 1e-9
 
 
 class Gauged:
-    """The weights under scales and signs that are found already, one tensor at a time.
+    """The weights under known scales and signs, one tensor at a time.
 
     Args:
-        plan: The group's.
+        plan: The plan of the group.
         tensors: The network's parameters and buffers, by name.
-        log_scale: The scales.
-        shown: At which positions weights are seen; what has no scale of its own is not.
+        log_scale: Natural logarithms of the scales.
+        shown: Mask of the positions that count; those without a determined scale do not.
     """
 
     def __init__(self, plan: Plan, tensors: Mapping[str, Tensor], log_scale: Floats, shown: Bools) -> None:
@@ -33,7 +33,7 @@ class Gauged:
         self.sign = np.ones(plan.total)
 
     def weight(self, name: str) -> Floats:
-        """Return a tensor under the scales and signs, without what is not shown."""
+        """Return a tensor under the scales and signs; positions that do not count are 0."""
         value: Floats = self.tensors[name].detach().to("cpu", torch.float64).numpy()
         for slot in self.slots[name]:
             scale, sign, shown = (_spread(own, slot, value.ndim) for own in (self.scale, self.sign, self.shown))
@@ -47,40 +47,39 @@ class Gauged:
 
 
 def _spread(values: NDArray[Any], slot: Slot, ndim: int) -> NDArray[Any]:
-    """Return a slot's values in the shape of its tensor."""
+    """Broadcast a slot's values to the axes of its tensor."""
     return on_axes(values[slot.rows], slot.shape, slot.axes, ndim)
 
 
 def find_signs(plan: Plan, gauged: Gauged, cells: Collection[int] | None, known: Floats) -> Floats:
-    """Choose all signs, class by class in the order of the forward pass; leaves them in `gauged.sign`.
+    """Choose all signs, class by class in the order of the forward pass, and store them in `gauged.sign`.
 
     Args:
-        plan: The group's.
+        plan: The plan of the group.
         gauged: The weights under scales.
-        cells: The dense cells whose matrices are known up to signs. Entries of other dense cells decide a sign only if
-            no other entry does. None if the group has no dense cells.
-        known: Signs of gains between which streams rotate, which rotations do not change; nan for all others. Shape
-            (signs,).
+        cells: GL(d) blocks with matrices known up to signs. Entries of other GL(d) blocks decide a sign only if
+            no other entry does. None if the group has no GL(d) blocks.
+        known: Signs of the gains of rotated streams, which rotations leave unchanged; nan elsewhere. Shape (signs,).
 
     Returns:
-        +1 or -1, those of units in dense cells included. Shape (signs,).
+        +1 or -1, including units in GL(d) blocks. Shape (signs,).
     """
     return _SignChoice(plan, gauged, cells, known).run()
 
 
 class _SignChoice:
-    """Makes the largest of the entries positive whose sign depends on one pending generator only."""
+    """Makes the largest entry positive, among those with a single pending generator."""
 
     def __init__(self, plan: Plan, gauged: Gauged, cells: Collection[int] | None, known: Floats) -> None:
         self.plan, self.gauged, structure = plan, gauged, plan.structure
-        self.cell_of = np.r_[structure.cell_of, -1]  # the last one for positions of no unit
+        self.cell_of = np.r_[structure.cell_of, -1]  # the last entry is for positions without a unit
         self.forms = structure.signs.tocsr()
         self.by_generator = self.forms.tocsc()
         self.signs = np.ones(self.forms.shape[1])
         self.classes = classes_of(structure, structure.sign_table, self.forms, cells or ())
         self.pending = np.zeros(len(self.signs), bool)
         self.pending[[generator for members in self.classes for generator in members]] = True
-        # What stands in cells that stay as they are differs between members of the orbit.
+        # Entries in unbalanced cells differ between points of the orbit.
         self.veiled = np.full(len(self.signs), cells is not None) & ~self.pending
         self.pending |= self.veiled
         self.signs[~np.isnan(known)] = known[~np.isnan(known)]
@@ -90,13 +89,13 @@ class _SignChoice:
         self.gauged.sign = np.where(odd(self.forms @ (self.signs < 0).astype(np.float64)), -1.0, 1.0)
 
     def run(self) -> Floats:
-        """Choose the signs: those of all gains at once, then class by class, and one by one what is left."""
+        """Choose the signs: those of all gains at once, then class by class, and finally one by one."""
         gains = [(members, gain) for members in self.classes if (gain := self._gain(members)) is not None]
         if gains:
             self._decide(np.concatenate([members for members, _ in gains]), [gain for _, gain in gains])
         for members in self.classes:
             if self.pending[members].any():
-                # Signs that its gain was waiting for are known by now.
+                # The signs that its gain depends on are known by now.
                 self._decide(members, [gain for own, gain in gains if own is members])
                 names = [slot.tensor for _, slot in self._touched(members[0])]
                 self._decide(members, [name for name in names if module_of(name) == module_of(names[0])])
@@ -107,9 +106,9 @@ class _SignChoice:
         return self.signs
 
     def _by_all_weights(self) -> None:
-        """Choose the signs that are left by all that they flip, until no more can be told.
+        """Choose the remaining signs from all entries that they flip, until no more can be determined.
 
-        Class by class, as generators of one class stand in an order that differs between members of the orbit.
+        Classes are visited in turn, as the order of generators within a class differs between points of the orbit.
         """
         left = len(self.signs) + 1
         while 0 < self.pending.sum() < left:
@@ -119,9 +118,9 @@ class _SignChoice:
                 self._decide(members, [slot.tensor for generator in own for _, slot in self._touched(generator)])
 
     def _touched(self, generator: int) -> list[tuple[int, Slot]]:
-        """Return the positions of parameters on which a generator acts, and their slots.
+        """Return the positions of parameters that a generator acts on, with their slots.
 
-        Positions that matrices mix are left out if there are others.
+        Positions that matrices mix are omitted if there are others.
         """
         touched = self.by_generator.indices[slice(*self.by_generator.indptr[generator : generator + 2])]
         positions = touched[self.plan.parameter[touched]].tolist()
@@ -130,9 +129,9 @@ class _SignChoice:
         return plain or found
 
     def _gain(self, members: Ints) -> str | None:
-        """Return the vector that takes the signs but not the scales of the weights: gamma of a batch norm.
+        """Return the vector that the signs flip but the weights' scales do not act on: gamma of a batch norm.
 
-        A bias that shifts take off is 0, and its sign rounding.
+        A bias that translations cancel is excluded: its value is 0, and its sign is rounding.
         """
         if int(members[0]) in self.of_streams:
             return None
@@ -147,12 +146,12 @@ class _SignChoice:
         matrices = {power for power, vector in zip(powers, vectors, strict=True) if not vector}
         for (_, slot), own, power, vector in zip(touched, scales, powers, vectors, strict=True):
             shifted = slot.tensor in self.plan.structure.shifts.names
-            if vector and not (shifted or np.array_equal(own, scales[0])) and power not in matrices:  # it is no bias
+            if vector and not (shifted or np.array_equal(own, scales[0])) and power not in matrices:  # not a bias
                 return slot.tensor
         return None
 
     def _entries(self, names: Sequence[str]) -> Iterator[tuple[Ints, Floats]]:
-        """Yield the pending generators on which alone some rows of tensors depend, and the rows."""
+        """Yield rows of tensors with a single pending generator, and these generators."""
         unknown = self.forms @ self.pending.astype(np.float64)
         for name in names:
             value = self.gauged.weight(name)
@@ -170,7 +169,7 @@ class _SignChoice:
                 yield hits.indices.astype(np.int64), rows
 
     def _decide(self, members: Ints, names: Sequence[str]) -> None:
-        """Choose signs by some tensors' entries, where these tell; see `canonicalize`."""
+        """Choose signs from the entries of some tensors, where these determine them; see `canonicalize`."""
         largest, bound, votes, cubes, sums, sizes = np.zeros((6, len(self.signs)))
         entries = []
         names = list(dict.fromkeys(names))
@@ -193,7 +192,7 @@ class _SignChoice:
             np.add.at(sums, generators, unit.sum(1))
             np.add.at(sizes, generators, abs(unit).sum(1))
         for score in (votes, *(np.where(abs(score) > _TIE * sizes, score, 0) for score in (cubes, sums))):
-            # What is that small beside entries that are not known yet may be rounding, as of a bias that became 0.
+            # An entry that is tiny compared with unknown ones may be rounding, as of a bias that became 0.
             told = largest > _TIE * bound
             settled = members[self.pending[members] & (score[members] != 0) & told[members]]
             self.signs[settled] = np.sign(score[settled])
@@ -202,13 +201,13 @@ class _SignChoice:
 
 
 def _refine(rank: Ints, key: Floats, size: Floats | None = None) -> Ints:
-    """Split equal ranks by a key, largest first; keys that differ by rounding only stay equal.
+    """Split equal ranks by a key, largest first; keys that differ only by rounding stay equal.
 
     Args:
         rank: Shape (size,).
         key: Shape (size,).
-        size: Magnitude of the terms that the keys are sums of, as these are rounded; by default that of the keys. Shape
-            (size,).
+        size: Magnitude of the terms summed in each key, which determines its rounding; by default that of the keys.
+            Shape (size,).
 
     Returns:
         New ranks from 0. Shape (size,).
@@ -223,7 +222,7 @@ def _refine(rank: Ints, key: Floats, size: Floats | None = None) -> Ints:
 
 
 def _colour(kind: int, number: Ints) -> Floats:
-    """Return reproducible numbers in [0.5, 1.5) for pairs of integers."""
+    """Return reproducible pseudo-random numbers in [0.5, 1.5) for pairs of integers."""
     raw = np.sin(number * 12.9898 + kind * 78.233 + 0.5) * 43758.5453
     result: Floats = 0.5 + (raw - np.floor(raw))
     return result
@@ -238,16 +237,16 @@ def find_order(
     notes: list[str],
     placed: Collection[int] = (),
 ) -> Ints:
-    """Sort units within cells, and blocks, by keys that no other permutation changes.
+    """Sort units within cells, and blocks, by keys that are invariant under all other permutations.
 
     Args:
-        plan: The group's.
-        slices: Sums of squares at each position, under the scales.
+        plan: The plan of the group.
+        slices: Squared norms at each position, under the scales.
         gauged: The weights under scales and signs.
-        last: By orbit, which units come after all others.
-        names: What each orbit is called.
-        notes: What could not be sorted is added.
-        placed: Orbits whose units are in order, but for blocks.
+        last: For some orbits, a mask of the units to sort last.
+        names: Names of the orbits.
+        notes: A list; notes on unresolved ties are appended.
+        placed: Orbits that are sorted already, except for blocks.
 
     Returns:
         The permutation. Shape (units,).
@@ -261,7 +260,7 @@ def find_order(
         if structure.movable[index] and len(units) > 1 and index not in mixed
     ]
     joint = joint_sums(plan, slices)
-    for index in sorted(mixed):  # in blocks: mixed, they stand in an order that is their own
+    for index in sorted(mixed):  # sorts blocks only: the order of mixed units is determined already
         for column in (slices[structure.columns[index]] * plan.parameter[structure.columns[index]]).T:
             ranks[index] = _refine(ranks[index], column)
     for index in sortable:
@@ -282,12 +281,12 @@ def find_order(
             _by_entries(plan, gauged, ranks, index, power, coloured=coloured)
     for index in left:
         if _tied(structure, ranks, index):
-            notes.append(f"units of {names[index]} that no key tells apart keep their order")
+            notes.append(f"units of {names[index]} that no key distinguishes keep their order")
     return _sorted(structure, ranks, sortable, _slot_ranks(plan, slices))
 
 
 def _slot_ranks(plan: Plan, slices: Floats) -> Ints:
-    """Return for each slot its rank by the norm of what stands in its copies; 0 for all other units."""
+    """Return the rank of each slot by the norm of its copies; 0 for all other units."""
     structure = plan.structure
     norms, rank = np.zeros(structure.units), np.zeros(structure.units, np.int64)
     for index in range(len(structure.orbits)):
@@ -306,7 +305,7 @@ def _slot_ranks(plan: Plan, slices: Floats) -> Ints:
 
 
 def _tied(structure: Structure, ranks: Sequence[Ints], index: int) -> bool:
-    """Return whether two units of an orbit have one rank: in one cell, or in one block that may be any."""
+    """Return whether two units of an orbit have the same rank: in one cell, or anywhere if blocks are permuted."""
     alone = not any(np.isin(structure.orbits[index], blocks).any() for blocks in structure.blocks)
     cells = structure.cells[index] * len(ranks[index]) if alone else 0
     return len(np.unique(ranks[index] + cells)) < len(ranks[index])
@@ -329,8 +328,8 @@ def _sorted(structure: Structure, ranks: Sequence[Ints], sortable: Sequence[int]
 def _by_entries(plan: Plan, gauged: Gauged, ranks: list[Ints], index: int, power: int, *, coloured: bool) -> None:
     """Refine the ranks of one orbit by sums over the entries of each unit's slices.
 
-    Coloured, an entry's weight in the sum depends on where it stands on the other axes: on the position if its unit is
-    fixed, and on the rank of its unit otherwise.
+    With `coloured`, the weight of an entry depends on its place on the other axes: on the position if its unit is
+    fixed, otherwise on the rank of its unit.
     """
     structure = plan.structure
     columns = structure.columns[index]

@@ -1,4 +1,4 @@
-"""Permutations of units: within cells, and of whole blocks."""
+"""Permutations of units within cells, and of blocks."""
 
 import math
 from collections.abc import Iterable
@@ -15,20 +15,20 @@ from lightning_sym.symmetry.tracing.structure import Slot
 
 
 class Permutation(Factor[Tensor]):
-    """Units of a cell change places freely, and so do whole blocks, member by member."""
+    """Permutations of the units within each cell, and of blocks, member by member."""
 
     name = "permutation"
 
     def identity(self) -> Tensor:
-        """Return the part that changes nothing."""
+        """Return the identity permutation."""
         return torch.arange(self.structure.units)
 
     def is_identity(self, own: Tensor) -> bool:
-        """Return whether a part changes nothing."""
+        """Return whether a part is the identity."""
         return torch.equal(own, self.identity())
 
     def sample(self, draw: Draw) -> Tensor:
-        """Draw a permutation, all being equally likely; with `draw.cycles` one without fixed units, where there is."""
+        """Draw a uniform permutation; with `draw.cycles`, one without fixed units where one exists."""
         structure = self.structure
         permutation = np.arange(structure.units)
         if not draw.permutations:
@@ -37,7 +37,7 @@ class Permutation(Factor[Tensor]):
             if not movable or structure.cell_of[units[0]] >= 0:
                 continue
             random = torch.rand(len(units), dtype=torch.float64, generator=draw.generator).numpy()
-            shuffled = units[np.lexsort((random, cells))]  # by cell, and at random within each
+            shuffled = units[np.lexsort((random, cells))]  # by cell, in random order within each
             if draw.cycles:
                 begins = np.flatnonzero(np.diff(np.sort(cells))) + 1
                 permutation[shuffled] = np.concatenate([np.roll(own, -1) for own in np.split(shuffled, begins)])
@@ -52,7 +52,7 @@ class Permutation(Factor[Tensor]):
     rung, bounded, keeps_norms = Rung.ORDER, True, True
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Sort units within cells, and blocks, dead units last."""
+        """Sort units within cells, and blocks; dead units come last."""
         notes: list[str] = []
         order = find_order(state.plan, state.slices, state.gauged, state.dead, state.names, notes, state.placed)
         return Canonical({self.name: torch.from_numpy(order)}, notes)
@@ -67,7 +67,7 @@ class Permutation(Factor[Tensor]):
         return torch.from_numpy(permutation)
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
-        """Return the product of two parts, of which `earlier` acts first."""
+        """Return the product of two parts; `earlier` acts first."""
         return earlier[later]
 
     def inverse(self, own: Tensor) -> Tensor:
@@ -79,17 +79,17 @@ class Permutation(Factor[Tensor]):
         structure = self.structure
         first = structure.orbits[orbit][0]
         if not structure.movable[orbit] or structure.cell_of[first] >= 0 or structure.rotation_of[first] >= 0:
-            return 0.0  # they are among the matrices
+            return 0.0  # these permutations are among the matrices
         return sum(math.lgamma(count + 1) for count in np.bincount(structure.cells[orbit]))
 
     @property
     def log_order(self) -> float:
-        """Natural logarithm of the number of permutations that are no matrices of another factor."""
+        """Natural logarithm of the number of permutations that are not matrices of another factor."""
         inside = sum(self.log_order_in(orbit) for orbit in range(len(self.structure.orbits)))
         return inside + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
 
     def matrix_places(self) -> Iterable[MatrixPlace]:
-        """Yield where units of cells change places that no matrix mixes anyway; see :class:`Factor`."""
+        """Yield the places where units of a cell are permuted, but not mixed by matrices; see :class:`Factor`."""
         structure = self.structure
         for orbit, (columns, cell_of) in enumerate(zip(structure.columns, structure.cells, strict=True)):
             slot_of = structure.slots_at(columns[0])
@@ -104,10 +104,10 @@ class Permutation(Factor[Tensor]):
                     yield MatrixPlace(slot.tensor, (f"units {orbit}, {cell}",), slot.axes[0], at)
 
     def check(self, own: Tensor) -> None:
-        """Check that a part is one of this factor.
+        """Check that a tensor is a part of this factor.
 
         Raises:
-            ValueError: If it is no permutation, or takes units to places where they cannot go.
+            ValueError: If it is no permutation, or moves units out of their cells.
         """
         super().check(own)
         structure, image = self.structure, own.numpy()
@@ -116,7 +116,7 @@ class Permutation(Factor[Tensor]):
         for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
             came = image[units]
             inside = np.isin(came, units).all() and (movable or np.array_equal(came, units))
-            if inside:  # whole cells change places
+            if inside:  # whole cells are permuted
                 pairs = np.unique(np.stack([cells, cells[structure.place_in_orbit[came]]]), axis=1)
                 inside = pairs.shape[1] == len(np.unique(cells))
             if not inside:

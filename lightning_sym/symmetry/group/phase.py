@@ -1,4 +1,4 @@
-"""Phases of the planes of rotary positions: docs/theory/transformers.md, 5."""
+"""Phases of rotary pairs (docs/theory/transformers.md, 5)."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ from lightning_sym.symmetry.group.factor import Additive, Draw, Gains, LinearAct
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-# A plane whose Gram matrix is a multiple of the identity, up to this relative difference, has no principal axes.
+# A pair has no principal axes if its Gram matrix is a multiple of the identity, up to this relative difference.
 _ROUND = 1e-9
 
 
 class Phase(Additive):
-    """An angle per plane, by which the plane is turned."""
+    """One rotation angle per rotary pair."""
 
     name = "phase"
 
@@ -31,13 +31,13 @@ class Phase(Additive):
         return self.structure.phases
 
     def sample(self, draw: Draw) -> Tensor:
-        """Draw angles, all in [-pi, pi) being equally likely."""
+        """Draw uniform angles in [-pi, pi)."""
         if not draw.mixing:
             return self.identity()
         return (2 * torch.rand(self.size, dtype=torch.float64, generator=draw.generator) - 1) * math.pi
 
     def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
-        """Return the angles of the planes that come, for each place."""
+        """Permute the angles along with their pairs; see :class:`Factor`."""
         result, of = own.clone(), self.structure.phase_of
         turned = np.flatnonzero(of >= 0)
         result[torch.from_numpy(of[turned])] = own[torch.from_numpy(of[by.permutation.numpy()[turned]])]
@@ -45,19 +45,19 @@ class Phase(Additive):
 
     @property
     def dimension(self) -> int:
-        """The number of planes."""
+        """The number of rotary pairs."""
         return self.size
 
     def dimension_at(self, offsets: Collection[int]) -> int:
-        """Return the number of planes that stand at some slots, given by their offsets."""
+        """Return the number of rotary pairs in some slots, given by their offsets."""
         return len({phase for at in offsets for phase in self.structure.turned_places.get(at, ([],))[0]})
 
     def linear_action(self, own: Tensor, gains: Gains) -> "PhaseAction | None":
-        """Return what a part does by matrices; None for the identity."""
+        """Return the action of a part; None for the identity."""
         return None if self.is_identity(own) else PhaseAction(self.structure, own)
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
-        """Return the directions of the phases: the coordinates of each plane move by (-y, x)."""
+        """Return the tangents of the phases: the coordinates of each pair move by (-y, x)."""
         blocks = [sparse.csr_matrix((0, self.size))]
         for name, weights in parameters.items():
             total = sparse.csr_matrix((weights.size, self.size))
@@ -75,7 +75,7 @@ class Phase(Additive):
         return sparse.vstack(blocks).tocsr()
 
     def _planes(self, *tensors: Mapping[str, Tensor]) -> Iterator[tuple[Any, ...]]:
-        """Yield for each slot its phases, and the rows of the first and second coordinates in each of some tensors."""
+        """Yield the phases of each slot, and the rows of first and second coordinates in each set of tensors."""
         for slot in self.structure.slots:
             if slot.tensor in tensors[0] and slot.offset in self.structure.turned_places:
                 phase, *places = self.structure.turned_places[slot.offset]
@@ -85,9 +85,9 @@ class Phase(Additive):
     rung, keeps_norms = Rung.SIZED, True
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the angles that turn the planes to the principal axes of the first weights in which they stand.
+        """Return the angles that rotate each pair to the principal axes of the first weights that contain it.
 
-        There the two coordinates are orthogonal, and the first one is the larger. Half a turn is left, which is a sign.
+        Its two coordinates are then orthogonal, and the first one is larger. The rotation by pi remains: it is a sign.
         """
         gram, seen = np.zeros((3, self.size)), np.zeros(self.size, bool)
         for phase, *both in self._planes(state.tensors):
@@ -100,18 +100,18 @@ class Phase(Additive):
         apart = gram[0] - gram[1]
         unclear = np.hypot(apart, 2 * gram[2]) <= _ROUND * (gram[0] + gram[1])
         angle = np.where(unclear, 0.0, -np.arctan2(2 * gram[2], apart) / 2)
-        notes = [f"{unclear.sum()} planes are not turned, as none of their axes is longer"] if unclear.any() else []
+        notes = [f"{unclear.sum()} planes are not rotated, as both axes have equal length"] if unclear.any() else []
         return Canonical({self.name: torch.from_numpy(angle)}, notes)
 
     def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
-        """Yield a note on planes that stay."""
+        """Yield a note on pairs that stay unchanged."""
         if self.size and wanted.scales is None:
-            yield f"{self.size} planes are not turned: the form is canonical up to phases only"
+            yield f"{self.size} planes are not rotated: the form is canonical up to phases only"
 
     freedom = "matrices"
 
     def mixes(self, orbit: int) -> bool:
-        """Return whether the units of an orbit are planes."""
+        """Return whether the units of an orbit are rotary pairs."""
         return bool((self.structure.phase_of[self.structure.orbits[orbit]] >= 0).any())
 
     def pair_gains(self, orbit: int, gained: Callable[[Tensor | None], Tensor]) -> Tensor:
@@ -121,13 +121,13 @@ class Phase(Additive):
         return torch.complex(gained(None).double(), gained(quarter).double())
 
     def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
-        """Return the moduli of complex gains, what the best phases give; see :class:`Factor`."""
+        """Return the moduli of complex gains, the gains of the optimal phases; see :class:`Factor`."""
         index = torch.from_numpy(places)
         planes = table.cpu()[index[:, None], index[None]]
         return as_array((planes.abs() if mixing else planes.real).sum(-1))
 
     def mixing_blocks(self, own: Tensor, table: Tensor, units: Ints, places: Ints, order: Ints) -> Tensor:
-        """Return the angles with the best ones; see :class:`Factor`."""
+        """Return a part with the optimal angles of assigned blocks; see :class:`Factor`."""
         own, table = own.clone(), table.cpu()
         for new, old in enumerate(order):
             pairs = table[torch.from_numpy(places[new]), torch.from_numpy(places[old])]
@@ -135,17 +135,17 @@ class Phase(Additive):
         return own
 
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
-        """Return a note on planes; see :class:`Factor`."""
+        """Return a note on rotary pairs; see :class:`Factor`."""
         turned = "turned to their principal axes" if balanced else "not turned"
         note = f"{self.size} planes are {turned} for the upper bound, and left out of the lower one"
         return [note] * (self.size > 0), False
 
     def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
-        """Return the tensors that hold planes, of which bounds see nothing."""
+        """Return the tensors that contain rotary pairs; lower bounds ignore them."""
         return {slot.tensor for slot in self.structure.slots if slot.offset in self.structure.turned_places}, set()
 
     def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Tensor | None:
-        """Return the angles that bring planes nearest to others; see :class:`Factor`."""
+        """Return the angles that minimise the distance; see :class:`Factor`."""
         own = self.structure.phase_of[self.structure.orbits[orbit]]
         if not (own >= 0).any():
             return None
@@ -158,7 +158,7 @@ class Phase(Additive):
         return self.identity().index_copy(0, chosen, torch.atan2(imaginary, real)[chosen])
 
     def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
-        """Return the scales after which queries and keys have one norm in each plane; see :class:`Factor`."""
+        """Return the scales that equalise the norms of queries and keys in each pair; see :class:`Factor`."""
         if not self.size:
             return None
         structure, forms = self.structure, self.structure.magnitudes
@@ -175,11 +175,11 @@ class Phase(Additive):
         result = np.zeros(forms.shape[1])
         result[nonzero] = np.log(squares[1, nonzero] / squares[0, nonzero]) / 4
         zeros = int((acting & ~nonzero).sum())
-        notes = [f"{zeros} planes stay as they are, as queries or keys are 0 there"] if zeros else []
+        notes = [f"{zeros} planes stay unchanged, as queries or keys are 0 there"] if zeros else []
         return Canonical({"log_scale": torch.from_numpy(result)}, notes)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the angles."""
+        """Return the shape of the coordinates: the angles themselves."""
         return {"phases": (self.size,)}
 
     def at(self, coordinates: Mapping[str, Tensor]) -> Tensor:
@@ -195,18 +195,18 @@ class Phase(Additive):
 
 
 class PhaseAction(LinearAction):
-    """What phases do on single axes.
+    """The action of phases on single axes.
 
     Args:
         structure: The group.
-        phase: The angle of each plane.
+        phase: The angle of each rotary pair.
     """
 
     def __init__(self, structure: Structure, phase: Tensor) -> None:
         self.structure, self.phase = structure, phase
 
     def acts_at(self, slot: Slot) -> bool:
-        """Return whether a plane of a slot is turned."""
+        """Return whether a rotary pair of a slot rotates."""
         places = self.structure.turned_places.get(slot.offset)
         return places is not None and bool(self.phase[torch.from_numpy(places[0])].any())
 
@@ -214,7 +214,7 @@ class PhaseAction(LinearAction):
         """Check that phases act on a value inside the network by a matrix.
 
         Raises:
-            ValueError: If it shows some coordinates of planes only.
+            ValueError: If the value shows only some coordinates of rotated pairs.
         """
         phases = self.structure.phase_of[slot.unit.ravel()]
         seen = (slot.unit.ravel() >= 0) & (phases >= 0)
@@ -223,25 +223,25 @@ class PhaseAction(LinearAction):
         places = self.structure.turned_places.get(slot.offset)
         if tap.squared or places is None or 2 * len(places[0]) != seen.sum():
             raise ValueError(
-                f"{tap.name} shows coordinates of planes that the element turns, one by one, on which no matrix acts; "
+                f"{tap.name} shows single coordinates of planes that the element rotates; no matrix describes this; "
                 "expected another tap, or an element without phases: sample(mixing=False)"
             )
 
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Turn the planes of one axis."""
+        """Rotate the pairs of one axis."""
         phase, first, second = self.structure.turned_places[slot.offset]
         return _turned(tensor, axis, self.phase[torch.from_numpy(phase)], first, second)
 
 
 def _turned(tensor: Tensor, axis: int, phase: Tensor, first: Ints, second: Ints) -> Tensor:
-    """Turn planes of an axis: (x, y) becomes (x cos - y sin, x sin + y cos).
+    """Rotate pairs of coordinates on an axis: (x, y) becomes (x cos - y sin, x sin + y cos).
 
     Args:
         tensor: Floating. Not changed.
-        axis: The axis on which the coordinates of planes stand.
-        phase: An angle for each plane. Shape (planes,), float64.
-        first: Where their first coordinates stand. Shape (planes,).
-        second: Where their second ones do. Shape (planes,).
+        axis: The axis of the coordinates.
+        phase: One angle per pair. Shape (pairs,), float64.
+        first: Positions of the first coordinates. Shape (pairs,).
+        second: Positions of the second coordinates. Shape (pairs,).
 
     Returns:
         A new tensor of the same shape, dtype and device.

@@ -1,4 +1,4 @@
-"""Scales beside those of a reference: handed over in proportion, or adjusted to the least distance."""
+"""Scales relative to a reference network: restored in proportion, or refined to the least distance."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.structure import Structure
 
-# A unit is out of proportion whose squared norm is this many times that of the reference's unit and its own least one
-# together. Handed-over scales make such a unit only of one that is much larger, balanced, than the reference's.
+# A unit is out of proportion if its squared norm exceeds this multiple of the reference unit's plus its own least one.
+# The reference's scales do this only to a unit that is much larger, once balanced, than the reference's.
 _OUT_OF_PROPORTION = 4.0
 _SWEEPS = 30
 
 
 def in_proportion(plan: Plan, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], handed: Floats) -> Floats:
-    """Return the logarithms of scales that bring a balanced network to those of a reference; see `to_gauge_of`.
+    """Return the log scales that bring a balanced network to the scales of a reference; see `to_gauge_of`.
 
     Args:
-        plan: The group's.
+        plan: The plan of the group.
         theirs: The tensors of the reference, by name.
-        own: Those of the balanced network.
-        handed: What brings units to the scales of the reference, whatever their norms. Shape (scales,).
+        own: The tensors of the balanced network, by name.
+        handed: Log scales of the reference, regardless of the units' norms. Shape (scales,).
     """
     log_scale, free = handed.copy(), np.ones(len(handed), bool)
     while True:
@@ -37,7 +37,7 @@ def in_proportion(plan: Plan, theirs: Mapping[str, Tensor], own: Mapping[str, Te
         raised = _keep_variances(plan.structure, theirs, own, log_scale) & free
         if not raised.any():
             return log_scale
-        free &= ~raised  # what is in front of them has to make room
+        free &= ~raised  # scales before them have to adapt
 
 
 def _put_in_proportion(
@@ -46,11 +46,11 @@ def _put_in_proportion(
     """Change scales of units that are out of proportion, class by class, until none is.
 
     Args:
-        plan: The group's.
-        theirs: The tensors of the reference.
-        own: Those of the balanced network.
-        free: Which scales may change. Shape (generators,).
-        log_scale: What brings these to the scales of the reference; changed in place. Shape (generators,).
+        plan: The plan of the group.
+        theirs: The tensors of the reference, by name.
+        own: The tensors of the balanced network, by name.
+        free: Mask of the scales that may change. Shape (generators,).
+        log_scale: Log scales of the reference; changed in place. Shape (generators,).
     """
     wanted = _sides(plan, Squares(plan, theirs), np.zeros_like(log_scale))
     squares = Squares(plan, own)
@@ -64,24 +64,24 @@ def _put_in_proportion(
 
 
 def _sides(plan: Plan, squares: Squares, log_scale: Floats) -> tuple[Floats, Floats]:
-    """Return for each generator the squared norms of what it multiplies and of what it divides, under scales."""
+    """Return each generator's squared norms of the weights it multiplies and divides, under scales."""
     slices = squares.slices(plan.parameter * np.exp(2 * (plan.forms @ log_scale)))
     return plan.up @ slices, plan.down @ slices
 
 
 def _steps(plan: Plan, sides: tuple[Floats, Floats], wanted: tuple[Floats, Floats]) -> Floats:
-    """Return the changes of the logarithms that bring units into proportion, 0 for those that are.
+    """Return the changes of the logarithms that bring units into proportion; 0 for units that are.
 
     Args:
-        plan: The group's.
-        sides: The squared norms of what the generators multiply and of what they divide. Each of shape (generators,).
-        wanted: The same of the reference.
+        plan: The plan of the group.
+        sides: Squared norms of the weights that generators multiply and divide. Each of shape (generators,).
+        wanted: The same for the reference.
     """
     (up, down), whole = sides, wanted[0] + wanted[1]
     least = np.sqrt(up) * np.sqrt(down)
     with np.errstate(divide="ignore", invalid="ignore"):
         both = np.log((wanted[0] + least) / (wanted[1] + least) * (down / up)) / 4
-        # With nothing on one side the other is made as large as the reference's unit.
+        # A unit with one zero side is scaled to the norm of the reference's unit.
         alone = np.where(up > 0, np.log(whole / up), -np.log(whole / down)) / 2
     steps = np.where(least > 0, both, np.where(whole > NOTHING, alone, 0.0))
     out = (plan.class_of >= 0) & (up + down > np.maximum(_OUT_OF_PROPORTION * (whole + 2 * least), NOTHING))
@@ -94,7 +94,7 @@ def _keep_variances(
     """Raise scales that would make running variances negative where the reference's are not.
 
     Returns:
-        Which ones; they are changed in place. Shape (generators,).
+        A mask of the raised scales; these are changed in place. Shape (generators,).
     """
     before = log_scale.copy()
     for slot in structure.slots:
@@ -107,7 +107,7 @@ def _keep_variances(
         with np.errstate(divide="ignore", invalid="ignore"):  # eps may be 0, and so may a variance
             least = np.log(np.minimum(reference, slot.epsilon) / variance) / 2
             missing = np.where(np.isfinite(least), least - acting @ log_scale, 0.0)
-        # Differences of rounding stay: what is handed over exactly, exactly.
+        # Differences within rounding are ignored, so that scales without a conflict stay exact.
         for position in np.flatnonzero(missing > 1e-6):
             row = acting[position]
             log_scale[row.indices] += missing[position] / (row.data * row.nnz)
@@ -120,13 +120,13 @@ _MOST_SWEEPS = 20  # passes over all columns
 
 @dataclass(frozen=True)
 class Column:
-    """What happens when the generators of one column of a group's table change.
+    """The slices that the generators of one column of a group's table act on.
 
     Attributes:
-        column: The generators.
-        parts: The number of each slot where they act, and for the exponents +1 and -1 which generator acts at which
-            position: sparse (generators, positions).
-        coupled: Whether some act on common entries.
+        column: Indices of the generators.
+        parts: For each slot that they act on: its index, and indicators of exponent +1 and of exponent -1. Each of
+            shape (generators, positions), sparse.
+        coupled: Whether some generators act on common entries.
     """
 
     column: Ints
@@ -135,23 +135,22 @@ class Column:
 
 
 class MagnitudeDescent:
-    """Cyclic descent on |a - g b|^2 over the generators of scales: holds the moved network while they change.
+    """Cyclic descent on |a - g b|^2 over scales; holds the transformed network.
 
-    As a function of one factor f, with exponents +1 and -1 only, the square is
-    -2 P f + Q f^2 - 2 R / f + S / f^2 + constant, whose stationary points solve Q f^4 - P f^3 + R f - S = 0.
-    All generators of a column of a group's table are changed at once, if that is an improvement (it is, unless they
-    act on common entries: then with half and a quarter of the steps' logarithms, or not at all). Columns with other
-    exponents stay.
+    As a function of one factor f with exponents +1 and -1, the squared distance is
+    -2 P f + Q f^2 - 2 R / f + S / f^2 + constant. Its stationary points solve Q f^4 - P f^3 + R f - S = 0. All
+    generators of a table column change at once if this reduces the distance. It may fail only where generators act on
+    common entries; then half and a quarter of the step are tried. Columns with other exponents stay unchanged.
 
     Args:
-        factors: Those of the group.
-        target: The reference's parameters, by name.
-        begin: Those of the moved network.
+        factors: The factors of the group.
+        target: Parameters of the reference, by name.
+        begin: Parameters of the network to transform, by name.
 
     Attributes:
-        current: The moved network's parameters by now.
-        log_scale: What has changed. Shape (generators,).
-        numbers: The numbers of the slots where something may change, by the tensors' names.
+        current: Parameters of the transformed network.
+        log_scale: Total change of the logarithms. Shape (generators,).
+        numbers: Indices of the slots that may change, by tensor name.
     """
 
     def __init__(self, factors: Factors, target: Mapping[str, Tensor], begin: Mapping[str, Tensor]) -> None:
@@ -166,7 +165,7 @@ class MagnitudeDescent:
         self._measure(self.numbers)
 
     def run(self) -> Tensor:
-        """Change columns while that helps, and return the logarithms. Shape (generators,)."""
+        """Sweep over the columns while the distance falls; return the logarithms. Shape (generators,)."""
         whole = self.distance(self.numbers)
         for _ in range(_MOST_SWEEPS):
             won = sum(self.improve(plan) for plan in self.plans)
@@ -176,7 +175,7 @@ class MagnitudeDescent:
         return torch.from_numpy(self.log_scale)
 
     def distance(self, names: Iterable[str]) -> float:
-        """Return the squared distance of some parameters to the reference's."""
+        """Return the squared distance of some parameters from the reference's."""
         return squared_distance({name: self.current[name] for name in names}, self.target)
 
     def _measure(self, names: Iterable[str]) -> None:
@@ -187,10 +186,10 @@ class MagnitudeDescent:
                 self._cross[number], self._own[number] = (along(t, axes).reshape(-1) for t in (products, squares))
 
     def improve(self, plan: Column) -> float:
-        """Change the generators of a plan, if that is an improvement.
+        """Change the generators of one column if this reduces the distance.
 
         Returns:
-            By how much the squared distance has fallen.
+            The decrease of the squared distance.
         """
         p, q, r, s = np.zeros((4, len(plan.column)))
         for number, plus, minus in plan.parts:
@@ -221,7 +220,7 @@ class MagnitudeDescent:
 
 
 def scale_columns(structure: Structure, tensors: Mapping[str, Tensor]) -> list[Column]:
-    """Return a plan for each column of generators that acts on these tensors, with exponents +1 and -1 only."""
+    """Return the columns of generators that act on these tensors with exponents +1 and -1 only."""
     forms = structure.magnitudes.tocsc()
     slot_of = np.repeat(np.arange(len(structure.slots)), [slot.size for slot in structure.slots])
     plans: list[Column] = []
@@ -238,20 +237,20 @@ def scale_columns(structure: Structure, tensors: Mapping[str, Tensor]) -> list[C
                     parts.append((number, *(own.astype(np.float64).tocsr() for own in (part > 0, part < 0))))
             if parts:
                 held = [structure.slots[number].tensor for number, _, _ in parts]
-                # Two generators of one column on one position would also be common; they are rare, and count as such.
+                # Two generators of one column on one position would also be coupled; they are rare, and count as such.
                 rows_alone = acting.getnnz(axis=1).max(initial=0) <= 1
                 plans.append(Column(column, parts, len(set(held)) < len(held) or not rows_alone))
     return plans
 
 
 def best_factors(p: Floats, q: Floats, r: Floats, s: Floats) -> Floats:
-    """Return the logarithms of the factors f > 0 that minimise -2 p f + q f^2 - 2 r / f + s / f^2; 0 where none does.
+    """Return the log of the f > 0 that minimises -2 p f + q f^2 - 2 r / f + s / f^2; 0 where there is no minimum.
 
     Args:
-        p: The coefficients of f, any sign. Shape (n,).
-        q: Those of f^2, >= 0. Shape (n,).
-        r: Those of 1 / f. Shape (n,).
-        s: Those of 1 / f^2, >= 0. Shape (n,).
+        p: Coefficients of f, of any sign. Shape (n,).
+        q: Coefficients of f^2, >= 0. Shape (n,).
+        r: Coefficients of 1 / f. Shape (n,).
+        s: Coefficients of 1 / f^2, >= 0. Shape (n,).
 
     Returns:
         Shape (n,), within [-20, 20].
@@ -259,7 +258,7 @@ def best_factors(p: Floats, q: Floats, r: Floats, s: Floats) -> Floats:
     scales = best_scales(*(torch.from_numpy(np.asarray(part, dtype=np.float64)) for part in (p, q, r, s)))[1].numpy()
     moves = np.isfinite(scales) & (scales > 0)
     best = np.where(moves, scales, 1.0)
-    # Newton in the logarithm: roots of a companion matrix have half the digits where they nearly meet.
+    # Newton steps in the logarithm: where roots of the companion matrix nearly coincide, half of their digits are lost.
     for _ in range(3):
         slope = -p * best + q * best**2 + r / best - s / best**2
         bend = -p * best + 2 * q * best**2 - r / best + 2 * s / best**2

@@ -1,4 +1,4 @@
-"""Elements in files of safetensors."""
+"""Safetensors files of elements."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def write_element(element: Element, path: str | Path) -> Path:
 
 
 def read_element(path: str | Path, group: str) -> dict[str, Tensor]:
-    """Return the tensors of an element of some group; see :meth:`Symmetry.load`."""
+    """Read the tensors of an element from a file; see :meth:`Symmetry.load`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; expected an element that Symmetry.save wrote")

@@ -1,4 +1,4 @@
-"""What factors know of a search for the member of an orbit that is nearest to another network."""
+"""The interface between factors and searches for the nearest point of an orbit."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from lightning_sym.symmetry.group.element import Part
 
 
 class Search(Protocol):
-    """A search, as far as it has come.
+    """The state of a search.
 
     Attributes:
         target: Parameters of the reference, by name.
-        current: Those of the current member of the orbit.
+        current: Parameters of the current point of the orbit, by name.
         signs: Whether signs may change.
-        open_signs: Generators of signs that are to be tried by themselves, those of a column of a table together.
+        open_signs: Sign generators to try one by one, in arrays; an array holds the generators of one table column.
     """
 
     target: Mapping[str, Tensor]
@@ -30,24 +30,24 @@ class Search(Protocol):
     open_signs: list[Ints]
 
     def attempt(self, parts: Mapping[str, Part], tensors: Iterable[str]) -> bool:
-        """Let parts act, which change these tensors, if that is an improvement; return whether it was."""
+        """Apply parts that change the named tensors, if this reduces the distance; return whether it did."""
 
     def slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
-        """Return the tensors that generators flip, in columns, and the inner products there, by generator."""
+        """Return the tensors flipped by generators (columns of `acting`), and the inner products there by generator."""
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Where units that one member of a part mixes are seen, all of them: in front of all gains, or behind some.
+    """A value that shows all units mixed by one member of a part, before or after gains.
 
     Attributes:
-        member: The number of the member.
-        orbit: The number of the units' orbit.
-        name: What the place is called.
+        member: Index of the member.
+        orbit: Index of the units' orbit.
+        name: Name of the place.
         tap: The value.
         axis: The value's axis.
-        positions: Where each of the units stands there. Shape (size,), int64.
-        gains: By which tensors the units are multiplied: their names, entries of shape (size,), and powers.
+        positions: Position of each unit on that axis. Shape (size,), int64.
+        gains: Tensors that multiply the units: names, entries of shape (size,), and powers.
     """
 
     member: int
@@ -59,7 +59,7 @@ class Seen:
     gains: tuple[tuple[str, Ints, int], ...]
 
     def gain(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return by what the units are multiplied, given a network's tensors. Shape (size,), float64."""
+        """Return the factor of each unit, given a network's tensors by name. Shape (size,), float64."""
         total = torch.ones(len(self.positions), dtype=torch.float64)
         for name, at, power in self.gains:
             total *= tensors[name].detach().double().cpu().reshape(-1)[torch.from_numpy(at)] ** power
@@ -68,15 +68,17 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class MatrixPlace:
-    """Where matrices act on one axis of a tensor: those of a factor, or any in their place.
+    """Positions on one axis of a tensor that matrices act on.
+
+    The matrices are those of a factor, or relaxed ones instead of them.
 
     Attributes:
-        tensor: The tensor's name.
-        maps: The names of the matrices, all of one size.
+        tensor: Name of the tensor.
+        maps: Names of the matrices, all of one size.
         axis: The axis.
-        at: At which of its positions. Shape (matrices, size, places), int64.
-        inverse: Whether their inverses, transposed, act.
-        gains: Between which gains: names, elements of shape (size,), and powers.
+        at: The positions. Shape (matrices, size, places), int64.
+        inverse: Whether the inverse transposes act.
+        gains: Gains that conjugate the matrices: names, elements of shape (size,), and powers.
     """
 
     tensor: str
@@ -88,5 +90,5 @@ class MatrixPlace:
 
     @staticmethod
     def indices(*positions: Ints) -> Tensor:
-        """Return the positions of cells at several places, each of shape (cells, size), as (cells, size, places)."""
+        """Stack the positions of cells at several places, each of shape (cells, size), to (cells, size, places)."""
         return torch.from_numpy(np.stack(positions, -1))

@@ -60,7 +60,7 @@ def buffer_rank(factors: Factors, buffers: Collection[str], shapes: Mapping[str,
 def free_positions(
     structure: Structure, shapes: Mapping[str, Sequence[int]], wanted: Collection[Ints] = ()
 ) -> NDArray[np.bool_]:
-    """Return a mask of parameter positions: translations move each of their entries by itself, as nothing reads them.
+    """Return a mask of the parameter positions where translations move each entry separately, as nothing reads it.
 
     Only two kinds of positions are checked: those of scales or matrices that move no others, and `wanted`.
 
@@ -95,7 +95,7 @@ def free_positions(
 
 
 def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return how many dimensions are counted twice: scales of parameters along one axis that are those along another.
+    """Return the number of dimensions that are counted twice, as scales along two axes of parameters coincide.
 
     Scales and matrices may be translations as well, on units that nothing reads.
 
@@ -122,7 +122,7 @@ def _alone(moving: sparse.csc_matrix) -> NDArray[np.bool_]:
     """Return a mask of the rows that some combination of columns moves alone; large blocks get a partial check."""
     moving.eliminate_zeros()
     alone, column = np.zeros(moving.shape[0], bool), np.repeat(np.arange(moving.shape[1]), np.diff(moving.indptr))
-    while True:  # a column moves this row, and otherwise only rows that are moved alone
+    while True:  # a column moves this row, and otherwise only rows that are already moved alone
         left = ~alone[moving.indices]
         single = left & (np.bincount(column[left], minlength=moving.shape[1])[column] == 1)
         if not single.any():

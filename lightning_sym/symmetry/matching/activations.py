@@ -1,4 +1,4 @@
-"""Matching by activations: units belong together that are active on the same inputs."""
+"""Activation matching: align units that are active on the same inputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -28,12 +28,12 @@ from lightning_sym.symmetry.watching import watched
 
 
 class ActivationMoments:
-    """Streaming moments of the units' activations of two networks, per axis group, for :func:`activation_matching`.
+    """Streaming moments of two networks' activations, per axis group, for :func:`activation_matching`.
 
-    Sums of x, y, x^2, y^2 (per unit) and of x y^T (per pair of units) in float64; all positions of an image, or tokens,
-    count as samples. Where a group can be watched at several places (an axis group of a residual stream runs through
-    many blocks), the last one that is no pooling, flattening, dropout or identity is used, as given by `places`.
-    What matrices mix between gains (streams) is watched at all such places, gains taken off.
+    Holds sums of x, y, x^2, y^2 (per unit) and of x y^T (per pair of units) in float64. All positions of an image, and
+    all tokens, count as samples. Several values may show a group, as a residual stream runs through many blocks. The
+    last one is used that is no pooling, flattening, dropout or identity; see `places`. Units that matrices mix between
+    gains (streams) are recorded at all such places, divided by the gains.
 
     Args:
         symmetry: The symmetry of the architecture.
@@ -41,15 +41,13 @@ class ActivationMoments:
         b: The second network (y).
 
     Attributes:
-        groups: What matching needs to know of the axis groups.
-        places: The module that is watched, by the name of the axis group. Groups of which no module's output shows all
-            units are missing.
-        mixed: By the name of a factor and the number of a member that may bring units to the other's (a stream), the
-            places where these are watched.
-        samples: Number of samples so far, by the name of the group.
+        groups: Matching data of the axis groups.
+        places: The recorded module, by axis group. Groups that no module's output shows completely are missing.
+        mixed: By factor and index of a member that mixes units (a stream), the places where these are recorded.
+        samples: Number of samples so far, by axis group.
 
     Raises:
-        ValueError: If a network is not of the traced architecture, or holds a value that is not finite.
+        ValueError: If a network is not of the traced architecture, or a value is not finite.
     """
 
     def __init__(self, symmetry: Symmetry, a: nn.Module, b: nn.Module) -> None:
@@ -58,7 +56,7 @@ class ActivationMoments:
         self._a, self._b = a, b
         modules = dict(a.named_modules())
         self._watched: dict[str, tuple[Tap, int, Tensor]] = {}
-        # By group, the columns of its sign table that show at its place.
+        # By group, the columns of its sign table that are visible at its place.
         self.visible_signs: dict[str, tuple[int, ...]] = {}
         self.groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
         for group, own in zip(symmetry.groups, self.groups, strict=True):
@@ -85,7 +83,7 @@ class ActivationMoments:
             self._sums[name] = {"n": zero.clone(), **vectors, "xy": zero.new_zeros(size, size)}
 
     def _watch_mixed(self, modules: Mapping[str, nn.Module]) -> None:
-        """Watch what factors mix."""
+        """Record the units that factors mix."""
         both = [self.symmetry.tensors(network) for network in (self._a, self._b)]
         for factor in self.symmetry.factors:
             for place in factor.seen(self.symmetry.groups, self.symmetry._values, both):
@@ -98,14 +96,14 @@ class ActivationMoments:
 
     @property
     def samples(self) -> dict[str, int]:
-        """Number of samples so far, by the name of the group."""
+        """Number of samples so far, by axis group."""
         return {name: int(sums["n"].item()) for name, sums in self._sums.items()}
 
     def update(self, inputs: Tensor | Sequence[Any]) -> None:
-        """Run both networks on a batch and add it to the sums.
+        """Run both networks on a batch and add its moments.
 
         Args:
-            inputs: A batch, moved to each network's device; of a tuple or list the first entry.
+            inputs: A batch, moved to each network's device; of a tuple or list the first entry is used.
 
         Raises:
             ValueError: If there is no tensor, or an activation is not finite.
@@ -130,7 +128,7 @@ class ActivationMoments:
             sums["xy"] += x.T @ y
 
     def _watch(self, network: nn.Module, images: Tensor, which: int) -> dict[str, Tensor]:
-        """Return the activations of each group in one of the networks. Each of shape (samples, size)."""
+        """Run one of the networks and return the activations of each group. Each of shape (samples, size)."""
 
         def keep(name: str, values: Tensor) -> Tensor:
             _, axis, positions = self._watched[name]
@@ -143,7 +141,7 @@ class ActivationMoments:
             return watched(network, taps, lambda: network(images.to(device_of(network))), keep)
 
     def reduce(self) -> None:
-        """Replace the sums by those over all ranks (`torch.distributed`); to be called once, on every rank."""
+        """Sum the moments over all ranks (`torch.distributed`); to be called once, on every rank."""
         if ranks() == 1:
             return
         for name in sorted(self._sums):
@@ -156,10 +154,10 @@ class ActivationMoments:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over sums.
+        """Restore sums.
 
         Raises:
-            ValueError: If they are of other groups.
+            ValueError: If they belong to other groups.
         """
         if {n: v["xy"].shape for n, v in state["sums"].items()} != {n: v["xy"].shape for n, v in self._sums.items()}:
             raise ValueError("the state holds other axis groups; expected one of the same architecture")
@@ -167,13 +165,13 @@ class ActivationMoments:
             self._sums[name] = {key: value.to(self._sums[name][key]).clone() for key, value in sums.items()}
 
     def product(self, name: str) -> Tensor:
-        """Return the mean product of the units' activations. Shape (size, size), float64."""
+        """Return the mean products of activations. Shape (size, size), float64."""
         return self._sums[name]["xy"] / self._sums[name]["n"]
 
     def correlation(self, name: str) -> Tensor:
-        """Return the correlation of the units of ``a`` (rows) and ``b``. Shape (size, size), float64.
+        """Return the correlations between the units of ``a`` (rows) and ``b``. Shape (size, size), float64.
 
-        Zero where one of the units is constant (up to rounding): it tells nothing.
+        The correlation with a unit that is constant up to rounding is 0.
         """
         sums = self._sums[name]
         n = sums["n"]
@@ -186,9 +184,9 @@ class ActivationMoments:
         return centred
 
     def mixed_product(self, factor: str, member: int) -> Tensor:
-        """Return the covariance of what a factor mixes in ``a`` (rows) and ``b``. Shape (size, size), float64.
+        """Return the covariance of a member's units in ``a`` (rows) and ``b``. Shape (size, size), float64.
 
-        The sum over the places where it is watched, each of them divided by the size of both.
+        It is summed over all places, each divided by the size of both activations.
         """
         total = torch.zeros((), dtype=torch.float64)
         for name in self.mixed[factor, member]:
@@ -219,35 +217,34 @@ def activation_matching(
     refine: bool = False,
     seed: int = 0,
 ) -> Match:
-    r"""Find the member of a network's orbit whose units are active when those of another network are.
+    r"""Align a network to another one by activations, within its orbit.
 
-    For each axis group the assignment that maximises :math:`\sum_i C_{i p(i)}` with the correlations (or mean
-    products) :math:`C` of activations, exactly and in one pass; :math:`|C|` where the activations' sign is free. Cells
-    and blocks are respected. What activations do not show follows from the weights, given the assignments: other
-    signs, magnitudes, and groups that no module's output shows.
+    The permutation of each axis group maximises :math:`\sum_i C_{i p(i)}`, with the correlations (or mean products)
+    :math:`C` of activations, exactly and in one pass. Where the activations' sign is free, :math:`|C|` counts. Cells
+    and blocks are respected. Given these permutations, weights determine the rest: other signs, scales, and groups that
+    no module's output shows.
 
-    Under `torch.distributed` each rank passes its own batches, and all get the same match.
+    With `torch.distributed`, each rank passes its own batches, and all get the same match.
 
     Args:
         symmetry: The symmetry of the architecture.
         a: The reference. Not changed.
-        b: The network that is moved. Not changed.
-        data: Batches (of a tuple or list the first entry is used), or moments of ``a`` and ``b``, reduced by the
-            caller.
-        measure: "correlation", or "product": uncentred, depends on the units' scales.
-        scales: Whether magnitudes (and shifts of biases in front of batch norms) may change.
+        b: The network to align. Not changed.
+        data: Batches (of a tuple or list the first entry is used), or moments of ``a`` and ``b``, already reduced.
+        measure: "correlation", or "product": uncentred, and dependent on the units' scales.
+        scales: Whether positive scales (and translations of biases before batch norms) may change.
         signs: Whether signs may change.
-        balance: Whether both networks are brought to the balanced gauge before signs and other groups are matched by
-            weights; ignored without ``scales``.
-        refine: As for :func:`weight_matching`.
-        seed: Seed of the order in which groups without activations are matched.
+        balance: Whether to bring both networks to the balanced gauge before weights determine signs and other groups;
+            ignored without ``scales``.
+        refine: See :func:`weight_matching`.
+        seed: Seed of the order of groups without activations.
 
     Returns:
         The match.
 
     Raises:
-        ValueError: If a network is not of the traced architecture or not finite, there are no data or moments of
-            another architecture, or `measure` is unknown.
+        ValueError: If a network is not of the traced architecture or not finite; if there are no data; if the moments
+            belong to another architecture; or if `measure` is unknown.
 
     References:
         Li et al. (2016), "Convergent Learning", arXiv:1511.07543; Ainsworth et al. (2022), section 3.1,
@@ -276,7 +273,7 @@ def activation_matching(
                 chosen.update(best_blocks(system, tables, {})[1])
         chosen |= {index: within_cells(groups[index], own) for index, own in tables.items() if index not in chosen}
         for index in moments.mixed_orbits:
-            chosen.pop(index, None)  # permutations are among what mixes them
+            chosen.pop(index, None)  # the matrices that mix it include permutations
         compared = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
         descent = Descent(compared, signs=signs, device=where)
         parts = descent.parts_of(chosen)
@@ -289,7 +286,7 @@ def activation_matching(
         descent.restart(symmetry.identity().replaced(**parts))
         undecided = {}
         for index, own in chosen.items():
-            # What was never active in either network is undecided: by weights, among itself.
+            # Units that are inactive in both networks are undecided: weights match them to one another.
             nothing = tables[index].tables[0] == 0
             silent = nothing.all(1) & nothing.all(0)[own.source]
             undecided[index] = tuple(kept for cell in groups[index].cells if len(kept := cell[silent[cell]]))
@@ -312,15 +309,15 @@ def activation_matching(
 
 
 def _gain(moments: ActivationMoments, group: MatchingGroup, name: str, measure: str, signs: bool) -> Gain:
-    """Return what is won where a group's units change places, by their activations."""
+    """Return the gains of a group's pairs of units, by their activations."""
     table = moments.correlation(name) if measure == "correlation" else moments.product(name)
-    # Of several signs that show in one place any one will do; a unit's own is the more exact choice.
+    # Any one of several visible signs will do; a unit's own is the more exact choice.
     visible = [k for k in (*group.free, *group.shared) if k in moments.visible_signs[name]]
     return Gain({tuple(visible[:1] if signs else ()): table}, signs, group.shared)
 
 
 def _moments_of(symmetry: Symmetry, a: nn.Module, b: nn.Module, data: Batches | ActivationMoments) -> ActivationMoments:
-    """Return the moments over the batches of all ranks, or those that were given."""
+    """Return the moments over the batches of all ranks, or the given ones."""
     if isinstance(data, ActivationMoments):
         check_networks(symmetry, a=a, b=b)
         if data.symmetry.fingerprint != symmetry.fingerprint:
@@ -337,6 +334,6 @@ def _moments_of(symmetry: Symmetry, a: nn.Module, b: nn.Module, data: Batches | 
         moments.reduce()
     if not min(moments.samples.values(), default=0):
         raise ValueError(
-            "there are no activations; pass at least one batch, and a network whose modules show its units."
+            "there are no activations; pass at least one batch, and a network with modules that show its units."
         )
     return moments

@@ -1,4 +1,4 @@
-"""What matching starts from: checked networks, in the balanced gauge, as tensors of one dtype."""
+"""Preparation for matching: checks, the balanced gauge, and tensors of one dtype."""
 
 import math
 from collections.abc import Mapping
@@ -15,10 +15,14 @@ from lightning_sym.symmetry.views import ConvertedTensors
 
 
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
-    """Check that networks, named by the keys, are of the traced architecture and finite, also when squared.
+    """Check that networks have the traced architecture, and that values and their squares are finite.
+
+    Args:
+        symmetry: The symmetry.
+        **networks: The networks; error messages use the keys.
 
     Raises:
-        ValueError: If one is not.
+        ValueError: If one does not.
     """
     for which, network in networks.items():
         try:
@@ -39,12 +43,15 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
 
 
 def balanced(symmetry: Symmetry, network: nn.Module, *, signs: bool = True) -> tuple[nn.Module, Element]:
-    """Return the network in the balanced gauge, and the element that brings it there.
+    """Bring a network to the balanced gauge.
 
     Args:
-        symmetry: The network's.
+        symmetry: Symmetry of the network.
         network: Not changed.
-        signs: Whether gains between which streams rotate may change their signs; they are positive then.
+        signs: Whether to make the gains of rotated streams positive.
+
+    Returns:
+        The balanced network, and the element that maps the given one to it.
     """
     element = balanced_element(symmetry, network, signs=signs)
     return symmetry.act(element, network), element
@@ -52,15 +59,15 @@ def balanced(symmetry: Symmetry, network: nn.Module, *, signs: bool = True) -> t
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Two networks as they are compared, in the balanced gauge or as they are: as elements, so that nothing is copied.
+    """Two networks and their gauges: elements, applied on the fly without copies.
 
     Attributes:
-        symmetry: The symmetry of both.
-        a: The reference as it is.
-        b: The other network as it is.
-        left: Brings the reference to where it is compared; None if that is where it is.
-        right: The same of the other one.
-        balanced: Whether that is the balanced gauge, so that scales are handed over in the end.
+        symmetry: Symmetry of both networks.
+        a: The reference, as given.
+        b: The other network, as given.
+        left: Maps the reference to its gauge; None for the identity.
+        right: Maps the other network to its gauge; None for the identity.
+        balanced: Whether the gauge is the balanced one, so that the result needs the reference's scales.
     """
 
     symmetry: Symmetry
@@ -72,28 +79,28 @@ class Comparison:
 
     @property
     def is_even(self) -> bool:
-        """Whether balancing hardly changes the proportions of units: then they are as well compared as they are."""
+        """Whether balancing hardly changes the proportions of units, so that it is unnecessary."""
         if not self.balanced or self.left is None or self.right is None:
             return False
         return all(own.is_even(self.left.parts[own.name], self.right.parts[own.name]) for own in self.symmetry.factors)
 
     def target(self, device: torch.device) -> Mapping[str, Tensor]:
-        """Return the parameters of the reference as they are compared, on a device, in at least single precision."""
+        """Return the reference's parameters in its gauge, on a device, in at least single precision."""
         return working(self.a, self.symmetry, device, element=self.left)
 
     def start(self, device: torch.device, element: Element | None = None) -> Mapping[str, Tensor]:
-        """Return the parameters of the other network as they are compared, on a device, in the reference's dtypes.
+        """Return the other network's parameters in its gauge, on a device, in the reference's dtypes.
 
         Args:
             device: The device.
-            element: Moves them from there.
+            element: Applied to them in addition.
         """
         if self.right is not None:
             element = self.right if element is None else self.symmetry.compose(element, self.right)
         return working(self.b, self.symmetry, device, like=self.symmetry.tensors(self.a), element=element)
 
     def back(self, element: Element) -> Element:
-        """Return the element of ``b`` as it is for one of what is compared; it brings ``b`` to the scales of ``a``."""
+        """Convert an element between the gauges to one for ``b`` as given, with the scales of ``a``."""
         if self.right is not None:
             element = self.symmetry.compose(element, self.right)
         if self.left is None:
@@ -103,14 +110,14 @@ class Comparison:
         return self.symmetry.compose(self.symmetry.inverse(self.left), element)
 
     def forth(self, element: Element) -> Element:
-        """Return the element of what is compared for one of ``b`` as it is."""
+        """Convert an element for ``b`` as given to one between the gauges."""
         if self.right is not None:
             element = self.symmetry.compose(element, self.symmetry.inverse(self.right))
         return element if self.left is None else self.symmetry.compose(self.left, element)
 
 
 def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True) -> Comparison:
-    """Return how two networks are compared: balanced, or as they are."""
+    """Choose the gauges for the comparison of two networks: balanced, or only as far as no norms are involved."""
     if not balance:
         if not signs:
             return Comparison(symmetry, a, b)
@@ -126,14 +133,14 @@ def working(
     like: Mapping[str, Tensor] | None = None,
     element: Element | None = None,
 ) -> Mapping[str, Tensor]:
-    """Return the parameters on a device, in the dtypes of others or else their own, in at least single precision.
+    """Return the parameters on a device, in at least single precision.
 
     Args:
         network: Not changed.
-        symmetry: The network's.
+        symmetry: Symmetry of the network.
         device: The device.
-        like: Tensors of the same names; None for those of the network itself.
-        element: Moves the parameters; they are made anew whenever one is asked for then.
+        like: Tensors by name that determine the dtypes; by default the network's own.
+        element: Applied to the parameters, which are then computed on each access.
     """
     given = converted(network, symmetry, device, like)
     if element is None:
@@ -144,12 +151,12 @@ def working(
 def converted(
     network: nn.Module, symmetry: Symmetry, device: torch.device, like: Mapping[str, Tensor] | None = None
 ) -> Mapping[str, Tensor]:
-    """Return all tensors of a network, buffers included; see :func:`working`."""
+    """Return all tensors of a network, including buffers; see :func:`working`."""
     return _Working(symmetry.tensors(network), device, like)
 
 
 class _Working(ConvertedTensors):
-    """A network's tensors on a device, in the dtypes of others or else their own, in at least single precision."""
+    """A network's tensors on a device, in given dtypes, in at least single precision."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], device: torch.device, like: Mapping[str, Tensor] | None = None
@@ -166,20 +173,20 @@ class _Working(ConvertedTensors):
 def to_gauge_of(
     symmetry: Symmetry, reference: nn.Module, gauge: Element, network: nn.Module, element: Element
 ) -> Element:
-    """Return the element that brings a balanced network to the scales of a reference: docs/theory/matching.md, 1.5.
+    """Return the element that maps a balanced network to the scales of a reference (docs/theory/matching.md, 1.5).
 
-    A unit gets the scale of the reference's unit in its place. Of a unit that is nearly dead the scale says nothing:
-    with incoming weights of norm 1 and outgoing ones of 1e-8 it would make another's outgoing weights 1e8 times smaller
-    than its incoming ones. Where a unit would so come to be much larger than both its reference and its own balanced
-    form, the ratio of incoming to outgoing weights is taken from the reference's unit with the unit's least norm added
-    to both sides. Running variances are not made negative where the reference's are not.
+    A unit gets the scale of the corresponding unit of the reference. The scale of a nearly dead unit is meaningless:
+    with incoming weights of norm 1 and outgoing ones of 1e-8, it would make another unit's outgoing weights 1e8 times
+    smaller than its incoming ones. A unit is out of proportion if it would exceed both its reference and its own
+    balanced form. It then gets the reference's ratio of incoming to outgoing norms, with its own least norm added to
+    both. Running variances stay non-negative where the reference's are.
 
     Args:
         symmetry: Symmetry of both networks.
-        reference: The network whose scales are wanted. Not changed.
-        gauge: Brings the reference to the balanced gauge.
+        reference: The network with the wanted scales. Not changed.
+        gauge: Maps the reference to the balanced gauge.
         network: The other network. Not changed.
-        element: Brings it to the balanced gauge, its units in the places of the reference's.
+        element: Maps it to the balanced gauge, with units aligned to the reference's.
 
     Returns:
         The inverse of the gauge, with other scales for units out of proportion.
@@ -199,6 +206,6 @@ def to_gauge_of(
         )
         return math.fsum(float((one - two).square().sum()) for one, two in pairs)
 
-    # Scales first: the shifts of `back` bring biases in front of batch norms to those of the reference. Tilts change
-    # norms, too, so that what is handed over exactly may seem to be out of proportion.
+    # Scales first: the translations of `back` bring biases before batch norms to those of the reference. Rank-one maps
+    # change norms as well, and can make exact scales seem out of proportion.
     return min(back, symmetry.compose(back, symmetry.identity().replaced(**parts)), key=distance)

@@ -1,4 +1,4 @@
-"""Coordinate descent on the inner product of one network's parameters with those of a member of another's orbit."""
+"""Coordinate descent: align a network to a reference within its orbit."""
 
 import functools
 import itertools
@@ -34,36 +34,36 @@ from lightning_sym.symmetry.group.factor import Factor
 from lightning_sym.symmetry.matching.balanced import Comparison
 from lightning_sym.symmetry.proof import compute_the_same
 
-# Which moves there are: docs/theory/matching.md, 1.7.
+# The kinds of moves: docs/theory/matching.md, 1.7.
 FREEDOM = ("permutations", "blocks", "matrices", "rotations")
 
-# Relative to the squared distance: what is smaller is no improvement.
+# Smaller decreases, relative to the squared distance, are no improvement.
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
-# Of the squared distance: what turning streams again has to win, as everything else has to be looked at again then.
+# Least decrease, relative to the squared distance, that justifies another rotation of streams: all else is revisited.
 _WORTH = 5e-3
-_MOST_TURNS = 10  # of streams and cells, before all else is assigned again
-_ROUNDING = 10.0  # so many units of rounding may be between equal networks, relative to their norm
-# Squared distances this many times larger than norms of tensors call for: two networks of one orbit may not be matched.
+_MOST_TURNS = 10  # rotations of streams and cells, before all else is assigned again
+_ROUNDING = 10.0  # rounding between equal networks, in units of machine epsilon relative to their norm
+# If the squared distance exceeds the bound from tensor norms by this factor, networks of one orbit may be unmatched.
 _SUSPICIOUS = 1e4
-_ALIKE = 1e-4  # norms of tensors on one orbit agree to rounding; those of networks from two seeds differ more than that
+_ALIKE = 1e-4  # on one orbit, norms of tensors agree to rounding; with other seeds they differ by more than this
 
 
 class Descent:
-    """Coordinate descent. Holds the parameters of A and those of the current member of B's orbit.
+    """Coordinate descent. Holds the parameters of A and those of the current point of B's orbit.
 
     Args:
-        compared: Both networks as they are compared: A, the reference, and B, which is moved.
+        compared: Both networks: A, the reference, and B, which is aligned.
         signs: Whether signs may change.
-        device: Where gains are computed, in A's dtypes.
-        freedom: Some of :data:`FREEDOM`: which moves there are.
+        device: Device for the gains, in A's dtypes.
+        freedom: A subset of :data:`FREEDOM`: the allowed moves.
 
     Attributes:
-        symmetry: Symmetry of both.
+        symmetry: Symmetry of both networks.
         target: A's parameters, by name.
-        current: Those of the current member of B's orbit.
-        element: Brings B there.
-        groups: What there is to be assigned.
-        systems: What blocks change places.
+        current: Parameters of the current point of B's orbit, by name.
+        element: Maps B to that point.
+        groups: The groups to assign.
+        systems: The blocks to permute.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Descent:
         self.freedom = frozenset(freedom)
         self.groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
         self.systems = block_systems(symmetry.structure, self.groups) if "blocks" in self.freedom else []
-        self._held: set[int] = set()  # the groups that keep their assignment
-        self._kept_signs: dict[int, set[int]] = {}  # by group, the columns of signs that are not to be flipped alone
-        # By weight, the biases that take up what flips of its columns add.
+        self._held: set[int] = set()  # groups that keep their assignment
+        self._kept_signs: dict[int, set[int]] = {}  # by group, columns of signs that must not be flipped separately
+        # By weight, the biases that absorb flips of its columns.
         self._absorbing: dict[str, list[str]] = {}
         for bias, weight, _, _ in symmetry.structure.absorbed:
             self._absorbing.setdefault(weight, []).append(bias)
@@ -91,9 +91,9 @@ class Descent:
         self._squares: dict[str, float] = {}
         self.element = self.identity = symmetry.identity()
         self.restart(self.identity)
-        # By group, what mixes its units when all else has settled; emptied where that is given.
+        # By group, factors that mix its units once all else has settled.
         self.late: dict[int, list[Factor[Any]]] = {}
-        self._settled: dict[int, frozenset[int]] = {}  # by group, the columns of signs that are not sought
+        self._settled: dict[int, frozenset[int]] = {}  # by group, columns of signs that are not searched
         self.open_signs: list[Ints] = []
         for factor in symmetry.factors:
             for index in [group.index for group in self.groups] if factor.late and factor.freedom in freedom else ():
@@ -106,35 +106,35 @@ class Descent:
         dtypes = {tensor.dtype for tensor in self.current.values()}
         self._negligible = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0)
         self._rounding = max((_ROUNDING * torch.finfo(dtype).eps for dtype in dtypes), default=0.0) * math.sqrt(both[0])
-        # By group, those whose gains change with its units' places: its own, too, if it stands on two axes at once.
+        # By group, those with gains that depend on its permutation; includes the group itself if it indexes two axes.
         self._neighbours = {
             g.index: {h.index for h in self.groups if h.tensors & g.tensors and (h is not g or g.quadratic)}
             for g in self.groups
         }
 
     def _square(self, name: str, tensor: Tensor) -> float:
-        # Of the difference, which is exact where both are nearly equal; in inner products half of the digits are lost.
+        # Differences are exact where both are nearly equal; inner products would lose half of the digits.
         return squared_difference(self.target[name], tensor)
 
     @property
     def squared_distance(self) -> float:
-        """The square of the distance of A's parameters and the current ones."""
+        """The squared distance between A's parameters and the current ones."""
         return math.fsum(self._squares.values())
 
     @property
     def objective(self) -> float:
-        """The inner product of A's parameters with the current ones, less half of what their square has grown."""
+        """Inner product of A's parameters with the current ones, minus half the growth of their squared norm."""
         return self._half - self.squared_distance / 2
 
     def _no_improvement(self, square: float) -> float:
-        """Return by how much a squared distance has to fall, that it is not rounding."""
+        """Return the largest decrease of a squared distance that may be rounding."""
         return self._negligible * square + self._rounding * math.sqrt(square) + self._rounding**2
 
     def suspicious(self, element: Element) -> bool:
-        """Whether a member of B's orbit may be far from A although both networks are of one orbit, or nearly so.
+        """Return whether a point of B's orbit may be far from A although both networks are (nearly) of one orbit.
 
-        It is much farther than rounding, and norms of tensors, which hardly any move changes, ask for much less;
-        or both networks compute the same. A member that is near says by itself that nothing is missed.
+        This requires a distance far above rounding. In addition, norms of tensors, which hardly any move changes, must
+        suggest a much smaller one, or both networks must compute the same function. A point near A is never suspicious.
         """
         if not self.signs or self.freedom != set(FREEDOM):
             return False
@@ -145,14 +145,14 @@ class Descent:
             (float(self.target[name].norm()), float(own.norm()), own.numel()) for name, own in self.current.items()
         ]
         least = math.fsum((one - two) ** 2 for one, two, _ in norms)
-        # In all, and one by one: where batch norms follow, most of the norms are the same for all networks, balanced.
+        # Overall and one by one: before batch norms, most balanced norms are the same for all networks.
         alike = all(abs(one - two) <= _ALIKE * (1 + 30 / math.sqrt(n)) * (one + two) for one, two, n in norms if n)
         if alike and least <= _ALIKE**2 * 2 * self._half:
             return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
         return compute_the_same(self.compared.symmetry.examples, self.compared.a, self.compared.b)
 
     def restart(self, element: Element) -> None:
-        """Begin again at a member of B's orbit."""
+        """Continue from another point of B's orbit."""
         if self.current and element is self.element:
             return
         self.element = element
@@ -162,11 +162,11 @@ class Descent:
             self._squares[name] = self._square(name, tensor)
 
     def hold(self, cells: Mapping[int, tuple[Ints, ...]], signs: Mapping[int, set[int]]) -> None:
-        """Keep some groups as they are.
+        """Keep some groups fixed.
 
         Args:
-            cells: By the group's number, the units of it that may yet change places with one another.
-            signs: By the group's number, the columns of its table of signs that are not to be flipped.
+            cells: By group index, the units that may still be permuted with one another.
+            signs: By group index, the columns of its sign table that must not be flipped.
         """
         self._held = {index for index, free in cells.items() if not free}
         for index, free in cells.items():
@@ -175,7 +175,7 @@ class Descent:
         self._kept_signs = dict(signs)
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        # What acts between gains needs these, which may belong to other groups (heads share them).
+        # Factors that act between gains need these, which may belong to other groups (heads share them).
         acting = [own for own in self.symmetry.factors if own.gains and not own.is_identity(element.parts[own.name])]
         gains = {name for own in acting for name in own.gains}
         wanted = dict.fromkeys(names)
@@ -189,12 +189,12 @@ class Descent:
     def gain(
         self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None, names: Collection[str] | None = None
     ) -> Gain:
-        """Return the gain of each permutation of a group's units, with all other groups fixed.
+        """Return the gain of each pair of units of a group, with all other groups fixed.
 
         Args:
             group: The group.
-            current: The parameters of B; by default the current ones.
-            names: The parameters that count; by default all.
+            current: Parameters of B; by default the current ones.
+            names: Parameters that count; by default all.
         """
         current = self.current if current is None else current
         size = len(group.units)
@@ -214,7 +214,7 @@ class Descent:
         return Gain(parts, self.signs and group.index not in self._settled, group.shared)
 
     def pair_gains(self, group: MatchingGroup, gain: Gain) -> dict[tuple[int, str], Tensor]:
-        """Return what the mixers of a group say of pairs of its units, with all other groups fixed."""
+        """Return the mixers' gains for pairs of units of a group, with all other groups fixed."""
 
         def gained(mixer: Factor[Any], part: Part | None) -> Tensor:
             if part is None:
@@ -233,7 +233,7 @@ class Descent:
         return self.symmetry.identity().replaced(**parts)
 
     def attempt(self, parts: Mapping[str, Part], tensors: Iterable[str]) -> bool:
-        """Let parts act, which change these tensors, if that is an improvement; return whether it was."""
+        """Apply parts that change the named tensors, if this reduces the distance; return whether it did."""
         element = self._element(parts)
         names = dict.fromkeys(name for name in tensors if name in self.current)
         names |= dict.fromkeys(bias for name in names for bias in self._absorbing.get(name, ()))
@@ -248,17 +248,17 @@ class Descent:
         return True
 
     def parts_of(self, chosen: Mapping[int, Chosen], *moved: Ints) -> dict[str, Part]:
-        """Return the parts that bring the chosen units to their places; and other units, given the places first."""
+        """Return the parts that apply assignments; `moved` holds the places of further units, and these units."""
         return parts_of(self.symmetry.factors, self.groups, chosen, *moved)
 
     def _improve_group(self, group: MatchingGroup) -> bool:
-        """Assign a group's units, or turn them."""
+        """Assign a group's units, or rotate them."""
         if self._mix(group, [mixer for mixer in group.mixers if mixer.freedom in self.freedom]):
             return True
         return group.assigned and "permutations" in self.freedom and self._assign(group)
 
     def _assign(self, group: MatchingGroup, names: Collection[str] | None = None) -> bool:
-        """Assign a group's units by the gains of all parameters, or of some."""
+        """Assign a group's units by the gains of all parameters, or of the named ones."""
         gain = self.gain(group, names=names)
         if not gain.parts:
             return False
@@ -267,10 +267,10 @@ class Descent:
         return chosen.moves and self.attempt(self.parts_of({group.index: chosen}), group.tensors)
 
     def pass_forward(self) -> None:
-        """Assign groups in the order of the layers, each by the parameters on which all others are assigned already.
+        """Assign groups in the order of the layers, each by parameters with all other axes aligned.
 
-        What stands on other axes in another order tells nothing of a group: with it, descents end farther away, and
-        later. Units that are mixed, and blocks, are assigned in sweeps only.
+        Unaligned axes add only noise to a group's gains: with them, descents end later and farther away. Units that are
+        mixed, and blocks, are assigned in sweeps only.
         """
         if "permutations" not in self.freedom:
             return
@@ -298,10 +298,10 @@ class Descent:
             self._assign(group, names)
 
     def _mix_late(self, indices: Sequence[int]) -> set[int]:
-        """Mix some groups' units, and the cells that read and write them, in turn while that is worth while.
+        """Mix some groups' units, and the cells that read and write them, in turn while the gain is large enough.
 
         Returns:
-            The groups that have moved.
+            The groups that changed.
         """
         moved: set[int] = set()
         for _ in range(_MOST_TURNS):
@@ -315,13 +315,13 @@ class Descent:
         return moved
 
     def mix_cells(self) -> None:
-        """Mix units that are not assigned, where they are."""
+        """Mix all units that are not assigned, without permuting others."""
         for group in self.groups:
             if not group.assigned:
                 self._improve_group(group)
 
     def _mix(self, group: MatchingGroup, mixers: Iterable[Factor[Any]]) -> bool:
-        """Let some factors act on a group's units, where they are, as brings the networks nearest."""
+        """Apply the optimal parts of some factors to a group's units."""
         improved = False
         for mixer in mixers:
             part = mixer.best_match(self.target, self.current, group.index)
@@ -330,7 +330,7 @@ class Descent:
         return improved
 
     def _improve_blocks(self, system: Blocks) -> bool:
-        """Let blocks change places, their members in the best order."""
+        """Permute blocks, with optimal assignments of their members."""
         groups = system.groups
         gains = {index: self.gain(group) for index, group in groups.items()}
         if not all(gain.parts for gain in gains.values()):
@@ -349,7 +349,7 @@ class Descent:
         return self.attempt(parts, frozenset().union(*(group.tensors for group in groups.values())))
 
     def improve_alone(self, *, every: bool = True) -> bool:
-        """Let factors try steps of their own; signs alone only where assignments miss some, or with `every`."""
+        """Let factors try additional steps; signs only where assignments miss some, or with `every`."""
         columns = [
             (group, k, column) for group in self.groups if group.assigned for k, column in enumerate(group.signs.T)
         ]
@@ -360,11 +360,11 @@ class Descent:
             if self.signs and loose
             if k not in self._settled.get(group.index, ()) and k not in self._kept_signs.get(group.index, ())
         ]
-        improved = [factor.improve(self) for factor in self.symmetry.factors]  # of all
+        improved = [factor.improve(self) for factor in self.symmetry.factors]  # no short-circuit
         return any(improved)
 
     def slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
-        """Return the tensors that generators flip, in columns, and the inner products there, by generator."""
+        """Return the tensors flipped by generators (columns of `acting`), and the inner products there by generator."""
         rows = np.unique(acting.indices)
         slopes = np.zeros(acting.shape[1])
         names = []
@@ -384,7 +384,7 @@ class Descent:
 
         Args:
             generator: Generator for the order of groups.
-            most: Most sweeps.
+            most: Maximum number of sweeps.
 
         Yields:
             The objective after each sweep.
@@ -400,13 +400,13 @@ class Descent:
             turning.update((near | indices) & able & set(self.late))
             dirty_systems.update(n for n, system in enumerate(self.systems) if (near | indices) & set(system.groups))
 
-        last = math.inf  # the squared distance when streams were turned last
+        last = math.inf  # squared distance at the last rotation of streams
         for _ in range(most):
             if not (dirty or dirty_systems):
                 now = self.squared_distance
                 if not turning or not now <= (1 - _WORTH) * last:
                     return
-                # Late ones last of all: while units are as they were, assignments can still recognise them.
+                # Late factors come last: before they act, assignments can still recognise units.
                 touch(self._mix_late(sorted(turning)))
                 turning -= set(self.late)
                 last = now
@@ -418,7 +418,7 @@ class Descent:
                     touch(set(self.systems[number].groups))
                     dirty.update(able & set(self.systems[number].groups))
             order = torch.randperm(len(self.groups), generator=generator).tolist()
-            # Mixed ones last: they would spoil what assignments can still recognise.
+            # Mixed groups come last: before, assignments can still recognise units.
             for index in sorted(order, key=lambda index: not self.groups[index].assigned):
                 if index in dirty:
                     dirty.discard(index)
@@ -434,9 +434,9 @@ class Descended:
     """The best of several descents.
 
     Attributes:
-        element: Brings B to the best member of its orbit that was found.
-        objective: Before and after every sweep of the best descent.
-        sweeps: Their number.
+        element: Maps B to the best point of its orbit that was found.
+        objective: The objective before and after every sweep of the best descent.
+        sweeps: Number of sweeps of the best descent.
         restarts: The final objective of every descent.
     """
 
@@ -456,9 +456,9 @@ def descend(
     turned: bool = True,
     progress: bool = False,
 ) -> Descended:
-    """Descend several times; the arguments are those of :func:`lightning_sym.symmetry.weight_matching`.
+    """Descend several times; for the arguments see :func:`lightning_sym.symmetry.weight_matching`.
 
-    With ``turned=False`` cells are turned before anything else, which has its place where the start has it.
+    With ``turned=False`` cells are rotated before anything else, for a start that is aligned except inside them.
     """
     symmetry = descent.symmetry
     histories: list[tuple[Element, list[float]]] = []

@@ -1,4 +1,4 @@
-"""Directions along a network's orbit: a gradient with respect to weights becomes one with respect to the group.
+"""Orbit directions: pull gradients back from weights to the group.
 
 See docs/theory/matching.md, 3.1.
 """
@@ -12,10 +12,10 @@ from lightning_sym.symmetry.group.element import Element
 
 
 class OrbitDirections:
-    """The continuous part of a symmetry group near the identity, in coordinates that are 0 there.
+    """Coordinates of the continuous part of a symmetry group near the identity, where they are 0.
 
-    Those of all factors that have coordinates: logarithms of scales, antisymmetric matrices for streams, any matrices
-    for dense cells, and angles of planes. Shifts and tilts have none.
+    They are those of all factors with coordinates: logarithms of scales, antisymmetric matrices for streams, arbitrary
+    matrices for GL(d) blocks, and angles of rotary pairs. Translations and rank-one maps have none.
 
     Args:
         symmetry: The symmetry.
@@ -30,20 +30,20 @@ class OrbitDirections:
         self.shapes = {name: shape for name, shape in found.items() if shape[0]}
 
     def element(self, coordinates: Mapping[str, Tensor]) -> Element:
-        """Return the element of the group at these coordinates: the exponential of each kind by itself."""
+        """Return the element at these coordinates: the exponential of each kind separately."""
         given = {name: own.detach().double().cpu() for name, own in coordinates.items()}
         parts = {own.name: own.at(given) for own in self.symmetry.factors if own.coordinates().keys() & given.keys()}
         return self.symmetry.identity().replaced(**parts)
 
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the derivative of a loss of the moved weights with respect to the coordinates, at 0.
+        """Return the derivative of a loss of the transformed weights with respect to the coordinates, at 0.
 
         Args:
             weights: The network's parameters, by name.
-            gradients: Those of the loss with respect to them; of the same names and shapes.
+            gradients: Gradients of the loss with respect to them; of the same names and shapes.
 
         Returns:
-            By the names of the coordinates, of their shapes; float64, on the CPU.
+            The derivatives, by coordinate name, of the coordinates' shapes; float64, on the CPU.
         """
         weights = {name: weights[name].detach().double().cpu() for name in gradients}
         gradients = {name: gradient.detach().double().cpu() for name, gradient in gradients.items()}

@@ -1,4 +1,4 @@
-"""How far apart two networks are up to symmetry: bounds from above and below."""
+"""Upper and lower bounds for the distance between two networks up to symmetry."""
 
 import itertools
 import math
@@ -21,12 +21,12 @@ from lightning_sym.symmetry.matching.weights import form_to_form
 
 @dataclass(frozen=True, eq=False)
 class OrbitDistance:
-    """Bounds for the distance of two networks up to symmetry, both in the balanced gauge.
+    """Bounds for the distance between two networks up to symmetry, both in the balanced gauge.
 
     Attributes:
-        upper: Distance to a member of the orbit that was found.
-        lower: No member of the orbit is nearer than this, up to rounding. 0 where no bound is known.
-        notes: What the bounds leave out, and why.
+        upper: Distance to a point of the orbit.
+        lower: A lower bound for all points of the orbit, up to rounding. 0 if no bound is known.
+        notes: Weights that the bounds ignore, with reasons.
     """
 
     upper: float
@@ -51,37 +51,37 @@ def orbit_distance(
     max_sweeps: int = 100,
     device: torch.device | str | None = None,
 ) -> OrbitDistance:
-    r"""Bound the distance of two networks up to symmetry: :math:`\min_g |\theta_a - g\,\theta_b|`, both balanced.
+    r"""Bound the distance between two networks up to symmetry: :math:`\min_g |\theta_a - g\,\theta_b|`, both balanced.
 
-    The upper bound is that of :func:`weight_matching`. The lower bound is a relaxation: parameters on which one axis
-    group stands, on one axis, are matched exactly for that group alone; all others are compared as sorted lists of
-    numbers, which no permutation of their entries can beat (of absolute values, where signs are free). With one axis
-    group both bounds agree. Where matrices mix units (the values of an attention head), balancing leaves orthogonal
-    ones, which change no singular value: those of all cells of a kind are compared in their order; so are those of all
-    that stands on a stream that rotates. The upper bound is then also looked for between the canonical forms, which
-    agree on one orbit; so it is where both networks look like members of one orbit.
+    The upper bound is that of :func:`weight_matching`. The lower bound is a relaxation. Parameters that one axis group
+    indexes, on one axis, are matched exactly for that group alone. All others are compared as sorted lists of numbers
+    (of absolute values, where signs are free), a lower bound over all permutations of entries. With one axis group both
+    bounds agree. Where matrices mix units (the values of a head), balancing leaves orthogonal ones, which preserve
+    singular values: those of all blocks of a kind are compared in sorted order. The same holds for all weights on a
+    rotated stream. In these cases, and for networks that seem to lie on one orbit, the upper bound also considers the
+    canonical forms, which coincide on one orbit.
 
     Args:
         symmetry: The symmetry of the architecture.
         a: The first network.
         b: The second network.
-        balance: Whether both are balanced first. Without it, magnitudes are compared as they are.
+        balance: Whether to balance both networks first; otherwise scales are compared unchanged.
         signs: Whether signs are free.
-        restarts: As for :func:`weight_matching`.
-        seed: As for :func:`weight_matching`.
-        max_sweeps: As for :func:`weight_matching`.
-        device: As for :func:`weight_matching`.
+        restarts: See :func:`weight_matching`.
+        seed: See :func:`weight_matching`.
+        max_sweeps: See :func:`weight_matching`.
+        device: See :func:`weight_matching`.
 
     Returns:
         Both bounds.
 
     Raises:
-        ValueError: As for :func:`weight_matching`.
+        ValueError: See :func:`weight_matching`.
 
     Note:
-        The bounds are for permutations, signs and rotations of the balanced networks; with scales left free, in the
-        space of the weights as they are, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no
-        balanced form; it is left as it is.
+        The bounds hold for permutations, signs and rotations of the balanced networks. For distances between orbits
+        with free scales, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no balanced form and
+        stays unchanged.
     """
     check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)
@@ -97,11 +97,11 @@ def orbit_distance(
         if hidden or (balance and descent.suspicious(found.element)):
             initial = compared.forth(form_to_form(symmetry, a, b))
             found = descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial, turned=False)
-            elements += [found.element, *[initial] * unknown]  # beside which no bound stands
+            elements += [found.element, *[initial] * unknown]  # there is no lower bound to respect
         upper = math.inf
         for element in elements:
             descent.restart(element)
-            # Subtracted, not computed from inner products: near 0 these cancel.
+            # Computed from differences: inner products cancel near 0.
             upper = min(upper, math.sqrt(descent.squared_distance))
         notes = tuple(note for own, _ in said for note in own)
         lower = 0.0 if unknown else min(lower_bound(descent), upper)
@@ -109,11 +109,11 @@ def orbit_distance(
 
 
 def lower_bound(descent: Descent) -> float:
-    """Return a distance below which no permutation and no signs bring A's parameters and B's.
+    """Return a lower bound for the distance between A's parameters and B's under all permutations and signs.
 
-    Parameters on which one axis group stands, on one axis, are matched exactly for that group alone; of all others the
-    entries are compared in their order, or what matrices do not change. Other weights of which factors say that bounds
-    see nothing (planes that are turned) are left out.
+    Parameters that one axis group indexes, on one axis, are matched exactly for that group alone. For all others,
+    sorted entries are compared, or invariants under matrices. Weights that factors exclude from bounds (rotary pairs)
+    are ignored.
     """
     structure, beginning = descent.symmetry.structure, descent.compared.start(descent.device)
     owners: dict[str, list[MatchingGroup]] = {}
@@ -153,7 +153,7 @@ def lower_bound(descent: Descent) -> float:
 
 
 def _in_order(one: Tensor, two: Tensor, signed: bool) -> float:
-    """Return the least square of the distance over all permutations of entries (and signs)."""
+    """Return the least squared distance over all permutations (and signs) of entries."""
     lists = [(t.abs() if signed else t).flatten().sort().values for t in (one, two)]
     return float((lists[0] - lists[1]).square().sum())
 
@@ -161,7 +161,7 @@ def _in_order(one: Tensor, two: Tensor, signed: bool) -> float:
 def _of_group(
     descent: Descent, group: MatchingGroup, target: Mapping[str, Tensor], start: Mapping[str, Tensor]
 ) -> float:
-    """Return the least square of the distance of some parameters on which only this group stands, on one axis."""
+    """Return the least squared distance over one group, for parameters that it alone indexes, on one axis."""
     slices = {
         pattern: kept
         for pattern, parts in group.slices.items()
@@ -171,16 +171,16 @@ def _of_group(
     rows = {pattern: (stacked(kept, target, size), stacked(kept, start, size)) for pattern, kept in slices.items()}
     gain = Gain({pattern: one @ two.T for pattern, (one, two) in rows.items()}, descent.signs)
     if not gain.exact or (descent.signs and len(group.free) < group.signs.shape[1]):
-        # Shared signs, or too many: the bound by absolute values.
+        # Shared signs, or too many: fall back to absolute values.
         return sum(_in_order(target[name], start[name], True) for name in target)
-    # Blocks may change places: relaxed to all permutations.
+    # Blocks may be permuted: relaxed to all permutations.
     whole = replace(group, cells=(np.arange(size),)) if descent.systems else group
     chosen = within_cells(whole, Tables(gain))
     total = 0.0
     for pattern, (one, two) in rows.items():
         moved = two[torch.from_numpy(chosen.source)] * torch.from_numpy(chosen.sign(pattern))[:, None]
         total += float((one - moved).square().sum())
-    # Entries of these parameters at which no unit of the group stands are fixed.
+    # Entries of these parameters outside the group's positions are fixed.
     for name, tensor in target.items():
         parts = [part for part in itertools.chain(*slices.values()) if part.tensor == name]
         change = tensor - start[name]

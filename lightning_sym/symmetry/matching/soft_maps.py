@@ -1,4 +1,4 @@
-"""Soft maps: matrices in place of a symmetry group's permutations and rotations, which leave the group.
+"""Relaxed alignment: matrices that replace a group's permutations and rotations, and leave the group.
 
 See docs/theory/matching.md, 3.2.
 """
@@ -13,16 +13,16 @@ from lightning_sym.symmetry.group.search import MatrixPlace
 
 
 class SoftMaps:
-    r"""Matrices that act on weights as elements of a group do, and change the function where they are not in it.
+    r"""Matrices that act on weights as elements of a group do, and change the function unless they are in it.
 
-    - ``stream i``: any matrix in place of an orthogonal one, behind gains D as :math:`D M D^{-1}`;
-    - ``units i, j``: a doubly stochastic one in place of the permutation of the units of one cell;
-    - ``matrix i``: an invertible one in a dense cell (a head), its inverse transposed where units are read; these are
-      in the group.
+    - ``stream i``: any matrix instead of an orthogonal one, after gains D as :math:`D M D^{-1}`;
+    - ``units i, j``: a doubly stochastic matrix instead of a permutation of the units of one cell;
+    - ``matrix i``: an invertible matrix on a GL(d) block (a head), with its inverse transpose on outgoing weights;
+      these are in the group.
 
-    The first two act alike along every axis on which their units stand, as permutations and orthogonal matrices do:
-    what is put out becomes :math:`M W`, what reads it :math:`R M^\top`. Whole blocks, planes, scales, signs, and units
-    of grouped convolutions stay as they are.
+    The first two act as permutations and orthogonal matrices do, in the same way along every axis of their units:
+    incoming weights become :math:`M W`, outgoing weights :math:`R M^\top`. Blocks, rotary pairs, scales, signs, and
+    units of grouped convolutions stay unchanged.
 
     Args:
         symmetry: The symmetry.
@@ -31,7 +31,7 @@ class SoftMaps:
         sizes: The sizes of the matrices, by name.
 
     Raises:
-        ValueError: If the networks have batch norms, on whose running variances no such matrix acts.
+        ValueError: If the networks have batch norms, as no such matrix acts on running variances.
     """
 
     def __init__(self, symmetry: Symmetry) -> None:
@@ -49,11 +49,11 @@ class SoftMaps:
                 self._places.setdefault(place.tensor, []).append(place)
 
     def act(self, maps: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the matrices make of weights; differentiable with respect to both.
+        """Apply the matrices to weights; differentiable with respect to both.
 
         Args:
             maps: The matrices, by name, of the dtype and on the device of the weights.
-            weights: A network's parameters, by name, gains included.
+            weights: A network's parameters, by name, including gains.
         """
         return {name: self._acted(maps, name, weights) for name in weights}
 

@@ -1,7 +1,7 @@
-"""From one network to the member of its orbit that is nearest to another network, by weights.
+"""Weight matching: the point of a network's orbit that is nearest to another network.
 
-Generic over :class:`lightning_sym.symmetry.Symmetry`: which units may change places, and which parameters move with
-them, was found by tracing.
+It works for any :class:`lightning_sym.symmetry.Symmetry`: tracing finds the units that are permuted, and the parameters
+that move with them.
 """
 
 import math
@@ -24,26 +24,26 @@ from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descende
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
-# What is nearer than this, relative to the norm, is nearly of one orbit: from there on, gauges agree better.
+# Distances below this, relative to the norm, suggest networks nearly of one orbit: their gauges agree better.
 _NEAR = 1e-3
-_ROUNDING = 10.0  # so many units of rounding may be between equal networks, relative to their norm
+_ROUNDING = 10.0  # rounding between equal networks, in units of machine epsilon relative to their norm
 _MOST_TIMES = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Match(Descended):
-    """An element that brings one network near to another.
+    """An element that aligns one network to another.
 
     Attributes:
         element: Maps ``b`` to ``network``.
-        network: ``act(element, b)``: the function of ``b``, in the order, with the signs and in the scales of ``a``.
-        objective: Inner product of the parameters of both networks (in the balanced gauge, if they were balanced)
-            before the first sweep and after every sweep of the best restart, less half of what the squares of biases
-            have grown that take up changes of sign (sigmoid, ``affine=True``). Non-decreasing. For activation matching
-            the sum of the matched correlations (or products) at the identity and at the end.
-        distance_before: Euclidean distance of the parameters of ``a`` and ``b``, buffers left out.
-        distance_after: The same of ``a`` and ``network``.
-        sweeps: Number of sweeps of the best restart, the last without an improvement included.
+        network: ``act(element, b)``: the function of ``b``, with permutation, signs and scales aligned to ``a``.
+        objective: Inner product of both networks' parameters (balanced, if they were balanced) before the first sweep
+            and after every sweep of the best restart. Half the growth of the squared norm is
+            subtracted, where biases absorb sign changes (sigmoid, ``affine=True``). Non-decreasing. For activation
+            matching, the sum of the matched correlations (or products) at the identity and at the end.
+        distance_before: Euclidean distance between the parameters of ``a`` and ``b``, without buffers.
+        distance_after: The same for ``a`` and ``network``.
+        sweeps: Number of sweeps of the best restart, including the last one without improvement.
         restarts: The final objective of every restart.
         method: "weights" or "activations".
     """
@@ -65,8 +65,8 @@ class Found(Descended):
     """A match without its network.
 
     Attributes:
-        distance_before: As for :class:`Match`.
-        distance_after: Likewise.
+        distance_before: See :class:`Match`.
+        distance_after: See :class:`Match`.
     """
 
     distance_before: float
@@ -74,7 +74,7 @@ class Found(Descended):
 
 
 def parameter_distance(a: nn.Module, b: nn.Module) -> float:
-    """Return the Euclidean distance of the parameters of two networks, each counted once, buffers left out.
+    """Return the Euclidean distance between the parameters of two networks, each counted once, without buffers.
 
     Args:
         a: The first network.
@@ -102,68 +102,66 @@ def weight_matching(
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Match:
-    r"""Find the member of a network's orbit that is near to another network, by weights alone.
+    r"""Align a network to another one by weights alone, within its orbit.
 
-    Coordinate descent on :math:`\langle\theta_a, g\,\theta_b\rangle` over the axis groups in random order. With all
-    other groups fixed, the best assignment of one group's units is a linear assignment problem with the gain
+    Coordinate descent maximises :math:`\langle\theta_a, g\,\theta_b\rangle` over the axis groups in random order. With
+    all other groups fixed, the optimal permutation of one group solves a linear assignment problem with the gain
 
-    .. math:: M_{ij} = \sum_{\text{parameters, axes, tags}} \langle a_{i}, (g_{-} b)_{j} \rangle,
+    .. math:: M_{ij} = \sum_{\text{parameters, axes, tags}} \langle a_{i}, (g_{-} b)_{j} \rangle.
 
-    solved exactly; where signs are free, with the best signs of each pair, e.g. :math:`|M_{ij}|`. Groups whose
-    neighbours have not changed since their last assignment are skipped. The first descent begins with a pass in the
-    order of the layers, each group assigned by what is known by then. Networks are balanced before (inner products are
-    not invariant under scales) unless that hardly changes the proportions of units. Then ``b`` is brought to the scales
-    of ``a``; units that are nearly dead in ``a`` do not hand theirs over (docs/theory/matching.md, 1.5). If that takes
-    ``b`` farther away than it was, it is matched in its own scales instead: without ``initial`` the match is never
-    farther than ``b``.
+    Free signs are optimised jointly, with gain :math:`|M_{ij}|` in the simplest case. Groups are skipped while no
+    neighbour has changed since their last assignment. The first descent begins with a pass in the order of the layers,
+    which assigns each group by the axes aligned so far. As inner products are not invariant under scales, both networks
+    are balanced first, unless this hardly changes the proportions of units. Afterwards, ``b`` gets the scales of ``a``,
+    except at units that are nearly dead in ``a`` (docs/theory/matching.md, 1.5). If ``b`` ends up farther away than it
+    was, it is matched in its own scales instead. Without ``initial``, the match is therefore never farther than ``b``.
 
-    - Units change places within their cell; blocks of cells (heads, convolution groups) are permuted as wholes by a
-      second move, with the gains of their members' best assignments. A grouped convolution's weight counts for its
-      rows, and within a block for its columns; between blocks, columns are compared in the order that they have, so
-      that several restarts are worth while.
+    - Units are permuted within their cell. A second move permutes blocks of cells (heads, convolution groups), with the
+      gains of their members' optimal assignments. A grouped convolution's weight counts for its rows, and within a
+      block for its columns. Columns of different blocks are compared in their current order, so several restarts help.
     - A group on two axes of one parameter makes the problem quadratic: it is linearised, and only improvements are
-      taken. The same holds for blocks, and for more than three free signs that meet on one parameter.
-    - Cells on which any invertible matrix acts are rotated (orthogonal Procrustes), planes turned by the argument of
-      their complex inner product, and streams rotated last; other matrices are not searched. Those between gains, which
-      no recalibration of batch norms survives, are found between networks of one function only.
-    - If all tensors have nearly the same norms, and are not as near as these allow, canonical forms are compared, too:
-      what was planted is found to rounding.
-    - Buffers are left out of the gain, and move along.
+      accepted. The same holds for blocks, and for more than three free signs on one parameter.
+    - GL(d) blocks are rotated (orthogonal Procrustes), rotary pairs by the argument of their complex inner product, and
+      streams last. Other matrices are not searched. Matrices between gains do not survive recalibration of batch norms;
+      they are found only between networks of one function.
+    - If all tensors have nearly equal norms, but a larger distance than these suggest, canonical forms are compared as
+      well: planted elements are found up to rounding.
+    - Buffers do not count in the gain, and are transformed along.
 
     Args:
         symmetry: The symmetry of the architecture.
         a: The reference. Not changed.
-        b: The network that is moved. Not changed.
-        scales: Whether magnitudes (and shifts of biases in front of batch norms) may change.
+        b: The network to align. Not changed.
+        scales: Whether positive scales (and translations of biases before batch norms) may change.
         signs: Whether signs may change.
-        restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, or with a pass from
-            layer to layer, the others at random permutations (if ``initial`` is given, all there, and only the order of
-            the groups differs).
+        restarts: Number of descents, >= 1; the best is returned. The first begins at ``initial``, or with a pass from
+            layer to layer, the others at random permutations. If ``initial`` is given, all begin there, and only the
+            order of the groups differs.
         seed: Seed of the order of groups and of the restarts; no other generator is used or changed.
-        initial: Where to begin, an element for ``b``; its scales and shifts are not used.
-        max_sweeps: Most sweeps over all groups in a descent, >= 1.
-        balance: Whether both networks are brought to the balanced gauge first; ignored without ``scales``.
-        refine: Whether, at the end, every scale is adjusted to the least distance to ``a`` (and shifts, exactly), in
-            closed form, one after another; ignored without ``scales``. Scales with exponents other than +1 and -1
-            stay. For distances, not for interpolation: of networks that are not alike it makes the incoming weights of
-            unmatched units small, and the loss between the networks grows.
-        freedom: Which parts of the group are searched (docs/theory/matching.md, 1.7): "permutations" of units within
-            cells, "blocks" (heads) that change places, "matrices" inside heads and phases of planes, "rotations" of
-            streams. By default all. Without "matrices" networks that have such cells are not balanced.
-        device: Where gains are computed, in the dtype of ``a`` (half precision in float32); by default, where ``a``
-            is. Assignments are solved on the CPU in float64.
+        initial: The starting point, an element for ``b``; its scales and translations are ignored.
+        max_sweeps: Maximum number of sweeps over all groups in a descent, >= 1.
+        balance: Whether to bring both networks to the balanced gauge first; ignored without ``scales``.
+        refine: Whether to minimise the distance to ``a`` over all scales at the end, in closed form and one after
+            another, and over translations; ignored without ``scales``. Scales with exponents other than +1 and -1 stay
+            unchanged. This serves distances, not interpolation: between dissimilar networks it shrinks the incoming
+            weights of unmatched units, and raises the loss in between.
+        freedom: The parts of the group to search (docs/theory/matching.md, 1.7): "permutations" of units within cells,
+            permutations of "blocks" (heads), "matrices" inside heads and phases of rotary pairs, "rotations" of
+            streams. All by default. Without "matrices", networks with GL(d) blocks are not balanced.
+        device: Device for the gains, in the dtype of ``a`` (float32 for half precision); by default, that of ``a``.
+            Assignments are solved on the CPU in float64.
         progress: Whether to show a progress bar.
 
     Returns:
         The match; its network is on ``b``'s device.
 
     Raises:
-        ValueError: If a network is not of the traced architecture, holds a value that is not finite, or an argument is
-            out of its range.
+        ValueError: If a network is not of the traced architecture, a value is not finite, or an argument is out of its
+            range.
 
     Note:
-        ``O(H^3)`` for a group of ``H`` units and sweep. A local optimum, except with a single axis group, where one
-        sweep is exact. Deterministic given ``seed``, on one machine and thread number.
+        A sweep takes ``O(H^3)`` for a group of ``H`` units. The result is a local optimum; with a single axis group,
+        one sweep is exact. Deterministic given ``seed``, on one machine and number of threads.
 
     References:
         Ainsworth et al. (2022), "Git Re-Basin: Merging Models modulo Permutation Symmetries", Algorithm 1,
@@ -178,7 +176,7 @@ def weight_matching(
     wanted = Wanted("balanced", order=False)
     turning = (own for own in symmetry.factors if own.rung in (Rung.SIZED, Rung.FIRST) and own.concerned(wanted))
     if any(own.freedom not in freedom for own in turning):
-        balance = False  # which turns cells to their principal axes
+        balance = False  # balancing would rotate cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
 
     def matched(b: nn.Module, balance: bool) -> Found:
@@ -190,7 +188,7 @@ def weight_matching(
         doubtful = initial is None and balance and descent.suspicious(found.element)
         starts = [found]
         forms = measured(symmetry, a, b, replace(found, element=form_to_form(symmetry, a, b))) if doubtful else None
-        if forms is not None:  # units that cells hide as long as these are turned otherwise, forms put in one order
+        if forms is not None:  # heads hide units until they are aligned, which canonical forms do
             begin = compared.forth(forms.element)
             starts.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=begin, turned=False))
         del descent  # with its copy of the network
@@ -203,13 +201,13 @@ def weight_matching(
                 elements = [refined(symmetry, a, b, element, where) for element in elements]
             matches += [measured(symmetry, a, b, replace(one, element=element)) for element in elements]
         match = min(matches, key=lambda own: own.distance_after)
-        # Forms agree on one orbit, where descents take many steps, or miss what they have no move for.
+        # On one orbit canonical forms coincide, where descents take many steps or have no move.
         return forms if forms is not None and forms.distance_after < match.distance_after else match
 
     with torch.no_grad():
         match = matched(b, scales and balance)
         if scales and balance and match.distance_after > match.distance_before:
-            match = matched(b, False)  # which begins at b, and comes nearer with every step
+            match = matched(b, False)  # starts at b, and every step reduces the distance
         norm = math.sqrt(math.fsum(float(own.square().sum(dtype=wide(own.device))) for own in a.parameters()))
         least = _ROUNDING * max((torch.finfo(own.dtype).eps for own in a.parameters()), default=0.0) * norm
         for _ in range(_MOST_TIMES if scales and balance and initial is None else 0):
@@ -220,23 +218,23 @@ def weight_matching(
                 break
             whole = symmetry.compose(found.element, match.element)
             match = measured(symmetry, a, b, replace(match, element=whole))
-        if initial is None and match.distance_after > match.distance_before:  # by rounding
+        if initial is None and match.distance_after > match.distance_before:  # due to rounding
             match = measured(symmetry, a, b, replace(match, element=symmetry.identity()))
     return matched_by(symmetry, b, match, "weights")
 
 
 def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, device: torch.device) -> Element:
-    """Let factors change norms and biases, as brings a network nearest to a reference: shifts, then scales.
+    """Minimise the distance to a reference over translations, then over scales.
 
     Args:
         symmetry: Symmetry of both networks.
         a: The reference.
-        b: The network that is moved.
-        element: Moves `b`.
-        device: Where distances are computed, in the dtypes of `a`.
+        b: The network to transform.
+        element: An element for `b`.
+        device: Device for distances, in the dtypes of `a`.
 
     Returns:
-        The element with other magnitudes and shifts.
+        The element with new scales and translations.
     """
     target = working(a, symmetry, device)
     given = converted(b, symmetry, device, like=symmetry.tensors(a))
@@ -246,28 +244,29 @@ def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, de
         if part is not None:
             other = symmetry.compose(symmetry.identity().replaced(**{factor.name: part}), element)
             moved = MovedTensors(symmetry.factors, other, given)
-            if squared_distance(target, moved) < squared_distance(target, begin):  # not by rounding of low precision
+            if squared_distance(target, moved) < squared_distance(target, begin):  # rounding may prevent it
                 element = other
     return element
 
 
 def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found) -> Found:
-    """Return a match, or that of the canonical forms, which agree on one orbit, if these are nearer.
+    """Return a match, or the alignment of canonical forms if this is nearer.
 
-    Descents take many steps there, or miss what they have no move for: queries of one key that change places, tilts.
+    Canonical forms coincide on one orbit. Descents take many steps there, or have no move: for permutations of queries
+    of one key, or rank-one maps.
     """
     other = measured(symmetry, a, b, replace(match, element=form_to_form(symmetry, a, b)))
     return other if other.distance_after < match.distance_after else match
 
 
 def form_to_form(symmetry: Symmetry, a: nn.Module, b: nn.Module) -> Element:
-    """Return the element that brings the canonical form of ``b`` to that of ``a``."""
+    """Return the element that maps ``b`` to ``a`` if their canonical forms are equal."""
     own, theirs = (canonical_element(symmetry, network) for network in (a, b))
     return symmetry.compose(symmetry.inverse(own), theirs)
 
 
 def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:
-    """Say how near to ``a`` what was found brings ``b``."""
+    """Measure the distance to ``a`` before and after an element acts on ``b``."""
     ours = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
     theirs = symmetry.tensors(b)
     moved = MovedTensors(symmetry.factors, found.element, theirs)
@@ -276,7 +275,7 @@ def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -
 
 
 def matched_by(symmetry: Symmetry, b: nn.Module, found: Found, method: str) -> Match:
-    """Move a network by what was found for it."""
+    """Apply the element of a match to a network."""
     network = symmetry.act(found.element, b)
     distances = found.distance_before, found.distance_after
     return Match(found.element, found.objective, found.sweeps, found.restarts, network, *distances, method)

@@ -1,1 +1,1 @@
-"""Moves along the orbit that have a name, each with the element that does it; see docs/theory/transformers.md, 6."""
+"""Named reparametrizations, each with its group element (docs/theory/transformers.md, 6)."""

@@ -1,4 +1,4 @@
-"""Balances what heads put out against what reads it."""
+"""Balances the incoming and outgoing weights of heads."""
 
 from torch import nn
 
@@ -10,23 +10,23 @@ from lightning_sym.symmetry.proof import double_copy
 def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True) -> Moved:
     r"""Give values and outputs, queries and keys of every head equal Gram matrices.
 
-    The member of least squared norm among those that invertible matrices in the heads make
-    (docs/theory/canonical.md, 5), by positive matrices: what orthogonal ones may still turn stays as it is. In a
-    plane of rotary positions, which complex numbers multiply, queries and keys get one norm, and their phase stays.
-    Heads whose Gram matrices are singular, and planes of which one side is zero, stay, with a note.
+    The result has the least squared norm among all that GL(d) on the heads can reach (docs/theory/canonical.md,
+    5). Positive matrices bring it there, so that rotations of heads stay unchanged. In a rotary pair,
+    complex numbers act: queries and keys get equal norms, and the phase stays. Heads with singular Gram matrices, and
+    pairs with one zero side, stay unchanged, with a note.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed.
-        check: Whether to prove that the outputs stay.
+        check: Whether to verify numerically that the outputs stay the same.
 
     Returns:
         The network and the element.
 
     Raises:
-        TypeError: If it is no network.
-        ValueError: If the network has other tensors or modules than the traced one, or neither units that invertible
-            matrices mix nor planes.
+        TypeError: If `network` is not a module.
+        ValueError: If the network has other tensors or modules than the traced one, or has neither GL(d) blocks nor
+            rotary pairs.
         RuntimeError: If the function has changed.
 
     Example:
@@ -48,5 +48,5 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
             total = symmetry.compose(symmetry.identity().replaced(**found.parts), total)
             notes, some = [*found.notes, *notes], True
     if not some:
-        raise ValueError("no units of the network are mixed by invertible matrices; expected attention with heads")
+        raise ValueError("invertible matrices mix no units of the network; expected attention with heads")
     return moved(symmetry, network, total, check=check, notes=notes)

@@ -1,4 +1,4 @@
-"""Folds the gains and biases of norms into what reads them."""
+"""Folds the gains and biases of norms into the weights after them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,26 +21,25 @@ from lightning_sym.symmetry.tracing.norms import Norm
 def fold_norm_gains(
     symmetry: Symmetry, network: nn.Module, *, leave: str | Sequence[str] = (), check: bool = True
 ) -> Moved:
-    """Bring the gains of all norms to 1, and the biases of layer norms to 0, by changing what reads them.
+    """Bring the gains of all norms to 1, and the biases of layer norms to 0, by folding them into their readers.
 
-    The gains go by the scales of the group that act on them and on their readers, the biases by its shifts, into the
-    biases of the readers (docs/theory/transformers.md, 6.1). A bias some of whose readers have none stays as far as it
-    has to, with a note; a gain that has to stay is an error, as what comes next (rotations, norms without gains) relies
-    on it.
+    Scales of the group that act on gains and their readers absorb the gains; its translations absorb the biases into
+    the readers' biases (docs/theory/transformers.md, 6.1). A bias is kept in part where readers have no biases, with a
+    note. A gain that cannot be folded raises an error, as the next steps (rotations, norms without gains) rely on it.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed.
-        leave: Patterns (``"*.q_norm.weight"``) of the gains, biases or modules of norms that stay as they are.
-        check: Whether to prove that the outputs stay.
+        leave: Patterns (``"*.q_norm.weight"``) of gains, biases or modules of norms to leave unchanged.
+        check: Whether to verify numerically that the outputs stay the same.
 
     Returns:
-        The network, whose gains are exactly 1 (and biases exactly 0), and the element.
+        The network, with gains of exactly 1 (and biases of exactly 0), and the element.
 
     Raises:
-        TypeError: If it is no network.
-        ValueError: If the network has other tensors or modules than the traced one, no norm with a gain, a gain that
-            holds a zero, or one that no element brings to 1 (of the last norm, if embeddings are tied).
+        TypeError: If `network` is not a module.
+        ValueError: If the network has other tensors or modules than the traced one, or has no norm with a gain; or if
+            a gain has a zero entry, or cannot be brought to 1 (that of the last norm, if embeddings are tied).
         RuntimeError: If the function has changed.
 
     Example:
@@ -77,12 +76,12 @@ def fold_norm_gains(
                 tensors[name].masked_fill_(~left[name].to(tensors[name].device), 0.0)
 
     kind = _plural("the bias", kept)
-    notes = [f"{kind} cannot be 0, as what reads a part of it has no bias to take it up"] if kept else []
+    notes = [f"{kind} cannot be 0, as a reader of it has no bias to absorb it"] if kept else []
     return moved(symmetry, network, symmetry.compose(shift, element), check=check, settle=settle, notes=notes)
 
 
 def _plural(what: str, names: Sequence[str], prefix: str = "") -> str:
-    """Name one thing, or several."""
+    """Format a noun with one name or several."""
     ending = "es" if what.endswith("s") else "s"
     return f"{what}{ending * (len(names) > 1)} {few([prefix + name for name in names])}"
 
@@ -97,7 +96,7 @@ def _require_plain(norms: Sequence[Norm], gains: Sequence[str]) -> None:
 
 
 def _positions(symmetry: Symmetry, name: str) -> Ints | None:
-    """Return where the elements of a vector stand among the positions of all slots; None if it is no vector."""
+    """Return the positions of a vector's elements among those of all slots; None if it is not a vector."""
     slots = [slot for slot in symmetry.structure.slots_of.get(name, ()) if len(slot.axes) <= 1]
     slot = next((slot for slot in slots if slot.size == math.prod(symmetry.layout[name][0])), None)
     return None if slot is None else np.arange(slot.offset, slot.offset + slot.size)
@@ -107,7 +106,7 @@ def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tenso
     """Return the scales and signs that bring gains to 1.
 
     Raises:
-        ValueError: If some hold zeros, or there are none.
+        ValueError: If gains have zero entries, or no such scales exist.
     """
     values = {name: as_array(tensors[name].reshape(-1)) for name in gains}
     if zeros := [name for name in gains if not values[name].all()]:
@@ -127,7 +126,7 @@ def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tenso
     if held:
         stuck = [name for name in gains if name in held]
         ties = described_ties(network)
-        why = f"{ties}: untie(network) first" if ties else "others read these, or what stands in front of the gain, too"
+        why = f"{ties}: untie(network) first" if ties else "others read them, or the values before them"
         raise ValueError(
             f"{_plural('the gain', stuck)} cannot be taken into the weights behind ({why}); "
             f"leave={pattern_of(stuck)!r} folds all others"
@@ -138,7 +137,7 @@ def _folding(symmetry: Symmetry, network: nn.Module, tensors: Mapping[str, Tenso
 def _without_biases(
     symmetry: Symmetry, tensors: Mapping[str, Tensor], biases: Sequence[str]
 ) -> tuple[Element, dict[str, Tensor]]:
-    """Return the shift that takes biases off as far as it can, and which of their elements stay other than 0."""
+    """Return the translation that cancels biases where possible, and masks of the entries that stay nonzero."""
     exact = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     found = {factor.name: factor.taken_off(exact, biases) for factor in symmetry.factors}
     parts = {name: own[0] for name, own in found.items() if own is not None}

@@ -1,4 +1,4 @@
-"""Orthogonal matrices whose entries are all as small as they can be."""
+"""Orthogonal matrices with entries as small as possible."""
 
 import numpy as np
 import torch
@@ -16,27 +16,27 @@ _REGULAR = np.ones((4, 4)) - 2 * np.eye(4)[::-1]  # all rows have the sum 2
 def hadamard(n: int, *, fixes_ones: bool = False) -> Tensor:
     r"""Return a Hadamard matrix divided by the root of its order: orthogonal, with all entries ±1/√n.
 
-    Kronecker products of Sylvester's matrices (powers of two) with one of Paley's, which are made of the squares modulo
-    a prime p: of order p + 1 for p = 3 modulo 4, and 2 (p + 1) for p = 1 modulo 4. That makes the widths of most
-    transformers: 768 = 64 * 12, 896 = 32 * 28, 1280 = 64 * 20, 5120 = 256 * 20.
+    It is the Kronecker product of Sylvester's matrix (order a power of two) and one of Paley's. The latter use the
+    squares modulo a prime p. Their order is p + 1 for p = 3 modulo 4, and 2 (p + 1) for p = 1 modulo 4. This covers the
+    widths of most transformers: 768 = 64 * 12, 896 = 32 * 28, 1280 = 64 * 20, 5120 = 256 * 20.
 
     Args:
         n: The order.
-        fixes_ones: Whether it shall leave the vector of ones as it is, which streams behind layer norms need. For
-            powers of 4 all entries are still ±1/√n (their rows have equal sums); for other orders nearly, in blocks of
-            a power of 4, as no matrix has both.
+        fixes_ones: Whether the matrix must fix the vector of ones, as streams before layer norms require. For powers of
+            4 all entries are still ±1/√n (rows have equal sums). For other orders this holds approximately, in blocks
+            of a power of 4, as no matrix satisfies both.
 
     Returns:
         Shape (n, n), float64.
 
     Raises:
-        TypeError: If n is no integer.
-        ValueError: If n < 1, or none of these constructions has this order (there is none at all but for 1, 2 and
-            multiples of 4).
+        TypeError: If n is not an integer.
+        ValueError: If n < 1, or none of these constructions has this order. (Hadamard matrices exist only for 1, 2 and
+            multiples of 4.)
 
     References:
         Paley (1933), "On Orthogonal Matrices", Journal of Mathematics and Physics 12. Rotations of streams by Hadamard
-        matrices: Ashkboos et al. (2024), QuaRot, arXiv:2404.00456. The blocks that leave ones as they are: ours
+        matrices: Ashkboos et al. (2024), QuaRot, arXiv:2404.00456. The blocks that fix the vector of ones: ours
         (docs/theory/transformers.md, 6.3).
 
     Example:
@@ -59,13 +59,13 @@ def hadamard(n: int, *, fixes_ones: bool = False) -> Tensor:
                 whole = np.kron(whole, _REGULAR / 2)
             return torch.from_numpy(whole)
     raise ValueError(
-        f"no Hadamard matrix of order {n} can be made here; expected a power of two times 1, p + 1 or 2 (p + 1) for a "
+        f"cannot construct a Hadamard matrix of order {n}; expected a power of two times 1, p + 1 or 2 (p + 1) for a "
         "prime p as in Paley's constructions, or another orthogonal matrix"
     )
 
 
 def _core(n: int) -> Floats | None:
-    """Return a Hadamard matrix, with entries of 1 and -1; None if it is none of Sylvester's, of Paley's or both."""
+    """Return a Hadamard matrix with entries 1 and -1; None if neither Sylvester's nor Paley's constructions apply."""
     if n & (n - 1) == 0:
         return np.asarray(sylvester(n), float)
     if n % 4:
@@ -84,10 +84,10 @@ def _core(n: int) -> Floats | None:
 
 
 def _twice_a_square(n: int) -> Floats:
-    """Return an orthogonal matrix of order 8, 32, 128, ... that leaves ones as they are, all entries near ±1/√n.
+    """Return an orthogonal matrix of order 8, 32, 128, ... that fixes the vector of ones, with entries near ±1/√n.
 
-    Sylvester's matrix with the signs of a quadratic form on all but one of the bits, behind which ones have 0 at every
-    second place and the same number at all others; and a reflection.
+    Sylvester's matrix gets the signs of a quadratic form on all bits but one. It then maps ones to a vector that
+    alternates between 0 and one other number. A reflection maps this vector back to ones.
     """
     bits = np.arange(n)[:, None] >> np.arange(1, n.bit_length() - 1) & 1
     signs = (-1.0) ** (bits[:, ::2] * bits[:, 1::2]).sum(1)
@@ -99,7 +99,7 @@ def _is_prime(n: int) -> bool:
 
 
 def _jacobsthal(prime: int) -> Floats:
-    """Return the matrix that says whether i - j is a square modulo a prime: 1, -1, or 0 on the diagonal."""
+    """Return the matrix of quadratic characters of i - j modulo a prime: 1, -1, or 0 on the diagonal."""
     places = np.arange(prime)
     symbol = np.where(np.isin(places, places**2 % prime), 1.0, -1.0)
     symbol[0] = 0.0
@@ -107,17 +107,17 @@ def _jacobsthal(prime: int) -> Floats:
 
 
 def _about_ones(matrix: Floats) -> Floats:
-    """Return an orthogonal matrix that leaves the vector of ones as it is, near one up to signs of rows and columns.
+    """Return an orthogonal matrix that fixes the vector of ones, near a given one up to signs of rows and columns.
 
-    The signs make the sum of all entries large, so that the reflection that brings the image of ones back is a small
-    change. Of several local maxima the one is taken whose largest entry is smallest.
+    The signs maximise the sum of all entries locally, so that the reflection that maps the image of ones back is a
+    small change. The result is the local maximum with the smallest largest entry.
     """
     size = len(matrix)
     draw = torch.Generator().manual_seed(0)
     found = []
     for _ in range(max(1, _TRIES // size)):
         columns = (torch.randint(0, 2, (size,), generator=draw) * 2.0 - 1).numpy()
-        for _ in range(size):  # by turns, until nothing changes
+        for _ in range(size):  # alternate until nothing changes
             rows = np.where(matrix @ columns < 0, -1.0, 1.0)
             columns = np.where(rows @ matrix < 0, -1.0, 1.0)
         found.append(_reflected(rows[:, None] * matrix * columns))
@@ -125,7 +125,7 @@ def _about_ones(matrix: Floats) -> Floats:
 
 
 def _reflected(matrix: Floats) -> Floats:
-    """Return a matrix with a reflection behind it that brings the image of the vector of ones back to this."""
+    """Compose a matrix with the reflection that maps the image of the vector of ones back to this vector."""
     ones = np.full(len(matrix), len(matrix) ** -0.5)
     normal = matrix @ ones - ones
     length = normal @ normal

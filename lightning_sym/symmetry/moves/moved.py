@@ -1,4 +1,4 @@
-"""What a move returns, how it is proved, and what the moves have in common."""
+"""The result of a reparametrization, its numerical verification, and shared helpers."""
 
 import contextlib
 import fnmatch
@@ -21,13 +21,13 @@ from lightning_sym.symmetry.tracing.weightless import is_weightless
 
 @dataclass(frozen=True)
 class Moved:
-    """A network that was moved along its orbit; unpacks to the network and the element.
+    """A reparametrized network; unpacks to the network and the element.
 
     Attributes:
-        network: The new network, in the dtype and on the device of the given one, which stays as it is.
-        element: The element of the traced group that makes it of the given one, up to rounding.
-        notes: What was left as it was, and why.
-        change: The largest relative change of an output in float64; NaN if it was not looked for.
+        network: The new network, in the dtype and on the device of the given one, which is not changed.
+        element: The element of the traced group that maps the given network to it, up to rounding.
+        notes: Reasons why something was left unchanged.
+        change: The largest relative change of an output in float64; NaN if it was not measured.
     """
 
     network: nn.Module
@@ -41,20 +41,20 @@ class Moved:
 
 
 def require_weights(symmetry: Symmetry, network: nn.Module, *, check: bool = True) -> None:
-    """Check that a network is one of the traced architecture, and has weights.
+    """Check that a network has the traced architecture, and weights.
 
     Args:
         symmetry: The symmetry of that architecture.
         network: Not changed.
-        check: Whether to run it if the symmetry has not met it.
+        check: Whether to run a network that is new to the symmetry.
 
     Raises:
-        TypeError: If it is no network.
-        ValueError: If something differs, or tensors have no values.
+        TypeError: If `network` is not a module.
+        ValueError: If the architecture differs, or tensors have no values.
     """
     if isinstance(network, nn.Module) and is_weightless(network):
         raise ValueError(
-            "the network holds tensors without values (on meta), from which no move can be computed; expected a "
+            "the network holds tensors without values (on meta), but elements are computed from values; expected a "
             "network with weights of the traced architecture"
         )
     with contextlib.nullcontext() if check else unchecked():
@@ -70,15 +70,15 @@ def moved(
     settle: Callable[[nn.Module], None] = lambda network: None,
     notes: Sequence[str] = (),
 ) -> Moved:
-    """Let an element act on a network, and prove that its function stays.
+    """Apply an element to a network, and verify that its function stays the same.
 
     Args:
-        symmetry: The network's symmetry.
+        symmetry: Symmetry of the network.
         network: Not changed.
-        element: What acts.
-        check: Whether to compare the outputs.
-        settle: Changes the result in place by no more than rounding (gains that are 1 but for it become 1).
-        notes: For the result.
+        element: The element.
+        check: Whether to compare outputs.
+        settle: Removes rounding from the result in place (gains of nearly 1 become 1).
+        notes: Notes for the result.
 
     Raises:
         RuntimeError: If the function has changed.
@@ -105,13 +105,13 @@ def moved(
 
 
 def is_left(leave: str | Iterable[str], *names: str | None) -> bool:
-    """Whether one of some names is to be left as it is."""
+    """Return whether one of some names matches a pattern to leave unchanged."""
     patterns = [leave] if isinstance(leave, str) else leave
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names if name)
 
 
 def check_left(leave: str | Iterable[str], names: Iterable[str | None]) -> None:
-    """Check that every pattern of what is to be left names something.
+    """Check that every pattern of `leave` matches a name.
 
     Raises:
         ValueError: If one does not.
@@ -125,11 +125,11 @@ def check_left(leave: str | Iterable[str], names: Iterable[str | None]) -> None:
 
 
 def few(names: Sequence[str], most: int = 2) -> str:
-    """Name the first of some things."""
+    """List the first few names."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def pattern_of(names: Iterable[str]) -> list[str]:
-    """Return patterns that match some names: those of repeated layers are one."""
+    """Return patterns that match some names; repeated layers share one."""
     return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))

@@ -1,4 +1,4 @@
-"""Rotates residual streams: by matrices that are given, random ones, Hadamard matrices, or principal components."""
+"""Rotates residual streams: by given, random or Hadamard matrices, or to principal components."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double, double_copy
 from lightning_sym.symmetry.tracing.rotations import Rotation
 
-# A matrix that is further from an orthogonal one is none; up to the second it is taken as it is.
+# Matrices farther from orthogonal than the first are rejected; up to the second they are used without change.
 _ORTHOGONAL, _EXACT = 1e-4, 1e-13
 
 
@@ -32,29 +32,29 @@ def rotate_stream(
     generator: torch.Generator | None = None,
     check: bool = True,
 ) -> Moved:
-    r"""Rotate a residual stream: writers W become Q W, what reads it becomes W Q^T.
+    r"""Rotate a residual stream: writers W become Q W, readers W become W Q^T.
 
-    Gains may stay in place: :math:`D Q D^{-1}` acts behind a gain D (docs/theory/transformers.md, 3 and 6.3); after
-    :func:`fold_norm_gains` it is Q itself.
+    Gains may stay in place: :math:`D Q D^{-1}` acts after a gain D (docs/theory/transformers.md, 3 and 6.3); after
+    :func:`fold_norm_gains` this is Q.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed.
-        matrix: The orthogonal matrix Q, of shape (width, width); or ``"hadamard"``, see :func:`hadamard`, or
-            ``"random"``, all matrices being equally likely. Behind layer norms it must leave the vector of ones as it
-            is; the named ones then do. Numbers of single precision are made orthogonal to double precision.
-        stream: The name of the stream's axis group, if there are several.
-        generator: Where a random matrix comes from.
-        check: Whether to prove that the outputs stay.
+        matrix: The orthogonal matrix Q, of shape (width, width); ``"hadamard"``, see :func:`hadamard`; or ``"random"``
+            for a uniform one. Before layer norms it must fix the vector of ones, as the named ones then do. A matrix of
+            single precision is orthogonalised in double precision.
+        stream: Name of the stream's axis group, if there are several.
+        generator: Generator for a random matrix.
+        check: Whether to verify numerically that the outputs stay the same.
 
     Returns:
         The network and the element.
 
     Raises:
-        TypeError: If it is no network.
-        ValueError: If the network has other tensors or modules than the traced one, no stream that may be rotated (the
-            gain that forbids it is named), or a gain that holds a zero; or if the matrix has another shape, is not
-            orthogonal, or moves the vector of ones where a mean is taken off.
+        TypeError: If `network` is not a module.
+        ValueError: If the network has other tensors or modules than the traced one, or a gain has a zero entry; if no
+            stream can be rotated (the message names the gain that prevents it); or if the matrix has another shape,
+            is not orthogonal, or moves the vector of ones before a layer norm.
         RuntimeError: If the function has changed.
 
     Example:
@@ -76,26 +76,26 @@ def rotate_stream(
 def stream_axes(
     symmetry: Symmetry, network: nn.Module, batches: Iterable[Any] | None = None, *, stream: str | None = None
 ) -> Tensor:
-    r"""Return the orthogonal matrix that turns a stream to the principal components of its activations.
+    r"""Return the orthogonal matrix that rotates a stream to the principal components of its activations.
 
-    After ``rotate_stream(symmetry, network, stream_axes(...))`` the first unit is the direction with most of the
-    stream, and so on (what SliceGPT, arXiv:2401.15024, slices). The stream is what its norms read, each vector divided
-    by its length, as the norms divide it.
+    After ``rotate_stream(symmetry, network, stream_axes(...))`` the units are principal components in descending order
+    (SliceGPT, arXiv:2401.15024, slices these). The activations are the inputs of the stream's norms, each vector
+    divided by its length, as in the norms.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Run in evaluation mode, in float64; not changed.
-        batches: Inputs as :func:`trace_symmetry` takes them: tensors, tuples of positional arguments, or dictionaries
-            of keyword arguments. By default the traced examples.
-        stream: The name of the stream's axis group, if there are several.
+        batches: Inputs as in :func:`trace_symmetry`: tensors, tuples of positional arguments, or dictionaries of
+            keyword arguments. By default the traced examples.
+        stream: Name of the stream's axis group, if there are several.
 
     Returns:
-        Shape (width, width), float64, on the CPU; a row for each component, of which the largest entry is positive.
+        Shape (width, width), float64, on the CPU; one row per component, with a positive largest entry.
 
     Raises:
-        TypeError: If it is no network.
-        ValueError: If no stream may be rotated, it is read by layer norms (no unit can be a component there, as each
-            has a part along ones), or by no norm that is a module.
+        TypeError: If `network` is not a module.
+        ValueError: If no stream can be rotated, or no norm that reads it is a module; or if layer norms read it: every
+            unit then has a component along ones, so none can be a principal component.
     """
     require_weights(symmetry, network)
     (first, *more) = _chosen(symmetry, network, stream)
@@ -103,9 +103,9 @@ def stream_axes(
     name, units = symmetry.groups[rotation.orbit].name, torch.from_numpy(rotation.units)
     if rotation.fixes_ones:
         raise ValueError(
-            f"the stream of {name} is read by layer norms, which only rotations about the vector of ones pass, and "
-            "none of these makes a unit a principal component; after center_writers, RMS norms can take the place of "
-            "the layer norms, and the new network be traced"
+            f"layer norms read the stream of {name}: they commute only with rotations that fix the vector of ones, and "
+            "none of these makes a unit a principal component; after center_writers, RMS norms can replace the layer "
+            "norms, and the new network be traced"
         )
     readers = {}
     for norm in symmetry.norms:
@@ -114,8 +114,8 @@ def stream_axes(
             readers[norm.module] = found
     if more or not readers:
         raise ValueError(
-            f"no norm that reads the stream of {name} is a module by itself, at which it could be watched; expected a "
-            "network with norms as modules"
+            f"no norm that reads the stream of {name} is a module with an input to record; expected a network with "
+            "norms as modules"
         )
     exact, total = double_copy(network), torch.zeros(rotation.size, rotation.size, dtype=torch.float64)
 
@@ -143,7 +143,7 @@ def _call(symmetry: Symmetry, batch: Any) -> Any:
 
 
 def _chosen(symmetry: Symmetry, network: nn.Module, stream: str | None) -> list[int]:
-    """Return the numbers of the rotations of one stream."""
+    """Return the indices of the rotations of one stream."""
     rotations = symmetry.structure.rotations
     by_name: dict[str, list[int]] = {}
     for index, rotation in enumerate(rotations):
@@ -166,7 +166,7 @@ def _chosen(symmetry: Symmetry, network: nn.Module, stream: str | None) -> list[
 
 
 def _turn(rotation: Rotation, matrix: Any, name: str, generator: torch.Generator | None) -> Tensor:
-    """Return an orthogonal matrix in double precision, as a stream allows it."""
+    """Return an orthogonal matrix in double precision that the stream allows."""
     size, fixes_ones = rotation.size, rotation.fixes_ones
     if isinstance(matrix, str):
         if matrix not in ("hadamard", "random"):
@@ -189,8 +189,8 @@ def _turn(rotation: Rotation, matrix: Any, name: str, generator: torch.Generator
     moved_by = float((turn.sum(1) - 1).abs().max())
     if not moved_by <= _ORTHOGONAL:
         raise ValueError(
-            f"the stream of {name} is read by layer norms, which take off the mean; expected a matrix that leaves the "
-            f"vector of ones as it is, got one that moves it by {moved_by:.1g}; try hadamard({size}, fixes_ones=True)"
+            f"layer norms, which subtract the mean, read the stream of {name}; expected a matrix that fixes the vector "
+            f"of ones, got one that moves it by {moved_by:.1g}; try hadamard({size}, fixes_ones=True)"
         )
     if max(away, moved_by) <= _EXACT:
         return turn

@@ -1,4 +1,4 @@
-"""Gives tied parameters, of embeddings and heads, tensors of their own."""
+"""Unties shared parameters of embeddings and heads."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from lightning_sym.symmetry.tracing.capture import copied
 
 
 def untie(network: nn.Module) -> nn.Module:
-    """Return a copy of a network in which every module has parameters of its own.
+    """Return a copy of a network without parameters shared between modules.
 
-    The function is the same, the group is larger: embeddings that are tied to the head hold a stream in its axes
-    (docs/theory/transformers.md, 3), so trace the new network. A configuration that says so
-    (``tie_word_embeddings`` of `transformers`) says afterwards that embeddings are not tied, and so does what is saved.
+    The function is the same, and the group is larger: embeddings tied to the head fix the basis of a stream
+    (docs/theory/transformers.md, 3). Trace the new network. A configuration with ``tie_word_embeddings``
+    (`transformers`) is updated, and with it saved files.
 
     Args:
         network: Not changed.
 
     Returns:
-        The new network. What two modules shared, each of them has.
+        The new network. Each module has its own copy of a shared parameter.
 
     Raises:
-        TypeError: If it is no network, or holds something that cannot be copied.
-        ValueError: If no parameter is shared between modules.
+        TypeError: If `network` is not a module, or contains something that cannot be copied.
+        ValueError: If no modules share a parameter.
 
     Example:
         >>> network = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9, bias=False))
@@ -34,8 +34,8 @@ def untie(network: nn.Module) -> nn.Module:
         raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
     if not shared_parameters(network):
         raise ValueError(
-            "no parameter of the network is shared between modules, so that there is nothing to untie; one that "
-            "`forward` itself uses twice needs a second parameter in the code"
+            "no modules of the network share a parameter, so there is nothing to untie; a parameter that `forward` "
+            "itself uses twice has to be split in the code"
         )
     result = copied(network)
     for places in shared_parameters(result):
@@ -47,13 +47,13 @@ def untie(network: nn.Module) -> nn.Module:
             module._parameters[own] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     for module in result.modules():
         _say_untied(getattr(module, "config", None))
-        if isinstance(vars(module).get("all_tied_weights_keys"), dict):  # what transformers ties again and leaves out
+        if isinstance(vars(module).get("all_tied_weights_keys"), dict):  # transformers would tie these again on saving
             module.__dict__["all_tied_weights_keys"] = {}
     return result
 
 
 def shared_parameters(network: nn.Module) -> list[list[str]]:
-    """Return the names of every parameter that several modules hold. A module of two names is one module."""
+    """Return the names of every parameter that several modules share. A module with two names counts once."""
     places: dict[int, list[str]] = {}
     for prefix, module in network.named_modules():
         for name, parameter in module._parameters.items():
@@ -63,13 +63,13 @@ def shared_parameters(network: nn.Module) -> list[list[str]]:
 
 
 def described_ties(network: nn.Module) -> str:
-    """Say which parameters are shared; empty if none are."""
+    """Describe shared parameters; empty if there are none."""
     shared = shared_parameters(network)
     return f"embeddings are tied, {shared[0][1]} is {shared[0][0]}" if shared else ""
 
 
 def _say_untied(config: Any) -> None:
-    """Let a configuration, and those inside it, say that embeddings are not tied."""
+    """Set configurations, including nested ones, to untied embeddings."""
     if getattr(config, "tie_word_embeddings", False) is True:
         config.tie_word_embeddings = False
     for key in getattr(config, "sub_configs", None) or ():

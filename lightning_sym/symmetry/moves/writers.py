@@ -1,4 +1,4 @@
-"""Takes the mean off all that is written into what layer norms read."""
+"""Centres all weights that write into layer norms."""
 
 from collections.abc import Sequence
 
@@ -14,25 +14,25 @@ from lightning_sym.symmetry.tracing.norms import Norm
 def center_writers(
     symmetry: Symmetry, network: nn.Module, *, leave: str | Sequence[str] = (), check: bool = True
 ) -> Moved:
-    r"""Bring the mean over units of all that is written into a layer norm to 0.
+    r"""Bring the mean over units of all inputs of layer norms to 0.
 
-    Weights, biases, embeddings and positions lose what they write along the vector of ones, which the norm takes off
-    anyway: shifts of the group (docs/theory/transformers.md, 6.2). Afterwards what the norm reads has mean 0
-    for every input, so that an RMS norm with the same gain, bias and eps does the same (SliceGPT, arXiv:2401.15024).
+    Weights, biases, embeddings and positions lose their component along the vector of ones, which the norm subtracts
+    anyway. These are translations of the group (docs/theory/transformers.md, 6.2). Afterwards every input of
+    the norm has mean 0. An RMS norm with the same gain, bias and eps is then equivalent (SliceGPT, arXiv:2401.15024).
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed.
-        leave: Patterns of layer norms, by module or gain, which need not see means of 0.
-        check: Whether to prove that the outputs stay.
+        leave: Patterns of layer norms, by module or gain, to exclude.
+        check: Whether to verify numerically that the outputs stay the same.
 
     Returns:
         The network and the element.
 
     Raises:
-        TypeError: If it is no network.
-        ValueError: If the network has other tensors or modules than the traced one, no layer norm, or writes something
-            of which no element takes the mean off (tied embeddings).
+        TypeError: If `network` is not a module.
+        ValueError: If the network has other tensors or modules than the traced one, or no layer norm; or if no element
+            centres one of its writers (tied embeddings).
         RuntimeError: If the function has changed.
 
     Example:
@@ -46,7 +46,7 @@ def center_writers(
     require_weights(symmetry, network, check=check)
     norms = [norm for norm in symmetry.norms if norm.layer]
     if not norms:
-        raise ValueError("the network has no layer norm, so that nothing takes a mean off; expected one that has")
+        raise ValueError("the network has no layer norm, so nothing subtracts a mean; expected one that has")
     check_left(leave, [name for norm in norms for name in (norm.gain, norm.module)])
     norms = [norm for norm in norms if not is_left(leave, norm.gain, norm.module)]
     tensors = {name: tensor.detach().cpu() for name, tensor in symmetry.tensors(double_copy(network)).items()}
@@ -58,16 +58,16 @@ def center_writers(
 
 
 def _require_writers(symmetry: Symmetry, network: nn.Module, norms: Sequence[Norm], free: set[str]) -> None:
-    """Check that the mean of all that is written into norms may be taken off."""
+    """Check that translations can centre all writers of norms."""
     for norm in norms:
         held = [name for name in norm.writers if name not in free]
         if not held and not norm.others:
             continue
         ties = described_ties(network)
         ties = f" ({ties}: untie(network) first)" if ties and held else ""
-        what = f"the mean of {few(held)} is seen by others" if held else f"it reads the output of {few(norm.others)}"
+        what = f"others read the mean of {few(held)}" if held else f"it reads the output of {few(norm.others)}"
         stuck = [own.module or str(own.gain) for own in norms if own.others or not free.issuperset(own.writers)]
-        rest = f"; leave={pattern_of(stuck)!r} centres what all others read" if len(stuck) < len(norms) else ""
+        rest = f"; leave={pattern_of(stuck)!r} centres the inputs of all others" if len(stuck) < len(norms) else ""
         raise ValueError(
-            f"what the layer norm {norm.module or norm.gain} reads cannot be given the mean 0, as {what}{ties}{rest}"
+            f"the inputs of the layer norm {norm.module or norm.gain} cannot be centred, as {what}{ties}{rest}"
         )

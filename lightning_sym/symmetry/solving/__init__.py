@@ -1,1 +1,1 @@
-"""From what operations demand to the group that meets it all: scales, units, refinement, blocks, replicas, streams."""
+"""Solve the constraints of all operations for the group: scales, units, refinement, blocks, replicas, streams."""

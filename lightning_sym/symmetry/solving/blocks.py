@@ -1,4 +1,4 @@
-"""Blocks of units that change places as wholes, such as attention heads."""
+"""Blocks of units that are permuted, such as attention heads."""
 
 import itertools
 from typing import NamedTuple
@@ -15,9 +15,9 @@ class Blocks(NamedTuple):
     """Systems of blocks.
 
     Attributes:
-        members: For each system, the units of each block. Each of shape (blocks, members).
-        parents: For each system, the parents of each block, numbered behind the units. Each of shape (blocks, parents).
-        number_of: For each root its number as a unit or parent, or -1.
+        members: The units of each block, for each system. Each of shape (blocks, members).
+        parents: The parents of each block, for each system, numbered after the units. Each of shape (blocks, parents).
+        number_of: Index of each root as a unit or parent, or -1.
     """
 
     members: tuple[Ints, ...]
@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
     number_of: Ints
 
     def without(self, units: Ints) -> "Blocks":
-        """Leave out the systems whose blocks begin with one of some units."""
+        """Drop the systems of blocks that begin with one of some units."""
         kept = [not np.isin(table[:, 0], units).any() for table in self.members]
         members, parents = (tuple(itertools.compress(part, kept)) for part in (self.members, self.parents))
         return Blocks(members, parents, self.number_of)
@@ -34,16 +34,16 @@ class Blocks(NamedTuple):
 def find_blocks(
     nesting: Nesting, colour: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, folded: Folded | None
 ) -> Blocks:
-    """Find blocks that may change places as wholes; number their parents behind the units, and tell both by root.
+    """Find blocks that may be permuted, and number their parents after the units.
 
-    What slots are made of is numbered first, right behind the units.
+    Members of slots that are not units are numbered first, directly after the units.
 
     Args:
         nesting: Parents and members.
-        colour: For each root, where it stands.
-        fixed: For each root, whether it stays where it is.
-        unit_of: For each root its unit, or -1.
-        folded: Copies that have become positions of units.
+        colour: Hash of the places of each root.
+        fixed: Mask of the roots that stay in place.
+        unit_of: The unit of each root, or -1.
+        folded: Copies folded into positions of units.
     """
     number_of = unit_of.copy()
     if not nesting.pairs.size:
@@ -71,14 +71,14 @@ def find_blocks(
 def _alike(
     nesting: Nesting, colour: Hashes, fixed: NDArray[np.bool_], slot_of: Ints, folded: Folded | None
 ) -> list[Ints]:
-    """Return the roots of blocks that are alike, each of shape (blocks, members).
+    """Return the roots of isomorphic blocks, each of shape (blocks, members).
 
     Args:
         nesting: Parents and members.
-        colour: For each root, where it stands.
-        fixed: For each root, whether it stays where it is.
-        slot_of: For each root the slot that it is a part of, or -1.
-        folded: Copies that have become positions of units.
+        colour: Hash of the places of each root.
+        fixed: Mask of the roots that stay in place.
+        slot_of: The slot that contains each root, or -1.
+        folded: Copies folded into positions of units.
     """
     role, (parent, member) = roles(nesting, colour)
     # Parents that share members form one block, together with all their members.

@@ -1,4 +1,4 @@
-"""From all that operations demand to the group that meets it: who may change places, what may be scaled or mixed."""
+"""The solution of all constraints: the group of permutations, scales, signs and matrices."""
 
 import contextlib
 import ctypes
@@ -30,19 +30,19 @@ from lightning_sym.symmetry.tracing.labels import Labels
 from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, flat
 from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
 
-_MANY = 1_000_000  # atoms from which on memory counts
-# Bias, weight, the weight's axis, and how much: see Structure.absorbed.
+_MANY = 1_000_000  # number of atoms above which memory is returned to the system
+# Bias, weight, the weight's axis, and the amount: see Structure.absorbed.
 Absorbed = tuple[str, str, int, float]
 
 
 class Group(NamedTuple):
-    """A network's group without shifts and tilts.
+    """A network's group without translations and rank-one maps.
 
     Attributes:
         structure: The group on parameters and buffers.
-        values: The same group on the values inside the network that have a name.
-        notes: What limits it.
-        unread: Notes on units that nothing reads, and their positions: shifts may move all of their weights.
+        values: The same group on named values inside the network.
+        notes: Notes on limits of the group.
+        unread: Notes on units that nothing reads, with their positions: translations may move all of their weights.
     """
 
     structure: Structure
@@ -52,18 +52,18 @@ class Group(NamedTuple):
 
 
 class _Solved(NamedTuple):
-    """The parts of the solution, of which structures are made.
+    """Parts of the solution, to be assembled into structures.
 
     Attributes:
-        positions: Where units are seen.
-        colour: For each root, where it stands.
-        folded: Copies that have become positions of units.
-        orbits: Units, and which of them may change places.
+        positions: The positions of units.
+        colour: Hash of the places of each root.
+        folded: Copies folded into positions of units.
+        orbits: The units and their permutations.
         blocks: Systems of blocks.
         scales: Generators of scales.
         signs: Generators of signs.
-        copies: For each orbit, the copies of its units.
-        end: How many positions are those of parameters, grouped weights included.
+        copies: The copies of each orbit's units.
+        end: Number of positions of parameters, including grouped weights.
     """
 
     positions: Positions
@@ -78,18 +78,18 @@ class _Solved(NamedTuple):
 
 
 def find_group(labels: Labels, known: Known) -> Group:
-    """Solve all that the operations of a network demand.
+    """Solve the constraints of a network's operations.
 
     Args:
-        labels: What they demand. Equations and pairs are let go of once they are solved.
-        known: Which tensors are buffers.
+        labels: The labels and constraints. Equations and pairs are released once they are solved.
+        known: Names of buffers.
     """
     walk, constraints = labels.walk, labels.walk.constraints
     _give_back(constraints.atoms)
     by_variable = solve_scales(constraints)
     held, turned = needlessly_fixed(constraints, walk.axis_labels), solve_half_turns(constraints)
     for equations in (constraints.magnitude_equations, constraints.sign_equations):
-        equations.clear()  # of large networks they fill as much memory as anything that follows
+        equations.clear()  # for large networks these dominate memory
     _give_back(constraints.atoms)
     positions = merge_units(constraints, walk.axis_labels, walk.grouped)
     for seen in (constraints.merges, constraints.contracted, constraints.turned, constraints.occurrences):
@@ -108,15 +108,15 @@ def find_group(labels: Labels, known: Known) -> Group:
     dense = find_dense(constraints, positions, orbits, forms)
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales = tabulate(orbits.columns, forms.magnitudes, end, modulo_two=False)
-    forms = forms._replace(magnitudes=scales.forms)  # in whose place they are, as there are millions
+    forms = forms._replace(magnitudes=scales.forms)  # replaces the large original
     signs = tabulate(orbits.columns, forms.signs, end, modulo_two=True)
     del forms
     copies = copies_of(orbits, blocks.number_of, folded, positions, (scales, signs))
     irregular = [own.slots for own in copies if own is not None and not (own.scales.complete and own.signs.complete)]
-    if irregular:  # nothing says how their scales go with them
+    if irregular:  # the action of block permutations on their scales is unknown
         blocks = blocks.without(flat(irregular))
     in_blocks = flat(list(blocks.members))
-    movable = [  # units of cells of their own move with blocks only
+    movable = [  # units in cells of size 1 move with blocks only
         moves and (len(units) == 1 or bool(np.bincount(cells).max() > 1) or bool(np.isin(units, in_blocks).any()))
         for moves, units, cells in zip(orbits.movable, orbits.units, orbits.cells, strict=True)
     ]
@@ -126,7 +126,7 @@ def find_group(labels: Labels, known: Known) -> Group:
     structure, values = with_half_turns(turned, structure, _on_values(solved, structure), positions)
     del solved
     nothing = np.zeros(0, np.int64)
-    positions = replace(positions, where=nothing, tag=nothing, copy=nothing)  # likewise
+    positions = replace(positions, where=nothing, tag=nothing, copy=nothing)  # releases memory
     rotations, why_not = find_rotations(
         structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
     )
@@ -146,9 +146,9 @@ def find_group(labels: Labels, known: Known) -> Group:
 
 
 def _give_back(atoms: int) -> None:
-    """Give memory that was freed back to the system, if there are many atoms: glibc keeps it between large arrays."""
+    """Return freed memory to the system if there are many atoms: glibc keeps it between large arrays."""
     if atoms > _MANY:
-        with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems do without
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems have no malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -158,17 +158,17 @@ def _on_parameters(
     """Return the group on parameters and buffers.
 
     Args:
-        solved: The parts of the solution.
-        kinds: By buffer, see :class:`Slot`.
+        solved: Parts of the solution.
+        kinds: The kind of each buffer, see :class:`Slot`.
         dense: See :class:`Structure`.
-        absorbed: Likewise.
+        absorbed: See :class:`Structure`.
     """
     positions, orbits, unit_of, folded = solved.positions, solved.orbits, solved.orbits.unit_of, solved.folded
     slots = [
         _slot(positions, index, unit_of, int(positions.offset[index]), kinds) for index in range(positions.parameters)
     ]
     for name, label in positions.grouped.items():
-        # Positions of a label over two axes: within a row, units stand in the order of their columns.
+        # Positions of a label over two axes: within a row, units follow the order of their columns.
         first, shape = slots[-1].rows.stop, label.atom.shape
         slots.append(Slot(name, (0, 1), first, shape, unit_of[positions.root[label.atom]], *VALUE))
     units = len(orbits.roots)
@@ -195,15 +195,15 @@ def _on_parameters(
 
 
 def _on_values(solved: _Solved, structure: Structure) -> Structure:
-    """Return the group on the values inside the network that have a name.
+    """Return the group on named values inside the network.
 
     Args:
-        solved: The parts of the solution.
+        solved: Parts of the solution.
         structure: The group on parameters and buffers.
     """
     positions, blocks, at = solved.positions, solved.blocks, solved.positions.of_values
     orbits = list(solved.orbits.units)
-    if solved.folded is not None:  # what slots are made of is seen inside the network only
+    if solved.folded is not None:  # the atoms of slots occur inside the network only
         atoms = solved.folded.all_atoms
         inside = atoms[blocks.number_of[atoms] >= len(solved.orbits.roots)]
         orbits += [blocks.number_of[inside[group]] for group in sorted_groups(solved.colour[inside])]
@@ -240,11 +240,11 @@ def _slot(
     """Return the slot of a place.
 
     Args:
-        positions: Where units are seen.
-        index: The number of the place.
-        units: For each root its number as a unit, or -1.
-        first: Where the slot's positions start.
-        kinds: By buffer, see :class:`Slot`.
+        positions: The positions of units.
+        index: Index of the place.
+        units: Index of each root as a unit, or -1.
+        first: First position of the slot.
+        kinds: The kind of each buffer, see :class:`Slot`.
     """
     place, rows = positions.places[index], slice(*positions.offset[index : index + 2])
     kind = (kinds or {}).get(place.tensor or "", VALUE)

@@ -1,4 +1,4 @@
-"""Half turns: which half periods in biases leave the function alone, and what they flip."""
+"""Half turns: half periods that biases can absorb without changing the function, and the signs that they flip."""
 
 import math
 from dataclasses import replace
@@ -20,9 +20,9 @@ class Turned(NamedTuple):
     """The solution for half turns.
 
     Attributes:
-        sizes: By bias, half a period at each of its entries.
-        odd: Which half turns are allowed by themselves, or in even numbers only. Shape (half turns,), bool.
-        flips: Which variables a half turn flips. Shape (variables, half turns).
+        sizes: Half a period at each entry of each bias.
+        odd: Whether a half turn is allowed by itself; otherwise only even numbers are. Shape (half turns,), bool.
+        flips: The variables that each half turn flips. Shape (variables, half turns).
     """
 
     sizes: dict[str, Floats]
@@ -31,9 +31,9 @@ class Turned(NamedTuple):
 
 
 def solve_half_turns(constraints: Constraints) -> Turned | None:
-    """Find which half turns leave the function alone while all biases in front of them keep their signs.
+    """Find half turns that preserve the function while all biases before them keep their signs.
 
-    A whole turn always does. Half a turn does if no other half turn has to go with it.
+    A whole turn always does. Half a turn does if it requires no other half turn.
     """
     known = {name: own for name, own in constraints.half_periods.items() if math.isfinite(own.size)}
     if not known:
@@ -54,13 +54,13 @@ def solve_half_turns(constraints: Constraints) -> Turned | None:
 def with_half_turns(
     turned: Turned | None, structure: Structure, values: Structure, positions: Positions
 ) -> tuple[Structure, Structure]:
-    """Return the group on parameters, and on values, with half turns.
+    """Add half turns to the groups on parameters and on values.
 
     Args:
-        turned: The solution.
+        turned: The solution; None if there are no half turns.
         structure: The group on parameters and buffers.
         values: The group on named values.
-        positions: Where units are seen.
+        positions: The positions of units.
     """
     if turned is None:
         return structure, values

@@ -1,4 +1,4 @@
-"""Which units are members of which: of heads, say, or of rows of heads."""
+"""Nesting of units: members of heads, or of rows of heads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, f
 
 
 class Nesting(NamedTuple):
-    """Which roots are members of which parents.
+    """Parents and members among roots.
 
     Attributes:
         pairs: Parents and members. Shape (2, pairs).
-        shared: Parents that stay where they are while blocks change places.
-        gains: The pairs whose parents are gains, and nothing else, that several members share. Shape (2, pairs).
+        shared: Parents that stay fixed while blocks are permuted.
+        gains: The pairs with parents that are only gains, shared by several members. Shape (2, pairs).
     """
 
     pairs: Ints
@@ -27,7 +27,7 @@ class Nesting(NamedTuple):
 
     @property
     def others(self) -> Ints:
-        """The pairs whose parents are no such gains. Shape (2, pairs)."""
+        """All other pairs. Shape (2, pairs)."""
         return self.pairs[:, ~np.isin(self.pairs[0], self.gains[0])]
 
 
@@ -35,9 +35,9 @@ def find_nesting(constraints: Constraints, positions: Positions, colour: Hashes)
     """Find parents and members: members know their parents, and parents that share members move together.
 
     Args:
-        constraints: All demands.
-        positions: Where units are seen.
-        colour: For each root, where it stands.
+        constraints: The constraints of operations.
+        positions: The positions of units.
+        colour: Hash of the places of each root.
     """
     if not constraints.blocks and not constraints.shared_gains:
         return Nesting(np.zeros((2, 0), np.int64), np.zeros(0, np.int64))
@@ -48,22 +48,22 @@ def find_nesting(constraints: Constraints, positions: Positions, colour: Hashes)
 
 
 def _pairs(blocks: Sequence[tuple[Ints, Ints]], positions: Positions) -> Ints:
-    """Return the roots of parents and members, each pair once. Shape (2, pairs)."""
+    """Return the roots of parents and members, without repeated pairs. Shape (2, pairs)."""
     parent, member = (positions.root[flat([pair[side] for pair in blocks])] for side in (0, 1))
     pairs: Ints = rising_pairs(parent, member)
     return pairs
 
 
 def _shared(pairs: Ints, colour: Hashes, standing: NDArray[np.bool_]) -> Ints:
-    """Return which parents stay where they are while blocks change places: gains that all heads share.
+    """Return the parents that stay fixed while blocks are permuted: gains that all heads share.
 
-    Such a gain is the parent of one unit in each head. Of all that hangs together through it, several parents are
-    alike, where a block has one of each kind.
+    Such a gain is the parent of one unit in each head. A component of parents and members that contains it has several
+    parents of one kind, whereas a block has one of each kind.
 
     Args:
         pairs: Parents and members. Shape (2, pairs).
-        colour: For each root, what it is like.
-        standing: For each root, whether it stands in a parameter.
+        colour: Hash of the places of each root.
+        standing: Mask of the roots in parameters.
     """
     component = components(len(colour), [(pairs[0], pairs[1])])
     own = rising(pairs[0])
@@ -76,9 +76,9 @@ def _shared(pairs: Ints, colour: Hashes, standing: NDArray[np.bool_]) -> Ints:
 
 
 def roles(nesting: Nesting, colour: Hashes) -> tuple[Hashes, Ints]:
-    """Return what each root is in its block: its orbit, those of its parents, and the shared parents themselves.
+    """Return a hash of each root's role in its block, and all pairs except those of shared parents.
 
-    With the pairs of parents and members, but for shared parents.
+    The role depends on the root's orbit, the orbits of its parents, and the shared parents.
     """
     (parent, member), number = nesting.pairs, len(colour)
     role = mix(colour ^ sum_by(member, mix(colour[parent]), number))

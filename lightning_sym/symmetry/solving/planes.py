@@ -1,4 +1,4 @@
-"""Units that are planes: two coordinates at every place, which a complex number may turn and scale.
+"""Rotary pairs: units with two coordinates at every place, where a complex number may act.
 
 See docs/theory/transformers.md, 5.
 """
@@ -18,31 +18,31 @@ NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
 class Places(NamedTuple):
-    """What is known of every position at which units are seen.
+    """Data on the positions of units.
 
     Attributes:
-        raw: The atom that stood there before any were merged.
-        key: What two positions have in common that are the two coordinates of one plane at one place.
+        raw: The original atom at each position, before atoms were merged.
+        key: A hash that is equal for the two coordinates of one pair at one place.
     """
 
     raw: Ints | NDArray[np.int32]
     key: Hashes
 
     def within(self, rows: slice) -> "Places":
-        """Return what is known of some of the positions."""
+        """Select some of the positions."""
         return Places(self.raw[rows], self.key[rows])
 
 
 class PlaneFinder:
-    """Finds out which units are planes, and which of their positions are the first and second coordinates.
+    """Finds the units that are rotary pairs, and the positions of their first and second coordinates.
 
-    Where constants turn two coordinates, these are merged into one unit. They are known apart by what they were merged
-    with elsewhere: everything else has to treat the coordinates of a plane as coordinates, the first as first.
+    Where constants rotate two coordinates, these are merged into one unit. Merges elsewhere distinguish them: all
+    other operations have to keep first coordinates apart from second ones.
 
     Args:
-        constraints: All demands.
-        root: For each atom, the one with which it was merged.
-        grouped: By weight of a grouped convolution, the label over its two first axes.
+        constraints: The constraints of operations.
+        root: The root of each atom.
+        grouped: By weight of a grouped convolution, the label over its first two axes.
     """
 
     def __init__(self, constraints: Constraints, root: Ints, grouped: Sequence[Label]) -> None:
@@ -52,13 +52,13 @@ class PlaneFinder:
         number = constraints.atoms
         copies = [(copy.ravel(), original.ravel()) for copy, original, _ in constraints.copies]
         coordinate = components(number, [*constraints.merges, *constraints.contracted, *copies])
-        # What is of one value: queries, say, but not the keys that they meet.
+        # Atoms of one value: those of queries, for example, without the keys that multiply them.
         self.family = components(number, [*constraints.merges, *constraints.turned])
         held = [*constraints.held, *constraints.normed, *constraints.centred, *constraints.gained]
         held += constraints.divided
         held += [label.atom for label in grouped]
         stuck = marked(number, coordinate[flat(held)])
-        # Blocks to which a coordinate belongs: the two of a plane have the same ones.
+        # Blocks that contain a coordinate: the two coordinates of a pair belong to the same ones.
         shared = [*constraints.blocks, *constraints.shared_gains]
         parent, member = (flat([pair[side] for pair in shared]) for side in (0, 1))
         pairs = rising_pairs(root[parent], coordinate[member])
@@ -79,20 +79,20 @@ class PlaneFinder:
     def of_parameters(
         self, columns: Sequence[Ints], places: Places, forms: Sequence[sparse.csr_matrix]
     ) -> tuple[Ints, ...]:
-        """Return for each orbit which two of its columns are coordinates of a plane, pair by pair.
+        """Return the pairs of columns that are the two coordinates of rotary pairs, for each orbit.
 
         Args:
-            columns: Of each orbit.
-            places: What is known of the parameters' positions.
+            columns: The columns of each orbit.
+            places: Data on the parameters' positions.
             forms: Exponents of scales, and of signs, by position.
 
         Returns:
-            Each of shape (pairs, 2); no pairs if the units of an orbit are no planes.
+            Each of shape (pairs, 2); no pairs if the units of an orbit are not rotary pairs.
         """
         if not self.any:
             return ()
         plane = self._plane[self._coordinate[places.raw]]
-        # Whatever stands in a plane belongs to one unit.
+        # All positions of a pair must belong to one unit.
         standing = np.bincount(plane[plane >= 0], minlength=self._planes)
         self._flip = np.ones(self._planes, np.int64)
         times = np.bincount(forms[0].indices[: forms[0].indptr[len(places.raw)]], minlength=forms[0].shape[1])
@@ -103,23 +103,23 @@ class PlaneFinder:
             if not (whole and (standing[own[:, 0]] == matrix.shape[1]).all()):
                 result.append(NO_PAIRS)
                 continue
-            # Which coordinate is the first one is a convention: that of the first column.
+            # The first coordinate is the one in the first column, by convention.
             self._flip[own[:, 0]] = self._sides(matrix[:, :1], places)[:, 0]
             pairs = self._paired(matrix, places)
             one, two = (matrix[:, pairs[:, side]].ravel() for side in (0, 1))
             alike = 2 * len(pairs) == matrix.shape[1] and all((own[one] != own[two]).nnz == 0 for own in forms)
-            # A phase goes with its modulus: where that acts on other units too, nothing turns them along.
+            # A phase and its modulus act on the same units: a modulus that acts elsewhere has no phase there.
             alike = alike and _act_nowhere_else(forms[0], times, matrix)
             result.append(pairs if alike else NO_PAIRS)
         return tuple(result) if any(len(pairs) for pairs in result) else ()
 
     def of_values(self, planes: Sequence[Ints], columns: Sequence[Ints], places: Places) -> tuple[Ints, ...]:
-        """Return the same for values inside the network, of those orbits that are planes.
+        """Return the same for values inside the network, for orbits of rotary pairs.
 
         Args:
-            planes: What was found for parameters.
-            columns: Of each orbit, among the positions of values.
-            places: What is known of these.
+            planes: The pairs of columns for parameters.
+            columns: The columns of each orbit, among the positions of values.
+            places: Data on these positions.
         """
         return tuple(
             self._paired(matrix, places) if len(pairs) and matrix.size else NO_PAIRS
@@ -127,13 +127,13 @@ class PlaneFinder:
         )
 
     def _sides(self, matrix: Ints, places: Places) -> Ints:
-        """Return 1 where the first coordinate of a plane stands, and -1 where the second one does."""
+        """Return 1 at first coordinates of pairs, -1 at second ones, and 0 elsewhere."""
         coordinate = self._coordinate[places.raw[matrix]]
         plane = self._plane[coordinate]
         return np.where(plane >= 0, self._side[coordinate] * self._flip[plane], 0)
 
     def _paired(self, matrix: Ints, places: Places) -> Ints:
-        """Return the columns that are first and second coordinates at one place, the same for all units."""
+        """Return the pairs of columns that are the two coordinates at one place, for all units."""
         sides, keys = self._sides(matrix, places), places.key[matrix]
         regular = ((sides == sides[:1]) & (sides != 0)).all(0)
         partners: dict[tuple[int, int], list[int]] = {}
@@ -150,11 +150,11 @@ class PlaneFinder:
 
 
 def _act_nowhere_else(forms: sparse.csr_matrix, times: Ints, columns: Ints) -> bool:
-    """Whether the generators that act where some units stand act nowhere but at one of these units each.
+    """Return whether generators that act on some units act on one of these units each, and nowhere else.
 
     Args:
         forms: Exponents, by position.
-        times: At how many positions each generator acts.
+        times: Number of positions that each generator acts on.
         columns: The positions of the units.
     """
     own = forms[columns.ravel()]

@@ -1,4 +1,4 @@
-"""Colour refinement: roots that stand at the same places make an orbit, those of them with the same parents a cell."""
+"""Colour refinement: roots at the same places form an orbit; those of them with the same parents form a cell."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,15 +14,15 @@ from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, marked, mix, 
 
 
 class Orbits(NamedTuple):
-    """Units that may change places with one another, or, where nothing may, that were made together.
+    """Units that may be permuted, or that belong together where permutations are not allowed.
 
     Attributes:
-        roots: For each unit, its root.
-        unit_of: For each root, its unit, or -1.
-        units: For each orbit, its units.
-        cells: For each orbit, for each unit the number of its cell: units of one cell change places freely.
-        movable: For each orbit, whether its units may change places at all.
-        columns: For each orbit, at which position each unit stands. Each of shape (units, columns).
+        roots: The root of each unit.
+        unit_of: The unit of each root, or -1.
+        units: The units of each orbit.
+        cells: Index of each unit's cell, for each orbit: units of one cell are permuted freely.
+        movable: Whether each orbit's units may be permuted at all.
+        columns: The positions of each orbit's units. Each of shape (units, columns).
     """
 
     roots: Ints
@@ -34,10 +34,10 @@ class Orbits(NamedTuple):
 
 
 def colours(positions: Positions, forms: Forms) -> Hashes:
-    """Identify for each root the places where it stands; that it is fixed counts only for naming.
+    """Return a hash of the places of each root; whether it is fixed is included for naming only.
 
     Args:
-        positions: Where units are seen.
+        positions: The positions of units.
         forms: Scales and signs by position.
     """
     where, tag, own = positions.where, positions.tag, positions.own
@@ -45,7 +45,7 @@ def colours(positions: Positions, forms: Forms) -> Hashes:
 
     def keys(part: slice) -> Hashes:
         key = place_key(where[part], tag[part])
-        acting = slice(part.start, max(min(part.stop, own), part.start))  # how many scales act there
+        acting = slice(part.start, max(min(part.stop, own), part.start))  # the number of scales there is included
         key[: acting.stop - acting.start] ^= mix(magnitudes[acting] * 64 + signs[acting])
         return mix(key)
 
@@ -53,12 +53,12 @@ def colours(positions: Positions, forms: Forms) -> Hashes:
 
 
 def refine(positions: Positions, forms: Forms, colour: Hashes, nesting: Nesting) -> Orbits:
-    """Tell roots apart by where they stand and by their parents; those in a parameter that may move or scale are units.
+    """Partition roots by their places and parents; movable or scalable roots in parameters become units.
 
     Args:
-        positions: Where units are seen.
+        positions: The positions of units.
         forms: Scales and signs by position.
-        colour: For each root, where it stands.
+        colour: Hash of the places of each root.
         nesting: Parents and members of blocks.
     """
     number, own, standing = len(positions.root), positions.own, positions.standing
@@ -79,12 +79,12 @@ def refine(positions: Positions, forms: Forms, colour: Hashes, nesting: Nesting)
 
 
 def cell_keys(colour: Hashes, pairs: Ints, parents: Ints) -> Hashes:
-    """Identify for each root its cell: where it stands, and who its parents are.
+    """Return a hash of the cell of each root: its places and its parents.
 
     Args:
-        colour: For each root, where it stands.
+        colour: Hash of the places of each root.
         pairs: Parents and members. Shape (2, pairs).
-        parents: The roots that are parents: these (heads) move with their members only, each is a cell of its own.
+        parents: The roots that are parents (heads). They move with their members only; each is a separate cell.
     """
     parent, member = pairs
     key = mix(colour ^ sum_by(member, mix(parent.astype(np.uint64)), len(colour)))
@@ -93,7 +93,7 @@ def cell_keys(colour: Hashes, pairs: Ints, parents: Ints) -> Hashes:
 
 
 def sorted_groups(keys: Ints | Hashes) -> list[Ints]:
-    """Return the positions of equal keys, as one array per key, in the order of their first appearance."""
+    """Return the indices of equal keys, as one array per key, in the order of first appearance."""
     if not len(keys):
         return []
     order = np.argsort(keys, kind="stable")
@@ -106,18 +106,18 @@ def sorted_groups(keys: Ints | Hashes) -> list[Ints]:
 def columns_of(
     units: Sequence[Ints], unit: Ints, positions: Positions, at: slice | Ints, colour: Hashes | None = None
 ) -> list[Ints]:
-    """Return for each orbit at which positions each unit stands, in one order for all its units.
+    """Return the positions of each orbit's units, in a common order for all its units.
 
     Args:
         units: The units of each orbit.
-        unit: For each of some positions, the unit that stands there.
-        positions: Where units are seen.
-        at: Which positions these are.
-        colour: For each of the first units, where it stands, if orbits were joined: tags tell units of one colour only
-            in one order.
+        unit: The unit at each of some positions.
+        positions: The positions of units.
+        at: The selected positions.
+        colour: Hash of the places of each unit, needed if orbits were joined: tags fix the order only among units of
+            one colour.
 
     Returns:
-        Numbers among these positions, each of shape (units, columns).
+        Indices among the selected positions, each of shape (units, columns).
     """
     order = np.lexsort((positions.copy[at], positions.tag[at], positions.where[at], unit))
     ordered, columns = unit[order], []
@@ -127,15 +127,15 @@ def columns_of(
         everything: list[Any] = [slice(None)]
         known = colour is not None and own.max(initial=0) < len(colour)
         for alike in sorted_groups(colour[own]) if colour is not None and known else everything:
-            matrix[alike] = matrix[alike][:, np.argsort(matrix[alike][0])]  # tags are in no order
+            matrix[alike] = matrix[alike][:, np.argsort(matrix[alike][0])]  # the order of tags is arbitrary
         columns.append(matrix)
     return columns
 
 
 def _together(orbits: Orbits, positions: Positions, forms: Forms) -> Orbits:
-    """Join orbits of which nothing changes places inside a cell, if they stand at the same places with the same scales.
+    """Join orbits without permutations inside cells, if their units have the same places and scales.
 
-    The coordinates of a head, which a rotation by the position tells apart, are one axis group and not many.
+    The coordinates of a head, which rotary positions distinguish, thus form one axis group instead of many.
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for index, (own, moves, matrix) in enumerate(zip(orbits.cells, orbits.movable, orbits.columns, strict=True)):
@@ -157,7 +157,7 @@ def _together(orbits: Orbits, positions: Positions, forms: Forms) -> Orbits:
 
 
 def _pattern(forms: sparse.csr_matrix) -> tuple[bytes, ...]:
-    """Identify rows of exponents up to the names of the generators."""
+    """Hash rows of exponents, up to the names of the generators."""
     names = {generator: number for number, generator in enumerate(dict.fromkeys(forms.indices.tolist()))}
     renamed = np.array([names[generator] for generator in forms.indices.tolist()], np.int64)
     return forms.indptr.tobytes(), renamed.tobytes(), forms.data.tobytes()

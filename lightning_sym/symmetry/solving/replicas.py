@@ -1,4 +1,4 @@
-"""Replicas: copies of units become positions of these, and blocks of copies may change places.
+"""Replicas: copies of units become positions of these units, and blocks of copies may be permuted.
 
 See docs/theory/transformers.md, 2.
 """
@@ -20,22 +20,22 @@ from lightning_sym.symmetry.tracing.copies import Copies, Sheets, sheets
 from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, marked, mix
 
 Bools = NDArray[np.bool_]
-# Copies, of which atoms they are copies, and their numbers.
+# Copies, the atoms that they copy, and the indices of the copies.
 Copied = tuple[Ints, Ints, Ints]
 
 
 @dataclass
 class Folded:
-    """Copies that have become positions of the units of which they are copies.
+    """Copies folded into positions of the units that they copy.
 
     Attributes:
-        origin: For each root, the one of whose positions its own are; itself, unless it is a copy.
-        mark: For each root, what tells its positions from others of that unit; 0 unless it is a copy.
-        copy: For each root, which of the unit's copies it is, if they belong to slots; otherwise -1.
-        slots_of: By unit, the slots of its copies in the order of their numbers.
-        atoms: For each slot, its parents and its members that are no copies, in an order that slots which may change
-            places have in common, parents first.
-        systems: Slots that may change places with one another.
+        origin: The root of the copied unit for each root; the root itself if it is not a copy.
+        mark: A hash that distinguishes each root's positions from others of that unit; 0 if it is not a copy.
+        copy: Index of each root among the unit's copies, if these belong to slots; otherwise -1.
+        slots_of: The slots of each unit's copies, in the order of their indices.
+        atoms: For each slot, its parents and its members that are not copies. The order is common to slots that may be
+            permuted; parents come first.
+        systems: Sets of slots that may be permuted with one another.
     """
 
     origin: Ints
@@ -47,12 +47,12 @@ class Folded:
 
     @cached_property
     def all_atoms(self) -> Ints:
-        """The atoms of all slots, slot by slot."""
+        """The atoms of all slots, concatenated."""
         return np.concatenate([np.zeros(0, np.int64), *self.atoms])
 
     @cached_property
     def heads(self) -> Ints:
-        """For each slot the atom that stands for it."""
+        """The atom that represents each slot."""
         return np.array([atoms[0] for atoms in self.atoms], np.int64)
 
 
@@ -60,7 +60,7 @@ class Replicas(NamedTuple):
     """Positions and nesting after each copy of a unit has become a further position of that unit.
 
     Attributes:
-        positions: Where units are seen.
+        positions: The positions of units.
         nesting: Parents and members of blocks.
         folded: The copies; None if there are none.
     """
@@ -71,18 +71,18 @@ class Replicas(NamedTuple):
 
 
 def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colour: Hashes) -> Replicas:
-    """Let copies become positions of the units of which they are copies.
+    """Fold copies into positions of the units that they copy.
 
     Args:
-        copies: All of them.
-        positions: Where units are seen, copies as units of their own.
-        nesting: Parents and members of blocks, likewise.
-        colour: For each root, where it stands.
+        copies: All copies.
+        positions: The positions of units; copies count as separate units.
+        nesting: Parents and members of blocks; copies count as separate units.
+        colour: Hash of the positions of each root.
     """
     if not copies:
         return Replicas(positions, nesting, None)
     folded, fixed = _fold(copies, positions, nesting, colour)
-    origin, atom, tag = folded.origin, positions.atom, positions.tag  # in place: there are millions of them
+    origin, atom, tag = folded.origin, positions.atom, positions.tag  # changed in place to save memory
     held_at = np.flatnonzero((folded.mark > 0)[atom])
     tag[held_at] = (place_key(folded.mark[atom[held_at]], tag[held_at]) >> np.uint64(1)).astype(np.int64)
     copy, of_planes = folded.copy.astype(np.int32)[atom], positions.of_planes
@@ -93,18 +93,18 @@ def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesti
     atom, root = origin.astype(np.int32)[atom], origin[positions.root]
     positions = replace(positions, atom=atom, tag=tag, copy=copy, root=root, fixed=fixed, of_planes=of_planes)
     nesting = Nesting(np.unique(origin[nesting.pairs], axis=1), origin[nesting.shared])
-    folded.origin = folded.mark = folded.copy = np.zeros(0, np.int64)  # positions have it all now
+    folded.origin = folded.mark = folded.copy = np.zeros(0, np.int64)  # included in positions from now on
     return Replicas(positions, nesting, folded)
 
 
 def _fold(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colour: Hashes) -> tuple[Folded, Bools]:
     """Decide for each copy whether it belongs to a slot.
 
-    Copies that do not (they are in no block, or not as regularly as a repeated value of heads is) keep their number:
-    they move with their unit only.
+    Copies outside blocks, or in less regular ones than those of repeated heads, keep their index: they move with their
+    unit only.
 
     Returns:
-        The copies; and for each root whether it stays, with those that are copied irregularly.
+        The copies; and a mask of fixed roots, including those with irregular copies.
     """
     root, fixed, number = positions.root, positions.fixed.copy(), len(positions.root)
     role, pairs = roles(nesting, colour)
@@ -123,7 +123,7 @@ def _fold(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colo
     folded.origin[copy] = original
     numbers[copy] = count + 1
     _find_slots(folded, copy, original, named, pairs, role, fixed)
-    # What is left is told apart by its number, and by that of what it is a copy of.
+    # The remaining copies are distinguished by their index, and by the indices of the copies that they copy.
     left = copy[folded.copy[copy] < 0]
     while left.size:
         with np.errstate(over="ignore"):
@@ -137,7 +137,7 @@ def _fold(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colo
 
 
 def _named(copy: Ints, original: Ints, pairs: Ints, apart: Bools, number: int) -> Bools:
-    """Return which roots are copies in no block, copies of copies, or blocks of which there are copies."""
+    """Return a mask of roots that are copies outside blocks, copies of copies, or blocks that are copied."""
     member, parent, chained = (np.zeros(number, bool) for _ in range(3))
     parent[pairs[0]] = member[pairs[1]] = True
     chained[original] = True
@@ -147,7 +147,7 @@ def _named(copy: Ints, original: Ints, pairs: Ints, apart: Bools, number: int) -
 
 
 def _split(values: Ints, kind: Ints) -> list[Ints]:
-    """Split values by their kinds."""
+    """Split values into arrays of one kind."""
     order = np.argsort(kind, kind="stable")
     return np.split(values[order], np.flatnonzero(np.diff(kind[order])) + 1)
 
@@ -155,7 +155,7 @@ def _split(values: Ints, kind: Ints) -> list[Ints]:
 def _find_slots(
     folded: Folded, copy: Ints, original: Ints, named: Bools, pairs: Ints, role: Hashes, fixed: Bools
 ) -> None:
-    """Find the slots of all copies that are not named, group by group: of queries that share keys, say."""
+    """Find the slots of all copies that are not named, group by group (such as queries that share keys)."""
     if not copy.size:
         return
     number, nested = len(role), (pairs[0], pairs[1])
@@ -196,14 +196,14 @@ def _find_slots(
 def copies_of(
     orbits: Orbits, number_of: Ints, folded: Folded | None, positions: Positions, generators: Sequence[Table]
 ) -> tuple[Copies | None, ...]:
-    """Return the copies of each orbit's units; nothing if there are none at all.
+    """Return the copies of each orbit's units; empty if no unit has copies.
 
     Args:
         orbits: The units.
-        number_of: For each root, its number as a unit or parent.
-        folded: Copies that have become positions of units.
-        positions: Where units are seen.
-        generators: Of scales and of signs.
+        number_of: Index of each root as a unit or parent.
+        folded: Copies folded into positions of units.
+        positions: The positions of units.
+        generators: Tables of scales and of signs.
     """
     slots_of = [_slots_of(orbits.roots[group], number_of, folded) for group in orbits.units]
     if not any(slots is not None for slots in slots_of):
@@ -220,22 +220,22 @@ def copies_of(
 
 
 def sheets_at(positions: Positions, at: Ints, copies: int) -> Sheets:
-    """Return which columns belong to copies, given where they are for one unit."""
+    """Assign columns to copies, given their positions for one unit."""
     return sheets(place_key(positions.where[at], positions.tag[at]), positions.copy[at].astype(np.int64), copies)
 
 
 def _slots_of(roots: Ints, number_of: Ints, folded: Folded | None) -> Ints | None:
-    """Return for each unit the slots of its copies, or nothing if it has none."""
+    """Return the slots of each unit's copies; None if it has none."""
     if folded is None or int(roots[0]) not in folded.slots_of:
         return None
     return number_of[folded.heads[np.stack([folded.slots_of[int(root)] for root in roots])]]
 
 
 def _sheets_of(generators: Table, orbit: int, columns: Ints, positions: Sheets) -> Sheets:
-    """Return which of an orbit's generators belong to copies, given which of its columns do."""
+    """Assign an orbit's generators to copies, given the assignment of its columns."""
     forms, table, at = generators.forms, generators.of_units[orbit], generators.found_at[orbit]
     copy = positions.copy[at].copy()
-    for index in np.flatnonzero(copy >= 0):  # what acts on all copies alike belongs to the unit
+    for index in np.flatnonzero(copy >= 0):  # a generator that acts equally on all copies belongs to the unit
         partners = positions.partner[at[index]]
         places = columns[0, partners[partners >= 0]]
         if all(int(table[0, index]) in forms[place].indices for place in places):

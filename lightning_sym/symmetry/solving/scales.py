@@ -1,4 +1,4 @@
-"""Scales and signs: which stay free, how they act at every position, and which of them belong to each unit."""
+"""Scales and signs: independent generators, their exponents at every position, and their units."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,30 +17,30 @@ _ROUNDING = 1e-9  # of exponents
 
 
 class Forms(NamedTuple):
-    """Free scales and signs, as exponents of generators: of shape (variables or positions, generators).
+    """Independent scales and signs, as exponents of generators: of shape (variables or positions, generators).
 
     Attributes:
-        magnitudes: The exponents of scales.
-        signs: Those of signs, modulo 2.
+        magnitudes: Exponents of scales.
+        signs: Exponents of signs, modulo 2.
     """
 
     magnitudes: sparse.csr_matrix
     signs: sparse.csr_matrix
 
     def counts(self, rows: int) -> tuple[Ints, Ints]:
-        """Return how many scales, and how many signs, act at each of the first rows."""
+        """Return the number of scales, and of signs, that act at each of the first rows."""
         magnitudes, signs = (np.diff(forms.indptr[: rows + 1]).astype(np.int64) for forms in self)
         return magnitudes, signs
 
 
 class Table(NamedTuple):
-    """The generators of scales, or of signs, unit by unit.
+    """The generators of scales, or of signs, by unit.
 
     Attributes:
-        forms: Exponents by position, of those generators that belong to a unit.
-        of_units: For each orbit its units' generators, in one order for all units. Each of shape (units, generators).
-        found_at: For each orbit, at which of its columns each of the generators was found.
-        left_out: How many generators belong to no unit.
+        forms: Exponents of the generators by position.
+        of_units: The generators of each orbit's units, in a common order. Each of shape (units, generators).
+        found_at: The column of each orbit that shows each of these generators.
+        left_out: Number of omitted generators that belong to no unit.
     """
 
     forms: sparse.csr_matrix
@@ -56,7 +56,7 @@ def solve_scales(constraints: Constraints) -> Forms:
         The solutions by variable.
     """
     scales, signs = constraints.fixed_magnitudes, constraints.fixed_signs
-    halves = [own.flip for own in constraints.half_periods.values()]  # these are found by themselves
+    halves = [own.flip for own in constraints.half_periods.values()]  # these are solved separately
     return Forms(
         solve(constraints.scales, constraints.magnitude_equations, flat(scales)),
         solve(constraints.scales, constraints.sign_equations, flat([*signs, *halves]), modulo_two=True),
@@ -64,11 +64,11 @@ def solve_scales(constraints: Constraints) -> Forms:
 
 
 def needlessly_fixed(constraints: Constraints, axis_labels: Mapping[str, Sequence[Label]]) -> list[str]:
-    """Return the notes of what alone fixes scales of parameters, see :meth:`Constraints.explain`.
+    """Return notes on single causes that fix scales of parameters, see :meth:`Constraints.explain`.
 
     Args:
-        constraints: All demands.
-        axis_labels: By parameter or buffer, its labels.
+        constraints: The constraints of operations.
+        axis_labels: The labels of each parameter or buffer.
     """
     own = {index for first, last, _ in constraints.explained for index in range(first, last)}
     if not own:
@@ -85,7 +85,7 @@ def needlessly_fixed(constraints: Constraints, axis_labels: Mapping[str, Sequenc
 
 
 def variables_at(positions: Positions) -> Ints:
-    """Return the variable that scales each position: of parameters, of grouped weights, and of named values."""
+    """Return the scale variable of each position: of parameters, of grouped weights, and of named values."""
     labels = [place.label for place in positions.places]
     labels = [
         *labels[: positions.parameters],
@@ -96,10 +96,10 @@ def variables_at(positions: Positions) -> Ints:
 
 
 def scales_at(positions: Positions, forms: Forms) -> Forms:
-    """Return how scales and signs act at positions: of parameters, of grouped weights, and of named values.
+    """Return the exponents of scales and signs by position: of parameters, of grouped weights, and of named values.
 
     Args:
-        positions: Where units are seen.
+        positions: The positions of units.
         forms: Solutions by variable.
     """
     variable = variables_at(positions).astype(np.int32)
@@ -110,9 +110,9 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
 
 
 def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool = False) -> sparse.csr_matrix:
-    """Drop generators which undo along some axes of parameters what they, or others, do along others.
+    """Drop generators with actions that cancel along several axes of parameters, alone or together with others.
 
-    Of several that do so together one is dropped if it acts on all units of a place alike; else all stay.
+    If several cancel together, one that acts equally on all units of a place is dropped; otherwise all are kept.
     """
     places, offset = positions.places[: positions.parameters], positions.offset
     end = positions.own + sum(label.size for label in positions.grouped.values())
@@ -143,16 +143,16 @@ def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool 
 
 
 def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, modulo_two: bool) -> Table:
-    """Find which generators belong to each unit.
+    """Assign generators to units.
 
-    A generator belongs to a unit if, at some place of the unit, it is the only one that is not known from other places.
-    Where others that are known act with it, what all of them do there is taken in its place as a generator. Those that
-    only ever act together are left out, since nothing says how permutations carry them along.
+    A generator belongs to a unit if it is the only unassigned one at some place of the unit. If assigned generators act
+    at that place as well, the product of all of them replaces it as a generator. Generators that never act alone are
+    omitted, as the action of permutations on them is undetermined.
 
     Args:
-        columns: For each orbit (units, columns): the positions at which each unit stands.
-        forms: All generators by position.
-        rows: How many of the first positions are those of parameters: generators that touch none are dropped.
+        columns: The positions of each orbit's units. Each of shape (units, columns).
+        forms: Exponents of all generators by position.
+        rows: Number of the first positions that belong to parameters: generators that act on none are dropped.
         modulo_two: Whether they are signs.
     """
     forms, left_out = _used(forms, rows), 0
@@ -163,7 +163,7 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
             known[table] = True
         if known.all():
             return Table(forms, tables, found, left_out)
-        # Signs inside rotations have to stay as they are: they are among the matrices.
+        # Signs inside rotations stay unchanged: they are among the matrices.
         if not modulo_two and (parted := _parted(columns, forms, known)) is not None:
             parted.eliminate_zeros()
             forms = parted
@@ -174,18 +174,18 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
 
 
 def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: NDArray[np.bool_]) -> sparse.csr_matrix | None:
-    """Exchange generators for others, each of which acts alone at one place of its units.
+    """Replace generators by others that act alone at one place of their units.
 
-    At these places one generator that is not known acts to the power 1 or -1, with others that are known. That all of
-    them act to the power 1 there is the new generator; the known ones stay, and so does what they generate.
+    At these places one unassigned generator has exponent 1 or -1, together with assigned ones. The product of all of
+    them becomes the new generator. Assigned generators stay, and the group that all generate stays the same.
 
     Args:
         columns: See `tabulate`.
-        forms: All generators by position.
-        known: For each generator whether it is known.
+        forms: Exponents of all generators by position.
+        known: Mask of assigned generators.
 
     Returns:
-        The same by the new generators; None if there is no such place.
+        Exponents of the new generators; None if there is no such place.
     """
     for column in (column for matrix in columns for column in matrix.T):
         acting = forms[column].tocoo()
@@ -194,7 +194,7 @@ def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: NDArray[np
             continue
         replaced, first, which = np.unique(acting.col[new], return_index=True, return_inverse=True)
         rows = forms[column]
-        if abs(rows - rows[first[which]]).nnz:  # of two units it is not the same that is done
+        if abs(rows - rows[first[which]]).nnz:  # the products at two units differ
             continue
         # x_new = sum_k c_k x_k + c x_old, solved for x_old
         signs = sparse.diags(acting.data[new][first])
@@ -209,7 +209,7 @@ def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: NDArray[np
 
 
 def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
-    """Drop generators that touch no parameter: none of the first rows."""
+    """Drop generators that act on no parameter: on none of the first rows."""
     forms = forms.tocsr()
     used = rising(forms.indices[: forms.indptr[rows]])
     result = forms if len(used) == forms.shape[1] else forms[:, used].tocsr()
@@ -238,7 +238,7 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
         for column in left:
             here = slice(ends[column], ends[column + 1])
             new = ~taken[pair[here]]
-            if np.array_equal(unit[here][new], units):  # one more for each unit
+            if np.array_equal(unit[here][new], units):  # one new generator for each unit
                 chosen.append(acting.indices[here][new].astype(np.int64))
                 found.append(int(later[column]))
                 taken[pair[here]] = grew = True

@@ -1,4 +1,4 @@
-"""Cells of units that matrices may mix: any invertible ones, or orthogonal ones, behind gains perhaps (streams).
+"""Cells of units that GL(d) or orthogonal matrices act on, possibly between gains (streams).
 
 See docs/theory/transformers.md, 3.
 """
@@ -21,14 +21,14 @@ from lightning_sym.symmetry.tracing.structure import Structure
 
 
 class Met(NamedTuple):
-    """What operations met the units.
+    """The operations that act on units.
 
     Attributes:
-        normed: Whether they see a unit's norm together with others', at least. Shape (units,), bool.
-        centred: Whether they see a unit's mean with others. Likewise.
-        restricted: Whether one of them passes no mixture of units but permutations, scales and signs. Likewise.
-        cells: For each orbit, its cells as they were if gains that several units share told none of these apart.
-        spread: Such gains, and units that they multiply. Shape (2, pairs).
+        normed: Whether operations see at least the joint norm of a unit and others. Shape (units,), bool.
+        centred: Whether operations see the mean of a unit and others. Shape (units,), bool.
+        restricted: Whether an operation allows only permutations, scales and signs of a unit. Shape (units,), bool.
+        cells: The cells of each orbit, if shared gains do not distinguish units.
+        spread: Gains shared by several units, and the units that they multiply. Shape (2, pairs).
     """
 
     normed: NDArray[np.bool_]
@@ -39,13 +39,13 @@ class Met(NamedTuple):
 
 
 def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, colour: Hashes, nesting: Nesting) -> Met:
-    """Find out what operations met units.
+    """Find the operations that act on units.
 
     Args:
-        constraints: All demands.
-        positions: Where units are seen.
+        constraints: The constraints of operations.
+        positions: The positions of units.
         orbits: The units.
-        colour: For each root, where it stands.
+        colour: Hash of the places of each root.
         nesting: Parents and members of blocks.
     """
     roots = orbits.roots
@@ -64,11 +64,11 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
 
 
 class Dense(NamedTuple):
-    """Cells of units that only linear operations touch.
+    """Cells of units that only linear operations act on.
 
     Attributes:
-        cells: Those that any invertible matrix mixes.
-        gained: The numbers of orbits that batch norms or gains touch besides.
+        cells: Cells that GL(d) acts on.
+        gained: Indices of orbits that batch norms or gains also act on.
     """
 
     cells: tuple[Ints, ...]
@@ -76,11 +76,11 @@ class Dense(NamedTuple):
 
 
 def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> Dense:
-    """Find cells of units that only linear operations touch: any invertible matrix mixes them.
+    """Find cells of units that only linear operations act on: GL(d) acts on these.
 
     Args:
-        constraints: All demands.
-        positions: Where units are seen.
+        constraints: The constraints of operations.
+        positions: The positions of units.
         orbits: The units.
         forms: Scales and signs by position.
     """
@@ -106,15 +106,15 @@ def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, f
 
 
 def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:
-    """Find the cells on which orthogonal matrices act.
+    """Find the cells that orthogonal matrices act on.
 
     Args:
         structure: The group without them.
-        met: What operations met the units.
+        met: The operations on units.
         gains: Parameters that are only used to multiply units.
 
     Returns:
-        The rotations, and notes on those that gains forbid.
+        The rotations, and notes on those that gains prevent.
     """
     found: list[Rotation] = []
     notes: list[str] = []
@@ -132,14 +132,14 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
         conjugation = _conjugation(structure, orbit, cells, all_columns, behind)
         first = structure.slots[slots[0]].tensor
         if conjugation is None:
-            # A gain that no scale reaches is one of those that hold the others.
+            # A gain without scales is one of those that prevent rotations.
             none = np.diff(structure.magnitudes.indptr)[all_columns[0]] == 0
             stuck = slots[behind & none] if (behind & none).any() else slots[behind]
             names = list(dict.fromkeys(structure.slots[slot].tensor for slot in stuck))
             shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
             notes.append(
-                f"the stream of {first} is not rotated, as its gains ({shown}) cannot be taken into what reads them: "
-                "embeddings are tied, or values before and behind a gain are added up"
+                f"the stream of {first} is not rotated, as its gains ({shown}) cannot be folded into the weights after "
+                "them: embeddings are tied, or values before and behind a gain are added up"
             )
             continue
         powers, plain_sign = conjugation
@@ -153,18 +153,18 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
 
 
 def _shared_gains(structure: Structure, units: Ints, cells: Ints, spread: Ints, gains: Collection[str]) -> Ints | None:
-    """Return where the gains stand that units share with those of other cells (heads).
+    """Return the positions of gains that units share with those of other cells (heads).
 
     Args:
         structure: The group.
         units: The units.
-        cells: Of which cell each of them is.
-        spread: Such gains, and units that they multiply. Shape (2, pairs).
+        cells: The cell of each of them.
+        spread: Shared gains, and the units that they multiply. Shape (2, pairs).
         gains: Parameters that are only used to multiply units.
 
     Returns:
-        Positions of all slots, one column for each parameter. Shape (units, parameters). None if some of what the units
-        share is no such gain, or not all of them have it.
+        Positions of all slots, one column for each parameter. Shape (units, parameters). None if the units share
+        something else, or a gain multiplies only some of them.
     """
     own = spread[:, np.isin(spread[1], units)]
     columns, seen = [], np.zeros(own.shape[1], bool)
@@ -180,7 +180,7 @@ def _shared_gains(structure: Structure, units: Ints, cells: Ints, spread: Ints, 
         seen |= held
         column = at[pairs[0]][np.argsort(np.argsort(units))]
         _, first = np.unique(cells, return_index=True)
-        if (column != column[first[cells]]).any():  # else it is one factor for a whole cell
+        if (column != column[first[cells]]).any():  # otherwise it is a common factor of a whole cell
             columns.append(column)
     if not seen.all():
         return None
@@ -190,17 +190,17 @@ def _shared_gains(structure: Structure, units: Ints, cells: Ints, spread: Ints, 
 def _conjugation(
     structure: Structure, orbit: int, cells: Ints, columns: Ints, behind: Bools
 ) -> tuple[Ints, Bools] | None:
-    """Return powers of the gains by generators, and which signs act in front of all gains; None if gains are not free.
+    """Return the powers of gains by generators, and a mask of signs before all gains; None if gains are not free.
 
-    They are if the orbit's scales can bring them all to 1, whatever they are. An orthogonal matrix can then act on the
-    units with gains of 1, and the scales are undone.
+    Gains are free if the orbit's scales can bring them all to 1, for any values. An orthogonal matrix can then
+    act on the units with gains of 1, before the scales are undone.
 
     Args:
         structure: The group.
-        orbit: The number of the orbit.
-        cells: Of which cell each of its units is.
-        columns: Where the units stand, and the gains that they share. Shape (units, columns).
-        behind: Which of the columns are those of gains.
+        orbit: Index of the orbit.
+        cells: The cell of each of its units.
+        columns: Positions of the units, and of the gains that they share. Shape (units, columns).
+        behind: Mask of the columns of gains.
     """
     kinds = ((structure.magnitudes, structure.scale_table[orbit]), (structure.signs, structure.sign_table[orbit]))
     scales, signs = (exponents(forms, columns, table) for forms, table in kinds)
@@ -212,7 +212,7 @@ def _conjugation(
         return None
     powers = np.zeros((scales.shape[1], int(behind.sum())), np.int64)
     powers[one_by_one] = np.rint(np.linalg.inv(at_gains)).astype(np.int64)
-    # Signs behind gains are those in front of them times the gains' own.
+    # Signs after gains are those before them times the gains' own.
     plain = (signs - scales @ powers @ signs[behind])[~behind][:, own_signs] % 2
     if (plain != plain[:1]).any():
         return None
@@ -222,6 +222,6 @@ def _conjugation(
 
 
 def not_common(cells: Ints, table: Ints) -> Bools:
-    """Return which generators of a table are not the same for all units of a cell."""
+    """Return a mask of the generators of a table that differ within a cell."""
     _, first = np.unique(cells, return_index=True)
     return np.asarray((table != table[first[cells]]).any(0))

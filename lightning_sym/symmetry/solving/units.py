@@ -1,4 +1,4 @@
-"""Units: atoms that have to move together are one, which stands at many positions."""
+"""Units: atoms that have to move together form one unit, which occurs at many positions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, Numbers, comp
 
 @dataclass(frozen=True)
 class Positions:
-    """Every position at which units are seen, place by place.
+    """All positions of units, place by place.
 
     Attributes:
         places: The parameters' axes, then the values of the graph.
-        parameters: How many of the places are axes of parameters.
-        grouped: By weight of a grouped convolution, the label over its two first axes.
-        offset: Where the positions of each place begin, and where the last ones end.
-        named: The places that are values with a name.
-        of_values: The positions of these.
-        where: For each position, the number of its place.
-        tag: For each position, which of its unit's several positions this is.
-        atom: For each position, the root of the atom that stands there.
-        copy: For each position, which of its unit's copies stands there, if copies belong to slots; else -1.
-        root: For each atom one that stands for all which have to move together.
-        fixed: For each root, whether it stays where it is.
-        finder: Finds the units that are planes.
-        asked: The positions that it asks about: of parameters, and then of values with a name.
-        of_planes: What it knows of these.
+        parameters: Number of places that are axes of parameters.
+        grouped: By weight of a grouped convolution, the label over its first two axes.
+        offset: The first position of each place, followed by the number of all positions.
+        named: Indices of the places that are named values.
+        of_values: The positions of these places.
+        where: Index of the place of each position.
+        tag: Tag of each position, which distinguishes the positions of one unit.
+        atom: Root of the atom at each position.
+        copy: Index of the unit's copy at each position, if copies belong to slots; else -1.
+        root: A representative for each atom, the same for atoms that have to move together.
+        fixed: Mask of the roots that stay in place.
+        finder: Finds the units that are rotary pairs.
+        asked: Positions of interest to the finder: those of parameters, then those of named values.
+        of_planes: The finder's data for these positions.
     """
 
     places: list[Sighting]
@@ -51,28 +51,28 @@ class Positions:
 
     @property
     def own(self) -> int:
-        """How many positions are those of parameters, which come first."""
+        """Number of positions of parameters, which come first."""
         return int(self.offset[self.parameters])
 
     @property
     def standing(self) -> Numbers:
-        """The roots that stand in parameters, position by position."""
+        """The root at each position of parameters."""
         return self.atom[: self.own]
 
     def marked(self, *atoms: Numbers) -> NDArray[np.bool_]:
-        """Return a mask of roots that holds at those of some atoms."""
+        """Return a mask of the roots of some atoms."""
         return marked(len(self.root), self.root[flat(atoms)])
 
 
 def merge_units(
     constraints: Constraints, axis_labels: Mapping[str, tuple[Label, ...]], grouped: Mapping[str, Label]
 ) -> Positions:
-    """Merge the atoms that have to move together, and list every position at which they stand.
+    """Merge the atoms that have to move together, and list all their positions.
 
     Args:
-        constraints: All demands, and what was seen.
-        axis_labels: By parameter or buffer, its labels.
-        grouped: By weight of a grouped convolution, the label over its two first axes.
+        constraints: The constraints of operations, and all sightings.
+        axis_labels: The labels of each parameter or buffer.
+        grouped: By weight of a grouped convolution, the label over its first two axes.
     """
     merges = [*constraints.merges, *constraints.contracted, *constraints.turned]
     root = components(constraints.atoms, merges)
@@ -87,7 +87,7 @@ def merge_units(
         [np.zeros(0, np.int32), *(place.label.atom.ravel() for place in places)], dtype=np.int32, casting="same_kind"
     )
     tag = flat([place.label.tag for place in places])
-    # What two coordinates of a plane have in common is asked of parameters and of named values only.
+    # The two coordinates of a pair are looked up in parameters and named values only.
     named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
     of_values = flat([np.arange(offset[index], offset[index + 1]) for index in named])
     asked = np.r_[np.arange(offset[parameters]), of_values] if finder.any else np.zeros(0, np.int64)
@@ -95,7 +95,7 @@ def merge_units(
     if finder.any:
         same_place ^= mix(finder.family[raw[asked]])
     tag, unknown = _told_apart(raw, root, where, tag, offset, merges)
-    unnamed = Sighting(Label((), *np.zeros((3, 0), np.int64)))  # of the others the positions are all that counts
+    unnamed = Sighting(Label((), *np.zeros((3, 0), np.int64)))  # other places are needed for their positions only
     places = [
         place if index < parameters or place.tensor is not None else unnamed for index, place in enumerate(places)
     ]
@@ -119,27 +119,27 @@ def merge_units(
 
 
 def place_key(where: Numbers, tag: Ints) -> Hashes:
-    """Identify a place and a tag."""
+    """Return a hash of places and tags."""
     return mix(mix(where) ^ tag.astype(np.uint64))
 
 
 def _told_apart(
     raw: Numbers, root: Ints, where: Numbers, tag: Ints, offset: Ints, merges: list[tuple[Ints, Ints]]
 ) -> tuple[Ints, Ints]:
-    """Tell the positions of a unit apart that stands twice at one place (queries and keys stacked in one weight).
+    """Distinguish the positions of units that occur twice at one place (queries and keys stacked in one weight).
 
-    They differ by where else each of the two was seen before they were found to be one unit.
+    The two are distinguished by their other positions, as seen before they were merged.
 
     Args:
-        raw: For each position, the atom that stood there.
-        root: For each atom, the one with which it was merged.
-        where: For each position, the number of its place.
-        tag: For each position, its tag.
-        offset: Where the positions of each place begin, and where the last ones end.
-        merges: What was merged.
+        raw: The original atom at each position.
+        root: The root of each atom.
+        where: Index of the place of each position.
+        tag: Tag of each position.
+        offset: The first position of each place, followed by the number of all positions.
+        merges: Pairs of merged atoms.
 
     Returns:
-        New tags; and the atoms of which nobody knows which is which.
+        New tags; and the roots of atoms that remain indistinguishable.
     """
     atom, number = root[raw], len(root)
 
@@ -156,7 +156,7 @@ def _told_apart(
     if again.any():
         seen = sum_by(raw, lambda part: place_key(where[part], tag[part]), number)
         one, two = (flat([pair[side] for pair in merges]) for side in (0, 1))
-        for _ in range(3):  # what it was merged with counts, too: colour refinement
+        for _ in range(3):  # colour refinement along merged atoms
             seen = mix(seen) + sum_by(one, mix(seen)[two], number) + sum_by(two, mix(seen)[one] * np.uint64(3), number)
         tag = tag.copy()
         told = np.where(tag[again] == 0, np.uint64(0), mix(tag[again]))

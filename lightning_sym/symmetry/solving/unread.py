@@ -74,8 +74,8 @@ def unread_units(
     for index in np.unique(of_slot[lone[generators]]):
         slot, here = slots[index], lone[generators] & (of_slot == index)
         notes[
-            f"{slot.tensor}{list(slot.axes)}: {len(np.unique(unit[here]))} of {slot.size} places meet zeros only, or "
-            "nothing reads them, so that all their weights are free; the group only scales them"
+            f"{slot.tensor}{list(slot.axes)}: {len(np.unique(unit[here]))} of {slot.size} places are multiplied by "
+            "zeros only, or nothing reads them: all their weights are free, and the group only scales them"
         ] = np.unique(rows[here])
     return notes
 
@@ -112,13 +112,13 @@ def wide_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> list[s
     notes: dict[str, None] = {}
     for cell, seen in zip(cells, met + between, strict=True):
         if min(sum(count for _, at, count in seen if at == side and count > 1) for side in (0, 1)) >= len(cell):
-            continue  # true in all but small networks; only the others need a look at the biases
+            continue  # true except in small networks; only these need a look at the biases
         seen = [(slot, at, n) for slot, at, n in seen if n > 1 or slot.tensor not in structure.shifts.names]
         least, most = sorted(sum(count for _, at, count in seen if at == side) for side in (0, 1))
         if 0 < least < len(cell) != most:
             places = dict.fromkeys(f"{slot.tensor}{list(slot.axes)}" for slot, _, _ in seen)
             notes[
-                f"{listed([*places])}: of {len(cell)} units only {least} numbers go in or come out, so that what else "
-                "is free there depends on the weights"
+                f"{listed([*places])}: {len(cell)} units have only {least} incoming or outgoing numbers, so that "
+                "further free directions depend on the weights"
             ] = None
     return [*notes]

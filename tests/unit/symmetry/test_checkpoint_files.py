@@ -216,7 +216,7 @@ REFUSALS = {
     "empty shard": (damaged(lambda index: second(index).write_bytes(b"")), "is damaged or no safetensors"),
     "pickle": (damaged(lambda index: torch.save({"a": 1}, second(index)) and None), "is damaged or no safetensors"),
     "wrong place": (damaged(other_map(nothing="model-00001-of-00003.safetensors")), "holds no tensor nothing"),
-    "outside": (damaged(other_map(nothing="../up.safetensors")), "expected files that lie beside it"),
+    "outside": (damaged(other_map(nothing="../up.safetensors")), "expected files in its folder"),
     "no index": (damaged(lambda index: index.write_text("{}") and None), "is no index of a checkpoint"),
     "no JSON": (damaged(lambda index: index.write_bytes(b"\xff\x00") and None), "is no index of a checkpoint"),
     "twice": (
