@@ -709,7 +709,7 @@ def test_misspelt_options_do_not_wait_for_torch() -> None:
     [
         ("a.pt none.pt --out=m.safetensors", "There is no file"),
         ("a.pt nan.pt --out=m.safetensors", "nan.pt holds classifier.bias with values that are not finite"),
-        ("a.pt wide.pt --out=m.safetensors", "wide.pt holds 'linear1.weight' of shape [13, 64], and"),
+        ("a.pt wide.pt --out=m.safetensors", "wide.pt holds 'linear1.weight' of shape [13, 64], but"),
         ("a.pt bad.safetensors --out=m.safetensors", "bad.safetensors is damaged or no safetensors"),
         ("a.pt b.pt --out=m.pt", "out is m.pt; expected a file that ends in .safetensors."),
         ("a.pt b.pt --out=there.safetensors", "there.safetensors exists already"),
@@ -751,7 +751,7 @@ def test_shards_that_do_not_fit() -> None:
     assert_refused(merge, [one, two], "m.safetensors", says="expected a folder for the shards of model.safetensors")
     for place, heads in (("one", 2), ("two", 4)):
         Path(place, "config.json").write_text(json.dumps({"model_type": "llama", "heads": heads, "dtype": place}))
-    assert_refused(merge, [one, two], "m", says=["two/config.json says heads: 4, and one/config.json 2"])
+    assert_refused(merge, [one, two], "m", says=["two/config.json states heads: 4, but one/config.json 2"])
     Path("two", "config.json").unlink()
     state = a.state_dict()
     torch.save({**state, "head.weight": state["head.weight"] + 1}, "untied.pt")

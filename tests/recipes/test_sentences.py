@@ -318,7 +318,7 @@ ValueError: burn_in must be an integer >= 1, got -1.
 $ stitching_map("full(3)")
 ValueError: The stitching map 'full' takes no argument, got 'full(3)'.
 $ CutNetwork(torch.nn.Linear(3, 3), example=images)
-TypeError: network must be a Network, with known sites, got Linear; pass Network.wrap(network).
+TypeError: network must be a Network with known sites, got Linear; pass Network.wrap(network).
 $ CutNetwork(perceptron(4), ["activaton1"], example=images)
 ValueError: Unknown site 'activaton1'; expected one of: activation1. Did you mean 'activation1'?
 $ StitchedNetwork(cut(4), cut(4), "activation7")
