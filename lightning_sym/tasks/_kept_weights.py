@@ -30,8 +30,7 @@ def keep_best(task: Any, values: Mapping[str, list[float]]) -> None:
 def epochs_trained(task: Any) -> float:
     """Return the number of epochs trained by now, with the fraction of the current one."""
     progress = task.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    epoch: int = task.current_epoch
-    return epoch + min(1.0, progress / max(1, int(task.trainer.num_training_batches)))
+    return float(task.current_epoch + min(1.0, progress / max(1, int(task.trainer.num_training_batches))))
 
 
 def broken_weights(task: Any) -> list[str]:
