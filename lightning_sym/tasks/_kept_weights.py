@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from lightning_sym._checks import not_finite
 
-if TYPE_CHECKING:
-    from lightning_sym.tasks.population import PopulationTask
 
-
-def keep_best(task: "PopulationTask", values: Mapping[str, list[float]]) -> None:
+def keep_best(task: Any, values: Mapping[str, list[float]]) -> None:
     """Keep the current weights of each member if they are its best; without metrics, of all members."""
     for number in task.population.numbers:
         if number in task.stopped:
@@ -30,13 +27,13 @@ def keep_best(task: "PopulationTask", values: Mapping[str, list[float]]) -> None
         }
 
 
-def epochs_trained(task: "PopulationTask") -> float:
+def epochs_trained(task: Any) -> float:
     """Return the number of epochs trained by now, with the fraction of the current one."""
     progress = task.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return task.current_epoch + min(1.0, progress / max(1, int(task.trainer.num_training_batches)))
+    return float(task.current_epoch + min(1.0, progress / max(1, int(task.trainer.num_training_batches))))
 
 
-def broken_weights(task: "PopulationTask") -> list[str]:
+def broken_weights(task: Any) -> list[str]:
     """Return the names of weights that are not finite, except for the current weights of stopped members."""
     found = []
     for number in task.population.numbers:
@@ -55,7 +52,7 @@ class WeightExchange:
         task: The task with these members.
     """
 
-    def __init__(self, task: "PopulationTask") -> None:
+    def __init__(self, task: Any) -> None:
         self._task = task
         self._current: dict[int, dict[str, Tensor]] = {}
         self._evaluating = False

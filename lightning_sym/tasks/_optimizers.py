@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule
@@ -10,9 +10,6 @@ from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
-
-if TYPE_CHECKING:
-    from lightning_sym.tasks.population import PopulationTask
 
 # Optimizers that treat every entry of a tensor by itself, so that members may share a stacked tensor.
 _ENTRYWISE = {
@@ -40,14 +37,15 @@ def check_optimizer(optimizer: Optimizer, execution: str) -> None:
         )
 
 
-def make_optimizer(task: "PopulationTask", parameters: Any) -> Optimizer:
+def make_optimizer(task: Any, parameters: Any) -> Optimizer:
     """Make the optimizer of a population, and check that it keeps members independent.
 
     Args:
         task: The task; its factory, or its default, makes the optimizer.
         parameters: Parameters, or groups of them.
     """
-    optimizer = task.optimizer(parameters) if task.optimizer is not None else task.default_optimizer(parameters)
+    make = task.default_optimizer if task.optimizer is None else task.optimizer
+    optimizer: Optimizer = make(parameters)
     check_optimizer(optimizer, task.execution)
     if task.prior is not None:
         task.prior.check_optimizers([optimizer])
@@ -63,7 +61,7 @@ def decay_groups(parameters: list[nn.Parameter], undecayed: Iterable[nn.Paramete
     return [*([{"params": decayed}] if decayed else []), {"params": others, "weight_decay": 0.0}]
 
 
-def describe_optimizer(task: "PopulationTask") -> dict[str, Any]:
+def describe_optimizer(task: Any) -> dict[str, Any]:
     """Make optimizer and scheduler for a tensor of no network, to refuse bad settings now and to name them."""
     optimizer = make_optimizer(task, [nn.Parameter(torch.zeros(2, 2))])
     settings = {name: optimizer.defaults.get(name) for name in ("lr", "weight_decay", "momentum")}

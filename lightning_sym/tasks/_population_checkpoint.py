@@ -1,15 +1,12 @@
 """The part of a checkpoint for a population, without the current weights."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_sym.tasks.strategy import gather
 
-if TYPE_CHECKING:
-    from lightning_sym.tasks.population import PopulationTask
 
-
-def population_state(task: "PopulationTask") -> dict[str, Any]:
+def population_state(task: Any) -> dict[str, Any]:
     """Collect the kept weights and records of the members of all ranks; to be called on every rank."""
     mine = task.kept, task.stopped, task.member_records()
     parts = gather(mine) if task.member_parallel else [mine]
@@ -26,7 +23,7 @@ def population_state(task: "PopulationTask") -> dict[str, Any]:
     }
 
 
-def load_population_state(task: "PopulationTask", saved: dict[str, Any] | None) -> None:
+def load_population_state(task: Any, saved: dict[str, Any] | None) -> None:
     """Restore this rank's members from the result of :func:`population_state`.
 
     Raises:

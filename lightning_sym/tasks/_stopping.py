@@ -1,15 +1,12 @@
 """Members that are trained no further: found without waiting for the device, recorded, and reported once."""
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sym.tasks._divergence import Divergence
-
-if TYPE_CHECKING:
-    from lightning_sym.tasks.population import PopulationTask
 
 
 class Stopping:
@@ -22,7 +19,7 @@ class Stopping:
         records: Epoch, step and reason of every stopped member, by number.
     """
 
-    def __init__(self, task: "PopulationTask") -> None:
+    def __init__(self, task: Any) -> None:
         self._task = task
         self._divergence = Divergence()
         self.records: dict[int, dict[str, Any]] = {}

@@ -1,18 +1,15 @@
 """Checks that a trainer, its data and each batch suit a population."""
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from lightning_sym.tasks.losses import is_cross_entropy
 from lightning_sym.tasks.same_run import check_same_run
 
-if TYPE_CHECKING:
-    from lightning_sym.tasks.population import PopulationTask
 
-
-def check_suits(task: "PopulationTask", *, overrides: bool) -> None:
+def check_suits(task: Any, *, overrides: bool) -> None:
     """Check that the trainer suits a population; to be called on every rank.
 
     Args:
@@ -54,7 +51,7 @@ def check_suits(task: "PopulationTask", *, overrides: bool) -> None:
         )
 
 
-def _check_class_numbers(task: "PopulationTask", data: Any) -> None:
+def _check_class_numbers(task: Any, data: Any) -> None:
     """Check that each input has one class number, if the data are in memory."""
     tensors = getattr(data, "split_tensors", None)
     shape = () if tensors is None else tensors("train")[1].shape
@@ -66,7 +63,7 @@ def _check_class_numbers(task: "PopulationTask", data: Any) -> None:
         )
 
 
-def check_own_batches(task: "PopulationTask", inputs: Tensor, targets: Any) -> None:
+def check_own_batches(task: Any, inputs: Tensor, targets: Any) -> None:
     """Raise unless each member has its own batch."""
     own = inputs.dim() > 1 and len(inputs) == len(task.population)
     if not own or (isinstance(targets, Tensor) and targets.shape[:2] != inputs.shape[:2]):
