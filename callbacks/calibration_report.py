@@ -1,4 +1,4 @@
-"""What chains say of landscapes whose learning coefficients are known: the table and the pictures."""
+"""Learning coefficients of landscapes with known values: the table and the pictures."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_sym.tasks import AnalyticLandscapesTask
 
 
 class CalibrationReport(RunReport):
-    """Run the chains of an :class:`lightning_sym.tasks.AnalyticLandscapesTask`, and say what they found.
+    """Run the chains of an :class:`lightning_sym.tasks.AnalyticLandscapesTask` and report them.
 
     On rank 0, in ``results``: ``calibration.csv`` and ``.json`` (each landscape: estimate, exact value, learning
     coefficient, verdict and all settings), ``calibration_traces.csv`` and ``.json`` (some of the chains),

@@ -1,4 +1,4 @@
-"""Loss and accuracy along trained curves, beside the straight lines: the table and the pictures."""
+"""Loss and accuracy along trained curves and linear paths: the table and the pictures."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ _MARGIN = 0.2
 
 
 class CurveReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.CurveTask` found.
+    """Report the results of a :class:`lightning_sym.tasks.CurveTask`.
 
     At the end of the fit, loss and accuracy are evaluated along every curve that was kept, along the straight line
     between its ends, and along the straight line after matching, on training images (without augmentation) and test
@@ -130,7 +130,7 @@ class CurveReport(RunReport):
         return paths, planes, task.gathered()[0]
 
     def report(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule, measured: Any) -> RunResults:
-        """Return what was found, with figures and the curves themselves."""
+        """Return the tables, the figures and the curves."""
         paths, planes, stopped = measured
         zoo, members = task.model_zoo, sorted({number for pair in task.pairs for number in pair})
         about = {
@@ -214,7 +214,7 @@ def _surface_losses(
 def _recalibrated_losses(
     network: nn.Module, plane: WeightPlane, coefficients: Tensor, data: tuple[Tensor, Tensor], task: CurveTask
 ) -> Tensor:
-    """Return the loss at points of a plane, of which the processes share out the images; ``inf`` if not finite."""
+    """Return the loss at points of a plane; processes share the images; ``inf`` if not finite."""
     network = copy.deepcopy(network)
     parameters = trainable(network)
     batches = [tuple(part[rank() :: ranks()] for part in data)]

@@ -1,4 +1,4 @@
-"""What single units of the members of zoos detect, in their own basis and in rotated ones: tables and figure."""
+"""Concepts of single units in the members of zoos, in their own basis and in rotated ones: tables and figure."""
 
 from typing import Any
 

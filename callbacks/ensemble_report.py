@@ -25,7 +25,7 @@ _OF_CURVES = ("curves", "kinds", "member", "model_zoo")
 
 
 class EnsembleReport(RunReport):
-    """Say what ensembles are worth whose members a fit has trained.
+    """Score ensembles of the networks that a fit has trained.
 
     At the end of a fit of a :class:`lightning_sym.tasks.ZooTask` its kept members are an ensemble. At that of a
     :class:`lightning_sym.tasks.CurveTask`, of each curve, points equally spaced on it, and its two ends alone; and all

@@ -1,4 +1,4 @@
-"""What a search for equivalent weights found: planes through it, sets of nearly equivalent weights, their numbers."""
+"""Report of a search for equivalent weights: planes through its points, and sets of nearly equivalent weights."""
 
 import hashlib
 import math
@@ -43,7 +43,7 @@ _MOST_LOSSES = 3
 
 
 class EquivalenceReport(RunReport):
-    r"""Say what a search with :class:`lightning_sym.tasks.EquivalenceTask` found, and draw planes through it.
+    r"""Report a search with :class:`lightning_sym.tasks.EquivalenceTask` found, and draw planes through it.
 
     At the end of the search, for each grid: an orthonormal basis of the plane through the found points, J on the grid,
     the set ``J < epsilon`` with its numbers (fraction, Betti numbers, volume exponent, at which epsilon found points

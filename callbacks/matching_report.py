@@ -28,7 +28,7 @@ from lightning_sym.zoo import rebuild_manifest, write_member
 
 
 class MatchingReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.MatchingTask` found.
+    """Report the results of a :class:`lightning_sym.tasks.MatchingTask`.
 
     At the end of the fit, loss and accuracy are evaluated on the straight line between the two networks of every
     pair, before (``unmatched``) and after matching by each method, on training images (without augmentation) and test

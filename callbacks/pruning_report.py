@@ -15,7 +15,7 @@ from lightning_sym.zoo import rebuild_manifest, write_member
 
 
 class PruningReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.RashomonPruning` found, and write the smaller networks.
+    """Report the results of a :class:`lightning_sym.tasks.RashomonPruning` and write the smaller networks.
 
     At the end of the fit every network is measured once more on all training data: one above its threshold is an error.
 

@@ -1,4 +1,4 @@
-"""What the reports at the end of a fit have in common."""
+"""Base classes of reports at the end of a fit."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ class AfterFit(Callback, ABC):
         return None if self.data_type is None else checked_datamodule(self, trainer, self.data_type)
 
     def source(self, data: Any) -> dict[str, Any]:
-        """Return what every table says at its end: which data and which versions of packages it was made with."""
+        """Return the facts at the end of every table: the data and the versions of packages."""
         return {"data": data.identity(), "versions": versions()}
 
     @abstractmethod
@@ -138,11 +138,11 @@ class RunReport(AfterFit):
         self.results: RunResults | None = None
 
     def measure(self, trainer: Trainer, task: Any, data: Any) -> Any:
-        """Return what has to be evaluated for the report; called on every rank, for all to work together."""
+        """Evaluate everything that the report needs; called on every rank, to work together."""
         return None
 
     def report(self, trainer: Trainer, task: Any, data: Any, measured: Any) -> RunResults:
-        """Return what is written and printed; called on rank 0 only.
+        """Return the results to write and print; called on rank 0 only.
 
         By default ``measured`` are rows by the name of the table, for the declaration ``declared``.
 

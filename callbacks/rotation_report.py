@@ -15,7 +15,7 @@ from lightning_sym.tasks import RotationTask
 
 
 class RotationReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.RotationTask` found.
+    """Report the results of a :class:`lightning_sym.tasks.RotationTask`.
 
     At the end of the fit, and only then, the members and the rotated networks are evaluated on the test split: of each
     the weights that were kept. With several processes each evaluates its share of the images.

@@ -1,4 +1,4 @@
-"""How similar networks are within each of several zoos, one beside the other: the tables and the picture."""
+"""Similarity of networks within each of several zoos: the tables and the picture."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_sym.tasks import SimilarityOfZoosTask
 
 
 class SimilarityOfZoosReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.SimilarityOfZoosTask` found.
+    """Report the results of a :class:`lightning_sym.tasks.SimilarityOfZoosTask`.
 
         On rank 0, in ``results``: ``summary.csv`` and ``.json``, ``pairs.csv`` and ``.json``, ``channels.csv`` and
     XX

@@ -1,4 +1,4 @@
-"""How similar the layers of networks are, beside what comes for free: the tables and the pictures."""
+"""Similarity of the layers of networks and its null values: the tables and the pictures."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning_sym.tasks import SimilarityTask
 
 
 class SimilarityReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.SimilarityTask` found.
+    """Report the results of a :class:`lightning_sym.tasks.SimilarityTask`.
 
     On rank 0, in ``results``: ``summary.csv`` and ``.json`` (each layer with the same layer of the other network, or
     where these have different numbers of layers with the most similar one: mean and standard deviation over pairs,
@@ -56,7 +56,7 @@ class SimilarityReport(RunReport):
 
 
 def found_by(task: SimilarityTask) -> Similarities:
-    """Return what a task has found."""
+    """Return the similarities of a task."""
     return Similarities(task.similarities, task.pairs, task.layers, task.live, one_zoo=len(task.zoos) == 1)
 
 

@@ -1,4 +1,4 @@
-"""What is sharp about the members of a zoo, at the end of training them."""
+"""Sharpness of the members of a zoo after training."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from lightning_sym.tasks import StitchingTask
 
 
 class StitchingReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.StitchingTask` found.
+    """Report the results of a :class:`lightning_sym.tasks.StitchingTask`.
 
     At the end of the fit, and only then, the stitched networks are evaluated on the test split: of each the weights
     that were kept. If there is a :class:`lightning_sym.callbacks.BatchNormRecalibration`, all of them, whatever their

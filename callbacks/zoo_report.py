@@ -16,7 +16,7 @@ from lightning_sym.tasks import ZooTask
 
 
 class ZooReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.ZooTask` found.
+    """Report the results of a :class:`lightning_sym.tasks.ZooTask`.
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
     split, per member), ``results/validation_curves.png`` and ``confusion.png`` (both in TensorBoard too, under

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogFormatter, MaxNLocator, NullLocator
@@ -152,7 +153,7 @@ class _Series:
         """Mean over observations. Shape ``[T]``."""
         known = np.isfinite(self.heights)
         total = np.where(known, self.heights, 0).sum(1)
-        return np.divide(total, known.sum(1), out=np.full(len(total), np.nan), where=known.any(1))
+        return np.asarray(np.divide(total, known.sum(1), out=np.full(len(total), np.nan), where=known.any(1)))
 
     @property
     def lengths(self) -> Values:
@@ -441,15 +442,14 @@ def _legend(figure: Figure, places: Sequence[Axes], legend: str) -> None:
         for axes in places:
             (shared.legend_above if legend == "above" else shared.legend_of_some)(axes)
     elif legend:
-        known = {}
+        known: dict[str, Artist] = {}
         for axes in places:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 known.setdefault(label, handle)
-        if len(known) > _MOST:  # colors go from dark to bright, some are enough
-            chosen = np.linspace(0, len(known) - 1, _MOST).round().astype(int)
-            known = {label: known[label] for label in np.array(list(known), dtype=object)[chosen]}
-        if len(known) > 1:
-            beside = legend == "beside"
-            columns = 1 if beside else 2 if max(map(len, known)) > 12 else 3
-            place = "outside right center" if beside else "outside lower center"
-            figure.legend(known.values(), known, loc=place, ncols=columns, frameon=False, fontsize=9)
+        names = list(known)
+        if len(names) > _MOST:  # colors go from dark to bright, some are enough
+            names = [names[index] for index in np.linspace(0, len(names) - 1, _MOST).round().astype(int)]
+        if len(names) > 1:
+            look: Any = {"loc": f"outside {'right center' if legend == 'beside' else 'lower center'}"}
+            columns = 1 if legend == "beside" else 2 if max(map(len, names)) > 12 else 3
+            figure.legend([known[name] for name in names], names, ncols=columns, frameon=False, fontsize=9, **look)

@@ -38,7 +38,7 @@ def text_table(
         title: Above it.
         columns: Their headings.
         rows: The cells of each row, which may be fewer than the columns; None for a line between two rows.
-        whole: Headings of the columns whose cells are not broken into lines.
+        whole: Headings of columns with cells on one line.
         names: How many columns are aligned left.
         compact: Whether to draw no frame, for many columns.
     """
@@ -73,7 +73,7 @@ def _width(table: Table) -> int:
 
 
 def _blocks(columns: Sequence[int], names: int, fits: Callable[[list[int]], bool]) -> list[list[int]]:
-    """Return the columns of tables that stand below one another; each begins with the names."""
+    """Return the columns of tables printed below one another; each begins with the names."""
     blocks = [list(columns[:names])]
     for column in columns[names:]:
         if len(blocks[-1]) > names and not fits([*blocks[-1], column]):
@@ -83,7 +83,7 @@ def _blocks(columns: Sequence[int], names: int, fits: Callable[[list[int]], bool
 
 
 def broken_name(text: str, most: int) -> str:
-    r"""Return a name whose lines have at most so many characters, if it can be broken: behind dots and hyphens.
+    r"""Break a name after dots and hyphens into lines of at most so many characters, if possible.
 
     Example:
         >>> broken_name("module.functional-relu-2", 12)
@@ -100,7 +100,7 @@ def broken_name(text: str, most: int) -> str:
 
 
 def _cut(cell: str, most: int) -> str:
-    """Return a cell whose lines have at most so many characters; numbers, and cells with markup, stay whole."""
+    """Shorten the lines of a cell to at most so many characters; numbers and cells with markup stay whole."""
     return cell if "[" in cell else "\n".join(cut_middle(line, most) for line in cell.split("\n"))
 
 

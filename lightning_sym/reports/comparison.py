@@ -59,10 +59,10 @@ Values = Mapping[str, Mapping[str, float]]  # by run, by name of the number
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs whose settings differ by seeds only.
+    """Runs with settings that differ by seeds only.
 
     Attributes:
-        name: What the runs' names have in common.
+        name: Common beginning of the runs' names.
         runs: The runs.
     """
 
@@ -76,10 +76,10 @@ class Comparison:
 
     Attributes:
         table: A row for each number and group of runs.
-        settings: The settings in which groups differ, by option: one text for each group.
+        settings: Settings that differ between groups, by option: one text for each group.
         groups: The groups, in the order of the runs.
-        values: What each run found, by its name and the name of the number.
-        notes: What has to be known.
+        values: Numbers of each run, by its name and the name of the number.
+        notes: Remarks for the reader.
     """
 
     table: ResultTable
@@ -141,11 +141,11 @@ def compare_runs(
     """Compare the final numbers of runs; runs that differ by seeds only form a group with a mean.
 
     Args:
-        runs: At least two. Values do not depend on their order; the first group is what others are compared with.
+        runs: At least two. Values do not depend on their order; the other groups are compared with the first one.
         metrics: Patterns such as ``"test/*"``: which numbers to compare, also of those that were logged, or which
             columns of the table. Default: what reports said at the end, without details, or of runs without reports
             what was logged last; of a table all columns with numbers.
-        table: The name of a table of results whose rows are compared; None for the runs' own numbers.
+        table: Name of a table of results, to compare its rows; None for the runs' own numbers.
         ignore: Patterns of options that make no difference, as seeds make none.
 
     Raises:
@@ -190,7 +190,7 @@ def compare_runs(
 
 
 def _groups(runs: Sequence[FinishedRun], ignore: Sequence[str]) -> list[RunGroup]:
-    """Return the runs by their settings other than seeds, each group with a name of its own."""
+    """Return the runs by their settings other than seeds; each group has a distinct name."""
     by_settings: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
     for run in runs:
         own = {option: text for option, text in run.settings.items() if not (is_seed(option) or _like(option, ignore))}
@@ -342,7 +342,7 @@ def difference_interval(values: Sequence[float], others: Sequence[float], level:
 
 
 def _settings(groups: Sequence[RunGroup], ignore: Sequence[str]) -> dict[str, list[str]]:
-    """Return the settings that all groups have and in which they differ, and the seeds that vary."""
+    """Return the common settings that differ between groups, and the seeds that vary."""
     every = list(dict.fromkeys(option for group in groups for run in group.runs for option in run.settings))
     differ = {}
     for option in every:

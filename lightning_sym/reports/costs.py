@@ -22,8 +22,8 @@ class Times:
     """Seconds of one part of a run.
 
     Attributes:
-        wall: Of the wall clock.
-        cpu: Of the processor.
+        wall: Seconds of the wall clock.
+        cpu: Seconds of the processor.
     """
 
     wall: float = 0.0
@@ -59,7 +59,7 @@ class Network:
 
 @dataclass(frozen=True)
 class RunCosts:
-    """How long the parts of a run take, and how often they come.
+    """Times and counts of the parts of a run.
 
     Attributes:
         start: Everything before the first step.
@@ -69,7 +69,7 @@ class RunCosts:
         validation: One validation.
         validations: How many there are.
         epoch: Work once per epoch apart from steps and validation.
-        periodic: What callbacks do after some epochs, by their names, and how often.
+        periodic: Work of callbacks after some epochs, by their names, and its count.
         after: Everything after the last epoch: tests, reports, figures.
         gradients: Bytes of all gradients of a step.
         members: Members of the population; 1 for another task.
@@ -131,9 +131,9 @@ def sharing_table(costs: RunCosts, devices: int, network: Network | None = None)
     others are sent at the end. The start, the rest of an epoch, and what comes after training take as long as on one.
 
     Args:
-        costs: What was measured on one device.
+        costs: Times measured on one device.
         devices: How many, >= 1.
-        network: What joins them.
+        network: Network between them.
     """
     network = network or Network()
     rows = [{"strategy": "one device", "devices": 1, "seconds": costs.total.wall, "speedup": 1.0, "sent": 0.0}]

@@ -57,7 +57,7 @@ class MeasuredPlane:
     """The loss in the plane of a curve.
 
     Attributes:
-        name: What it is of, for example ``"0-1, bezier"``.
+        name: Curve and pair, for example ``"0-1, bezier"``.
         curve: The curve.
         plane: The plane.
         x: Along its first axis. Shape ``[A]``.
@@ -88,7 +88,7 @@ def curve_results(
     """Report the loss along curves and along linear paths.
 
     Args:
-        paths: What was evaluated, by path (``"line"``, ``"matched"``, ``"bezier"``, ``"chain"``) and pair.
+        paths: Evaluations by path (``"line"``, ``"matched"``, ``"bezier"``, ``"chain"``) and pair.
         planes: Planes of some curves.
         title: Title of tables and figures.
         about: Everything needed to make the tables again.

@@ -1,4 +1,4 @@
-"""The geometry along curves: rows, tables and figures of what was found at their points."""
+"""The geometry along curves: rows, tables and figures of their points."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ _COUNTED = (1e-3, 1e-6)
 
 
 class CurveOf(NamedTuple):
-    """Which curve: the numbers of the members at its ends, and its kind."""
+    """Name of a curve: the numbers of the members at its endpoints, and its kind."""
 
     first: int
     second: int

@@ -92,7 +92,7 @@ class OneBasis(Protocol):
 
     @property
     def alpha(self) -> float:
-        """Where on the path."""
+        """Place on the path."""
 
     @property
     def found(self) -> BasisDissection:
@@ -131,7 +131,7 @@ def dissection_results(
     """Report the concepts of single units, in the networks' own basis and in rotated ones.
 
     Args:
-        results: Of each network and basis.
+        results: One for each network and basis.
         concepts: Names and categories of the concepts.
         least: Threshold of the overlap.
         title: For tables and figures.

@@ -1,4 +1,4 @@
-"""Ensembles beside each other: accuracy, loss, calibration and diversity as their members are added."""
+"""Comparison of ensembles: accuracy, loss, calibration and diversity as members are added."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ class MeasuredEnsemble:
 
     Attributes:
         name: Its name in tables.
-        kind: What it is made of; the terminal and the figure show means over ensembles of a kind.
+        kind: Its members; the terminal and the figure show means over ensembles of a kind.
         scores: How good it is.
     """
 
@@ -96,7 +96,7 @@ def ensemble_results(
     Args:
         ensembles: At least one; all scored on the same samples.
         title: Title of tables and figures.
-        split: What the samples are: ``"test"``.
+        split: Split of the samples: ``"test"``.
         about: Everything needed to make the tables again.
         snapshots: A row for each snapshot of fast geometric ensembles, if there are any.
         notes: Lines below the table on the terminal.

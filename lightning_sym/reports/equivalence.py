@@ -44,11 +44,11 @@ class SearchData:
     """A search that has ended.
 
     Attributes:
-        title: What was searched, for figures.
+        title: Title of the search, for figures.
         outcomes: By number of the candidate: ``round``, ``steps``, ``loss`` (J), ``held_out`` (J there), ``milestones``
             (the step of each, -1 if not reached), ``stopped`` (why, or empty), ``found``, and maybe ``weights``.
         milestones: The J that these count, in units of J0.
-        tolerance: Largest J of what is found, in units of J0.
+        tolerance: Largest J of found points, in units of J0.
         success_fraction: Part of the candidates that was found.
         scale: J0 and V on the inputs of the search.
         held_out: The same on the held-out inputs.
@@ -151,7 +151,7 @@ def candidate_rows(search: SearchData) -> list[dict[str, Any]]:
 
 
 def _outcome(entry: Row, scale: FunctionScale, exact: TwoUnitClass | None) -> str:
-    """Name what a candidate computes; of one that was not found from its J."""
+    """Classify the function of a candidate; for one that was not found, by its J."""
     loss, near = entry["loss"], 0.01 * scale.constant
     if entry["found"] or entry["stopped"]:
         return "found" if entry["found"] else "stopped"
@@ -174,7 +174,7 @@ def point_rows(
     scale: FunctionScale,
     grids: Sequence[EvaluatedGrid],
 ) -> list[dict[str, Any]]:
-    """Return how near each point is to the teacher's function and orbit, and where on the planes it is.
+    """Return the distances of each point to the teacher's function and orbit, and its place on the planes.
 
     Args:
         points: The points, ``n`` of them.

@@ -1,4 +1,4 @@
-"""Grids of J on planes through equivalent weights, and what is drawn of each."""
+"""Grids of J on planes through equivalent weights, and their figures."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -70,14 +70,14 @@ class EvaluatedGrid:
 
     Attributes:
         name: ``"search-2d"``, for files.
-        through: What the plane goes through.
-        points: The points that were to be had, the first ones of which span the plane.
+        through: Points that span the plane.
+        points: All available points; the first ones span the plane.
         plane: The plane.
         grid: The places on it.
-        settings: What was asked for.
+        settings: Requested settings.
         values: J there, of the grid's shape.
         epsilon: Bound of the set, in the unit of J.
-        numbers: What is known of the set.
+        numbers: Numbers of the set.
         finer: The same with half the spacing; None if that was not asked for.
         finest: J on the finest grid.
     """
@@ -133,20 +133,20 @@ def evaluated_grids(
     unit: float,
     advice: str = "",
 ) -> Iterator[EvaluatedGrid | str]:
-    """Evaluate the grids for which there are enough points.
+    """Evaluate grids with enough points.
 
     Args:
-        through: What the planes go through.
+        through: Points that span the planes.
         points: The points, the first one the centre.
-        grids: What is asked for.
+        grids: Requested grids.
         scale: J0 and V of the teacher.
-        evaluate: Returns J on a grid of a plane; called with its name, too.
-        epsilon: Bound of the sets of grids that have none of their own.
-        unit: What all these bounds are in units of.
-        advice: What to change where points are missing.
+        evaluate: Returns J on a grid of a plane; called with its name as well.
+        epsilon: Bound of sets for grids without one.
+        unit: Unit of all these bounds.
+        advice: Advice where points are missing.
 
     Yields:
-        What each grid holds; or a sentence that says why there is none.
+        Each evaluated grid; or a sentence with the reason why there is none.
     """
     for number, settings in enumerate(grids):
         dimension = settings.dimension

@@ -76,7 +76,7 @@ def evidence_results(
         network: Name of the architecture.
         architecture: All facts about it.
         members: Number of networks; None for the only one of a task.
-        updated: Whether precisions were ever updated; if not, the table on the terminal says so.
+        updated: Whether precisions were ever updated; otherwise the table on the terminal notes it.
         about: Everything else needed to make the tables again.
         keep: Which weights the tested networks have: of their ``"best"`` epoch, or of the ``"last"``, which all else
             is of.
@@ -241,7 +241,7 @@ def _relaxed(record: Row) -> dict[str, dict[str, Row]]:
 
 
 def _relaxed_cells(record: Row) -> Iterator[list[str]]:
-    """Yield a row for each path of each layer with several; the layer stands in the first, its type has a star."""
+    """Yield a row for each path of each layer with several; the first names the layer, a star marks its type."""
     types = layer_types(record)
     for layer, found in _relaxed(record).items():
         for place, (path, values) in enumerate(found.items()):

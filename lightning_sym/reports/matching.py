@@ -112,7 +112,7 @@ def matching_results(
     """Report barriers between networks before and after matching, and changes of functions.
 
     Args:
-        curves: By what was evaluated and by pair: loss and accuracy on the line, with their barriers.
+        curves: Loss and accuracy on the line, with their barriers, by evaluation and pair.
         distances: Euclidean distance between the parameters of both networks, by pair and method.
         symmetry: The symmetry group of the networks.
         title: For tables and figures.
@@ -181,7 +181,7 @@ def _units_of(loss: str) -> dict[str, str]:
 
 
 def merged_rows(merged: Sequence[MergedPair]) -> list[dict[str, Any]]:
-    """Return loss and accuracy of the mean of each pair, beside those of its networks, by split."""
+    """Return loss and accuracy of the weight average and of both networks of each pair, by split."""
     rows = []
     for number, found in enumerate(merged):
         for split, losses in found.losses.items():

@@ -41,7 +41,7 @@ def path_chart(
 
     Args:
         rows: Rows with ``t``, ``loss`` and maybe ``accuracy``.
-        group: Column whose values are the lines.
+        group: Column that names the lines.
         by: Columns: a pair of panels, loss and accuracy, for each combination of their values. The last one stands side
             by side.
         title: Title of the chart.

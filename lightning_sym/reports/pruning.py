@@ -82,7 +82,7 @@ class PrunedMember:
         threshold: Largest loss that is allowed.
         history: Steps; first the whole network.
         sizes: Units of the whole network by axis group.
-        widths: Units that are left.
+        widths: Remaining units.
         parameters: Trainable parameters of the whole and of the pruned network.
         walks: All walks, those that failed included.
         steps: Their optimizer steps.

@@ -34,7 +34,7 @@ CHART = Chart(
     [
         Panel(
             [
-                Marks("penalty", "site", kind="bars", label=lambda row: KINDS.get(row["kind"], row["kind"]),
+                Marks("penalty", "site", kind="bars", label=lambda row: KINDS.get(row["kind"], str(row["kind"])),
                       error=[("low", "high"), "std"], factor=100, values=".1f", looks=_BASELINES)
             ],
             points=True,

@@ -83,7 +83,7 @@ class Similarities:
         return {name: each.double().numpy() for name, each in found.items()}
 
     def partners(self, measure: str) -> list[int]:
-        """Return for each layer of the first the place of the layer of the second that it stands beside.
+        """Return the partner of each layer of the first network: the place of a layer of the second.
 
         That is the one in the same place; where the networks have different numbers of layers, the most similar one.
         """

@@ -96,7 +96,7 @@ class SimilarityMeter:
     def _known(
         self, network: nn.Module, sites: Sequence[str], measures: Sequence[Measure] | None
     ) -> tuple[list[Layer], list[Measure]]:
-        """Return what is known of each layer, and the measures that are possible."""
+        """Return the known facts about each layer, and the possible measures."""
         example = self.inputs[:2]
         features = features_of(network, sites, example)
         possible = list(measures) if measures is not None else [Measure("group"), Measure("cka_linear")]

@@ -172,7 +172,7 @@ class SymmetryMeter:
 
 
 def _quantities(kind: GroupKind, found: Balance | None, start: Mapping[str, Any], name: str) -> Numbers:
-    """Return what is defined for a group; NaN without a balance."""
+    """Return the defined quantities of a group; NaN without a balance."""
     if found is None:
         return dict.fromkeys(kind.quantities, math.nan)
     size = float(found.difference.abs().sum())

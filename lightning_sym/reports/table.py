@@ -81,7 +81,7 @@ class RunResults:
         files: Further files by name.
         texts: Text for TensorBoard, by tag, shown as it is laid out.
         numbers: Final numbers for the loggers, by tag.
-        headline: The name of the run's main figure, one of ``numbers``: it stands beside the hyperparameters in
+        headline: Name of the run's main number, one of ``numbers``: it is shown with the hyperparameters in
             TensorBoard. None if there is none.
         shown: Printed on the terminal; the first of the tables if None.
         notes: Lines below it, with markup of rich.
