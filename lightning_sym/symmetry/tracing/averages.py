@@ -216,15 +216,15 @@ def _scattered(r: Rewriter, node: Any) -> _Scattered | None:
 
 def _indicated(r: Rewriter, node: Any) -> fx.Node | None:
     """Return the index with one-hot vectors equal to a matrix's columns; None for other matrices."""
-    turned = False
+    transposed = False
     while r.name(node) in _CASTS | _MOVES:
         shape = r.shape(node.args[0])
         if r.name(node) in _MOVES:
             if len(shape) != 2 or r.shape(node) != shape[::-1]:
                 return None
-            turned = not turned
+            transposed = not transposed
         node = node.args[0]
-    plain = r.name(node) == "one_hot" and turned and len(r.shape(node)) == 2
+    plain = r.name(node) == "one_hot" and transposed and len(r.shape(node)) == 2
     return node.args[0] if plain else None
 
 

@@ -215,7 +215,7 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
         if len(rest) < count:
             return None
         wide = before + (name == "unsqueeze")
-        axes = [_behind(axis, wide) for axis in rest[:count]]
+        axes = [_after_first(axis, wide) for axis in rest[:count]]
         return None if None in axes else r.insert(node.target, value.node, *axes, *rest[count:], **node.kwargs)
     if name == "permute":
         return r.insert(node.target, value.node, [0, *(axis % before + 1 for axis in rest[0])])
@@ -226,7 +226,7 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
     return _norm(r, node, name, args) if name in ("layer_norm", "rms_norm") else None
 
 
-def _behind(axis: Any, rank: int) -> Any:
+def _after_first(axis: Any, rank: int) -> Any:
     """Return axis numbers after the insertion of a new first axis."""
     if isinstance(axis, int):
         return axis % rank + 1

@@ -114,24 +114,24 @@ def read_behind_layers(r: Rewriter) -> None:
         name = r.capture.states.get(bias) if isinstance(bias, fx.Node) else None
         if bias is None or name is None or list(bias.users) != [node] or name in r.capture.charts:
             continue
-        behind = _Behind(r, r.shape(node)[-1])
-        if not behind.is_added_to(node) or not behind.follow(
+        offsets = _Offsets(r, r.shape(node)[-1])
+        if not offsets.is_added_to(node) or not offsets.follow(
             node, torch.arange(r.shape(node)[-1]).expand(r.shape(node))
         ):
             continue
-        numbers = behind.numbers.nan_to_num().tolist()
+        numbers = offsets.numbers.nan_to_num().tolist()
         if not any(numbers):
             continue
         # Named values inside the network have changed, so they lose their names.
-        r.capture.marks[:] = [mark for mark in r.capture.marks if mark.node not in behind.passed]
-        for reader, value in behind.sums:
+        r.capture.marks[:] = [mark for mark in r.capture.marks if mark.node not in offsets.passed]
+        for reader, value in offsets.sums:
             r.at = reader
-            negative = behind.is_taken_off(reader, value)
+            negative = offsets.is_subtracted(reader, value)
             r.replace(reader, r.insert(aten.neg.default, value) if negative else value)
         r.capture.charts[name] = numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
-class _Behind:
+class _Offsets:
     """The numbers that readers add to the outputs of a layer.
 
     Attributes:
@@ -199,7 +199,7 @@ class _Behind:
             return 0.0
         return number if name == "add" else -number
 
-    def is_taken_off(self, user: fx.Node, value: fx.Node) -> bool:
+    def is_subtracted(self, user: fx.Node, value: fx.Node) -> bool:
         """Whether an operation subtracts a value from a number."""
         name = self.r.name(user)
         return name == "rsub" if user.args[0] is value else name == "sub"

@@ -19,7 +19,7 @@ from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 aten = torch.ops.aten
 # Operations that show the memory of their first argument in another shape.
 VIEWS = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND) | {"contiguous", "alias", "detach", "to"}
-_TURNS = ("permute", "transpose", "t", "mT")
+_SWAPS = ("permute", "transpose", "t", "mT")
 _MOST = 2**22  # elements of a tensor that are numbered
 
 
@@ -287,7 +287,7 @@ def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> 
         if not r.only_for(product, node) or len(r.shape(product)) <= last:
             continue
         way = product
-        turned = r.name(product) in _TURNS and r.only_for(product.args[0], product)
+        turned = r.name(product) in _SWAPS and r.only_for(product.args[0], product)
         if turned:
             way = product.args[0]  # type: ignore[assignment]
             if layout(way.meta["val"].mT) != layout(product.meta["val"]):
@@ -303,7 +303,7 @@ def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> 
         if product is first:  # from the other side
             factors = [permuted(r, own, swapped) for own in factors[::-1]]
             other = permuted(r, other, swapped)
-        if r.name(factors[0]) in _TURNS and layout(factors[0].args[0].meta["val"].mT) == layout(factors[0].meta["val"]):
+        if r.name(factors[0]) in _SWAPS and layout(factors[0].args[0].meta["val"].mT) == layout(factors[0].meta["val"]):
             factors[0] = permuted(r, factors[0].args[0], swapped)  # in one spelling
         weights = r.insert(aten.matmul.default, other, factors[0])
         result = r.insert(aten.matmul.default, weights, factors[1])

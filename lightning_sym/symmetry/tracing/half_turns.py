@@ -112,14 +112,14 @@ def _times(trace: Trace, node: fx.Node, given: fx.Node) -> float | None:
     if other is given:
         return None
     if name in operations(Trait.JOIN):
-        return -1.0 if _is_taken_off(name, place) else 1.0
+        return -1.0 if _is_subtracted(name, place) else 1.0
     number = _number(trace, other)
     if not number or (place == 1 and name not in ("mul", "multiply")):
         return None
     return number if name in ("mul", "multiply") else 1 / number
 
 
-def _is_taken_off(name: str, place: int) -> bool:
+def _is_subtracted(name: str, place: int) -> bool:
     """Return whether an argument of a sum or difference is subtracted."""
     return place == 1 if name in ("sub", "subtract") else place == 0 and name == "rsub"
 
@@ -147,7 +147,7 @@ def _sum_at(trace: Trace, node: fx.Node) -> _Sum | None:
     for place, given in enumerate(node.args):
         if (bias := _bias(trace, given)) is not None and isinstance(node.args[1 - place], fx.Node):
             held, times, axis = bias
-            times = -times if _is_taken_off(name, place) else times
+            times = -times if _is_subtracted(name, place) else times
             fits = shape.shape[axis] == trace.tensors[held].numel()
             return _Sum(node, held, times, axis + shape.ndim) if fits else None
     return None

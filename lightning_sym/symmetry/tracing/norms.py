@@ -16,7 +16,7 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 _SUMS = {"add", "sub"}
 _PASSED = operations(Trait.CAST) | {"neg"}
 _MOVED = _PASSED | operations(Trait.MOVE)
-_HANDED_ON = _MOVED | operations(Trait.POOL) | {"getitem"}
+_PROPAGATED = _MOVED | operations(Trait.POOL) | {"getitem"}
 _PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None)}
 _BATCH_NORMS = {"batch_norm", "cudnn_batch_norm"}
 
@@ -98,12 +98,12 @@ class _Finder:
                 at_gain, at_bias = _PLACES[name]
                 gain = self._state(argument(node, at_gain, "weight"))
                 bias = self._state(argument(node, at_bias, "bias")) if at_bias is not None else None
-                gain, bias, plain = self._behind(node, gain, bias)
+                gain, bias, plain = self._after(node, gain, bias)
                 layer = name == "layer_norm" and len(node.args[1]) == 1 and not _is_of_parts(node)
                 writers, others = self._writers(node.args[0]) if layer else ((), ())
                 yield Norm(module, gain, bias, plain, layer, writers, others)
 
-    def _behind(self, node: fx.Node, gain: str | None, bias: str | None) -> tuple[str | None, str | None, bool]:
+    def _after(self, node: fx.Node, gain: str | None, bias: str | None) -> tuple[str | None, str | None, bool]:
         """Return the gain and bias after a norm, including its own, and whether the gain is plain."""
         plain, users = True, list(node.users)
         while len(users) == 1 and bias is None:
@@ -151,7 +151,7 @@ class _Finder:
             name = name_of(node)
             if node in self.capture.states:
                 writers[self.capture.states[node]] = None
-            elif name in _HANDED_ON or (name == "mean" and not _over_last(node)):
+            elif name in _PROPAGATED or (name == "mean" and not _over_last(node)):
                 waiting.append(node.args[0])
             elif name in _SUMS and all(isinstance(given, fx.Node) for given in node.args[:2]):
                 waiting += node.args[:2]

@@ -19,7 +19,11 @@ Cell = Callable[[Tensor, Tensor, State], State]
 
 @torch.library.custom_op("lightning_sym::any_step", mutates_args=())
 def any_step(sequence: Tensor, axis: int) -> Tensor:
-    """Return any step of a sequence; the group may not act along its axis."""
+    """Return any step of a sequence; the group may not act along its axis.
+
+    Raises:
+        RuntimeError: Always, as the operation is only traced.
+    """
     raise RuntimeError("a step is only traced, never taken")
 
 

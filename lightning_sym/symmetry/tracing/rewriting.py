@@ -276,7 +276,11 @@ class Rewriter:
         return self._alike[key]
 
     def hold(self, tensor: Tensor) -> fx.Node:
-        """Return a node that holds a constant, before the current operation."""
+        """Return a node that holds a constant, before the current operation.
+
+        Raises:
+            ValueError: If the tensor is a parameter or has no data.
+        """
         if isinstance(tensor, (nn.Parameter, FakeTensor)):
             raise ValueError(
                 f"a function in the rule {self.rule} reads a parameter that is none of its arguments; expected "

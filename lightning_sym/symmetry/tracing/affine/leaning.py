@@ -138,7 +138,7 @@ class _Stream:
                 continue
             self._left += self._before(*place)
             for user in place[0].users:
-                self._left += self._behind(*place, user)
+                self._left += self._after(*place, user)
         names = list(self.states.values())
         for node, users in self._roles.items():
             if {*node.users} != users or (node in self.states and names.count(self.states[node]) > 1):
@@ -164,13 +164,13 @@ class _Stream:
             self._parameter(layer.weight, layer.rows, node, self.writers, gain)
             if layer.bias is not None:
                 self._parameter(layer.bias, 0, node, self.writers, gain)
-        elif gain is None and (behind := self._behind_gain(node, axis)) is not None:
+        elif gain is None and (behind := self._after_gain(node, axis)) is not None:
             return [behind]
         else:
             return [(own, at, gain) for own, at in self._summands(node, axis).items()]
         return []
 
-    def _behind(self, node: fx.Node, axis: int, gain: str | None, user: fx.Node) -> list[Place]:
+    def _after(self, node: fx.Node, axis: int, gain: str | None, user: fx.Node) -> list[Place]:
         """Return further values of the stream; record readers."""
         if node in self.states:
             self._roles.setdefault(node, set()).add(user)
@@ -193,7 +193,7 @@ class _Stream:
         """Yield the axes of the units in an operation's result, if it belongs to the stream."""
         for at in self._axes(user):
             with contextlib.suppress(HeldError):
-                if gain is not None and self._behind_gain(user, at) == (node, axis, gain):
+                if gain is not None and self._after_gain(user, at) == (node, axis, gain):
                     yield user, at, None
                 elif self._summands(user, at).get(node) == axis:
                     yield user, at, gain
@@ -208,7 +208,7 @@ class _Stream:
         aligned = ((own, axis - rank + len(shape_of(own) or ())) for own in node.all_input_nodes)
         return {own: at for own, at in aligned if at in self._axes(own)}
 
-    def _behind_gain(self, node: fx.Node, axis: int) -> Place | None:
+    def _after_gain(self, node: fx.Node, axis: int) -> Place | None:
         """Return the value that a node multiplies by a gain with one number per unit; None for other nodes."""
         wide = self._wide(node, axis)
         if name_of(node) != "mul" or len(wide) != 2:
