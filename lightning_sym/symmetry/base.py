@@ -6,6 +6,7 @@ import html
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by, same_but_for_rounding
 from lightning_sym.symmetry.charts import charted, uncharted
-from lightning_sym.symmetry.described import described_blocks, described_table, joined, wrapped
+from lightning_sym.symmetry.described import described_blocks, described_table, joined, listed, wrapped
 from lightning_sym.symmetry.elements import Tap, axis_groups, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.group.action import Action, ActivationAction
@@ -114,6 +115,14 @@ class Symmetry(ElementGroup):
         self.parameter_names = frozenset(own for name in parameters for own in charts.names_of(name))
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
         super().__init__(structure, digest(self.architecture.text, structure), self.parameter_names)
+        self._closed = {} if is_weightless(network) else self.factors.closed(self.tensors(network))
+        if self._closed:
+            gains = sorted(frozenset().union(*(factor.gains for factor in self.factors)))
+            zeros = [name for name in gains if not bool(self.tensors(network)[name].all())]
+            self.notes += (
+                f"{listed(zeros)} of this network hold zeros: the matrices and shifts that would be divided by these "
+                "are left out of random elements, forms and tangents at such weights",
+            )
         self._values = values
         self._on_values = factors_of(values)
         self._checked = True
@@ -244,6 +253,10 @@ class Symmetry(ElementGroup):
 
     def __repr__(self) -> str:
         return f"<Symmetry: {len(self.groups)} axis groups, {self.units} units, dimension {self.dimension}>"
+
+    def drawn(self, draw: Draw) -> Element:
+        """Draw a random element; see :class:`ElementGroup`."""
+        return super().drawn(draw if draw.closed is not None else replace(draw, closed=self._closed))
 
     # Action.
 

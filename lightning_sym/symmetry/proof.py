@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factors
 from lightning_sym.symmetry.tracing.calls import Call
@@ -294,16 +295,20 @@ def change(
     return worst
 
 
-def moving_element(symmetry: Group, generator: torch.Generator, scale: float, before: Element | None) -> Element:
-    """Draw an element that moves every unit that can move.
+def moving_element(
+    symmetry: Group, network: nn.Module, generator: torch.Generator, scale: float, before: Element | None
+) -> Element:
+    """Draw an element that moves every unit of a network that can move.
 
     Args:
         symmetry: The group.
+        network: On which it is to act.
         generator: Where randomness comes from.
         scale: Standard deviation of the logarithms of the magnitudes.
         before: The element before it; each sign is changed by one of the two.
     """
-    element = symmetry.drawn(Draw(generator, scale, cycles=True, most=_ROTATED))
+    closed = symmetry.factors.closed(charted(state_tensors(network), symmetry.structure.charts))
+    element = symmetry.drawn(Draw(generator, scale, cycles=True, most=_ROTATED, closed=closed))
     if before is None:
         return element
     pairs = ((own, element.parts[own.name], before.parts[own.name]) for own in symmetry.factors)
@@ -362,7 +367,7 @@ def largest_change(
             before = _perturbed_outputs(symmetry, network, these, amount, generator, own)
         precision = lowest.dtype if not sample else precision
         seen = seen or any(informative(outputs) for outputs in before)
-        element = moving_element(symmetry, generator, scale, element)
+        element = moving_element(symmetry, network, generator, scale, element)
         worst = max(worst, change_by(symmetry, element, network, these, before, precision, generator, tolerance))
     if not seen:
         raise ValueError(

@@ -107,7 +107,7 @@ def _elsewhere(
         nonlocal element
         for call, exactly, outputs in other_lengths(exact, example, generator, thrifty=thrifty):
             for _ in range(1 if thrifty else 2) if informative(outputs) else ():
-                element = moving_element(symmetry, generator, 0.5, element)
+                element = moving_element(symmetry, exact, generator, 0.5, element)
                 try:
                     change = change_by(
                         symmetry, element, exact, [exactly], [outputs], symmetry.precision, generator,

@@ -251,17 +251,6 @@ def test_what_holds_gains_has_no_matrices(name):
         assert any("matrices mix these, too, 12 dimensions more" in note for note in symmetry.notes)
 
 
-def test_a_gain_of_zero_is_refused():
-    network, symmetry = traced("batch norm")
-    dead = symmetry.act(symmetry.identity(), network)
-    with torch.no_grad():
-        dead.n.weight[1] = 0
-    assert_refused(symmetry.act, symmetry.sample(), dead, says=["n.weight holds a zero", "mixing=False"])
-    x = torch.randn(5, 8, dtype=torch.float64)
-    torch.testing.assert_close(symmetry.act(symmetry.sample(mixing=False), dead)(x), dead(x))
-    assert any("between gains are not mixed" in note for note in canonicalize(symmetry, dead, check=False).notes)
-
-
 def test_tangents_pass_no_gain_of_zero():
     """As where gains begin at zero: entries (1, 0), (1, 2) and (1, 3) have no direction, all others have theirs."""
     network, symmetry = traced("batch norm")

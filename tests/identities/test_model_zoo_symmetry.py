@@ -30,11 +30,12 @@ CASES = [
     for name in cases
 ]
 
-# Parameters that evaluation never uses, outputs that do not count and rows of tables that no example reaches: these say
-# nothing of a rule.
+# Parameters that evaluation never uses, outputs that do not count, rows of tables that no example reaches, and zeros
+# among weights: these say nothing of a rule.
 HARMLESS = (
     *("parameters that evaluation never uses", "of the outputs", "no example reaches"),
     *("nothing reads", "invertible matrices mix these, too", "unknowns)"),  # freer than the group
+    "of this network hold zeros",
 )
 # The reasons, as notes give them.
 TIED = "embeddings are tied, or values before and behind a gain are added up"

@@ -233,15 +233,6 @@ def test_shifts_add(name: str) -> None:
     assert apart(one, symmetry.act(symmetry.compose(a, b), network)) < EXACT
 
 
-def test_a_gain_of_zero_is_named() -> None:
-    network, symmetry = traced("tied")
-    made = symmetry.act(symmetry.identity(), network)
-    with torch.no_grad():
-        made.blocks[1].norm1.weight[3] = 0
-    assert_refused(symmetry.act, drawn(symmetry, 0), made, says="blocks.1.norm1.weight holds a zero")
-    symmetry.act(symmetry.sample(shifts=False), made)
-
-
 def test_what_rows_add_shows_inside_the_network() -> None:
     """A constant that depends on the norm's bias and gain, so that the network is needed."""
     network, symmetry = traced("attention without biases")

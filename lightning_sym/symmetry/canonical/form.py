@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.arrays import Bools
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element, Part
-from lightning_sym.symmetry.group.factor import Factor, members
+from lightning_sym.symmetry.group.factor import Draw, Factor, members
 from lightning_sym.symmetry.group.gathered import Gathered, Rung, Scales, Wanted, stalled
 from lightning_sym.symmetry.group.norms import Squares, sides_of_units
 from lightning_sym.symmetry.moving import MovedTensors
@@ -216,22 +216,17 @@ def _apart(course: "_Course", network: nn.Module) -> dict[str, float]:
     symmetry, wanted = course.symmetry, course.wanted
     exact = ConvertedTensors({name: tensor.detach() for name, tensor in symmetry.tensors(network).items()}, doubled)
 
-    def moved_copy(mixing: bool) -> dict[str, Tensor]:
-        """Return a copy that was moved by all that the form is to undo."""
-        element = symmetry.sample(
-            torch.Generator().manual_seed(0),
-            scale=0.5 if wanted.scales is not None else 0.0,
-            permutations=wanted.order,
-            signs=wanted.signs,
-            mixing=mixing,
-            shifts=wanted.scales is not None,
-        )
-        return dict(MovedTensors(symmetry.factors, element, exact).items())
-
-    try:
-        moved = moved_copy(mixing=wanted == Wanted("balanced"))
-    except ValueError:  # a gain of 0 lets no rotation pass
-        moved = moved_copy(mixing=False)
+    draw = Draw(
+        torch.Generator().manual_seed(0),
+        scale=0.5 if wanted.scales is not None else 0.0,
+        permutations=wanted.order,
+        signs=wanted.signs,
+        mixing=wanted == Wanted("balanced"),
+        shifts=wanted.scales is not None,
+        closed=symmetry.factors.closed(exact),
+    )
+    # By all that the form is to undo.
+    moved = dict(MovedTensors(symmetry.factors, symmetry.drawn(draw), exact).items())
     other = _Course(symmetry, moved, wanted).run().tensors
     found = {}
     for name, tensor in course.tensors.items():

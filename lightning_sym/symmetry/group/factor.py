@@ -45,6 +45,8 @@ class Draw:
         shifts: Whether shifts are drawn.
         cycles: Whether all units that can move do, in one cycle per cell.
         most: How many units a rotation changes at most; None for all.
+        closed: By factor, the numbers of matrices that stay the identity, see :meth:`Factor.closed`; None for those of
+            the network that was traced.
     """
 
     generator: torch.Generator | None
@@ -55,6 +57,16 @@ class Draw:
     shifts: bool = True
     cycles: bool = False
     most: int | None = None
+    closed: Mapping[str, frozenset[int]] | None = None
+
+    def keeps(self, factor: str) -> frozenset[int]:
+        """Return which matrices of a factor stay the identity."""
+        return (self.closed or {}).get(factor, frozenset())
+
+
+def passes(gain: Tensor) -> bool:
+    """Return whether matrices pass a gain with diagonal D, so that D A D^-1 exists: no entry is zero or infinite."""
+    return bool((gain.isfinite() & (gain != 0)).all())
 
 
 class Gains(dict[str, Tensor]):
@@ -75,11 +87,7 @@ class Gains(dict[str, Tensor]):
         if name in self or name not in tensors:
             return
         gain = tensors[name].detach().to("cpu", torch.float64, copy=True).reshape(-1)
-        if not bool((gain if at is None else gain[at]).all()):
-            raise ValueError(
-                f"the gain {name} holds a zero, through which no {what} passes; expected gains other than zero, or an "
-                f"element without {what}s: sample(mixing=False)"
-            )
+        require_passing(gain if at is None else gain[at], name, what)
         self[name] = gain
 
     def of(self, name: str, what: str) -> Tensor:
@@ -94,6 +102,24 @@ class Gains(dict[str, Tensor]):
                 f"changed, or an element without {what}s: sample(mixing=False)"
             )
         return self[name]
+
+
+def require_passing(gain: Tensor, name: str, what: str) -> None:
+    """Check that matrices pass a gain.
+
+    Args:
+        gain: Its entries between which they act.
+        name: What it is called.
+        what: What acts between the gains.
+
+    Raises:
+        ValueError: If an entry is zero or infinite.
+    """
+    if not passes(gain):
+        raise ValueError(
+            f"the gain {name} holds a zero, through which no {what} passes; expected gains other than zero, an element "
+            f"drawn by a symmetry that was traced at these weights, or one without {what}s: sample(mixing=False)"
+        )
 
 
 class LinearAction(ABC):
@@ -169,6 +195,17 @@ class Factor(ABC, Generic[P]):
     @abstractmethod
     def sample(self, draw: Draw) -> P:
         """Draw a random part."""
+
+    def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
+        """Return the numbers of its matrices that cannot act at some weights, as gains around them hold zeros.
+
+        Permutations carry zeros to all units that a matrix mixes. So a matrix is closed with all of its entries: what
+        is left is a group, whose elements act in any order.
+
+        Args:
+            tensors: Parameters and buffers, by name.
+        """
+        return frozenset()
 
     def unlike(self, own: P, other: P) -> P:
         """Return a random part, changed so that it and another one together leave as little as possible alone."""
@@ -690,6 +727,11 @@ class Factors:
     def sample(self, group: str, draw: Draw) -> Element:
         """Draw an element."""
         return Element(group, {factor.name: factor.sample(draw) for factor in self})
+
+    def closed(self, tensors: Mapping[str, Tensor]) -> dict[str, frozenset[int]]:
+        """Return what cannot act at some weights, by factor; see :meth:`Factor.closed`."""
+        found = {factor.name: factor.closed(tensors) for factor in self}
+        return {name: numbers for name, numbers in found.items() if numbers}
 
     def of(self, group: str, tensors: Mapping[str, Tensor], *, check: bool = True) -> Element:
         """Return the element that holds some tensors, as :meth:`Element.tensors` gives them.

@@ -14,7 +14,7 @@ from lightning_sym.symmetry.arrays import Floats, Ints, together
 from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.group.cells import balance_cells
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction, require_passing
 from lightning_sym.symmetry.group.gained_forms import around, usable, wants_matrices
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.matrix import random_matrix
@@ -43,7 +43,15 @@ class GainedMatrix(Factor[Matrices]):
         """Draw matrices whose singular vectors are uniform, and whose singular values are log-normal."""
         if not draw.mixing:
             return self.identity()
-        return tuple(_drawn(cell.size, draw) for cell in self.structure.gained)
+        closed = draw.keeps(self.name)
+        return tuple(
+            NO_MATRIX if index in closed else _drawn(cell.size, draw)
+            for index, cell in enumerate(self.structure.gained)
+        )
+
+    def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
+        """Return the numbers of the cells with a gain of zero; see :class:`Factor`."""
+        return frozenset(range(len(self.structure.gained))) - {*usable(self.structure, tensors)}
 
     def sample_at(self, seen: Slot, values: Factor[Matrices], draw: Draw) -> Matrices:
         """Draw the matrices of cells that are seen; see :class:`Factor`."""
@@ -214,11 +222,7 @@ class GainedAction(LinearAction):
                 continue
             self.gains[index] = [gain.within(moved).of(tensors) for gain in cell.gains]
             for gain, values in zip(cell.gains, self.gains[index], strict=True):
-                if not bool((values.isfinite() & (values != 0)).all()):
-                    raise ValueError(
-                        f"the gain {gain.name} holds a zero, through which no matrix passes; expected gains other than "
-                        "zero, or an element without matrices: sample(mixing=False)"
-                    )
+                require_passing(values, gain.name, "matrix")
 
     def acts_at(self, slot: Slot) -> bool:
         """Return whether a matrix changes what stands in a slot."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, together
+from lightning_sym.symmetry.group.factor import passes
 from lightning_sym.symmetry.group.gathered import Wanted
 from lightning_sym.symmetry.group.streams import folding
 from lightning_sym.symmetry.tracing.gained import Gain, GainedCell, GainedPlace
@@ -23,8 +24,8 @@ def wants_matrices(wanted: Wanted) -> bool:
 
 def usable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
     """Return the numbers of the gained cells between whose gains there is no zero."""
-    gains = enumerate([gain.of(tensors) for gain in cell.gains] for cell in structure.gained)
-    return [index for index, own in gains if all(bool((one.isfinite() & (one != 0)).all()) for one in own)]
+    cells = enumerate(structure.gained)
+    return [index for index, cell in cells if all(passes(gain.of(tensors)) for gain in cell.gains)]
 
 
 def held_scales(structure: Structure, tensors: Mapping[str, Tensor], wanted: Wanted) -> Floats:

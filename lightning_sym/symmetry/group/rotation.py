@@ -46,7 +46,15 @@ class Rotations(Factor[Turns]):
         """Draw matrices, all being equally likely."""
         if not draw.mixing:
             return self.identity()
-        return tuple(random_turn(own, draw.generator, most=draw.most) for own in self.structure.rotations)
+        closed = draw.keeps(self.name)
+        return tuple(
+            NO_TURN if index in closed else random_turn(own, draw.generator, most=draw.most)
+            for index, own in enumerate(self.structure.rotations)
+        )
+
+    def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
+        """Return the numbers of the streams with a gain of zero; see :class:`Factor`."""
+        return frozenset(range(len(self.structure.rotations))) - {*rotatable(self.structure, tensors)}
 
     def compose(self, later: Turns, earlier: Turns) -> Turns:
         """Return the product of two parts, of which `earlier` acts first."""
@@ -103,9 +111,10 @@ class Rotations(Factor[Turns]):
         for slot in self.structure.slots:
             for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
                 moved.setdefault(index, []).append((slot, at, powers))
+        closed = self.closed(tensors)
         for index, places in moved.items():
             rotation = self.structure.rotations[index]
-            if not all(slot.tensor in parameters for slot, *_ in places):
+            if index in closed or not all(slot.tensor in parameters for slot, *_ in places):
                 continue
             basis = _antisymmetric_basis(rotation.size, fixes_ones=rotation.fixes_ones)
             change = {name: np.zeros((len(basis), *w.shape)) for name, w in parameters.items()}

@@ -36,6 +36,11 @@ class Shift(Additive):
         drawn = torch.randn(self.structure.shifts.size, dtype=torch.float64, generator=draw.generator)
         return drawn * (draw.scale if draw.shifts else 0.0)
 
+    def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
+        """Return the entries that add nothing at some weights; see :class:`Factor`."""
+        space = self.structure.shifts
+        return frozenset(np.flatnonzero(~space.at(tensors).passing).tolist() if space else ())
+
     def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
         """Return the shift as the linear part of an element carries it."""
         action, undoing = Action(self.group, by), Action(self.group, back)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats
+from lightning_sym.symmetry.group.factor import passes
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -86,7 +87,7 @@ def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
     return [
         index
         for index, rotation in enumerate(structure.rotations)
-        if all(bool(tensors[name].reshape(-1)[torch.from_numpy(at)].all()) for name, at in rotation.gains)
+        if all(passes(tensors[name].reshape(-1)[torch.from_numpy(at)]) for name, at in rotation.gains)
     ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction, passes
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -43,7 +43,18 @@ class Tilts(Factor[Vectors]):
         """
         if not draw.mixing:
             return self.identity()
-        return tuple(self._drawn(tilt.size, draw, draw.signs and not tilt.of_stream) for tilt in self.structure.tilts)
+        parts, closed = [*self.identity()], draw.keeps(self.name)
+        for index, tilt in enumerate(self.structure.tilts):
+            if index not in closed:
+                parts[index] = self._drawn(tilt.size, draw, draw.signs and not tilt.of_stream)
+        return tuple(parts)
+
+    def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
+        """Return the numbers of the tilts of norms with a gain of zero; see :class:`Factor`."""
+        tilts = enumerate(self.structure.tilts)
+        return frozenset(
+            index for index, tilt in tilts if not all(passes(tensors[name]) for name in tilt.gains.values())
+        )
 
     def _drawn(self, size: int, draw: Draw, signs: bool) -> Tensor:
         vector = torch.randn(size, dtype=torch.float64, generator=draw.generator) * (draw.scale / math.sqrt(size))
@@ -98,7 +109,8 @@ class Tilts(Factor[Vectors]):
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
         """Return the directions of the tilts, one per entry."""
         found = [super().tangents(parameters, tensors)]
-        for tilt in self.structure.tilts:
+        closed = self.closed(tensors)
+        for tilt in (own for index, own in enumerate(self.structure.tilts) if index not in closed):
             change = {name: np.zeros((tilt.size, *w.shape)) for name, w in parameters.items()}
             gains = {name: parameters[gain].ravel() for name, gain in tilt.gains.items() if name in parameters}
             ones = np.ones(tilt.size)

@@ -415,7 +415,8 @@ class _Nearest:
         scale = scales(patterns)
         scaled, given = sparse.diags(scale) @ patterns, scale[:, None] * flat
         step = _least(scaled.tocsr(), given)
-        return torch.from_numpy(-step).reshape(-1) / torch.from_numpy(self.located.multiples[part.places])
+        multiples = self.located.multiples[part.places]
+        return torch.from_numpy(np.divide(-step.ravel(), multiples, out=np.zeros_like(multiples), where=multiples != 0))
 
     def _rest(self, element: Tensor) -> None:
         """Add what brings all but weights' outputs near, until nothing moves any more."""
@@ -425,6 +426,7 @@ class _Nearest:
         places, given, weight = self._places(element)
         forms = self.located.matrix[:, entries] @ sparse.diags(self.located.multiples[entries])
         forms = forms.tocsr()[places]
+        forms.eliminate_zeros()  # of entries that do not pass
         scale = scales(forms)
         solve = _Least((sparse.diags(scale) @ forms).tocsr(), weight)
         size = np.abs(given).max(initial=0.0)

@@ -11,7 +11,7 @@ from scipy.sparse.linalg import splu
 from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.affine.solution import Solution
 from lightning_sym.symmetry.tracing.affine.values import Atom, Ints
-from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_atom, zero_in
+from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_atom
 
 Floats = NDArray[np.float64]
 # Smaller numbers are rounding; systems with longer chains of definitions are solved in dense columns.
@@ -98,19 +98,12 @@ class Forms:
         self.terms = [own for own in self.terms if len(own.rows)]
 
     def matrix(self, weights: Weights) -> sparse.csc_matrix:
-        """Return the equations at some weights. Shape (unknowns that depend on weights, these and the free ones).
-
-        Raises:
-            ValueError: If something would be divided by zero.
-        """
+        """Return the equations at some weights. Shape (unknowns that depend on weights, these and the free ones)."""
         data = []
         for own in self.terms:
             values = own.factor
             for atom, power, at in own.items:
-                numbers = weights.atom(atom).numpy()[at]
-                if power < 0 and (numbers == 0).any():
-                    raise zero_in(weights.describe(atom))
-                values = values * numbers**power
+                values = values * weights.atom(atom).numpy()[at] ** power
             data.append(values)
         rows = np.concatenate([own.rows for own in self.terms])
         columns = np.concatenate([own.columns for own in self.terms])
@@ -142,9 +135,6 @@ class FormsAt:
             try:
                 self._solve = splu(matrix[:, : forms.size])
             except RuntimeError as error:
-                zeros = _zeros(forms, weights)
-                if zeros is not None:
-                    raise zero_in(zeros) from error
                 raise ValueError(
                     "the definitions of shifts are singular at these weights; expected gains that differ from one "
                     "another, or an element without shifts: sample(shifts=False)"
@@ -209,15 +199,6 @@ def _substituted(triangle: sparse.spmatrix, right: sparse.spmatrix) -> sparse.cs
         if not (term := step @ term).nnz:
             return found
         found = found + term
-    return None
-
-
-def _zeros(forms: Forms, weights: Weights) -> str | None:
-    """Return a tensor of those on which forms depend that holds a zero."""
-    for own in forms.terms:
-        for atom, _, at in own.items:
-            if bool((weights.atom(atom).numpy()[at] == 0).any()):
-                return weights.describe(atom)
     return None
 
 

@@ -13,7 +13,7 @@ from scipy import sparse
 from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.affine.system import Derived, System
 from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS, Ints
-from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights, zero_in
+from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights
 from lightning_sym.symmetry.tracing.equations import compress
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_ma
                     made[atom] = weights.atom(atom).numpy()
                 own = made[atom][at]
                 if power < 0 and (own == 0).any():
-                    raise zero_in(weights.describe(atom))
+                    raise ValueError("shifts would be divided by a constant of zero")
                 values = values * own**power
             present = numbers[:, column] != 0
             rows.append(np.flatnonzero(present) + count)

@@ -20,10 +20,11 @@ from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import Forms, FormsAt
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Ints, Shape
-from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of, zero_in
+from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of
 from lightning_sym.symmetry.tracing.tilts import Leaning, Normed
 
 Floats = NDArray[np.float64]
+_TINY, _LIMIT = 1e-60, 1e-6  # near zero; and how close two limits are, relative to their size
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
 
 
@@ -373,18 +374,34 @@ def scales(matrix: sparse.csr_matrix) -> Floats:
     return found
 
 
+def _bounded(numbers: Tensor) -> Tensor:
+    """Replace numbers that were divided by zero, and whose multiples are 0, by zeros, as lower precisions have none."""
+    return torch.where(numbers.abs() > 1 / _TINY**0.5, 0.0, numbers)
+
+
+def _same(one: Floats, two: Floats, least: float = 0.0) -> NDArray[np.bool_]:
+    same: NDArray[np.bool_] = np.abs(one - two) <= _LIMIT * np.abs(one) + least
+    return same
+
+
+def _same_columns(one: sparse.csr_matrix, two: sparse.csr_matrix) -> NDArray[np.bool_]:
+    apart, size = (abs(own).max(0).toarray().ravel() for own in (one - two, one))
+    return _same(size, size + apart)
+
+
 class Located:
     """What elements of a space of translations do at some weights.
 
     Args:
         space: The space.
         tensors: Parameters and buffers, by name. What depends on tensors that are missing is left out.
+        tiny: What stands for zeros.
     """
 
-    def __init__(self, space: Translations, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, space: Translations, tensors: Mapping[str, Tensor], tiny: float = _TINY) -> None:
         assert space.parts is not None
         self.space, self.parts, self.tensors = space, space.parts, tensors
-        self.weights = Weights(space, tensors)
+        self.weights = Weights(space, tensors, tiny)
 
     @cached_property
     def forms(self) -> FormsAt:
@@ -399,17 +416,42 @@ class Located:
 
     @cached_property
     def multiples(self) -> Floats:
-        """Of what each entry of an element is a multiple. Shape (size,)."""
+        """Of what each entry of an element is a multiple; 0 for those that do not pass. Shape (size,)."""
+        return np.where(self.passing, self._multiples, 0.0)
+
+    @cached_property
+    def passing(self) -> NDArray[np.bool_]:
+        """Which entries of an element act at these weights: those that need no division by zero. Shape (size,).
+
+        What they add has to have a limit where zeros are approached, the same for two kinds of tiny numbers.
+        """
+        found, entries = np.ones(self.space.size, bool), self.space.entries
+        known = [own for own in self.parts.readers if names_of(self.space, own.coefficient) <= self.tensors.keys()]
+        coefficients = [self.coefficient(rows).numpy() for rows in known]
+        if not (bool(self.forms) and len(self._multiples) and self.weights.has_zeros):
+            return found
+        other = Located(self.space, self.tensors, _TINY**1.5)
+        one, two = (own.matrix[:, :entries] @ sparse.diags(own._multiples[:entries]) for own in (self, other))
+        found &= _same(self._multiples, other._multiples)
+        found[:entries] &= _same_columns(one, two)
+        for rows, own in zip(known, coefficients, strict=True):
+            segments = np.unique(rows.segments[~_same(own, other.coefficient(rows).numpy(), _TINY**0.5)])
+            found[:entries] &= self.matrix[rows.at[segments].ravel(), :entries].getnnz(0) == 0
+        for part in self.parts.writers:
+            same = _same_columns(self.patterns(part), other.patterns(part))
+            found[part.places] &= np.repeat(same, part.size)
+        return found
+
+    @cached_property
+    def _multiples(self) -> Floats:
         found = np.ones(self.space.size)
         for gain, entries, places, power, epsilon in self.space.folds:
             if gain not in self.tensors:
                 found[entries] = 0
                 continue
-            numbers = self.weights.tensor(gain).reshape(-1).numpy()[places]
-            numbers = numbers if epsilon is None else np.sqrt(np.abs(numbers + epsilon))
-            if power < 0 and not numbers.all():
-                raise zero_in(gain)
-            found[entries] *= numbers**power
+            numbers = self.weights.tensor(gain).reshape(-1)[torch.from_numpy(places)]
+            numbers = numbers if epsilon is None else (numbers + epsilon).abs().sqrt()
+            found[entries] *= self.weights.without_zeros(numbers).numpy() ** power
         return found
 
     def patterns(self, part: Writers) -> sparse.csr_matrix:
@@ -490,9 +532,6 @@ class Located:
 
         Returns:
             Summands that broadcast to the tensor, float64 on the CPU.
-
-        Raises:
-            ValueError: If a gain by which something would have to be divided holds a zero.
         """
         found: dict[str, list[Summand]] = {}
         if not bool(element.any()):
@@ -513,7 +552,7 @@ class Located:
     def _of_rows(self, rows: Readers, known: Floats) -> Summand:
         whole = self.parts.shapes[rows.name]
         thin = [size if axis in rows.axes else 1 for axis, size in enumerate(whole)]
-        by = self.coefficient(rows).reshape(thin)
+        by = _bounded(self.coefficient(rows)).reshape(thin)
         if len(rows.at) == 1:
             return Summand(torch.from_numpy(known[rows.at[0]]), by)
         grid = np.meshgrid(*(np.arange(size) for size in rows.at.shape[1:]), indexing="ij", sparse=True)
@@ -529,7 +568,7 @@ class Located:
         patterns, multiples = self.patterns(part), self.of_writers(element, part)
         if len(part.columns) == 1:
             return Summand(torch.from_numpy(multiples.reshape(part.shape)),
-                           torch.from_numpy(patterns.toarray().reshape(part.at.shape)))  # fmt: skip
+                           _bounded(torch.from_numpy(patterns.toarray().reshape(part.at.shape))))  # fmt: skip
         return Summand(torch.from_numpy(np.ascontiguousarray(part.sum_of(patterns, multiples))))
 
     # How fast.

@@ -20,14 +20,6 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 _SMALL = 2**16  # tensors of so many numbers are kept: gains and biases, which are asked for again and again
 
 
-def zero_in(what: str) -> ValueError:
-    """Return the error of numbers, by which a shift would be divided, that hold a zero."""
-    return ValueError(
-        f"{what} holds a zero, by which a shift would be divided; expected gains that are not zero, or an element "
-        "without shifts: sample(shifts=False)"
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Made:
     """A tensor of the network, a constant, or what an operation makes of such.
@@ -138,10 +130,14 @@ class Weights:
     Args:
         program: Tells what atoms stand for.
         tensors: Parameters and buffers, by name.
+        tiny: What stands for zeros among the factors of equations, so that what is divided by them shows.
+
+    Attributes:
+        has_zeros: Whether there were any.
     """
 
-    def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
-        self.program, self.tensors = program, tensors
+    def __init__(self, program: Program, tensors: Mapping[str, Tensor], tiny: float = 0.0) -> None:
+        self.program, self.tensors, self.tiny, self.has_zeros = program, tensors, tiny, False
         self._known: dict[Any, Any] = {}
 
     def tensor(self, name: str) -> Tensor:
@@ -196,23 +192,22 @@ class Weights:
         if atom.kind == "length":
             size, walk = atom.key
             return torch.tensor([size * (1 + 0.37 * walk)], dtype=torch.float64)
-        if atom.kind == "parameter":
-            return self.tensor(atom.key).reshape(-1)
-        made: Tensor = self.node(atom.key).double().reshape(-1)
-        return made
+        made = self.tensor(atom.key) if atom.kind == "parameter" else self.node(atom.key).double()
+        return self.without_zeros(made.reshape(-1))
+
+    def without_zeros(self, numbers: Tensor) -> Tensor:
+        """Return numbers with something tiny in the place of zeros."""
+        zeros = numbers == 0
+        if self.tiny and bool(zeros.any()):
+            self.has_zeros = True
+            numbers = torch.where(zeros, self.tiny, numbers)
+        return numbers
 
     def coefficient(self, coefficient: Coefficient) -> Tensor:
-        """Return the numbers of a coefficient; thin.
-
-        Raises:
-            ValueError: If one of them would be divided by zero.
-        """
+        """Return the numbers of a coefficient; thin."""
         result = torch.tensor(coefficient.factor, dtype=torch.float64)
         for atom, power, places in coefficient.items:
-            numbers = self.atom(atom)[places]
-            if power < 0 and bool((numbers == 0).any()):
-                raise zero_in(self.describe(atom))
-            result = result * numbers**power
+            result = result * self.atom(atom)[places] ** power
         return result
 
     def total(self, total: Total) -> Tensor:
@@ -224,12 +219,6 @@ class Weights:
         if total.before is not None:
             result = result + self.total(total.before[0])[total.before[1]]
         return result
-
-    def describe(self, atom: Atom) -> str:
-        """Return what an atom is called."""
-        return (
-            str(atom.key) if atom.kind == "parameter" else f"what {self.program.made(atom.key).name} makes of weights"
-        )
 
 
 def names_of(program: Program, coefficient: Coefficient) -> set[str]:
