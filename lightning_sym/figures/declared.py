@@ -46,6 +46,7 @@ class Marks:
         looks: Properties of the lines by the label, for example ``label``, ``color`` and ``ls``.
         look: Properties of all lines.
         table: Name of the table; default the first one.
+        color: Series with the same text have the same color: text with columns in braces. Default: the label.
     """
 
     y: str
@@ -60,6 +61,7 @@ class Marks:
     looks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     look: Mapping[str, Any] = field(default_factory=dict)
     table: str = ""
+    color: str = ""
 
     def rows(self, tables: Mapping[str, Sequence[Row]]) -> list[Row]:
         """Return the rows that are drawn.
@@ -142,6 +144,7 @@ class _Series:
     """The numbers of a series: places ``[T]``, heights ``[T, M]`` and the interval ``[T]``, NaN where there is none."""
 
     label: str
+    shade: str
     places: list[Any]
     heights: Values
     low: Values
@@ -290,18 +293,19 @@ def _series(marks: Marks, rows: Sequence[Row]) -> Iterator[_Series]:
             heights[place, : len(found)] = [marks.factor * _number(row[marks.y]) for row in found]
         low, high = np.array([interval(found) for found in by_place.values()]).T
         look = {"label": key[-1], **marks.look, **marks.looks.get(key[-1], {})}
-        yield _Series(look.pop("label"), list(by_place), heights, low, high, look)
+        shade = marks.color.format_map(own[0]) if marks.color else key[-1]
+        yield _Series(look.pop("label"), shade, list(by_place), heights, low, high, look)
 
 
 def _color(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> None:
     """Give each series without a color that of its label, the same in all panels."""
     every = [one for panel in series for _, found in panel for one in found]
-    fixed = {one.label: one.look["color"] for one in every if "color" in one.look}
-    free = [label for label in dict.fromkeys(one.label for one in every) if label not in fixed]
+    fixed = {one.shade: one.look["color"] for one in every if "color" in one.look}
+    free = [shade for shade in dict.fromkeys(one.shade for one in every) if shade not in fixed]
     chosen = _COLORS if len(free) <= len(_COLORS) else shared.line_colors(len(free))
     colors = {**dict(zip(free, chosen, strict=False)), **fixed}
     for one in every:
-        one.look.setdefault("color", colors[one.label])
+        one.look.setdefault("color", colors[one.shade])
 
 
 def _draw(

@@ -48,11 +48,12 @@ _SHOWN = ("interpretable", "distinct", "kurtosis", "class_variance")
 def _panel(quantity: str, heading: str) -> Panel:
     error = [(f"{quantity}_low", f"{quantity}_high")]
     look = {"ls": "", "marker": "x", "ms": 7, "mew": 1.8}
+    of: Any = {"y": quantity, "x": "alpha", "color": "{zoo}"}
     marks = [
-        Marks(quantity, "alpha", ["zoo"], error=error, where={"network": "trained", "basis": "rotation"}),
-        Marks(quantity, "alpha", ["zoo", "network"], where={"network": "untrained", "basis": "rotation"},
-              look={"ls": "--", "lw": 1.2}),
-        Marks(quantity, "alpha", ["zoo", "basis"], where={"basis": "permutation"}, look=look),
+        Marks(group=["zoo"], error=error, where={"network": "trained", "basis": "rotation"}, **of),
+        Marks(group=["zoo", "network"], where={"network": "untrained", "basis": "rotation"},
+              look={"ls": "--", "lw": 1.2}, **of),
+        Marks(group=["zoo", "basis"], where={"basis": "permutation"}, look=look, **of),
     ]  # fmt: skip
     return Panel(marks, heading, r"$\alpha$: own basis ($0$) to a random one ($1$)",
                  bottom=None if quantity == "kurtosis" else 0)  # fmt: skip

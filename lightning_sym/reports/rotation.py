@@ -29,7 +29,8 @@ KINDS = {
     "none": "not rotated, trained on",
     "undo": "group element, undone exactly",
 }
-_BASELINES = {KINDS["none"]: {"color": "#7a7a7a"}, KINDS["undo"]: {"color": "#b5b5b5"}}
+_HATCHED = {"color": "white", "edgecolor": "#7a7a7a", "hatch": "////"}
+_BASELINES = {KINDS["none"]: _HATCHED, KINDS["undo"]: {**_HATCHED, "hatch": "...."}}
 CHART = Chart(
     [
         Panel(

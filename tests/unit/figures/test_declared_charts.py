@@ -112,6 +112,9 @@ def test_a_label_has_the_same_color_in_all_panels():
     assert colors[0]["b"] == colors[1]["b"]
     assert len({*colors[0].values(), *colors[1].values()}) == 3
     assert labels(figure) == ["a", "b", "c"]
+    alike = chart(Marks("y", "x", ["name", "part"], color="{name}")).draw(table)
+    assert [line.get_color() for line in alike.axes[0].lines][1:3] == [alike.axes[0].lines[1].get_color()] * 2
+    assert len({line.get_color() for line in alike.axes[0].lines}) == 3
     each = drawn(Chart([panel], legend="each").draw(table))
     assert [text.get_text() for text in each.axes[0].get_legend().get_texts()] == ["a", "b"]
 
