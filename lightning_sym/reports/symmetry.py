@@ -88,6 +88,11 @@ class SymmetryMeter:
 
             example = torch.utils._pytree.tree_map_only(Tensor, fitting, example)
             self.symmetry = trace_symmetry(self._copy, example)
+            fixed = {name for name, own in self._copy.named_parameters() if not own.requires_grad}
+            if fixed == {name for name, _ in self._copy.named_parameters()}:  # trained by other means
+                fixed = set()
+            buffers = (name for name, _ in self._copy.named_buffers())
+            fixed.update(name for name in buffers if not name.endswith(("running_mean", "running_var")))
             self._copy.double().eval().requires_grad_(False)
             probe = copy.deepcopy(self._copy)
             for parameter in probe.parameters():
@@ -97,7 +102,9 @@ class SymmetryMeter:
         for group in self.symmetry.groups:
             found = balances[group.name]
             two_sided = bool((found.incoming > 0).all() and (found.outgoing > 0).all())
-            self.kinds[group.name] = GroupKind(group.size, two_sided, group.scales > 0 or group.dense)
+            # Gradient flow conserves nothing where a frozen parameter or a buffer, such as a gain, holds the scale.
+            free = (group.scales > 0 or group.dense) and fixed.isdisjoint(own.tensor for own in group.occurrences)
+            self.kinds[group.name] = GroupKind(group.size, two_sided, free)
 
     @torch.no_grad()
     def start(self, state: Mapping[str, Tensor], *, distance: bool = True) -> dict[str, Any]:

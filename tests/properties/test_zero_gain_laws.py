@@ -35,7 +35,7 @@ def block(s, x):
     return s.b(s.last(y))
 
 
-PARTS = {"a": of(L, 5, UNITS), "b": of(L, UNITS, 3)}
+PARTS = {"a": of(L, 5, UNITS), "b": of(L, UNITS, 6)}
 MORE = {"d": of(L, UNITS, 6), "e": of(L, 6, UNITS), "g": parameter(UNITS)}
 # By name: the function, its parts, and its gains.
 NETWORKS = {
@@ -65,8 +65,7 @@ NETWORKS = {
         block, PARTS | MORE | {"norm": of(nn.RMSNorm, UNITS), "last": of(nn.RMSNorm, UNITS)}, ["norm.weight", "g"],
     ),
     "ReZero": (
-        lambda s, x: s.b(s.a(x) + s.alpha * s.e(torch.relu(s.d(s.a(x))))), PARTS | MORE | {"alpha": parameter(1)},
-        ["alpha"],
+        lambda s, x: s.b(s.a(x) + s.g * s.e(torch.relu(s.d(s.a(x))))), PARTS | MORE | {"g": parameter(1)}, ["g"],
     ),
 }  # fmt: skip
 each = pytest.mark.parametrize("name", NETWORKS)

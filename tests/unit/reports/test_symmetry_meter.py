@@ -157,3 +157,10 @@ def test_tables_have_a_row_for_every_point_member_and_group():
         del values["groups"]["conv1 (2)"]
     without = monitor_results(points, {"b": KINDS["b"]}, network="Net", about={}, distance=False)
     assert (len(without.tables), list(without.figures)) == (1, [])  # nothing to draw
+
+
+def test_units_of_frozen_weights_conserve_nothing():
+    layers = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    assert [kind[2] for kind in SymmetryMeter(layers, torch.randn(2, 5)).kinds.values()] == [True, True]
+    layers[4].weight.requires_grad_(False)
+    assert [kind[2] for kind in SymmetryMeter(layers, torch.randn(2, 5)).kinds.values()] == [True, False]
