@@ -174,7 +174,7 @@ def test_tangents_move_no_output(name, masks):
 
 @each
 def test_elements_of_other_weights_are_refused_only_if_they_are_divided_by_zero(name):
-    network, symmetry, x = with_zeros(name, ONE)
+    network, symmetry, x = with_zeros(name, ALL)
     torch.manual_seed(0)
     element = generic(name).sample()
     free = generic(name).sample(mixing=False)
