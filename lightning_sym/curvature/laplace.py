@@ -39,7 +39,7 @@ def to_laplace(
 
     Called on inputs it gives the predictive distribution, ``laplace.sample(n)`` draws weights, and
     ``laplace.log_marginal_likelihood(...)`` is that of :class:`Evidence` at the same precisions. It holds a copy of
-    the network; the network itself stays as it is, whatever is done with the copy.
+    the network; changes of the copy do not affect the network.
 
     Args:
         network: As for :func:`factors`.
@@ -65,7 +65,7 @@ def to_laplace(
 
     Note:
         laplace-torch knows one or two dense matrices for a parameter. The block-diagonal A of factored layers is
-        written out, ``[C S, C S]``, and blocks whose B has an axis of groups, as of depthwise filters, become one
+        written out, ``[C S, C S]``, and blocks whose B has an axis of groups (depthwise filters) become one
         matrix of all their parameters; :class:`Evidence` needs neither. Jacobians, for ``pred_type="glm"``, are those
         of ``torch.func``; their memory grows with the square of the batch.
 

@@ -72,7 +72,7 @@ class RunningMembers(Protocol):
 
     @property
     def member_parallel(self) -> bool:
-        """Whether every rank holds members of its own, and all the data."""
+        """Whether every rank holds different members, and all the data."""
 
 
 class GaussianPrior:
@@ -82,7 +82,7 @@ class GaussianPrior:
 
     .. math:: \frac1m \sum \mathrm{CE} + \frac{T}{2N} \sum_l \delta_l \|\theta_l\|^2,
 
-    and for a regression with noise :math:`\sigma`, whose errors are summed over outputs,
+    and for a regression with noise :math:`\sigma` and errors summed over outputs,
 
     .. math:: \frac1m \sum \|y - f\|^2 + \frac{2 \sigma^2 T}{2N} \sum_l \delta_l \|\theta_l\|^2 :
 
@@ -91,7 +91,7 @@ class GaussianPrior:
 
     A LightningModule owns a prior as ``self.prior``, and calls :meth:`start` in ``on_fit_start`` and
     :meth:`add_gradients` in ``on_before_optimizer_step``; :class:`lightning_sym.callbacks.MarginalLikelihood` then
-    learns the precisions, and the noise. Without the callback they stay as they are, which is maximum a posteriori
+    learns the precisions, and the noise. Without the callback they stay fixed: maximum a posteriori
     training.
 
     With ``step="implicit"`` the prior is no part of the loss that is differentiated; instead, after every step of the
@@ -103,7 +103,7 @@ class GaussianPrior:
     off swing about 0 at the scale of :math:`\eta`, so that they are noise to the other paths and their precision cannot
     rise.
 
-    Of a population, every member has a prior with precisions of its own.
+    In a population, every member has a prior with separate precisions.
 
     Args:
         network: Every layer with trainable parameters needs a curvature rule
@@ -304,8 +304,7 @@ def shrink(optimizer: Optimizer, strengths: Mapping[Tensor, float | Tensor]) -> 
     Args:
         optimizer: ``SGD``, ``Adam`` or ``AdamW``, right after its step.
         strengths: ``c`` >= 0 by parameter: numbers, or tensors that broadcast to it. Parameters that are
-            not in it, or have no gradient, stay as they are, and so do all if a gradient scaler made the step do
-            nothing.
+            not in it, or have no gradient, are left unchanged. All are if a gradient scaler skipped the step.
     """
     # Fused steps are called by a gradient scaler in any case, and look there themselves whether to do something.
     found_inf = getattr(optimizer, "found_inf", None)
@@ -328,7 +327,7 @@ def shrink(optimizer: Optimizer, strengths: Mapping[Tensor, float | Tensor]) -> 
 def _adam_metric(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
     """Return Adam's divisor of the averaged gradients in the latest step, in the shape of the parameter."""
     beta = float(group["betas"][1])
-    # On the device of the step count, which fused and capturable steps keep beside the weights: nothing waits for it.
+    # On the device of the step count, as fused and capturable steps keep it there: no synchronisation.
     correction = -torch.expm1(torch.as_tensor(state["step"]) * (math.log(beta) if beta else -math.inf))
     moment: Tensor = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
     return moment.sqrt().div_(correction.sqrt()).add_(group["eps"])
@@ -339,7 +338,7 @@ def count_data(loader: Iterable[Sequence[Tensor]], *, shared: bool = True) -> tu
 
     Args:
         loader: Batches ``(inputs, labels or targets, ...)``; this rank's share.
-        shared: Whether every rank has data of its own, which are added up; otherwise all have the same.
+        shared: Whether every rank has different data, to be added up; otherwise all have the same.
 
     Returns:
         N, and a count for each class up to the largest that occurs, int64, on the CPU; empty if the labels are no

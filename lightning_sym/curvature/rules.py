@@ -43,7 +43,7 @@ class Rule:
 
     Attributes:
         left_out: Names of parameters that get no block.
-        blocks_first: Names of parameters whose block axes stand before their out axis.
+        blocks_first: Names of parameters with block axes before their out axis.
 
     Args:
         ffc: Whether factored fully connected layers share B between channels.
@@ -52,7 +52,7 @@ class Rule:
         docs/theory/curvature.md, 1.1 and 1.2.
 
     Example:
-        A layer of your own, a linear map of tokens ``[N, T, I]`` without bias:
+        A new layer, a linear map of tokens ``[N, T, I]`` without bias:
 
         >>> class Tokens(nn.Module):
         ...     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Rule:
             name: Name of the parameter.
 
         Returns:
-            Sizes and permutation with which ``entries.reshape(sizes).permute(permutation)`` has the order of the
+            Sizes and permutation such that ``entries.reshape(sizes).permute(permutation)`` has the order of the
             parameter: ``((O, I), (1, 0))`` for a matrix of shape ``[I, O]``. None, for none such.
         """
         return None
@@ -225,8 +225,8 @@ def gram(vectors: Tensor, block_axes: int) -> Tensor:
 def register_layer(*classes: type[nn.Module]) -> Callable[[RuleT], RuleT]:
     """Teach every engine a class of layers: a decorator for its :class:`Rule`.
 
-    The layer takes one tensor, whose first axis is the samples, and gives one; no sample's output depends on another
-    sample, in eval mode; its parameters are direct attributes. Subclasses that keep ``forward`` follow the same rule.
+    The layer takes one tensor with samples on the first axis, and gives one. No sample's output depends on another
+    sample in eval mode. Its parameters are direct attributes. Subclasses that keep ``forward`` follow the same rule.
     A rule that does not fit its layer is an error of :func:`factors`.
 
     Args:
@@ -260,11 +260,11 @@ def find_rule(name: str, module: nn.Module, ffc: FFC = "shared") -> Rule:
 
     Args:
         name: Name of the module in its network, for the error.
-        module: A module with parameters of its own.
+        module: A module with direct parameters.
         ffc: As for :class:`Rule`.
 
     Returns:
-        Of its class, or of the next base class with the same ``forward``.
+        The rule of its class, or of the next base class with the same ``forward``.
 
     Raises:
         ValueError: If there is none, or ``ffc`` is unknown.
@@ -322,7 +322,7 @@ class LinearRule(Rule):
 class ConvRule(Rule):
     """Any stride, padding, dilation, groups and padding mode; groups are blocks, each with its own B and A.
 
-    The places are the positions of the output: KFC, as in CurvLinOps, unlike BackPACK, whose B is about T times larger.
+    The places are the positions of the output: KFC, as in CurvLinOps. BackPACK's B is about T times larger.
     """
 
     blocks_first = ("weight",)
