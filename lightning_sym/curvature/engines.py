@@ -72,8 +72,8 @@ def factors(
         NonFiniteError: If weights, outputs, loss or factors are not finite.
 
     Note:
-        Factors are float64 (float32 where the device has none): sums of exact products of values in the network's precision.
-        Dropout and everything else follows eval mode. Samples may have different numbers of places
+        Factors are float64 (float32 where the device has none): sums of exact products of values in the network's
+        precision. Dropout and everything else follows eval mode. Samples may have different numbers of places
         from batch to batch, and padding counts for nothing: a place counts if outputs can depend on it.
 
     References:
