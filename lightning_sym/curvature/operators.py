@@ -436,7 +436,7 @@ class CurvatureOperator(SymmetricOperator):
         one = self.network(x)
         if not isinstance(one, Tensor) or len(one) != len(x):
             raise ValueError(
-                f"the network must put out one tensor with a row for each of {len(x)} inputs, got "
+                f"the network must return one tensor with a row for each of {len(x)} inputs, got "
                 f"{list(one.shape) if isinstance(one, Tensor) else type(one).__name__}."
             )
         if not one.isfinite().all():
@@ -447,7 +447,7 @@ class CurvatureOperator(SymmetricOperator):
                 two = self.network(x)
             if not torch.allclose(one, two, rtol=1e-4, atol=1e-6 * float(one.abs().max())):
                 raise ValueError(
-                    "the network puts out something else for the same input in eval mode, so that it has no one "
+                    "the outputs of the network change from run to run in eval mode, so that it has no unique "
                     "curvature; use modules for dropout and noise, which eval mode turns off."
                 )
         return one

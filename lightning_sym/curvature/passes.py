@@ -194,7 +194,7 @@ def check_outputs(outputs: Any, x: Tensor) -> None:
 def check_trained(outputs: Tensor) -> None:
     """Raise ``ValueError`` unless the outputs of a network depend on parameters that are trained."""
     if not outputs.requires_grad:
-        raise ValueError("No trainable parameter reaches the network's outputs; freeze it, or use what it gives.")
+        raise ValueError("No trainable parameter reaches the network's outputs; freeze it, or use its output.")
 
 
 def loss_and_columns(

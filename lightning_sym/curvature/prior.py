@@ -374,7 +374,7 @@ def _warn_of_missing_classes(counts: Tensor, classes: int) -> None:
     if missing and len(counts):
         named = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         warnings.warn(
-            f"{len(missing)} of {classes} classes never occur in the training data ({named}); what is learned of them "
-            "comes from the prior alone.",
+            f"{len(missing)} of {classes} classes never occur in the training data ({named}); results for them "
+            "come from the prior alone.",
             stacklevel=2,
         )

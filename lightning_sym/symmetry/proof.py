@@ -371,8 +371,8 @@ def largest_change(
         worst = max(worst, change_by(symmetry, element, network, these, before, precision, generator, tolerance))
     if not seen:
         raise ValueError(
-            "no output of the network is finite on the example, so nothing can be tested; expected an example input on "
-            "which it puts out finite numbers"
+            "no output of the network is finite on the example, so nothing can be tested; expected an example input "
+            "with finite outputs"
         )
     return worst, precision
 
@@ -506,7 +506,7 @@ def _looked_at_closely(
     for one, two in zip(itertools.chain(*after), itertools.chain(*again), strict=True):
         if not bool(((one == two) | (one != one) & (two != two)).all()):
             raise ValueError(
-                "the network puts out something else every time, in evaluation mode too, so nothing can be tested; "
+                "the outputs of the network change from run to run, even in evaluation mode, so nothing can be tested; "
                 "expected a network that draws no random numbers then (check F.dropout without training=self.training)"
             )
     rounding = max(torch.finfo(precision).eps, 1e-14)

@@ -98,8 +98,8 @@ class Gains(dict[str, Tensor]):
         """
         if name not in self:
             raise ValueError(
-                f"a {what} acts behind the gain {name}, which is not there; expected the network itself beside what is "
-                f"changed, or an element without {what}s: sample(mixing=False)"
+                f"a {what} acts after the gain {name}, which is missing; expected the network itself along with its "
+                f"tensors, or an element without {what}s: sample(mixing=False)"
             )
         return self[name]
 
@@ -434,7 +434,7 @@ class Factor(ABC, Generic[P]):
         Returns:
             Shape (blocks, blocks).
         """
-        raise NotImplementedError(f"{self.name} mixes units; expected it to say what blocks of them gain")
+        raise NotImplementedError(f"{self.name} mixes units; expected it to define the gains of blocks")
 
     def mixing_blocks(self, own: P, table: Tensor, units: Ints, places: Ints, order: Ints) -> P:
         """Return a part that mixes the members of blocks in the best way, before the blocks are permuted.
@@ -509,7 +509,7 @@ class Factor(ABC, Generic[P]):
             balanced: Whether both are balanced.
         """
         if not self.bounded and (self.dimension or self.log_order):
-            return [f"no lower bound is known for what {self.name} does"], True
+            return [f"no lower bound is known for {self.name} parts"], True
         return (), False
 
     def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:

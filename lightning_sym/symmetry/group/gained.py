@@ -122,7 +122,7 @@ class GainedMatrix(Factor[Matrices]):
             for place in structure.gained_places.get(slot.offset, ()):
                 cell = structure.gained[place.cell]
                 outside = around(place, [gain.of(tensors) for gain in cell.gains]).numpy()
-                # Entry (i, j) adds row j to row i of outgoing rows, and subtracts i from j in reading ones.
+                # Entry (i, j) adds row j to row i where units are written, and subtracts i from j where they are read.
                 into, of = np.indices((cell.size, cell.size)).reshape(2, -1)[:: -1 if place.read else 1]
                 with np.errstate(divide="ignore", invalid="ignore"):
                     factor = np.where(into == of, 1.0, outside[into] / outside[of])
@@ -166,8 +166,8 @@ class GainedMatrix(Factor[Matrices]):
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
         """Return a note on cells that are not mixed; see :class:`Factor`."""
         note = (
-            f"{len(self.structure.gained)} cells on which invertible matrices act between gains are mixed only if both "
-            "networks compute the same: no lower bound is known"
+            f"{len(self.structure.gained)} cells with invertible matrices between gains are mixed only if both "
+            "networks compute the same function: no lower bound is known"
         )
         return [note] * bool(self.structure.gained), bool(self.structure.gained)
 
@@ -242,8 +242,8 @@ class GainedAction(LinearAction):
                 if place.cell not in self.gains:
                     names = listed(_names(self.structure.gained[place.cell]))
                     raise ValueError(
-                        f"a matrix acts behind the gains {names}, which are not there; expected the network itself "
-                        "beside what is changed, or an element without matrices: sample(mixing=False)"
+                        f"a matrix acts after the gains {names}, which are missing; expected the network itself "
+                        "along with its tensors, or an element without matrices: sample(mixing=False)"
                     )
                 outside = around(place, self.gains[place.cell])
                 matrix = outside[:, None] * matrix / outside

@@ -38,7 +38,7 @@ def with_carried_shifts(
         whole = whole if _carries(whole) else _folded(structure, [])
     count = len(several) - len(whole.gained)
     note = (
-        f"{count} cells of units between gains are not mixed by matrices, as these would carry what may be added to "
+        f"{count} cells of units between gains are not mixed by matrices, as these would change additions to "
         "weights there in a way that depends on the gains"
     )
     return whole, replace(values, shifts=whole.shifts, gained=whole.gained), [note] * bool(count)

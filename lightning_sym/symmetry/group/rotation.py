@@ -324,7 +324,7 @@ class RotationAction(LinearAction):
         """
         if tap.squared and self.acts_at(slot):
             raise ValueError(
-                f"{tap.name} holds squares of units that the element rotates, on which no matrix acts; expected "
+                f"{tap.name} holds squares of units that the element rotates, and no matrix acts on squares; expected "
                 "another tap, or an element without rotations: sample(mixing=False)"
             )
 

@@ -120,15 +120,15 @@ class Shift(Additive):
             return None
         if space.shows(element, shown.unknown):
             raise ValueError(
-                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
-                "does not see that); expected an element without shifts: sample(shifts=False)"
+                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (its readers "
+                "ignore it); expected an element without shifts: sample(shifts=False)"
             )
         if shown.at is None or not space.shows(element, shown.at):
             return None
         if tensors is None and (needed := space.needed(shown.at)):
             raise ValueError(
-                f"what shifts add to {tap.name} depends on {listed(sorted(needed))}; expected the network, too, or an "
-                "element without shifts: sample(shifts=False)"
+                f"the addition of shifts to {tap.name} depends on {listed(sorted(needed))}; expected also the network, "
+                "or an element without shifts: sample(shifts=False)"
             )
         located = space.generic if tensors is None else space.at(tensors)
         added = torch.from_numpy(located.known(element)[shown.at])

@@ -98,9 +98,9 @@ class Tilts(Factor[Vectors]):
     def describe(self) -> Iterable[str]:
         """Yield a line for each rank-one map."""
         for tilt in self.structure.tilts:
-            what = "what reads a stream with what writes into it"
-            what = what if tilt.of_stream else "a layer norm's bias with what reads it"
-            yield f"tilts, {tilt.size} of {what}: {tilt.moved[0][0]}"
+            what = "a stream's readers and writers"
+            what = what if tilt.of_stream else "a layer norm's bias and readers"
+            yield f"rank-one maps, {tilt.size} of {what}: {tilt.moved[0][0]}"
 
     def linear_action(self, own: Vectors, gains: Gains) -> "TiltAction | None":
         """Return the action of a part by matrices; None for the identity."""
@@ -150,7 +150,7 @@ class Tilts(Factor[Vectors]):
             size = torch.linalg.vector_norm(total)
             if not bool(moved.isfinite().all()) or float(size) <= _NOTHING * float(moved.abs().sum()):
                 what = "its ratio to the gain" if moved.shape[1] == 1 else "each of its rows"
-                notes.append(f"{tilt.moved[0][0]} stays, as {what} sums to zero, which no tilt changes")
+                notes.append(f"{tilt.moved[0][0]} stays, as {what} sums to zero, and no rank-one map changes that")
                 result.append(torch.zeros(tilt.size, dtype=torch.float64))
             else:
                 factor = (1 if tilt.of_stream else total[total.abs().argmax()].sign()) / size

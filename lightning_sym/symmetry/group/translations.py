@@ -1,4 +1,4 @@
-"""Translations of weights, as linear elements map them, and to bring weights near to others.
+"""Map translations of weights by linear elements, and bring weights near to others by translations.
 
 See docs/theory/translations.md.
 """
@@ -357,7 +357,7 @@ def nearest(
 ) -> Tensor:
     """Return the shift that brings its direct additions as near to a reference as it can.
 
-    Additions made through weights follow: biases that cancel a mean are fitted after the others. From different
+    Additions through weights follow; biases that compensate for these are fitted afterwards. From different
     points of one orbit it leads to the same tensors, up to the linear part of the group.
 
     Args:

@@ -80,8 +80,8 @@ def find_gained(
             held = tuple(one.gain.within(place) for one in own)
             found.append(GainedCell(structure.orbits[orbit][place], orbit, held, *frame))
     note = (
-        f"only linear layers and batch norms meet the units of {listed(names)}: invertible matrices mix these, "
-        f"too, {more} dimensions more, of which only permutations, signs and scales count"
+        f"only linear layers and batch norms use the units of {listed(names)}: invertible matrices also mix "
+        f"these, {more} dimensions more, but only permutations, signs and scales count"
     )
     return found, [note] if more else []
 

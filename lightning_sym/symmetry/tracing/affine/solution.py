@@ -388,7 +388,7 @@ class Solution:
             one, two = sorted((own.numpy().ravel() for own in pair), key=len)
             if (lengths[one] * ~zero[one]).any() and (lengths[two] * ~zero[two]).any():
                 zero[one] = True
-                self.system.note("of what is added to two factors of a product, one stays as it is")
+                self.system.note("of additions to two factors of a product, one is left out")
         return int(zero.sum()) > before
 
     def _parted(self, column: Ints) -> bool:
