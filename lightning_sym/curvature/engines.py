@@ -36,13 +36,14 @@ def factors(
 
     Every call begins with two checks on five samples of the first batch. First, the samples are the first axis
     everywhere and independent of one another. Second, autograd's gradient of every parameter equals the gradient
-    from its layer's rule. In networks that may move rows along the first axis, every batch is checked.
+    from its layer's rule. If the network may move rows along the first axis, every batch is checked
+    for the sample of each row.
 
     Args:
         network: Any module from one tensor to ``[N, K]`` with parameters in layers that have a rule (see
-            :func:`register_layer`), each called once, with an input of shape ``[N, ...]``, or ``[N * T, ...]`` with the
-            T positions of a sample one after the other, which is the same as ``[N, T, ...]``. Frozen parameters are
-            constants.
+            :func:`register_layer`). Each layer is called once, with an input of shape ``[N, ...]``, or of shape
+            ``[N * T, ...]`` with the T positions of a sample one after the other, treated as ``[N, T, ...]``. Frozen
+            parameters are constants.
         loader: Batches ``(inputs, labels, ...)``; with several processes, on every rank its own share, also of
             another number of batches, or none. The result does not depend on the batches.
         likelihood: ``"classification"``: logits and class indices ``[N]``. ``"regression"``: means and targets

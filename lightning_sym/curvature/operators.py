@@ -163,8 +163,8 @@ class CurvatureOperator(SymmetricOperator):
         kind: As given.
 
     Raises:
-        ValueError: If an argument is out of range, there is no such parameter, the network or the loss does not fit the
-            data, the loss is no mean or has no second derivative, or outputs change from call to call.
+        ValueError: If an argument is out of range, or there is no such parameter. If the network or the loss does not
+            fit the data, or outputs change from call to call. If the loss is no mean or has no second derivative.
         EmptyLoaderError: If there is no sample on any process.
         NonFiniteError: If a weight is not finite.
 

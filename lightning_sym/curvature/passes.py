@@ -252,9 +252,9 @@ def loss_and_columns(
 def softmax_root(probabilities: Tensor) -> Tensor:
     r"""Return K - 1 columns with :math:`\sum_v s_v s_v^\top = \mathrm{diag}(p) - p p^\top`.
 
-    With :math:`u = \sqrt p` that is :math:`\mathrm{diag}(u) (I - u u^\top) \mathrm{diag}(u)`, and the reflection that
-    takes :math:`u` to the axis of the likeliest class gives a basis of the image of the projection in the middle.
-    Nothing is subtracted that cancels, so that the columns of a confident network keep all of their digits.
+    With :math:`u = \sqrt p` that is :math:`\mathrm{diag}(u) (I - u u^\top) \mathrm{diag}(u)`. The reflection of
+    :math:`u` to the axis of the likeliest class gives a basis of the image of the projection in the middle. This avoids
+    cancellation, so that the columns of a confident network keep all of their digits.
 
     Args:
         probabilities: Shape ``[N, K]``, rows of sum 1.

@@ -94,13 +94,13 @@ class GaussianPrior:
     learns the precisions, and the noise. Without the callback they stay fixed: maximum a posteriori
     training.
 
-    With ``step="implicit"`` the prior is no part of the loss that is differentiated; instead, after every step of the
-    optimizer with learning rate :math:`\eta`, weights are divided by :math:`1 + \eta c_l / d`, where
-    :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression): the proximal step in the metric d of the
-    optimizer, see :func:`shrink`. It comes to rest at the same weights, where :math:`c_l \theta` is minus the mean
+    With ``step="implicit"`` the prior is not part of the differentiated loss. Instead, each step of the optimizer with
+    learning rate :math:`\eta` is followed by a division of the weights by :math:`1 + \eta c_l / d`. Here
+    :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression). This is the proximal step in the metric d
+    of the optimizer, see :func:`shrink`. It converges to the same weights, where :math:`c_l \theta` is minus the mean
     gradient of the fit, and is stable for every precision. With the gradient of the prior, SGD with momentum
-    :math:`\beta` is so only if :math:`\eta c_l < 2 (1 + \beta)`, and Adam makes the weights of a path that is switched
-    off swing about 0 at the scale of :math:`\eta`, so that they are noise to the other paths and their precision cannot
+    :math:`\beta` is stable only if :math:`\eta c_l < 2 (1 + \beta)`. Adam makes the weights of a path that is switched
+    off oscillate about 0 at the scale of :math:`\eta`. They are noise to the other paths, and their precision cannot
     rise.
 
     In a population, every member has a prior with separate precisions.
@@ -297,8 +297,8 @@ def _stacked(values: Sequence[float], parameter: Tensor) -> Tensor:
 def shrink(optimizer: Optimizer, strengths: Mapping[Tensor, float | Tensor]) -> None:
     r"""Divide weights by :math:`1 + \eta c / d`, as after a step of size :math:`\eta g / d` along gradients g.
 
-    That is the proximal step of :math:`c \theta^2 / 2` in the optimizer's own metric d, so that weights come to rest
-    where :math:`c \theta` is minus the mean gradient, and are stable for every c. For SGD d is :math:`1 - \beta`, as
+    That is the proximal step of :math:`c \theta^2 / 2` in the optimizer's metric d. Weights converge to
+    :math:`c \theta` equal to minus the mean gradient, and are stable for every c. For SGD d is :math:`1 - \beta`, as
     momentum magnifies gradients (over one minus the dampening), for Adam :math:`\sqrt{\hat v} + \epsilon`, elementwise.
 
     Args:

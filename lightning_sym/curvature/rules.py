@@ -36,9 +36,9 @@ class Rule:
 
     Both may have leading axes, for blocks of a block-diagonal matrix; see :class:`KroneckerBlock`.
 
-    Rules have no state: they see the layer, its input ``x`` of shape ``[N, ...]``, and gradients at its output. Where a
-    network folds T tokens of a sample into the batch, ``[N * T, ...]``, the rule takes every row for a sample, and the
-    engines make places of them. Once per pass the engines check that the sum of all products ``g a`` is autograd's
+    Rules have no state: they see the layer, its input ``x`` of shape ``[N, ...]``, and gradients at its output. If a
+    network folds T tokens of a sample into the batch, ``[N * T, ...]``, the rule treats every row as a sample. The
+    engines convert rows to places. Once per pass the engines check that the sum of all products ``g a`` is autograd's
     gradient of the parameter.
 
     Attributes:
@@ -439,7 +439,7 @@ def circular_gram(x: Tensor, kernel: int, *, depthwise: bool = False) -> Tensor:
     r"""Return the sum of outer products of circular patches, without making the patches.
 
     Entry :math:`(c, i, j), (d, k, l)` depends on the offset :math:`(k-i, l-j)` only, as the sum runs over all
-    positions of a torus, and the opposite offset has the transposed matrix: 13 products of ``C x C`` for k = 3
+    positions of a torus. The opposite offset has the transposed matrix: 13 products of ``C x C`` for k = 3
     instead of 81.
 
     Args:

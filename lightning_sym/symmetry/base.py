@@ -272,9 +272,9 @@ class Symmetry(ElementGroup):
         """Change a network's weights and buffers by an element; its function in evaluation mode stays the same.
 
         Running variances move by v' = s^2 (v + eps) - eps, which keeps evaluation mode exact. In training mode, batch
-        norm divides by the batch's own variance, so a scale s in front of it changes the output by O(eps / v), and a
-        matrix that mixes its channels (docs/theory/intertwiners.md, 2.18) changes it at order 1. All other
-        elements are exact in training mode as well.
+        norm divides by the batch's own variance, so a scale s before it changes the output by O(eps / v). A matrix
+        that mixes its channels (docs/theory/intertwiners.md, 2.18) changes it at order 1. All other elements are
+        exact in training mode as well.
 
         Args:
             element: From this symmetry.

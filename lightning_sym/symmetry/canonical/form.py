@@ -123,13 +123,13 @@ def canonicalize(
     inplace: bool = False,
     check: bool | None = None,
 ) -> CanonicalForm:
-    r"""Return the canonical member of a network's orbit: the same function, the same weights for every member.
+    r"""Return the canonical form of a network: the same function, the same weights for every point of the orbit.
 
-    **Scales** (docs/theory/canonical.md, 2). A scale that only multiplies weights (the one in front of a batch
-    norm) has no member of smallest norm; the weights that it multiplies get squared norm 1 (or their number, if it acts
-    on the rows of several modules, as does the scale of a residual stream on all its last batch norms). Weights that
-    normalised by it are constant, so that a scale that otherwise only divides such weights is one-sided as well:
-    hence :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. The other scales, which
+    **Scales** (docs/theory/canonical.md, 2). A scale that only multiplies weights (the one before a batch norm) has no
+    value of smallest norm. Its weights get squared norm 1 (or their number, if it acts on the rows of several modules,
+    as does the scale of a residual stream on all its last batch norms). Weights that are normalised this way are
+    constant, so that a scale that otherwise only divides such weights is one-sided as well: hence
+    :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. The other scales, which
     multiply some weights and divide others, take
 
     - ``"balanced"``: the values of smallest L2 norm: incoming and outgoing norms are equal. The squared norm is a

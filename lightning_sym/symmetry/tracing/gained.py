@@ -89,8 +89,8 @@ def _elements(tensor: Tensor, at: Ints) -> Tensor:
 class GainedCell:
     r"""A cell of units with any invertible matrix A at one place, and :math:`D A D^{-1}` at the others.
 
-    At a place where a unit's scales act with exponents e, :math:`(k, c) = e\,E` are the powers k of the gains in
-    :math:`D = \prod_l g_l^{k_l}`, and c = 1 where A acts or c = -1 where its inverse transpose does.
+    Let a unit's scales act with exponents e at a place, and :math:`(k, c) = e\,E`. Then k are the powers of the gains
+    in :math:`D = \prod_l g_l^{k_l}`. A acts there if c = 1, and its inverse transpose if c = -1.
 
     Attributes:
         units: The units, in order. Shape (size,).
