@@ -1,4 +1,4 @@
-"""Figures of GENNI with exact ones: searches, planes and the connected components of an equivalence class."""
+"""Compare figures of GENNI with exact ones: searches, planes and the connected components of an equivalence class."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ HALO = [Stroke(linewidth=3.2, foreground="black"), Normal()]
 
 
 class Scale(Protocol):
-    """Function distances of trivial functions from the target, as reference levels for J."""
+    """Losses J of trivial functions, as reference levels."""
 
     @property
     def zero(self) -> float:
