@@ -1,4 +1,4 @@
-"""Published results in miniature: what is run, what is measured of it, and what the sources say.
+"""Published results in miniature: runs, measurements, and the claims of the sources.
 
 A module for each group of results has ``RESULTS``; ``core`` has the types and runs them, ``page`` writes
 docs/results.md and docs/results/.

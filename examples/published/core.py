@@ -1,4 +1,4 @@
-"""What a published result in miniature consists of, and how it is run: resumable, from recipes to one JSON file."""
+"""Define published results in miniature, and run them: resumable, from recipes to one JSON file."""
 
 import csv
 import fcntl
@@ -31,7 +31,7 @@ class Source:
 
     Attributes:
         authors: As it is cited, ``"Godfrey et al."``.
-        year: Of publication.
+        year: Year of publication.
         title: Its title.
         where: ``"arXiv 2205.14258"``, or an address.
     """
@@ -93,7 +93,7 @@ class Run:
     Runs of different results that are equal share one folder: a zoo is trained once for all of them.
 
     Attributes:
-        name: Its folder below that of all runs, and the key under which ``measure`` finds it.
+        name: Its folder below that of all runs, and its key in ``measure``.
         recipe: ``"stitching/mnist5k"``, or ``"similarity_tests.py"``.
         options: As on the command line; ``{other-name}`` is the folder of another run of the same result that comes
             before, and ``{folder}`` its own, for scripts.
@@ -111,9 +111,9 @@ class Quantity:
     """A measured number with its population.
 
     Attributes:
-        label: What it is; claims look it up by this.
+        label: Name of the quantity; claims look it up by this.
         values: One for each member, pair or seed, in the same order in all quantities that are compared.
-        unit: What it is measured in: ``"nats"``, ``"points of accuracy"``, ``"1"``.
+        unit: Unit of the values: ``"nats"``, ``"points of accuracy"``, ``"1"``.
         over: The population: ``"5 pairs"``, ``"3 seeds"``; ``"one run"`` for a single value.
         pairs: The two models of each value, where pairs share models; then models are resampled for the interval.
     """
@@ -183,9 +183,9 @@ class Claim:
     """One line of the page.
 
     Attributes:
-        says: What is said by the source, one sentence.
+        says: The claim of the source, one sentence.
         paper: The published values with their place, ``"table 3: 96.1 and 88.2 %"``; or ``"a figure, no number"``.
-        holds: Decides from quantities, by label; never from a number of ours that was typed.
+        holds: Decides from quantities, by label; never from a typed measurement.
     """
 
     says: str
@@ -198,15 +198,15 @@ class Result:
     """A published result in miniature.
 
     Attributes:
-        name: Of its JSON file.
+        name: Name of its JSON file.
         source: Key of :data:`SOURCES`.
         place: Where in the source: ``"table 3"``.
         title: Heading on the page.
         measure: Returns quantities, given the folder of each run by its name.
-        claims: What the source says of them.
-        runs: In the order in which they are made.
-        full: The same with the source's own recipes; empty if those are what ``runs`` are, or there are none.
-        needs: What the full runs need that is not here: ``"CIFAR-10 and a GPU"``.
+        claims: Claims of the source.
+        runs: Runs in order.
+        full: The same with the source's recipes; empty if ``runs`` have these already, or there are none.
+        needs: Missing requirements of the full runs: ``"CIFAR-10 and a GPU"``.
         remark: Why ours differs, if a reader has to know.
         chance: Share of the commonest class in the test data, %. The page names the networks that are no better.
     """
@@ -224,11 +224,11 @@ class Result:
     chance: float | None = None
 
 
-# ---- what claims and measures are made of
+# ---- parts of claims and measures
 
 
 def short(value: float) -> str:
-    """Return a number with three digits, as it is shown everywhere."""
+    """Format a number with three digits, for all texts."""
     if 100 <= abs(value) < 1e6:
         return f"{value:,.0f}"
     return "0" if value == 0 else f"{value:#.3g}".rstrip(".")
@@ -276,7 +276,7 @@ def together(*verdicts: Verdict) -> Verdict:
 
 
 def rows(run: Path, table: str, **where: object) -> list[dict[str, Any]]:
-    """Return the rows of ``results/TABLE.json`` of a run (or of its CSV) whose columns are as given.
+    """Return the rows of ``results/TABLE.json`` of a run (or of its CSV) with the given column values.
 
     Raises:
         ValueError: If there is no such row.
@@ -310,7 +310,7 @@ def over_pairs(
 
 
 def arguments_of(run: Run, folder: Path) -> list[str]:
-    """Return what a run is called with; the names of folders are filled in.
+    """Return the command-line arguments of a run, with the names of folders filled in.
 
     Raises:
         ValueError: If an option names a run that is none.
@@ -329,13 +329,13 @@ def arguments_of(run: Run, folder: Path) -> list[str]:
 
 
 def finish(run: Run, folder: Path, say: Callable[[str], None]) -> float:
-    """Make a run, or go on with it, unless it is complete; return the minutes of one core that it took.
+    """Start or resume a run, unless it is complete; return its minutes on one core.
 
-    Beside its folder stands ``<name>.json`` with its arguments, and its minutes once it is complete. A run that had
-    other arguments is made anew. Two processes never make one run: the second waits, also for a child of a killed one.
+    ``<name>.json`` next to its folder holds its arguments, and its minutes once it is complete. A run that had
+    other arguments is repeated. Two processes never make one run: the second waits, also for a child of a killed one.
 
     Raises:
-        RuntimeError: If the run fails, with what it said last.
+        RuntimeError: If the run fails, with its last messages.
     """
     own, record = folder / run.name, folder / f"{run.name}.json"
     arguments = arguments_of(run, folder)
@@ -385,7 +385,7 @@ _MEASURING = threading.Lock()  # torch's seeds and thread counts belong to the p
 
 
 def make(result: Result, folder: Path, say: Callable[[str], None], *, full: bool = False) -> dict[str, Any]:
-    """Make all runs of a result, measure, and return what its JSON file holds.
+    """Make all runs of a result, measure, and return the content of its JSON file.
 
     Raises:
         RuntimeError: If a run fails.
@@ -461,7 +461,7 @@ def file_of(result: Result, *, full: bool = False) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Return what the figures were made with."""
+    """Return the versions of the packages used, and the commit."""
     commit = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     packages = {name: version(name) for name in ("torch", "pytorch-lightning", "lightning-sym")}
     return {"python": platform.python_version(), **packages, "commit": commit.stdout.strip() or "unknown"}

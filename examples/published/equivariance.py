@@ -70,7 +70,7 @@ def _parameters(found: Sequence[Any], what: str) -> Quantity:
 
 
 def _path(one: Any, block: str, family: str, column: str) -> float:
-    """Return a figure of a path of a block, with what stands before its name."""
+    """Return a number in the table of paths, by block and family of the path."""
     rows = [r for r in one["rows"] if r["layer"] == block and r["path"].split(".")[-1] == family]
     return float(rows[0][column])
 
@@ -94,7 +94,7 @@ NAMES = {"fc": "F-FC", "conv": "CONV", "gconv": "GCONV"}
 # ---- table 1: where the label does not say where, and where it does
 
 _SHORT = (*_epochs(80), "--trainer.callbacks.burn_in=10", "--trainer.callbacks.every_n_epochs=10")
-SHORT = (*_SHORT, "--trainer.callbacks.lr=0.3")  # as far as precisions come in 240 epochs, in a third of the time
+SHORT = (*_SHORT, "--trainer.callbacks.lr=0.3")  # precisions move as far as in 240 epochs, in a third of the time
 TASKS = {"digit": "digit", "quadrant": "digit and quadrant"}
 # At the recipes' learning rate dense layers collapse to 0; with half the width they still have most parameters.
 _DENSE = (*_paths("fc"), "--model.optimizer.lr=0.002", "--model.network.width=2")
@@ -204,11 +204,11 @@ def _percent(right: Tensor) -> float:
 
 @torch.no_grad()
 def _seen(run: Path) -> dict[str, float]:
-    """Say what the fully connected paths of a trained network do to its predictions of the test digits.
+    """Measure the effect of a trained network's fully connected paths on its predictions of the test digits.
 
-    ``accuracy`` and ``without``: in %, as it is and with the path of block 4 set to 0; ``moved``: predictions that
+    ``accuracy`` and ``without``: in %, unchanged and with the path of block 4 set to 0; ``moved``: predictions that
     change when an image is moved around the edges by half of its side, to another quadrant, in %; ``moved_without``;
-    ``output``: the mean square of what the path of block 4 gives, in % of that of all its paths together.
+    ``output``: the mean square of the output of block 4's path, in % of that of all its paths together.
     """
     data = DigitsDataModule(transforms=[Quadrant("digit", jitter=2)])
     images, labels = data.split_tensors("test")
@@ -316,7 +316,7 @@ LAYERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {  # name
     "sfc-sconv-lengths": ("S-FC+S-CONV, length scales trained", ("sfc", "sconv"), _LENGTHS, "sfc_sconv"),
     "sfc-sconv-anchors": ("S-FC+S-CONV, anchors trained", ("sfc", "sconv"), _ANCHORS, "sfc_sconv"),
 }
-_CONTROLS = ("fc-conv", "ffc-conv")  # whose MAP is there, too
+_CONTROLS = ("fc-conv", "ffc-conv")  # these have a MAP run as well
 
 
 def _table_2(model: str, *, control: bool = False, full: bool = False) -> tuple[Run, ...]:
@@ -419,11 +419,11 @@ def _measured_7(runs: Runs) -> Sequence[Quantity]:
     return quantities
 
 
-# ---- what claims are made of
+# ---- parts of claims
 
 
 def _smaller(label: str) -> Callable[[Found], Verdict]:
-    """Ask whether the share of F-FC in block 4 is below that of table 1, in runs of their own seeds."""
+    """Check whether the share of F-FC in block 4 is below that of table 1, in runs with other seeds."""
     return lambda q: below(q[_share(label)], q[_share("as in table 1")])
 
 
@@ -445,7 +445,7 @@ def _every(*checks: Callable[[Found], Verdict]) -> Callable[[Found], Verdict]:
 
 
 def _lead(q: Found, data: str) -> Quantity:
-    """Return by how much the evidence of group convolutions alone is better than that of convolutions."""
+    """Return the gain in evidence of group convolutions alone over convolutions alone."""
     return q[f"-L/N, CONV alone, {data}"].less(q[f"-L/N, GCONV alone, {data}"])
 
 

@@ -1,4 +1,4 @@
-"""The figures of GENNI beside the honest ones: searches, planes and the pieces of an equivalence class."""
+"""Compare figures of GENNI with exact ones: searches, planes and the connected components of an equivalence class."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ POINTS = "points of accuracy"
 
 _TABLE_1 = ("identity", "relu", "leaky_relu(0.1)", "polynomial(2)", "polynomial(3)", "sigmoid", "gaussian")
 _UNITS, _ELEMENTS = 6, 20
-_EXACT, _PLAIN = 1e-10, 1e-2  # relative errors: of identities in double precision, of what is none
+_EXACT, _PLAIN = 1e-10, 1e-2  # relative errors: of identities in double precision, of other equations
 
 
 def _others() -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def _groups(runs: Mapping[str, Path]) -> Sequence[Quantity]:
 def _stitching_error(
     source: CutNetwork, target: CutNetwork, planted: PlantedStitches, site: str, images: Tensor, ports: Any
 ) -> float:
-    """Return what a network that differs from another by a symmetry gets wrong above the stitch of theorem 4.2."""
+    """Return the error of a network that differs by a symmetry, above the stitching layer of theorem 4.2."""
     matrices = iter([matrix for matrix in planted.matrices(site) if matrix is not None])
     stitched = StitchedNetwork(
         source, target, site, family=lambda port: FixedMap(port, next(matrices)), ports=ports, batch_norm="frozen"
@@ -149,7 +149,7 @@ GPU = "CIFAR-10 and a GPU"
 
 
 def _penalties(run: Path, **where: object) -> list[dict[str, Any]]:
-    """Return the rows of a stitching run, with statistics measured anew where there are any."""
+    """Return the rows of a stitching run, with recalibrated statistics where there are any."""
     found = [row for row in rows(run, "penalties", **where) if row["batch_norm"] != "as is"]
     if stopped := [row["stopped"] for row in found if row["penalty"] is None]:
         raise ValueError(f"{run} has maps that were stopped: {stopped[0]}")

@@ -62,7 +62,7 @@ def pages(found: Mapping[tuple[str, bool], Found]) -> dict[Path, str]:
 
 
 def _summary(found: Mapping[tuple[str, bool], Found]) -> str:
-    """Return how many claims there are, by verdict, and a table of all claims."""
+    """Return the number of claims by verdict, and a table of all claims."""
     small = [one for (_, full), one in found.items() if not full]
     words = [claim["verdict"] for one in small for claim in one["claims"]]
     counts = ", ".join(f"{words.count(word)} {name}" for word, name in _HOLDS.items() if word in words)
@@ -103,7 +103,7 @@ def _place(result: Result) -> str:
 
 
 def _anchor(title: str) -> str:
-    """Return how GitHub names a heading."""
+    """Return GitHub's anchor of a heading."""
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
@@ -125,7 +125,7 @@ def _section(result: Result, found: Mapping[tuple[str, bool], Found]) -> str:
 
 
 def _deeper(text: str) -> str:
-    """Return Markdown whose links are those of docs/ as they are in a folder of it."""
+    """Return Markdown with links relative to docs/ rewritten for a folder below it."""
     return re.sub(r"\]\((?!https?:|#)", "](../", text)
 
 

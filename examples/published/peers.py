@@ -1,4 +1,4 @@
-"""Figures of ours beside those of packages of others, of the same networks and data."""
+"""Compare measurements with those of other packages, on the same networks and data."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Are networks the same up to the order of their units: barriers before and after matching, canonical forms."""
+"""Are networks the same up to permutation: barriers before and after matching, canonical forms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

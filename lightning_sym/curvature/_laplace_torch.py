@@ -75,7 +75,7 @@ class RelaxedLaplace(KronLaplace):
         return Kron(kfacs)
 
     def fit(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ``RuntimeError``: factors belong to the weights at which they were computed."""
+        """Raise ``RuntimeError``: the factors cannot be fitted again to other weights or data."""
         raise RuntimeError("This object has its factors already; call to_laplace again for other weights or data.")
 
     @property

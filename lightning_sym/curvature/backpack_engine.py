@@ -40,7 +40,7 @@ _OF_BACKPACK = (
 )
 
 
-# ---- extensions of BackPACK, which work without the engine, too
+# ---- extensions of BackPACK; they also work without the engine
 
 
 class _Jacobian(BaseDerivatives):  # type: ignore[misc]
@@ -229,13 +229,13 @@ def _check_loss(loss: nn.Module, targets: Tensor) -> None:
 class BackpackEngine(Engine):
     """The engine by BackPACK, on a copy of the network's structure that is thrown away.
 
-    The copy has new modules with the same tensors, in which :class:`~lightning_sym.layers.ResidualPathways` are
-    BackPACK's ``Parallel`` and ``ScaleModule``. So hooks, attributes and gradients of the network are never touched,
+    The copy has new modules with the same tensors. :class:`~lightning_sym.layers.ResidualPathways` become BackPACK's
+    ``Parallel`` and ``ScaleModule``. So hooks, attributes and gradients of the network are never touched,
     and there are no factors that could be stale.
 
     Raises:
         ValueError: If the network is not made of ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and
-            modules whose forward calls their children one after the other.
+            modules whose forward calls their children in sequence.
     """
 
     def __init__(self, network: nn.Module, ffc: FFC, columns: int) -> None:
@@ -278,7 +278,7 @@ class BackpackEngine(Engine):
         own = {key: value for key, value in vars(module).items() if key == "training" or key not in vars(copied)}
         vars(copied).update(own)
         for key, parameter in module._parameters.items():
-            # A parameter of its own: BackPACK leaves attributes at it.
+            # A separate parameter: BackPACK sets attributes on it.
             copied._parameters[key] = None if parameter is None else nn.Parameter(parameter.detach())
             if parameter is not None:
                 copied._parameters[key].requires_grad_(parameter.requires_grad)  # type: ignore[union-attr]
@@ -302,7 +302,7 @@ class BackpackEngine(Engine):
             yield
 
     def _keep(self, name: str, module: Any, args: tuple[Any, ...], output: Any) -> Tensor:
-        """Leave input and output at a module, as BackPACK's hook does, with an output in memory of its own.
+        """Store input and output on a module, as BackPACK's hook does, with the output in separate memory.
 
         BackPACK tells tensors apart by address, which a view, or a module that returns its input, shares with others.
         """
@@ -333,7 +333,7 @@ class BackpackEngine(Engine):
     def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
         """Return the inputs of the rules for some samples, and the gradients of the network itself."""
         with torch.set_grad_enabled(cotangent is not None):
-            # The network before its copy: what its layers refuse, they refuse in their own words.
+            # Run the network before its copy, so that errors are those of its layers.
             with self.quiet():
                 expected = self.network(x.clone())  # it might change its input
             outputs = self.forward(x)
@@ -387,7 +387,7 @@ class BackpackEngine(Engine):
         extension.saved_quantities.save_quantity(
             outputs.data_ptr(), columns, extension.accumulate_backpropagated_quantities
         )
-        # The work of BackPACK's hooks without a backward pass, whose gradients are not needed.
+        # Do the work of BackPACK's hooks without a backward pass, as its gradients are not needed.
         while self.called:
             module = self.called.pop()
             if module.output.requires_grad:

@@ -30,7 +30,7 @@ class NonFiniteError(CurvatureError):
 
 
 def check_likelihood(likelihood: str) -> None:
-    """Raise ``ValueError`` unless a likelihood is one of ours."""
+    """Raise ``ValueError`` if a likelihood is unknown."""
     if not isinstance(likelihood, str):
         raise ValueError(
             f"likelihood must be 'classification' or 'regression', got {likelihood!r}; a loss with class weights is no "
@@ -76,13 +76,13 @@ class KroneckerBlock:
 
     Attributes:
         out_factor: ``B``, symmetric, summed over the data. Shape ``[..., O, O]``.
-        in_factor: ``A``, symmetric, averaged over the data. Shape ``[..., I, I]``; None for a tensor whose block is
+        in_factor: ``A``, symmetric, averaged over the data. Shape ``[..., I, I]``; None for a tensor with the block
             ``B`` alone, for example a bias.
-        blocks_first: Where the leading axes stand in the tensor: before the out axis, as in the weight of a grouped
+        blocks_first: Whether the leading axes come before the out axis in the tensor, as in the weight of a grouped
             convolution, or after it, as the input channels of ``[O, C, I]``.
         axes: For a tensor with yet another order, as that of a transposed convolution, ``[I, O, ...]``: sizes and
-            permutation with which ``entries.reshape(sizes).permute(permutation)`` has it. None for all others.
-        places: Mean number R of places of a sample at which the tensor is used, of those that the loss sees: B is the
+            permutation such that ``entries.reshape(sizes).permute(permutation)`` has that order. None otherwise.
+        places: Mean number R of places per sample at which the tensor is used and that the loss sees: B is the
             sum over all of them, over R. 0 if it sees none; of no meaning without ``in_factor``.
 
     References:
@@ -251,7 +251,7 @@ class Factors:
         }
 
     def _repeated(self) -> dict[str, str]:
-        """Return each parameter whose B is that of an earlier one of the same module, with that one."""
+        """Return each parameter that shares B with an earlier one of the same module, with that one."""
         found: dict[str, str] = {}
         first: dict[str, list[str]] = {}  # by module, one parameter for each B
         for name, block in self.blocks.items():

@@ -31,18 +31,19 @@ def factors(
 ) -> Factors:
     r"""Return the Kronecker factors of the generalised Gauss-Newton matrix, for unit noise, over all data and ranks.
 
-    The network is in eval mode meanwhile, and in single precision at least; afterwards it is as before: mode,
+    The network runs in eval mode and at least in single precision. Afterwards it is restored: mode,
     gradients, buffers, hooks. Nothing is kept between calls.
 
-    Every call begins with two checks, on five samples of the first batch: that the samples are the first axis
-    everywhere, one independent of another, and that autograd's gradient of every parameter is what the rule of its
-    layer says. In networks that may move rows along the first axis, whose they are is checked in every batch.
+    Every call begins with two checks on five samples of the first batch. First, the samples are the first axis
+    everywhere and independent of one another. Second, autograd's gradient of every parameter equals the gradient
+    from its layer's rule. If the network may move rows along the first axis, every batch is checked
+    for the sample of each row.
 
     Args:
-        network: Any module from one tensor to ``[N, K]``, whose parameters belong to layers with a rule (see
-            :func:`register_layer`), each called once, with an input of shape ``[N, ...]``, or ``[N * T, ...]`` with the
-            T positions of a sample one after the other, which is the same as ``[N, T, ...]``. Frozen parameters are
-            constants.
+        network: Any module from one tensor to ``[N, K]`` with parameters in layers that have a rule (see
+            :func:`register_layer`). Each layer is called once, with an input of shape ``[N, ...]``, or of shape
+            ``[N * T, ...]`` with the T positions of a sample one after the other, treated as ``[N, T, ...]``. Frozen
+            parameters are constants.
         loader: Batches ``(inputs, labels, ...)``; with several processes, on every rank its own share, also of
             another number of batches, or none. The result does not depend on the batches.
         likelihood: ``"classification"``: logits and class indices ``[N]``. ``"regression"``: means and targets
@@ -52,9 +53,9 @@ def factors(
             their children one after the other, which includes ours without skip connections.
         samples: None for the exact matrix, in K - 1 backward passes (regression: K); otherwise Monte Carlo with that
             many combinations of the columns of an exact square root, with random signs, >= 1: unbiased, in as many
-            backward passes. (Labels drawn from the network's own predictions, as KFAC has them, are unbiased, too, but
-            a confident network then shows next to no curvature most of the time: its evidence came out as -0.02
-            nats per datum where it was -3.5.)
+            backward passes. (KFAC's labels, drawn from the network's predictions, are unbiased as well. But a confident
+            network then shows almost no curvature most of the time: its evidence came out as -0.02 nats per datum
+            instead of -3.5.)
         ffc: B of factored fully connected layers: ``"shared"`` by all channels, or ``"per_channel"``, which is
             closer to the exact blocks and costs C times as many eigenvalue problems of B.
         generator: Generator for the random signs; use a different one on each rank. By default every call draws the
@@ -72,8 +73,8 @@ def factors(
         NonFiniteError: If weights, outputs, loss or factors are not finite.
 
     Note:
-        Factors are float64 (float32 where the device has none), sums of exact products of what the network computes in
-        its own precision. Dropout and everything else follows eval mode. Samples may have different numbers of places
+        Factors are float64 (float32 where the device has none): sums of exact products of values in the network's
+        precision. Dropout and everything else follows eval mode. Samples may have different numbers of places
         from batch to batch, and padding counts for nothing: a place counts if outputs can depend on it.
 
     References:

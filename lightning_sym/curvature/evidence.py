@@ -309,7 +309,7 @@ class PrecisionOptimizer:
         lr: Learning rate of Adam, > 0.
         log_precision: Initial value of all log precisions.
         log_noise: Initial log of sigma.
-        learn_noise: Whether the noise is updated, too; of a regression.
+        learn_noise: Whether the noise of a regression is updated as well.
         bounds: Range of log precisions; they are clamped after each step.
         noise_bounds: Range of the log noise.
 

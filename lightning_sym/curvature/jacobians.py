@@ -1,4 +1,4 @@
-"""Jacobians of a network's outputs: by its parameters, of which the rank counts, and by its inputs."""
+"""Compute Jacobians of a network's outputs: by its parameters, for the rank, and by its inputs."""
 
 import copy
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def jacobian_rank(
     r"""Count how many directions in weight space change a network's outputs on some inputs.
 
     From the eigenvalues of :math:`J J^\top`, or of :math:`J^\top J`, whichever is smaller, in double precision. These
-    are the squares of the singular values, of which those below 3e-8 of the largest are rounding;
+    are the squares of the singular values; those below 3e-8 of the largest are rounding;
     :func:`lightning_sym.symmetry.local_dimension` does without squares, at a higher price.
 
     Args:
@@ -109,7 +109,7 @@ def jacobian_rank(
 def input_jacobians(network: nn.Module, inputs: Tensor) -> Tensor:
     """Return the Jacobian of every sample's outputs by its own input.
 
-    Two networks that are the same function have the same Jacobians, whatever their weights are.
+    Two networks with the same function have the same Jacobians.
 
     Args:
         network: Any module that treats samples apart in eval mode. Unchanged.

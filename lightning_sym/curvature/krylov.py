@@ -81,7 +81,7 @@ def top_eigenpairs(
         which: ``"largest"`` or ``"smallest"`` algebraically, or largest ``"magnitude"``.
         tolerance: Residual relative to the largest eigenvalue by magnitude. In (0, 1); below 1e-5 it needs a network in
             float64.
-        max_products: Products after which it is given up. >= 1.
+        max_products: Number of products before giving up. >= 1.
         basis: Vectors held at once before a restart, at least ``k + 4``; default ``max(2 k + 20, 60)``. Each takes as
             much memory as the weights do in float64.
         generator: Generator of the starting vector, on the CPU; use one in the same state on each rank.
@@ -94,9 +94,9 @@ def top_eigenpairs(
         NotConvergedError: If the tolerance was not reached; the message names the residuals.
 
     Note:
-        Of an eigenvalue with several independent eigenvectors (copies of units make such) one vector is found at first
-        and others by rounding only, perhaps after k others have converged; matrices of up to 64 eigenvalues are
-        decomposed whole, with all copies.
+        For an eigenvalue with several independent eigenvectors (as copies of units have) one vector is found first.
+        The others are found by rounding only, perhaps after k others have converged. Matrices of up to 64 eigenvalues
+        are decomposed whole, with all copies.
 
     References:
         Wu and Simon (2000), "Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems".
@@ -161,7 +161,7 @@ def lanczos(operator: SymmetricOperator, starts: Tensor, steps: int) -> Quadratu
 
     Args:
         operator: The matrix H.
-        starts: Starting vectors, of which the parts in the subspace that the matrix acts on count, of any length but 0.
+        starts: Starting vectors of any nonzero norm; only their parts in the matrix's subspace count.
             Shape ``[P, R]``.
         steps: Number of steps m, at most ``operator.dimension``. >= 1.
 
@@ -218,7 +218,7 @@ def lanczos(operator: SymmetricOperator, starts: Tensor, steps: int) -> Quadratu
 
 
 class _Space:
-    """A Krylov space with an orthonormal basis, the matrix on it, and the direction in which it grows."""
+    """A Krylov space with an orthonormal basis, the matrix on it, and its direction of growth."""
 
     def __init__(self, operator: SymmetricOperator, basis: int, generator: torch.Generator) -> None:
         self.operator, self.generator = operator, generator
@@ -236,7 +236,7 @@ class _Space:
     def _outside(self, vector: Tensor) -> tuple[Tensor, float]:
         """Return the part of a vector outside the space, brought to length 1, and how long it was.
 
-        It stays in the subspace that the matrix acts on, however small what is left of it and large its rounding.
+        It stays in the subspace of the matrix, even if the part is small and its rounding large.
         """
         known = self.basis[: self.held]
         for _ in range(2):

@@ -39,7 +39,7 @@ def to_laplace(
 
     Called on inputs it gives the predictive distribution, ``laplace.sample(n)`` draws weights, and
     ``laplace.log_marginal_likelihood(...)`` is that of :class:`Evidence` at the same precisions. It holds a copy of
-    the network; the network itself stays as it is, whatever is done with the copy.
+    the network; changes of the copy do not affect the network.
 
     Args:
         network: As for :func:`factors`.
@@ -55,9 +55,9 @@ def to_laplace(
 
     Returns:
         A ``laplace.KronLaplace`` in eval mode. Its ``prior_precision`` has one entry for each parameter tensor.
-        It differs from laplace-torch's own in that ``fit`` is refused (make a new one instead, so that no
-        factors are stale) and that the evidence has the right derivative for ``sigma_noise``. Anchor positions and
-        lengthscales, which have no curvature, are constants.
+        Unlike laplace-torch's classes, it refuses ``fit`` (make a new one instead, so that no factors are stale), and
+        its evidence has the right derivative for ``sigma_noise``. Anchor positions and lengthscales, which have no
+        curvature, are constants.
 
     Raises:
         ValueError: As :func:`factors`; if precisions do not fit the groups; if a classification is given noise; if
@@ -65,9 +65,9 @@ def to_laplace(
 
     Note:
         laplace-torch knows one or two dense matrices for a parameter. The block-diagonal A of factored layers is
-        written out, ``[C S, C S]``, and blocks whose B has an axis of groups, as of depthwise filters, become one
-        matrix of all their parameters; :class:`Evidence` needs neither. Jacobians, for ``pred_type="glm"``, are those
-        of ``torch.func``; their memory grows with the square of the batch.
+        written out, ``[C S, C S]``. Blocks with a group axis in B (depthwise filters) become one matrix of all their
+        parameters. :class:`Evidence` needs neither. Jacobians, for ``pred_type="glm"``, are those of ``torch.func``;
+        their memory grows with the square of the batch.
 
     References:
         Daxberger et al. (2021), "Laplace Redux", arXiv:2106.14806; docs/theory/curvature.md, 4.2.

@@ -69,7 +69,7 @@ class SparseConvRule(CircularConvRule):
 class _FactoredRule(Rule):
     """Channels are places: of the first factor those of the input, of the second those of the output.
 
-    A is then one block for each channel. B is shared by them, or with ``ffc="per_channel"`` has blocks, too.
+    A is then one block for each channel. B is shared by them; with ``ffc="per_channel"`` it has blocks as well.
     """
 
     first: str

@@ -92,7 +92,7 @@ class Sharpness:
 
 @dataclass(frozen=True)
 class SharpnessModuloSymmetry:
-    """Sharpness of one network, as it is and with its symmetry divided out.
+    """Sharpness of one network, raw and with its symmetry divided out.
 
     Attributes:
         raw: Sharpness of the network itself.

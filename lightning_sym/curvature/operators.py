@@ -49,10 +49,10 @@ def curvlinops() -> ModuleType:
 
 
 class SymmetricOperator(ABC):
-    """A symmetric matrix of which only products with vectors are known.
+    """A symmetric matrix known only through its products with vectors.
 
     It may act on a subspace only. Eigenvalues, densities and directions are then those of its restriction to that
-    subspace; the zeros that the matrix has beside it are none of its eigenvalues.
+    subspace; the zeros of the matrix outside it are not among its eigenvalues.
 
     Attributes:
         size: Number of rows and of columns, P.
@@ -133,13 +133,13 @@ class MatrixOperator(SymmetricOperator):
 class CurvatureOperator(SymmetricOperator):
     r"""The Hessian, or the Gauss-Newton matrix, of a network's mean loss over a data set.
 
-    :math:`L(w) = \frac1N \sum_n \ell(f_w(x_n), y_n)`, over the samples of all processes, each weighted alike however
-    they are batched and shared out; a process may have none. The matrix is that at the weights, buffers and data of
+    :math:`L(w) = \frac1N \sum_n \ell(f_w(x_n), y_n)`, over the samples of all processes. All samples weigh the same,
+    for every batching and sharding; a process may have none. The matrix is that at the weights, buffers and data of
     now: the network is copied, in eval mode, so dropout is off and batch norms use their running statistics, which
     count as constants. A regulariser that is not in ``loss`` is not in the matrix: weight decay :math:`\lambda` in the
     optimizer adds :math:`\lambda I` to it. Products are those of curvlinops (docs/theory/spectra.md, 1).
 
-    No gradient is left anywhere, the network stays bitwise as it is, and the global random numbers are put back.
+    No gradient is stored, and the network and the global random state are restored bitwise.
 
     Args:
         network: Any module that maps a batch of inputs to a tensor of outputs.
@@ -151,10 +151,10 @@ class CurvatureOperator(SymmetricOperator):
         parameters: Names of the parameters that are the variables; default all that require gradients, in their order.
         dtype: Dtype of the computation; default the network's (float32 for half precision).
         columns: How many vectors go through the network together in products with matrices. >= 1.
-        check: Whether to check in every product that the data are the same, and once that the network puts out the
-            same for the same input, and that the loss is a mean over samples: within each batch, and over samples of
-            different batches. It costs a sum over the inputs, and one forward pass. Without it all samples count, also
-            those that the loss ignores.
+        check: Whether to check in every product that the data are the same, and once that the network is deterministic
+            and that the loss is a mean over samples: within each batch, and over samples of different batches. It costs
+            a sum over the inputs, and one forward pass. Without it all samples count, also those that the loss
+            ignores.
 
     Attributes:
         names: Names of the parameters, in the order of the vectors.
@@ -163,8 +163,8 @@ class CurvatureOperator(SymmetricOperator):
         kind: As given.
 
     Raises:
-        ValueError: If an argument is out of range, there is no such parameter, the network or the loss does not fit the
-            data, the loss is no mean or has no second derivative, or outputs change from call to call.
+        ValueError: If an argument is out of range, or there is no such parameter. If the network or the loss does not
+            fit the data, or outputs change from call to call. If the loss is no mean or has no second derivative.
         EmptyLoaderError: If there is no sample on any process.
         NonFiniteError: If a weight is not finite.
 
@@ -397,7 +397,7 @@ class CurvatureOperator(SymmetricOperator):
     def _check_calls(self) -> None:
         """Check that the network is a function, and in every batch that the loss is a mean; leave ignored samples out.
 
-        What the loss is like depends on the labels, so that one batch says nothing of the others.
+        The form of the loss depends on the labels, so one batch does not represent the others.
         """
         counted = []
         across: list[tuple[Tensor, Tensor]] = []  # one sample of each of the last batches
@@ -436,7 +436,7 @@ class CurvatureOperator(SymmetricOperator):
         one = self.network(x)
         if not isinstance(one, Tensor) or len(one) != len(x):
             raise ValueError(
-                f"the network must put out one tensor with a row for each of {len(x)} inputs, got "
+                f"the network must return one tensor with a row for each of {len(x)} inputs, got "
                 f"{list(one.shape) if isinstance(one, Tensor) else type(one).__name__}."
             )
         if not one.isfinite().all():
@@ -447,7 +447,7 @@ class CurvatureOperator(SymmetricOperator):
                 two = self.network(x)
             if not torch.allclose(one, two, rtol=1e-4, atol=1e-6 * float(one.abs().max())):
                 raise ValueError(
-                    "the network puts out something else for the same input in eval mode, so that it has no one "
+                    "the outputs of the network change from run to run in eval mode, so that it has no unique "
                     "curvature; use modules for dropout and noise, which eval mode turns off."
                 )
         return one
@@ -461,7 +461,7 @@ class CurvatureOperator(SymmetricOperator):
         try:
             given = outputs.detach().requires_grad_()
             value = self._loss(given, targets)
-            if value.requires_grad and not value.ndim:  # whole numbers in place of others fail only here
+            if value.requires_grad and not value.ndim:  # integers instead of floats fail only here
                 torch.autograd.grad(value, given, allow_unused=True)
         except torch.OutOfMemoryError:
             raise
@@ -476,7 +476,7 @@ class CurvatureOperator(SymmetricOperator):
         counted = ~_apart(self._loss, outputs, targets)[0].isnan()  # of an ignored sample alone, the mean of none
         if not counted.any():
             return counted
-        # With other samples' outputs, too: of those that fit, loss and gradient are 0.
+        # Other samples' outputs are tried as well: outputs that fit have zero loss and gradient.
         for given in (outputs, outputs.roll(1, 0)):
             given = given.detach().requires_grad_()
             value = self._loss(given, targets)
@@ -504,7 +504,7 @@ def directional_curvature(
 ) -> dict[str, tuple[float, float]]:
     r"""Return :math:`\|H d\|` and :math:`d^\top H d` for some directions, each brought to length 1.
 
-    Of a matrix that acts on a subspace, for the parts of the directions in it.
+    If the matrix acts on a subspace, the parts of the directions in it are used.
 
     Args:
         operator: The matrix H.
@@ -648,7 +648,7 @@ class _Batches:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return a number that changes with the values and their order, as a tensor."""
-    # NaN may stand for a missing value and does not equal itself, so it is replaced by a number.
+    # NaN may mark a missing value and does not equal itself, so it is replaced by a number.
     rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device)).nan_to_num(math.e, math.pi, -math.pi)
     places = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device).sqrt()
     return (rows @ places) @ torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device).sqrt()

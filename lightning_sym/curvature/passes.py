@@ -125,7 +125,7 @@ def not_of_tensors(name: str, module: nn.Module) -> ValueError:
 
 
 def curved_layers(network: nn.Module, ffc: FFC = "shared") -> dict[str, tuple[nn.Module, Rule]]:
-    """Return the layers that have trainable parameters of their own, with their rules.
+    """Return the layers with trainable direct parameters, and their rules.
 
     Args:
         network: Any module.
@@ -194,7 +194,7 @@ def check_outputs(outputs: Any, x: Tensor) -> None:
 def check_trained(outputs: Tensor) -> None:
     """Raise ``ValueError`` unless the outputs of a network depend on parameters that are trained."""
     if not outputs.requires_grad:
-        raise ValueError("No trainable parameter reaches the network's outputs; freeze it, or use what it gives.")
+        raise ValueError("No trainable parameter reaches the network's outputs; freeze it, or use its output.")
 
 
 def loss_and_columns(
@@ -252,9 +252,9 @@ def loss_and_columns(
 def softmax_root(probabilities: Tensor) -> Tensor:
     r"""Return K - 1 columns with :math:`\sum_v s_v s_v^\top = \mathrm{diag}(p) - p p^\top`.
 
-    With :math:`u = \sqrt p` that is :math:`\mathrm{diag}(u) (I - u u^\top) \mathrm{diag}(u)`, and the reflection that
-    takes :math:`u` to the axis of the likeliest class gives a basis of what the projection in the middle leaves.
-    Nothing is subtracted that cancels, so that the columns of a confident network keep all of their digits.
+    With :math:`u = \sqrt p` that is :math:`\mathrm{diag}(u) (I - u u^\top) \mathrm{diag}(u)`. The reflection of
+    :math:`u` to the axis of the likeliest class gives a basis of the image of the projection in the middle. This avoids
+    cancellation, so that the columns of a confident network keep all of their digits.
 
     Args:
         probabilities: Shape ``[N, K]``, rows of sum 1.
@@ -278,8 +278,8 @@ def softmax_root(probabilities: Tensor) -> Tensor:
 def _signs(samples: int, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return random signs that mix the columns of the exact square root, ``[V, N, K]``.
 
-    Of a confident network nearly every mixture is about as long as the root itself, whereas with drawn labels its
-    curvature would come from rare labels, and one pass would most often see next to nothing of it.
+    For a confident network nearly every mixture is about as long as the root itself. With drawn labels its
+    curvature would come from rare labels, and most passes would see almost none of it.
     """
     device = generator.device if generator is not None else outputs.device
     drawn = torch.randint(2, (samples, *outputs.shape), generator=generator, device=device)
@@ -311,6 +311,6 @@ def pull_back(outputs: Tensor, nodes: list[Tensor], columns: Tensor) -> Iterator
 
 
 def draws(generator: torch.Generator | None) -> torch.Generator:
-    """Return the generator, or one that every pass starts anew, another on every rank."""
+    """Return the generator, or a new one with a fixed seed for each pass and rank."""
     rank = torch.distributed.get_rank() if ranks() > 1 else 0
     return generator if generator is not None else seeded_generator("curvature", rank)

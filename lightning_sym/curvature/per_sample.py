@@ -24,8 +24,8 @@ def gauss_newton_trace(
         = E\, \frac1N \sum_n \pm \Big\| J_n^\top \sum_k z_{nk} s_{nk} \Big\|^2,
         \qquad \nabla^2_f \ell_n = \sum_k \pm s_{nk} s_{nk}^\top,
 
-    with random signs z. Only products of one sample's outputs with one another are noise, and that averages out over
-    the samples; of :math:`z^\top G z` with a random z for the weights all of samples with one another are, too
+    with random signs z. Only products between outputs of one sample are noise, and that averages out over
+    the samples. With a random z for the weights, all products between samples are noise as well
     (docs/theory/spectra.md, 3).
 
     Args:

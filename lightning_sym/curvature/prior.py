@@ -72,7 +72,7 @@ class RunningMembers(Protocol):
 
     @property
     def member_parallel(self) -> bool:
-        """Whether every rank holds members of its own, and all the data."""
+        """Whether every rank holds different members, and all the data."""
 
 
 class GaussianPrior:
@@ -82,7 +82,7 @@ class GaussianPrior:
 
     .. math:: \frac1m \sum \mathrm{CE} + \frac{T}{2N} \sum_l \delta_l \|\theta_l\|^2,
 
-    and for a regression with noise :math:`\sigma`, whose errors are summed over outputs,
+    and for a regression with noise :math:`\sigma` and errors summed over outputs,
 
     .. math:: \frac1m \sum \|y - f\|^2 + \frac{2 \sigma^2 T}{2N} \sum_l \delta_l \|\theta_l\|^2 :
 
@@ -91,19 +91,19 @@ class GaussianPrior:
 
     A LightningModule owns a prior as ``self.prior``, and calls :meth:`start` in ``on_fit_start`` and
     :meth:`add_gradients` in ``on_before_optimizer_step``; :class:`lightning_sym.callbacks.MarginalLikelihood` then
-    learns the precisions, and the noise. Without the callback they stay as they are, which is maximum a posteriori
+    learns the precisions, and the noise. Without the callback they stay fixed: maximum a posteriori
     training.
 
-    With ``step="implicit"`` the prior is no part of the loss that is differentiated; instead, after every step of the
-    optimizer with learning rate :math:`\eta`, weights are divided by :math:`1 + \eta c_l / d`, where
-    :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression): the proximal step in the metric d of the
-    optimizer, see :func:`shrink`. It comes to rest at the same weights, where :math:`c_l \theta` is minus the mean
+    With ``step="implicit"`` the prior is not part of the differentiated loss. Instead, each step of the optimizer with
+    learning rate :math:`\eta` is followed by a division of the weights by :math:`1 + \eta c_l / d`. Here
+    :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression). This is the proximal step in the metric d
+    of the optimizer, see :func:`shrink`. It converges to the same weights, where :math:`c_l \theta` is minus the mean
     gradient of the fit, and is stable for every precision. With the gradient of the prior, SGD with momentum
-    :math:`\beta` is so only if :math:`\eta c_l < 2 (1 + \beta)`, and Adam makes the weights of a path that is switched
-    off swing about 0 at the scale of :math:`\eta`, so that they are noise to the other paths and their precision cannot
+    :math:`\beta` is stable only if :math:`\eta c_l < 2 (1 + \beta)`. Adam makes the weights of a path that is switched
+    off oscillate about 0 at the scale of :math:`\eta`. They are noise to the other paths, and their precision cannot
     rise.
 
-    Of a population, every member has a prior with precisions of its own.
+    In a population, every member has a prior with separate precisions.
 
     Args:
         network: Every layer with trainable parameters needs a curvature rule
@@ -297,15 +297,14 @@ def _stacked(values: Sequence[float], parameter: Tensor) -> Tensor:
 def shrink(optimizer: Optimizer, strengths: Mapping[Tensor, float | Tensor]) -> None:
     r"""Divide weights by :math:`1 + \eta c / d`, as after a step of size :math:`\eta g / d` along gradients g.
 
-    That is the proximal step of :math:`c \theta^2 / 2` in the optimizer's own metric d, so that weights come to rest
-    where :math:`c \theta` is minus the mean gradient, and are stable for every c. For SGD d is :math:`1 - \beta`, as
+    That is the proximal step of :math:`c \theta^2 / 2` in the optimizer's metric d. Weights converge to
+    :math:`c \theta` equal to minus the mean gradient, and are stable for every c. For SGD d is :math:`1 - \beta`, as
     momentum magnifies gradients (over one minus the dampening), for Adam :math:`\sqrt{\hat v} + \epsilon`, elementwise.
 
     Args:
         optimizer: ``SGD``, ``Adam`` or ``AdamW``, right after its step.
         strengths: ``c`` >= 0 by parameter: numbers, or tensors that broadcast to it. Parameters that are
-            not in it, or have no gradient, stay as they are, and so do all if a gradient scaler made the step do
-            nothing.
+            not in it, or have no gradient, are left unchanged. All are if a gradient scaler skipped the step.
     """
     # Fused steps are called by a gradient scaler in any case, and look there themselves whether to do something.
     found_inf = getattr(optimizer, "found_inf", None)
@@ -328,7 +327,7 @@ def shrink(optimizer: Optimizer, strengths: Mapping[Tensor, float | Tensor]) -> 
 def _adam_metric(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
     """Return Adam's divisor of the averaged gradients in the latest step, in the shape of the parameter."""
     beta = float(group["betas"][1])
-    # On the device of the step count, which fused and capturable steps keep beside the weights: nothing waits for it.
+    # On the device of the step count, as fused and capturable steps keep it there: no synchronisation.
     correction = -torch.expm1(torch.as_tensor(state["step"]) * (math.log(beta) if beta else -math.inf))
     moment: Tensor = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
     return moment.sqrt().div_(correction.sqrt()).add_(group["eps"])
@@ -339,7 +338,7 @@ def count_data(loader: Iterable[Sequence[Tensor]], *, shared: bool = True) -> tu
 
     Args:
         loader: Batches ``(inputs, labels or targets, ...)``; this rank's share.
-        shared: Whether every rank has data of its own, which are added up; otherwise all have the same.
+        shared: Whether every rank has different data, to be added up; otherwise all have the same.
 
     Returns:
         N, and a count for each class up to the largest that occurs, int64, on the CPU; empty if the labels are no
@@ -375,7 +374,7 @@ def _warn_of_missing_classes(counts: Tensor, classes: int) -> None:
     if missing and len(counts):
         named = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         warnings.warn(
-            f"{len(missing)} of {classes} classes never occur in the training data ({named}); what is learned of them "
-            "comes from the prior alone.",
+            f"{len(missing)} of {classes} classes never occur in the training data ({named}); results for them "
+            "come from the prior alone.",
             stacklevel=2,
         )

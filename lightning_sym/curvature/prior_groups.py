@@ -18,10 +18,10 @@ class PriorGroups:
     """A partition of the parameters of a network.
 
     Attributes:
-        precisions: From a parameter's name to the name of the group whose precision it has.
+        precisions: From a parameter's name to the name of the group that shares its precision.
         paths: From a parameter's name to the name of its path: of the module that is one summand of a relaxed layer,
             otherwise of the module that holds the parameter.
-        layers: From a path's name to the name of the layer in which it competes with others.
+        layers: From a path's name to the name of the layer with its competing paths.
     """
 
     precisions: Mapping[str, str]
@@ -38,8 +38,8 @@ def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") 
     """Divide the trainable parameters of a network that have curvature.
 
     Args:
-        network: Any module. The paths of a relaxed layer are what :func:`~lightning_sym.layers.parameter_paths` says;
-            elsewhere every module is a path, and a layer, of its own.
+        network: Any module. The paths of a relaxed layer come from :func:`~lightning_sym.layers.parameter_paths`;
+            elsewhere every module is a path and a layer.
         granularity: ``"per_path"``: one precision for all tensors of a path. ``"per_tensor"``: one for each tensor,
             biases apart.
 

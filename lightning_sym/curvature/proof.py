@@ -14,8 +14,8 @@ from lightning_sym._random import generator
 from lightning_sym.curvature.blocks import in_parameter_order
 from lightning_sym.curvature.rules import Layers, Rule, full_name, gram, mean_products
 
-# A prime, so that whatever mixes a sample with its k-th neighbour, for any k, mixes one of the changed samples with one
-# of the others; they are neither first nor last nor each other's mirror image.
+# A prime, so that any mixing of a sample with its k-th neighbour, for any k, mixes one of the changed samples with an
+# unchanged one; they are neither first nor last nor mirror images of each other.
 _PROBES = 5
 _CHANGED = slice(1, 3)
 
@@ -53,9 +53,9 @@ def prove(network: nn.Module, layers: Layers, x: Tensor, see: See) -> None:
     so everywhere. A layer has one row for each sample, or several that follow one another, as of tokens that are folded
     into the batch.
 
-    *The rule is the layer.* For random gradients at the outputs of these samples, what a rule says of the layer's input
-    and of the gradients at its output has to give autograd's gradient of every parameter, up to half of the digits of
-    the precision; and where a rule has a faster way to its factors, it has to give the same ones.
+    *The rule is the layer.* Random gradients are set at the outputs of these samples. From the layer's input and the
+    gradients at its output, a rule has to give autograd's gradient of every parameter, up to half of the digits of
+    the precision. If a rule has a faster way to its factors, the results have to agree.
 
     Five samples are taken from all over the batch, the same ones several times where it has fewer, and two of them are
     changed: to another one, doubled but for whole numbers, or, of a single one, reversed. A network that does not take
@@ -71,9 +71,9 @@ def prove(network: nn.Module, layers: Layers, x: Tensor, see: See) -> None:
         ValueError: If a check fails; the message names the module and a remedy.
 
     Note:
-        Two forward passes and a backward pass of five samples. Nothing is drawn from the global generator. What is
-        found is of these weights and these samples: a path that is dead, or a branch that is not taken, for all of
-        them is not seen.
+        Two forward passes and a backward pass of five samples. Nothing is drawn from the global generator. The check
+        covers these weights and these samples: it does not see a path that is dead, or a branch that is not taken, for
+        all of them.
     """
     probes = _probes(x)
     try:
@@ -155,10 +155,9 @@ def _others(x: Tensor, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def _changed(probes: Tensor, doubled: bool) -> Tensor:
-    """Return the probes with another one, the same, in place of some: a valid sample, and another mean.
+    """Return the probes with some replaced by the same other one: a valid sample, and another mean.
 
-    Doubled, so that it also changes what all samples share if that is a maximum; but for whole numbers, which may be
-    indices of something.
+    It is doubled, which also changes a maximum that all samples share; but not for integers, as they may be indices.
     """
     own = _own(probes, len(probes))
     old, others = probes[own], torch.cat(_others(probes, len(probes)))
@@ -282,7 +281,7 @@ def _strays(g: Tensor, samples: int) -> bool:
 
 
 def _origin(network: nn.Module, probes: Tensor, changed: Tensor) -> str:
-    """Name the first module at which samples change one another, as part of a sentence; empty if unclear."""
+    """Name the first module that mixes samples, as part of a sentence; empty if unclear."""
     count = len(probes)
 
     def record(x: Tensor) -> list[tuple[nn.Module, list[Tensor], list[Tensor]]]:
@@ -325,7 +324,7 @@ def _check_rules(layers: Layers, seen: Pass, samples: int) -> None:
         entries = _gradients_of_rule(name, *layers[name], x[_own(x, samples)], g[_own(g, samples)])
         found |= {(name, key): values for key, values in entries.items()}
     if not found:
-        return  # what is trained is left out
+        return  # trained parameters are left out
     expected = [seen.parameters[full_name(name, key)].flatten() for name, key in found]
     differences = torch._foreach_sub(list(found.values()), expected)
     norms = [torch.stack(torch._foreach_norm(each)).tolist() for each in (differences, expected)]
@@ -375,7 +374,7 @@ def _aligned(
     """Return the inputs of a parameter and the gradients there, with the same blocks and places.
 
     Args:
-        whose: Rule, for errors.
+        whose: The rule's name, for errors.
         key: Name of the parameter, for errors.
         parameter: The parameter.
         rows: Number of rows of the layer's input.
@@ -410,7 +409,7 @@ def _aligned(
 
 
 def _size_of_terms(module: nn.Module, rule: Rule, key: str, x: Tensor, g: Tensor) -> float:
-    """Return the root of the sum of squares of the terms of which a parameter's gradient is the sum."""
+    """Return the root of the sum of squares of the terms that add up to a parameter's gradient."""
     inputs = rule.inputs(module, x).get(key)
     vectors = rule.gradients(module, x, g[None])[key]
     a, v = _aligned("", key, getattr(module, key), x.shape[0], inputs, vectors)
@@ -444,7 +443,7 @@ def _eps(tensor: Tensor) -> float:
 
 
 def _resolution(tensors: Iterable[Tensor]) -> float:
-    """Return the relative rounding of products of tensors: that of the lowest precision in which one is taken."""
+    """Return the relative rounding of products of tensors: that of their lowest precision."""
     kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors if tensor.is_floating_point()}
     found = max((torch.finfo(dtype).eps for dtype, _ in kinds), default=0.0)
     for dtype, device in kinds:

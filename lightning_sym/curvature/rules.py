@@ -36,14 +36,14 @@ class Rule:
 
     Both may have leading axes, for blocks of a block-diagonal matrix; see :class:`KroneckerBlock`.
 
-    Rules have no state: they see the layer, its input ``x`` of shape ``[N, ...]``, and gradients at its output. Where a
-    network folds T tokens of a sample into the batch, ``[N * T, ...]``, the rule takes every row for a sample, and the
-    engines make places of them. Once per pass the engines check that the sum of all products ``g a`` is autograd's
+    Rules have no state: they see the layer, its input ``x`` of shape ``[N, ...]``, and gradients at its output. If a
+    network folds T tokens of a sample into the batch, ``[N * T, ...]``, the rule treats every row as a sample. The
+    engines convert rows to places. Once per pass the engines check that the sum of all products ``g a`` is autograd's
     gradient of the parameter.
 
     Attributes:
         left_out: Names of parameters that get no block.
-        blocks_first: Names of parameters whose block axes stand before their out axis.
+        blocks_first: Names of parameters with block axes before their out axis.
 
     Args:
         ffc: Whether factored fully connected layers share B between channels.
@@ -52,7 +52,7 @@ class Rule:
         docs/theory/curvature.md, 1.1 and 1.2.
 
     Example:
-        A layer of your own, a linear map of tokens ``[N, T, I]`` without bias:
+        A new layer, a linear map of tokens ``[N, T, I]`` without bias:
 
         >>> class Tokens(nn.Module):
         ...     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Rule:
             name: Name of the parameter.
 
         Returns:
-            Sizes and permutation with which ``entries.reshape(sizes).permute(permutation)`` has the order of the
+            Sizes and permutation such that ``entries.reshape(sizes).permute(permutation)`` has the order of the
             parameter: ``((O, I), (1, 0))`` for a matrix of shape ``[I, O]``. None, for none such.
         """
         return None
@@ -225,8 +225,8 @@ def gram(vectors: Tensor, block_axes: int) -> Tensor:
 def register_layer(*classes: type[nn.Module]) -> Callable[[RuleT], RuleT]:
     """Teach every engine a class of layers: a decorator for its :class:`Rule`.
 
-    The layer takes one tensor, whose first axis is the samples, and gives one; no sample's output depends on another
-    sample, in eval mode; its parameters are direct attributes. Subclasses that keep ``forward`` follow the same rule.
+    The layer takes one tensor with samples on the first axis, and gives one. No sample's output depends on another
+    sample in eval mode. Its parameters are direct attributes. Subclasses that keep ``forward`` follow the same rule.
     A rule that does not fit its layer is an error of :func:`factors`.
 
     Args:
@@ -260,11 +260,11 @@ def find_rule(name: str, module: nn.Module, ffc: FFC = "shared") -> Rule:
 
     Args:
         name: Name of the module in its network, for the error.
-        module: A module with parameters of its own.
+        module: A module with direct parameters.
         ffc: As for :class:`Rule`.
 
     Returns:
-        Of its class, or of the next base class with the same ``forward``.
+        The rule of its class, or of the next base class with the same ``forward``.
 
     Raises:
         ValueError: If there is none, or ``ffc`` is unknown.
@@ -322,7 +322,7 @@ class LinearRule(Rule):
 class ConvRule(Rule):
     """Any stride, padding, dilation, groups and padding mode; groups are blocks, each with its own B and A.
 
-    The places are the positions of the output: KFC, as in CurvLinOps, unlike BackPACK, whose B is about T times larger.
+    The places are the positions of the output: KFC, as in CurvLinOps. BackPACK's B is about T times larger.
     """
 
     blocks_first = ("weight",)
@@ -439,7 +439,7 @@ def circular_gram(x: Tensor, kernel: int, *, depthwise: bool = False) -> Tensor:
     r"""Return the sum of outer products of circular patches, without making the patches.
 
     Entry :math:`(c, i, j), (d, k, l)` depends on the offset :math:`(k-i, l-j)` only, as the sum runs over all
-    positions of a torus, and the opposite offset has the transposed matrix: 13 products of ``C x C`` for k = 3
+    positions of a torus. The opposite offset has the transposed matrix: 13 products of ``C x C`` for k = 3
     instead of 81.
 
     Args:

@@ -72,13 +72,13 @@ def trace(
     share of the products each, and the standard error is that of the repeats: so few that intervals want
     :meth:`TraceEstimate.interval`, not twice that error (docs/theory/spectra.md, 3).
     ``"per_sample"``, of a :class:`CurvatureOperator`: the trace of the Gauss-Newton matrix from gradients of single
-    samples, whose noise is far smaller, plus that of the rest of the Hessian by Hutchinson.
+    samples (far less noise), plus that of the rest of the Hessian by Hutchinson.
 
     Args:
         operator: The matrix H.
-        probes: Number of products with vectors; for ``"hutch++"`` and ``"xtrace"`` rounded down to what ``repeats``
-            equal runs can use; for ``"per_sample"`` that of passes over the samples' gradients, each of which costs a
-            few products, and of products with the rest. >= 2.
+        probes: Number of products with vectors. ``"hutch++"`` and ``"xtrace"`` round it down to a multiple that
+            ``repeats`` equal runs can use. For ``"per_sample"`` it counts passes over the samples' gradients, at a few
+            products each, and products with the rest. >= 2.
         method: See above.
         repeats: Independent runs of ``"hutch++"`` and ``"xtrace"``. >= 2.
         generator: Generator of the signs, on the CPU; use one in the same state on each rank.
@@ -129,9 +129,9 @@ def trace(
 def _xtrace(operator: SymmetricOperator, count: int, generator: torch.Generator) -> float:
     """Return the mean over random signs w of :math:`tr(Q^T H Q) + w^T (I - Q Q^T) H (I - Q Q^T) w`.
 
-    Q is a basis of the products with all *other* signs. What is left of the basis of all without one of them is a
-    direction s: the row of the pseudoinverse that belongs to it, or none if its product depends on the others, as of a
-    matrix of low rank. (Epperly's formulas, and curvlinops, invert a triangular matrix that is singular then.)
+    Q is a basis of the products with all *other* signs. It is the basis of all products without a direction s: the row
+    of the pseudoinverse that belongs to the sign, or none if its product depends on the others, as for a matrix of low
+    rank. (Epperly's formulas, and curvlinops, invert a triangular matrix that is singular then.)
     """
     signs = _signs(operator, count, generator)
     ahead = operator @ signs
@@ -188,13 +188,13 @@ def _hutchinson(operator: SymmetricOperator, probes: int, generator: torch.Gener
 
 
 def _signs(operator: SymmetricOperator, count: int, generator: torch.Generator) -> Tensor:
-    """Return random signs, ``[P, count]``; drawn one vector after the other, so that more probes begin alike."""
+    """Return random signs, ``[P, count]``, drawn vector by vector, so that more probes extend fewer ones."""
     drawn = torch.randint(2, (count, operator.size), generator=generator).T
     return (2 * drawn - 1).to(device=operator.device, dtype=wide(operator.device))
 
 
 class _Wide:
-    """An operator as curvlinops's estimators want it; their vectors are drawn on the CPU, so alike for all devices."""
+    """An operator for curvlinops's estimators; their vectors are drawn on the CPU, so all devices use the same."""
 
     device, dtype = torch.device("cpu"), torch.float64
 
@@ -274,13 +274,13 @@ class SpectralDensity:
 
 
 def smoothed(values: Tensor, points: Tensor, width: float, weights: Tensor | None = None) -> Tensor:
-    """Return the density of values of which each is made a Gaussian.
+    """Return the density of values, each smoothed by a Gaussian.
 
     Args:
         values: Eigenvalues or nodes. Shape ``[n]``.
         points: Where. Shape ``[g]``.
         width: Standard deviation of the Gaussians, > 0.
-        weights: How much each value counts, with sum 1; default alike. Shape ``[n]``.
+        weights: Weight of each value, with sum 1; default equal. Shape ``[n]``.
 
     Returns:
         Shape ``[g]``, float64, on the CPU.
@@ -313,8 +313,8 @@ def spectral_density(
             so many are made. More steps resolve finer detail.
         probes: Number R of random vectors. More of them lower the noise. >= 1.
         width: Standard deviation of the smoothing, in units of eigenvalues, > 0; default
-            :math:`\frac{1.1\,(\theta_{max} - \theta_{min})}{(m - 1) \sqrt{8 \ln 3}}`, the rule of Papyan (2020): what m
-            steps resolve.
+            :math:`\frac{1.1\,(\theta_{max} - \theta_{min})}{(m - 1) \sqrt{8 \ln 3}}`, the rule of Papyan (2020): the
+            resolution of m steps.
         generator: Generator of the vectors, on the CPU; use one in the same state on each rank.
 
     Returns:

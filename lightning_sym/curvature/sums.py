@@ -1,4 +1,4 @@
-"""Sums of Kronecker factors over batches: which rows of a layer count, and whose they are, is found in every batch."""
+"""Sum Kronecker factors over batches; every batch decides the rows that count and checks their samples."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from lightning_sym.curvature.blocks import KroneckerBlock
 from lightning_sym.curvature.rules import Layers, Rule, curved_parameters, full_name, gram, summed_products, unfolded
 from lightning_sym.layers.polyphase_pool import PolyphasePool
 
-_CYCLES = 100  # of draws, each of which shows at least one more row
+_CYCLES = 100  # of draws; each shows at least one more row
 _UNITS = 12  # so many in a row are never all off
 _MASKED = -90.0  # lower values mark masked places, which are filled with -100, -1000 and less
 _ON = 4.0  # so far at least from 0 is tried, where a single sample says little of how large outputs get
@@ -24,8 +24,8 @@ _ON = 4.0  # so far at least from 0 is tried, where a single sample says little 
 class FactorSums:
     """Sums of products of inputs and of gradients, over the rows that the loss sees, and the number of these rows.
 
-    The loss sees a row if the outputs depend on what the layer puts out there: rows of padding that a mask hides do
-    not count. A gradient of 0 is no proof, as a unit that is off, or a maximum elsewhere, gives one, too.
+    The loss sees a row if the network's outputs depend on the layer's output there: rows of padding that a mask hides
+    do not count. A gradient of 0 is no proof: a unit that is off, or a maximum elsewhere, also gives one.
 
     Args:
         network: The network.
@@ -69,7 +69,7 @@ class FactorSums:
         for key in with_inputs & vectors.keys():
             if full_name(name, key) not in self.parameters:
                 continue
-            if (name, key) not in self._seen:  # one column says nearly all; what it does not is looked for below
+            if (name, key) not in self._seen:  # one column shows nearly all; the rest is found below
                 self._seen[name, key] = _not_zero(vectors[key][..., :1, :, :, :])
 
     def add_inner(self, x: Tensor, inputs: Mapping[str, Tensor]) -> None:
@@ -126,14 +126,14 @@ class FactorSums:
 
 
 def _not_zero(vectors: Tensor) -> Tensor:
-    """Return at which rows gradients ``[*blocks, V, rows, R, O]`` are not 0. Shape ``[rows, R]``."""
+    """Return the rows where gradients ``[*blocks, V, rows, R, O]`` are not 0. Shape ``[rows, R]``."""
     return (vectors.abs().amax(-1) != 0).flatten(0, -3).any(0)
 
 
 class _Look:
-    """Looks again at a batch: for the rows' samples, and for rows without a gradient on which outputs depend anyway.
+    """Checks a batch again: for the rows' samples, and for rows that matter to outputs but have no gradient.
 
-    What layers put out keeps its value, but at rows that have no gradient yet, where random numbers are tried.
+    Outputs of layers keep their values, except in rows that have no gradient yet: random numbers are tried there.
     """
 
     def __init__(
@@ -146,21 +146,21 @@ class _Look:
     ) -> None:
         self.network, self.layers, self.x, self.inputs, self.quiet = network, layers, x, inputs, quiet
         self.clean: dict[str, Tensor] = {}
-        self.other: dict[str, Tensor] = {}  # what is put out instead
+        self.other: dict[str, Tensor] = {}  # replacements for outputs
         self.nodes: dict[str, Tensor] = {}
         self.drawn = generator("rows that the loss sees")
 
     def has_places(self, name: str, key: str, seen: Tensor) -> bool:
         """Return whether the places of a parameter's gradients, ``[rows, R]``, are those of its inputs.
 
-        Of factored layers they are the channels, all of which count.
+        In factored layers the places are channels, and all of them count.
         """
         module, rule = self.layers[name]
         with torch.no_grad():
             return rule.inputs(module, self.inputs[name][:1])[key].shape[-2] == seen.shape[1]
 
     def check_and_find(self, own: set[str], hidden: dict[tuple[str, str], Tensor]) -> None:
-        """Check whose the rows of some layers are, and set in ``hidden`` which rows the loss sees after all."""
+        """Check the samples of the rows of some layers, and mark in ``hidden`` further rows that the loss sees."""
         outputs = self._run()
         drawn = torch.randn(outputs.shape, generator=self.drawn, dtype=torch.float64).to(outputs)
         g = self._pulled(outputs, drawn)
@@ -177,7 +177,7 @@ class _Look:
         # A row of one unit is off half of the time, and one of many units never.
         enough = 3 * math.ceil(_UNITS / min((self._width(*at) for at in hidden), default=_UNITS))
         while fruitless < enough and not all(bool(seen.all()) for seen in hidden.values()):
-            if cycle % 3 == 0:  # what has been seen since is in the way, or has to be there: in turn
+            if cycle % 3 == 0:  # rows found since may block others or be needed by them: alternate
                 noise = self._noise(hidden if cycle % 2 else first)
             self.other = {name: self._tried(name, *noise[name], cycle % 3) for name in noise}
             outputs = self._run()
@@ -214,7 +214,7 @@ class _Look:
     def _keep(self, name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             clean = self.clean.setdefault(name, output.detach())
-            if self.other:  # what comes from other layers' random numbers does not change the value
+            if self.other:  # random numbers of other layers must not change the value
                 output = output + (self.other.get(name, clean) - output).detach()
             self.nodes[name] = output
             return output.clone()
@@ -279,7 +279,7 @@ class _Look:
 
 
 class _StraightThrough(TorchFunctionMode):
-    """Gives units that are off, and what is not the largest, a gradient; values stay the same.
+    """Gives a gradient to units that are off, and to entries below a maximum; values stay the same.
 
     And scores of a softmax, which over a single place is constant, but for rounding in some ways to compute it.
     """

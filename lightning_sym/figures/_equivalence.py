@@ -28,7 +28,7 @@ HALO = [Stroke(linewidth=3.2, foreground="black"), Normal()]
 
 
 class Scale(Protocol):
-    """How far trivial functions are from the target: what J is to be compared with."""
+    """Losses J of trivial functions, as reference levels."""
 
     @property
     def zero(self) -> float:
@@ -44,7 +44,7 @@ class FoundPoint:
     r"""A weight vector that the search found, or a known one, as the figures mark it.
 
     Attributes:
-        label: What the legend says; may be mathtext, as ``r"$\theta_0$"``.
+        label: Text in the legend; may be mathtext, as ``r"$\theta_0$"``.
         coefficients: Where it is, in coordinates of the plane (of the embedding, in :func:`embedding`). Shape ``[m]``.
         loss: Its own J, >= 0; NaN leaves it out of the legend.
         residual: Its distance from the plane, >= 0. A point off the plane is a projection: drawn hollow, and the
@@ -58,7 +58,7 @@ class FoundPoint:
 
 
 def checked(name: str, values: ArrayLike, shape: Sequence[int | None]) -> Values:
-    """Return values as float64 of that shape, in which None fits any length.
+    """Return values as float64 of the given shape, where None fits any length.
 
     Raises:
         ValueError: If the shape is another.
@@ -90,7 +90,7 @@ def number(value: float) -> str:
 
 
 def roots(values: Values, level: float) -> Values:
-    """Return sqrt(J / level), which is nearly linear beside J = 0, so that its level 1 is J = level precisely.
+    """Return sqrt(J / level); it is nearly linear around J = 0, so its level 1 is exactly J = level.
 
     J is the square of a distance: between grid points it is a parabola, which linear interpolation misplaces where
     the set is about as thin as a cell. Infinite entries, known only to be above, become 2; NaN stays.
@@ -130,7 +130,7 @@ def draw_points(
 ) -> list[Artist]:
     """Mark found points and return them for the legend, in order.
 
-    Those with a coordinate that is not finite or outside its ends are not drawn; the legend says so.
+    Points with a coordinate that is not finite or out of range are not drawn; the legend says so.
 
     Raises:
         ValueError: If a point has not ``dimension`` coefficients.

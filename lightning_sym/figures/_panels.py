@@ -57,7 +57,7 @@ def panels(
 def readable(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     """Enlarge titles and axis labels of the figure that a function returns, for small pictures of it.
 
-    That is what TensorBoard shows before one clicks. Those that are too long then go on in another line.
+    TensorBoard shows such a preview. Titles and labels that are too long are wrapped.
     """
 
     @functools.wraps(draw)
@@ -79,7 +79,7 @@ def enlarge_words(figure: Figure, pixels: tuple[float, float]) -> None:
     """Make titles and names of axes at least 9 pixels high in a picture that fits into so many pixels.
 
     Args:
-        figure: Its texts are changed, and go on in another line where they are too long.
+        figure: Its texts are changed, and wrapped where they are too long.
         pixels: Width and height.
     """
     width, height = figure.get_size_inches()
@@ -124,7 +124,7 @@ def band(axes: Axes, places: Values, values: Values, **look: Any) -> None:
         axes: Where to draw.
         places: Along the horizontal axis. Shape ``[T]``.
         values: Shape ``[T, M]``, for ``M`` of them.
-        **look: Of the line; ``color`` is that of the shade, too.
+        **look: Properties of the line; the shade has the same ``color``.
     """
     shown = np.isfinite(values).any(axis=1)
     if not shown.any():
@@ -149,11 +149,11 @@ def numbered_cells(
 
     Args:
         axes: Where to draw.
-        values: What the colors are of; NaN where there is none. Shape ``[A, B]``.
+        values: Values of the colors; NaN for none. Shape ``[A, B]``.
         texts: ``A`` rows of ``B``, or no rows; an empty text is none.
         colors: Name of a map of colors, or the map.
         limits: The values at its ends.
-        fontsize: Of the text.
+        fontsize: Size of the text.
     """
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap=colors, vmin=limits[0], vmax=limits[1])

@@ -20,11 +20,10 @@ _FEW, _SHORT = 8, 14
 def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
     """Yield a picture for each panel of a figure, with the title, the colors and the legend of all.
 
-    TensorBoard shows pictures on cards of 374 x 215 pixels before one clicks on them. What stands on several panels
-    cannot be read there.
+    TensorBoard previews pictures on cards of 374 x 215 pixels. Several panels on one card cannot be read.
 
     Args:
-        figure: Panels in rows and columns, with the layout ``"constrained"``. It is used up: what is yielded is the
+        figure: Panels in rows and columns, with the layout ``"constrained"``. It is used up: each picture is the
             figure itself with one of its panels, to be drawn before the next one is asked for.
 
     Yields:

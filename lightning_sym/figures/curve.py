@@ -24,7 +24,7 @@ class CurvePlane:
         title: Above the panel.
         x: Coordinates of the grid along the straight line, rising. Shape ``[A]``.
         y: Coordinates of the grid towards the bend, rising. Shape ``[B]``.
-        loss: On the grid, nats; what is not finite counts as large. Shape ``[A, B]``.
+        loss: On the grid, nats; values that are not finite count as large. Shape ``[A, B]``.
         ends: Both ends of the curve. Shape ``[2, 2]``.
         bends: Projections of its bends. Shape ``[bends, 2]``.
         path: Projections of places of the curve, in their order. Shape ``[T, 2]``.
@@ -45,7 +45,7 @@ def contour_levels(losses: ArrayLike) -> Values:
     """Return levels that are dense near the lowest loss (docs/theory/curves.md, 1.4).
 
     Args:
-        losses: Any shape; what is above 5 or not finite counts as 5.
+        losses: Any shape; values above 5 or not finite count as 5.
 
     Returns:
         Eight rising numbers, the last one the highest loss; or two around it if all losses are equal.

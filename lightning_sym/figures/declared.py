@@ -33,7 +33,7 @@ class Marks:
     Attributes:
         y: Column of the heights; None, NaN, and rows without the column are left out.
         x: Column of the places. Text gives one tick per name.
-        group: Columns whose values tell the series apart.
+        group: Columns with one series per combination of values.
         kind: ``line``, ``lines`` (one for each observation), ``dots``, ``error`` (bars of the interval), ``bars``,
             ``steps``, or ``area`` (stacked).
         label: Name of a series in the legend: text with columns in braces, or a function of a row. Series with the
@@ -42,7 +42,7 @@ class Marks:
             observations. Further ones are used where those before are None.
         where: Which rows are drawn: values by column (a tuple lists several), or a function of a row.
         factor: Multiplies heights and intervals.
-        values: Format of the mean that is printed beside each of the ``bars``; empty for none.
+        values: Format of the mean printed next to each of the ``bars``; empty for none.
         looks: Properties of the lines by the label, for example ``label``, ``color`` and ``ls``.
         look: Properties of all lines.
         table: Name of the table; default the first one.
@@ -170,10 +170,10 @@ class Chart:
 
     Attributes:
         panels: Panels, row by row; a panel without rows is left out.
-        title: Above all; ``{title}`` stands for the title of the report.
+        title: Title of the figure; ``{title}`` is replaced by the title of the report.
         columns: Panels in a row; 0 chooses one or two.
         size: Width and height of a panel in inches; None chooses them.
-        legend: One ``below`` or ``beside`` all panels, one in ``each``, one in each ``above`` what is drawn, or none.
+        legend: One ``below`` or ``beside`` all panels, one in ``each``, one ``above`` the data of each, or none.
         share: Axes that panels share: ``"x"``, ``"y"``, both, or ``"r"`` for vertical axes of a row.
     """
 
@@ -420,7 +420,7 @@ def _penalties(panels: Sequence[Axes], every: Sequence[_Series]) -> None:
     drawn = np.concatenate([(one.mean + one.lengths * [[-1], [1]]).ravel() for one in every])
     finite = drawn[np.isfinite(drawn)]
     lowest, highest = float(finite.min(initial=0.0)), float(finite.max(initial=1.0))
-    label, first = "penalty, points of accuracy", panels[0]  # of what, the title says
+    label, first = "penalty, points of accuracy", panels[0]  # the title names the quantity
     for axes in panels:
         axes.axhline(0, color=shared.INK, lw=0.9, zorder=1)
         axes.set_ylabel(label)

@@ -42,7 +42,7 @@ def loss_surface(
     title: str = "",
     warning: str | None = None,
 ) -> Figure:
-    """Draw J over a plane as a surface, linear in J, with the found points at the height of their own J.
+    """Draw J over a plane as a surface, linear in J, with the found points at the height of their J.
 
     The surface is seen from where it hides the fewest of them. J grows without bound away from the class, so it is
     cut off at ``clip``, which the vertical label says; the rim is drawn. Between grid points sqrt(J) is interpolated
@@ -100,7 +100,7 @@ def loss_surface(
 
 
 def _height(finite: Values, points: Sequence[FoundPoint], scale: Scale) -> float:
-    """Return where the surface is cut off: above both baselines, the found points and a quarter of the plane."""
+    """Return the height of the cut: above both baselines, the found points and a quarter of the plane."""
     baselines = [2 * level for level in (scale.zero, scale.constant) if np.isfinite(level)]
     losses = [1.2 * point.loss for point in points if np.isfinite(point.loss)]
     quartile = float(np.quantile(finite, 0.25)) if finite.size else 0.0
@@ -108,7 +108,7 @@ def _height(finite: Values, points: Sequence[FoundPoint], scale: Scale) -> float
 
 
 def _draw_surface(axes: Axes3D, cells: Values, heights: Values, colors: ScalarMappable) -> bool:
-    """Draw the cells of which all corners have a height, and return whether there are any."""
+    """Draw the cells with a height at all corners, and return whether there are any."""
     corners = np.stack([*np.meshgrid(cells, cells, indexing="ij"), heights], axis=-1)
     quads = np.stack([corners[:-1, :-1], corners[1:, :-1], corners[1:, 1:], corners[:-1, 1:]], axis=2).reshape(-1, 4, 3)
     quads = quads[np.isfinite(quads).all(axis=(1, 2))]
@@ -145,7 +145,7 @@ def log_contour(
         points: Found points with two coefficients.
         scale: J0 and V, marked on the colour bar.
         epsilon: Where J is this, a line is drawn; > 0.
-        overlay: Names and fields of which the zero level is drawn, as exact classes; NaN outside their domain. Each of
+        overlay: Names and fields whose zero levels are drawn as exact classes; NaN outside their domain. Each of
             shape ``[n, n]``.
         title: Above the figure.
         warning: Below the title in red.
@@ -269,7 +269,7 @@ def _interpolated(grid: Values, places: Values, cells: Values) -> Values:
 
 
 def _view(heights: Values, starts: Sequence[Values]) -> tuple[float, float]:
-    """Return the elevation and azimuth from which the surface hides the fewest points.
+    """Return the elevation and azimuth that hide the fewest points behind the surface.
 
     Heights over the unit square and points have the units of the box as drawn.
     """
@@ -291,7 +291,7 @@ def _view(heights: Values, starts: Sequence[Values]) -> tuple[float, float]:
 
 
 def _log_levels(grids: Sequence[Values], references: Sequence[float]) -> Values:
-    """Return the levels of ln J at which colours change: robust to J = 0, to poles and to missing values."""
+    """Return the levels of ln J where colours change: robust to J = 0, to poles and to missing values."""
     logs = np.concatenate([np.log(np.maximum(grid[np.isfinite(grid)], 1e-300)) for grid in grids])
     known = [float(np.log(value)) for value in references if np.isfinite(value) and value > 0]
     if not logs.size:
@@ -345,7 +345,7 @@ def _draw_levels(
 
 
 def _exact_lines(axes: Axes, places: Values, overlay: Sequence[tuple[str, ArrayLike]]) -> list[Artist]:
-    """Draw the zero levels of fields; return what the legend says of them."""
+    """Draw the zero levels of fields; return their entries for the legend."""
     handles: list[Artist] = []
     for (name, field), color in zip(overlay, cycle(_EXACT), strict=False):
         values = shared.checked(name, field, [len(places)] * 2)

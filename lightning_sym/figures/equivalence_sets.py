@@ -47,11 +47,11 @@ def point_set(
     title: str = "",
     warning: str | None = None,
 ) -> Figure:
-    """Draw the points of a 3-dimensional grid at which J < epsilon, coloured by J, from two sides.
+    """Draw the points of a 3-dimensional grid with J < epsilon, coloured by J, from two sides.
 
     Args:
         coefficients: Coordinates in the plane. Shape ``[k, 3]``.
-        values: J; points at which it is epsilon or more, or not finite, are left out. Shape ``[k]``.
+        values: J; points with J >= epsilon or not finite are left out. Shape ``[k]``.
         epsilon: Bound of the set and end of the colours, > 0.
         bound: Axes go from minus to plus this, or from the first to the second.
         points: Found points with three coefficients.
@@ -111,8 +111,8 @@ def isosurface(
         axis: Coordinates of all axes, ascending. Shape ``[n]``.
         level: Level of J, > 0.
         points: Found points with three coefficients.
-        scale: J0 and V, which the legend states beside the level.
-        overlay_field: A field whose zero level is drawn too, as the exact class; NaN outside its domain. Shape
+        scale: J0 and V, for the legend.
+        overlay_field: A field; its zero level is drawn as the exact class. NaN outside its domain. Shape
             ``[n, n, n]``.
         title: Above the figure.
         warning: Below the title in red.
@@ -154,8 +154,8 @@ def isosurface(
 def isosurface_mesh(values: ArrayLike, axis: ArrayLike, level: float) -> tuple[Values, Faces]:
     """Return the surface J = level of a 3-dimensional grid as triangles, by marching cubes.
 
-    What is interpolated is sqrt(J), the function distance, which is nearly linear beside a class where J is a
-    parabola. Where the set leaves the grid the surface is open. Triangles are counterclockwise seen from larger J.
+    The function distance sqrt(J) is interpolated: near a class J is a parabola and sqrt(J) nearly linear.
+    Where the set leaves the grid the surface is open. Triangles are counterclockwise seen from larger J.
 
     Args:
         values: J, >= 0. Shape ``[n, n, n]``. NaN is outside the domain: cubes with such a corner are left out; inf is
@@ -231,12 +231,12 @@ def betti_curve(
     title: str = "",
     warning: str | None = None,
 ) -> Figure:
-    """Draw numbers of pieces and holes of the set J < epsilon against epsilon, beside exact thresholds.
+    """Draw numbers of connected components and holes of the set J < epsilon against epsilon, with exact thresholds.
 
     Args:
         epsilons: Where they were counted, > 0, in any order. Shape ``[E]``.
         numbers: Counts by name, for example ``"pieces"``; each of length ``E``.
-        marks: Names and values of epsilon at which the theory says that something changes; vertical lines.
+        marks: Names and values of epsilon where theory predicts a change; vertical lines.
         title: Above the figure.
         warning: Below the title in red.
 
@@ -290,15 +290,15 @@ def search_curves(
 ) -> Figure:
     """Draw J of all candidates of a search over its steps, and where they ended.
 
-    Left, J on a logarithmic scale, which ends four decades below the threshold; what is below that is drawn
-    at its end. Beyond 150 curves of a kind, a fixed random choice of them is drawn. Right, how many candidates ended
-    at which multiple of J0, those beyond the right end in the last bar.
+    Left: J on a logarithmic scale, cut off four decades below the threshold; lower values are drawn at its end. Beyond
+    150 curves of a kind, a fixed random choice of them is drawn. Right: a histogram of final J in multiples of J0, with
+    values beyond the right end in the last bar.
 
     Args:
         steps: Where J was measured, ascending. Shape ``[T]``.
         losses: J of every candidate; NaN where there is none, and at the end for one that failed so. Shape ``[T, R]``.
         found: Which candidates were found, bool of shape ``[R]``.
-        threshold: Largest J of what is found, > 0; drawn as a line.
+        threshold: Largest J of a found point, > 0; drawn as a line.
         scale: J0 and V, drawn as lines.
         levels: Names and values of J of the bad minima, drawn as lines on the right.
         title: Above the figure.
@@ -438,7 +438,7 @@ def _marched(field: Values, places: Values, level: float) -> tuple[Values, Faces
 
 
 def _surfaces(axes: Axes3D, layers: Sequence[tuple[Mesh, str, float]]) -> None:
-    """Draw shaded triangles as one collection, so that those in front hide those behind, whatever layer they are of."""
+    """Draw shaded triangles of all layers as one collection, so that those nearer to the viewer hide others."""
     corners, colors = [], []
     for (vertices, faces), color, alpha in layers:
         rows = np.asarray(faces, dtype=np.int64).reshape(-1, 3)
@@ -447,7 +447,7 @@ def _surfaces(axes: Axes3D, layers: Sequence[tuple[Mesh, str, float]]) -> None:
     triangles, shades = np.concatenate(corners), np.concatenate(colors)
     if not len(triangles):
         return
-    # Light from above the viewer's left shoulder; both sides of a triangle are lit alike.
+    # Light from above the viewer's left shoulder, on both sides of a triangle.
     height, turn = np.radians([40, axes.azim - 35])
     light = np.array([np.cos(height) * np.cos(turn), np.cos(height) * np.sin(turn), np.sin(height)])
     normals = np.cross(triangles[:, 1] - triangles[:, 0], triangles[:, 2] - triangles[:, 0])

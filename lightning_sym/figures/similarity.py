@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from lightning_sym.figures import _panels as shared
 
-_MOST_NUMBERS = 10  # layers up to which cells have numbers in them
+_MOST_NUMBERS = 10  # layers up to this number have numbers in their cells
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class HeatMap:
 
     Attributes:
         title: Name of the measure.
-        values: By kind of networks, what is shown: NaN where layers cannot be compared. Each of shape ``[A, B]``.
+        values: By kind of networks, the values shown: NaN where layers cannot be compared. Each of shape ``[A, B]``.
     """
 
     title: str
@@ -33,7 +33,7 @@ def similarity_maps(
 
     Args:
         columns: The measures, at least one, all with the same kinds.
-        labels: By kind, what stands beside the ``A`` layers of the first network, and under the ``B`` of the second.
+        labels: By kind, the names of the ``A`` layers of the first network and of the ``B`` of the second.
         title: Above all.
 
     Returns:
@@ -47,7 +47,7 @@ def similarity_maps(
     every = [np.asarray(column.values[kind], dtype=float) for column in columns for kind in kinds]
     layers = max(every[0].shape)
     side = 2.5 if layers <= _MOST_NUMBERS else min(0.3 * layers, 8.0)
-    # Measure by measure, the kinds beside one another: two panels of a row, or as many as there are kinds.
+    # One measure after another, with its kinds in a row: two panels of a row, or as many as there are kinds.
     size = 1.7 + (side + 0.15) * len(kinds), 0.6 + (side + 1.0) * len(columns)
     figure, places = shared.panels(*size, len(every), len(kinds), title=title)
     flat = np.concatenate([values.ravel() for values in every])

@@ -19,7 +19,7 @@ def penalty_heat_map(values: ArrayLike, sites_a: Sequence[str], sites_b: Sequenc
     and hatched.
 
     Args:
-        values: Penalties as fractions. Shape ``[A, B]``: rows are sites of the first network (whose first part is
+        values: Penalties as fractions. Shape ``[A, B]``: rows are cuts of the first network (its bottom layers are
             used), columns of the second.
         sites_a: Names of the rows. Length ``A``.
         sites_b: Names of the columns. Length ``B``.

@@ -16,7 +16,7 @@ def confusion_matrix(
     class_names: Sequence[str] | None = None,
     title: str = "Confusion, mean over members",
 ) -> Figure:
-    """Draw a confusion matrix; mistakes stand out, the diagonal is given in numbers.
+    """Draw a confusion matrix; mistakes are emphasised, the diagonal is printed as numbers.
 
     Args:
         confusion: Fraction of images of class ``i`` taken for class ``j``; rows sum to 1. Shape ``[K, K]``.

@@ -78,7 +78,7 @@ class LossOnData:
             again = self._mean(self.own, two)
         if not torch.allclose(drawn, again, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise ValueError(
-                "the network puts out something else for the same input in eval mode, so that its loss is no function "
+                "the outputs of the network change from run to run in eval mode, so that its loss is no function "
                 "of its weights; use modules for dropout and noise, which eval mode turns off."
             )
         once, twice = self._mean(self.own, two), self._mean(self.own, tree_map(lambda t: torch.cat([t, t]), two))

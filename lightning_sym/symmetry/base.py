@@ -43,14 +43,14 @@ from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 
-# So many elements act on a network that a symmetry meets, unless it is large.
+# Number of elements that act on a network at its first use, unless it is large.
 _ELEMENTS = 6
 _UNCHECKED: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Let symmetries run no network that they meet: for copies of networks that they have met."""
+    """Let symmetries skip the test run of unknown networks: for copies of networks that were tested."""
     token = _UNCHECKED.set(True)
     try:
         yield
@@ -61,21 +61,21 @@ def unchecked() -> Iterator[None]:
 class Symmetry(ElementGroup):
     """The group of changes of weights and buffers that leave a network's function alone, in evaluation mode.
 
-    Made by `trace_symmetry`. Elements are made by `identity` and `sample`, put together by `compose` and `inverse`, and
-    change networks by `act`. Every network of the traced architecture may be acted on, whatever its weights.
+    Made by `trace_symmetry`. Elements are made by `identity` and `sample`, combined by `compose` and `inverse`, and
+    change networks by `act`. They act on every network of the traced architecture, for all weights.
 
     Attributes:
         groups: The axis groups, in the order of the forward pass.
-        taps: By name, the values inside the network on which elements act, see :meth:`on_activations`: the outputs of
-            all modules that ran (of several tensors, the first), and what crosses the cuts that were traced.
-        notes: What limits the group: unknown operations, parameters never used, and the like.
+        taps: Hook points by name: values inside the network that elements act on, see :meth:`on_activations`. These
+            are the outputs of all modules that ran (of several tensors, the first), and the values at traced cuts.
+        notes: Limits of the group: unknown operations, parameters never used, and so on.
         worst_error: Largest relative change of an output that the self-test saw; NaN without a test.
         tolerance: The change that was accepted: 1e-10, or more for networks that round to a lower precision inside.
-        precision: The lowest precision to which the network rounds when it is run in float64.
+        precision: The lowest precision of the network's operations when it is run in float64.
         elements_tried: How many random elements the self-test tried.
         nullity: Dimension of the kernel of the Jacobian of the outputs by the parameters, at generic weights, as
             `trace_symmetry` measures it; None if it was not measured, or if it is another at all weights that were
-            tried. A note says what the group leaves out of it.
+            tried. A note names the part that the group leaves out.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
         norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.
     """
@@ -127,7 +127,7 @@ class Symmetry(ElementGroup):
         self._on_values = factors_of(values)
         self._checked = True
         self._trials: list[tuple[Sequence[Call], bool]] = [(self.examples, False)]
-        self._met: Any = WeakIdKeyDictionary()  # digests of what networks hold, by network
+        self._met: Any = WeakIdKeyDictionary()  # digests of attributes other than weights, by network
         shown = shown or {}
         self.taps = {mark.name: tap_of(mark, v, values, shown.get(mark.name, Shown())) for mark, v in marked.items()}
         leaves = {name for name, module in network.named_modules() if not any(module.children())}
@@ -135,9 +135,9 @@ class Symmetry(ElementGroup):
         self.groups = tuple(axis_groups(structure, self.parameter_names, watched))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: the common shift as a number, without the graphs that it is found in.
+        """Return the state for pickling and copying: the common shift as a number, without its graphs.
 
-        Networks are met anew.
+        Networks are tested again.
         """
         number = self.common_shift
         return {**self.__dict__, "_common_shift": None, "common_shift": number, "_met": None}
@@ -145,21 +145,21 @@ class Symmetry(ElementGroup):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _met=WeakIdKeyDictionary())
 
-    # What there is.
+    # Properties of the group.
 
     @cached_property
     def shifts(self) -> int:
-        """The dimension of the shifts: of what may be added to weights (docs/theory/translations.md)."""
+        """The dimension of the shifts: of all possible additions to weights (docs/theory/translations.md)."""
         return self.structure.shifts.dimension
 
     @cached_property
     def common_shift(self) -> int:
-        """How many more dimensions there are if a softmax reads the outputs: what adds one number to all logits."""
+        """The number of further dimensions if a softmax reads the outputs: additions of one number to all logits."""
         return 0 if self._common_shift is None else self._common_shift()
 
     @property
     def shift_kinds(self) -> dict[str, int]:
-        """How many entries the shifts of each kind have; what two kinds have in common counts in both."""
+        """The number of entries of the shifts of each kind; entries of two kinds count in both."""
         kinds: dict[str, int] = {}
         for own in self.structure.shifts.kinds:
             kinds[own.kind] = kinds.get(own.kind, 0) + len(own.entries)
@@ -169,23 +169,23 @@ class Symmetry(ElementGroup):
     def dimension(self) -> int:
         """The dimension of the group's continuous part, as far as it acts on parameters.
 
-        It is that of the orbit of a generic network, unless linear layers in a row are wider than what they pass on:
-        there some elements change nothing. What moves running statistics counts where the gain and bias of the batch
-        norm can make up for that; else it is part of :attr:`buffer_dimension`.
+        It is that of the orbit of a generic network, unless consecutive linear layers are wider than their outputs:
+        then some elements change nothing. Changes of running statistics count where the gain and bias of the batch
+        norm can compensate for them; else they are part of :attr:`buffer_dimension`.
         """
         return self._whole_dimension - self.buffer_dimension
 
     @cached_property
     def buffer_dimension(self) -> int:
-        """The dimension of what the group does to buffers, where no parameters make up for it.
+        """The dimension of the group's action on buffers that no parameters compensate for.
 
-        Such are the running statistics of batch norms without gain and bias, and buffers by which units are multiplied.
-        With these buffers as they are, so many dimensions fewer leave the function alone.
+        Such are the running statistics of batch norms without gain and bias, and buffers that multiply units.
+        With fixed buffers, the group that preserves the function has so many dimensions fewer.
         """
         return self._moving(self._statistics)
 
     def _moving(self, buffers: frozenset[str]) -> int:
-        """Return in how many dimensions the group moves some buffers."""
+        """Return the number of dimensions that move some buffers."""
         return buffer_rank(self.factors, buffers, self.shapes)
 
     @property
@@ -207,14 +207,14 @@ class Symmetry(ElementGroup):
         return sum(factor.log_order for factor in self.factors)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per axis group: what `print(symmetry)` shows, as data."""
+        """Return one row per axis group: the content of `print(symmetry)`, as data."""
         rows, permutation = [], self.factors["permutation"]
         assert isinstance(permutation, Permutation)
         for index, group in enumerate(self.groups):
             cells = np.bincount(self.structure.cells[index])
             shared = np.unique(self.structure.scale_table[index])
             turning = sum(rotation.dimension for rotation in group.rotations) + group.size * group.phase
-            turning += sum(cell.size**2 - cell.size for cell in group.gained)  # whose diagonals are among the scales
+            turning += sum(cell.size**2 - cell.size for cell in group.gained)  # their diagonals are among the scales
             rows.append(
                 {
                     "group": group.name,
@@ -272,17 +272,17 @@ class Symmetry(ElementGroup):
         """Change a network's weights and buffers by an element; its function in evaluation mode stays the same.
 
         Running variances move by v' = s^2 (v + eps) - eps, which keeps evaluation mode exact. In training mode, batch
-        norm divides by the batch's own variance, so a scale s in front of it changes the output by O(eps / v), and a
-        matrix that mixes its channels (docs/theory/intertwiners.md, 2.18) changes it by as much as there is. All else
-        is exact there, too.
+        norm divides by the batch's own variance, so a scale s before it changes the output by O(eps / v). A matrix
+        that mixes its channels (docs/theory/intertwiners.md, 2.18) changes it at order 1. All other elements are
+        exact in training mode as well.
 
         Args:
             element: From this symmetry.
             network: Any network of the traced architecture. Not changed unless `inplace`.
             inplace: Whether to change the network itself.
-            optimizer: The network's optimiser, whose state is carried along in place (momenta move by the inverse
-                scale, as gradients do; second moments by its square); needs `inplace`.
-            check: Whether to run a network that this symmetry has not met, see :meth:`require`.
+            optimizer: The network's optimiser. Its state is transformed in place (momenta by the inverse
+                scale, as gradients are; second moments by its square); needs `inplace`.
+            check: Whether to run a network that this symmetry has not tested yet, see :meth:`require`.
 
         Returns:
             The changed network.
@@ -298,7 +298,7 @@ class Symmetry(ElementGroup):
             raise ValueError("an optimiser's state can be carried along only with inplace=True")
         if not inplace:
             result = self._moved(element, network)
-            if network in self._met:  # the copy computes what the network does
+            if network in self._met:  # the copy computes the same function as the network
                 self._met[result] = held_by(result)[0]
             return result
         holders = self._holders(network)
@@ -313,7 +313,7 @@ class Symmetry(ElementGroup):
         return network
 
     def _holders(self, network: nn.Module) -> dict[str, list[Tensor]]:
-        """Return by the traced network's names all tensors that hold what is one tensor there."""
+        """Return all tensors that share one tensor of the traced network, by its names there."""
         held: dict[str, list[Tensor]] = {}
         for place, tensor in places_of(network).items():
             held.setdefault(self.architecture.names[place], []).append(tensor)
@@ -325,7 +325,7 @@ class Symmetry(ElementGroup):
         """Change the weights of a checkpoint on disk by an element; the function of the network they are for stays.
 
         For networks that do not fit into memory: the group comes from the network without weights, and one tensor at a
-        time is read, changed and written. Names, types, shards and metadata stay as they were. Numbers of 16 bits are
+        time is read, changed and written. Names, types, shards and metadata are kept. Numbers of 16 bits are
         moved in single precision and rounded once.
 
         Args:
@@ -341,8 +341,8 @@ class Symmetry(ElementGroup):
 
         Raises:
             ValueError: If the element belongs to another network's symmetry, or the checkpoint is damaged, incomplete
-                or of another configuration, or a number in it is not finite. Nothing is left behind then.
-            OSError: If the folder cannot be written to. Nothing is left behind.
+                or of another configuration, or a number in it is not finite. No file remains then.
+            OSError: If the folder cannot be written to. No file remains.
         """
         self._own(element)
         shards, architecture = Shards(checkpoint), self.architecture
@@ -369,7 +369,7 @@ class Symmetry(ElementGroup):
             return write_moved(shards, named, moved, self.structure.moving, out)
 
     def _weights(self, element: Element, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what becomes of the parameters and buffers that move; each may then be overwritten."""
+        """Yield the new values of the parameters and buffers that move; each may then be overwritten."""
         charts = self.structure.charts
         moved = Action(self.factors, element).on_weights(charted(tensors, charts))
         return uncharted(moved, charts, tensors)
@@ -377,20 +377,20 @@ class Symmetry(ElementGroup):
     def tensors(self, network: nn.Module) -> Mapping[str, Tensor]:
         """Return a network's parameters and buffers as the group acts on them, by their first names.
 
-        Where the network reads a parameter as 1 + w and in no other way, that is 1 + w, in double precision. Of a
-        parameter that holds several layers, it is the weights of each, as ``flat[40:48]``.
+        Where the network reads a parameter only as 1 + w, the value is 1 + w, in double precision. A parameter that
+        holds several layers gives the weights of each, as ``flat[40:48]``.
 
         Args:
-            network: Of the traced architecture, which is not checked. Its tensors are not copied.
+            network: A network of the traced architecture; it is not checked. Its tensors are not copied.
         """
         return charted(state_tensors(network), self.structure.charts)
 
     def acted(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
-        """Return what becomes of tensors as :meth:`tensors` gives them; see :meth:`act_on`."""
+        """Return the action on tensors in the form of :meth:`tensors`; see :meth:`act_on`."""
         return {**tensors, **dict(Action(self.factors, element).on_weights(tensors, shifted=shifts))}
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module:
-        """Return a changed copy of a network, whatever its function."""
+        """Return a changed copy of a network without checking its function."""
         holders = self._holders(network)
         made: dict[int, Any] = {}  # the copy gets its new tensors at once, instead of copies of the old ones
         with torch.no_grad():
@@ -405,19 +405,18 @@ class Symmetry(ElementGroup):
         return result
 
     def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
-        """Return what becomes of some parameters or buffers, by name; nothing is checked and nothing is changed.
+        """Apply an element to some parameters or buffers, by name, without checks or changes in place.
 
         Args:
             element: From this symmetry.
-            tensors: Parameters or buffers, by name. What a bias takes up of signs and shifts is added if its weight is
-                among them.
+            tensors: Parameters or buffers, by name. A bias absorbs signs and shifts only if its weight is among them.
             shifts: Whether to add shifts, and to move running variances as evaluation asks for.
         """
         charts = self.structure.charts
         return dict(uncharted(self.acted(element, charted(tensors, charts), shifts=shifts).items(), charts, tensors))
 
     def on_activations(self, element: Element, tap: Tap | str, network: nn.Module | None = None) -> ActivationAction:
-        r"""Return what an element does to a value inside the network, in evaluation mode.
+        r"""Return the action of an element on a value inside the network, in evaluation mode.
 
         If the weights of a network are changed by the element, its values at the tap are those of the network before
         with this applied: :math:`v' = A v`. At the output of an activation it is :math:`\varphi(g)` of Godfrey et al.
@@ -455,7 +454,7 @@ class Symmetry(ElementGroup):
         return action.on_activations(tap, tensors)
 
     def generators_at(self, tap: Tap | str) -> tuple[dict[int, float], dict[int, float]]:
-        """Return which free magnitudes and which free signs show at a tap, each with its exponent where it first does.
+        """Return the independent scales and signs at a tap, each with its exponent at its first place.
 
         Args:
             tap: One of :attr:`taps`, or its name.
@@ -471,9 +470,9 @@ class Symmetry(ElementGroup):
         """Draw a random element that changes the units that are seen in one place, and no others.
 
         Args:
-            seen: Where units stand in a value: one of :attr:`Tap.seen`.
+            seen: Positions of units in a value: one of :attr:`Tap.seen`.
             generator: Generator of the random numbers; by default the global one.
-            scale: Standard deviation of the logarithms of scales, whose means are 1.
+            scale: Standard deviation of the logarithms of scales; their means are 1.
         """
         draw = Draw(generator, scale)
         parts = {own.name: own.sample_at(seen, self._on_values[own.name], draw) for own in self.factors}
@@ -498,7 +497,7 @@ class Symmetry(ElementGroup):
         return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
     def call(self, inputs: Any = None, keywords: Mapping[str, Any] | None = None) -> Call:
-        """Return a call of a network whose outputs count as those of the traced examples do.
+        """Return a call of a network with the same choice of outputs as in the traced examples.
 
         Args:
             inputs: An input, or a tuple of positional arguments; None for none.
@@ -507,10 +506,10 @@ class Symmetry(ElementGroup):
         return Call.of(inputs, keywords, self.examples[0].output if self.examples else None)
 
     def permutation_spec(self) -> PermutationSpec:
-        """Return which axes of which tensors are permuted together, in the formats of other tools.
+        """Return the axes of tensors that are permuted together, in the formats of other tools.
 
-        Permutations of units that are no order of whole axes (heads, channels that are flattened with their pixels or
-        stand beside those of other layers) are left out, and what is returned says which and why.
+        Permutations of units that do not permute whole axes are left out: heads, channels that are flattened with their
+        pixels or concatenated with those of other layers. The result lists them with reasons.
 
         Example:
             >>> from lightning_sym.symmetry.trace import trace_symmetry
@@ -531,21 +530,20 @@ class Symmetry(ElementGroup):
     def require(self, network: nn.Module, *, check: bool = True) -> None:
         """Check that a network's function differs from the traced one's by its weights only.
 
-        Compared are the names and shapes of tensors and which of them share their memory, the classes of modules and
-        what they say of themselves (`extra_repr`), and by value the buffers that evaluation reads and no element moves:
-        integers, masks, and buffers that are in no state dict. Casting a network (``half()``) may round these buffers.
-        All else, a run decides: the first time that this
-        symmetry meets a network, a random element acts on a copy in float64 with random weights, and the outputs are
-        compared on the inputs of the self-test. That is remembered as long as what the network's modules hold besides
-        weights stays the same, whatever its weights. The network that was traced counts as met, and so does what
-        :meth:`act` makes of one.
+        The comparison covers the names, shapes and shared memory of tensors, the classes of modules and their
+        `extra_repr`. It also covers the values of buffers that evaluation reads and no element moves: integers, masks,
+        and buffers that are in no state dict. Casting a network (``half()``) may round these buffers. A run decides the
+        rest. When this symmetry first sees a network, a random element acts on a copy in float64 with random weights,
+        and the outputs are compared on the inputs of the self-test. The result is remembered, for all weights, until
+        the other attributes of the network's modules change. The traced network counts as tested, and so do the results
+        of :meth:`act` on a tested one.
 
         A symmetry that was traced with ``check=False`` runs no network, and none can be run on torch's meta device; a
-        note says so.
+        note reports this.
 
         Args:
             network: Not changed.
-            check: Whether to run it. If not, it counts as met from now on.
+            check: Whether to run it. If not, it counts as tested from now on.
 
         Raises:
             TypeError: If it is no network, or cannot be copied.
@@ -619,8 +617,8 @@ class Symmetry(ElementGroup):
         """Let random elements act on a copy of a network, in float64 and evaluation mode, and compare the outputs.
 
         The changed weights go through a state dict into another copy. This is the way to see whether an element is a
-        symmetry of a network whose difference from the traced one cannot be seen from outside (a number written into
-        `forward`): the result is then far above `tolerance`.
+        symmetry of a network with a difference that is invisible from outside (a number written into `forward`): the
+        result is then far above `tolerance`.
 
         Args:
             network: A network of the traced architecture.
@@ -632,14 +630,14 @@ class Symmetry(ElementGroup):
             perturb: How much noise is added to the copy's weights and statistics before each element, relative to
                 their root mean square. The self-test of `trace_symmetry` adds some, so that weights that happen to be
                 zero, or statistics that have not been trained, cannot hide a mistake.
-            **keywords: The network's keyword arguments, beside or in place of `inputs`.
+            **keywords: The network's keyword arguments, with or without `inputs`.
 
         Returns:
             The largest change of an output's element, relative to its own magnitude and the median one of that output.
 
         Raises:
             TypeError: If it is no network, or does not take the arguments.
-            ValueError: If it has other tensors or modules, or puts out no finite number.
+            ValueError: If it has other tensors or modules, or its outputs have no finite number.
         """
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
         self.architecture.require_tensors(network)
@@ -669,7 +667,7 @@ class Symmetry(ElementGroup):
 
 
 def _recompute(network: nn.Module) -> None:
-    """Compute anew what pruned modules keep of their weights from one forward pass to the next."""
+    """Recompute the weights that pruned modules keep from one forward pass to the next."""
     for module in network.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, BasePruningMethod):

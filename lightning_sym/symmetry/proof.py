@@ -43,7 +43,7 @@ _DRAWN = 65521
 
 
 class Group(Protocol):
-    """What the proof asks of a symmetry: random elements, and what they do to a network."""
+    """Interface of a symmetry for the proof: random elements, and their action on a network."""
 
     structure: Structure
     factors: Factors
@@ -65,7 +65,7 @@ def tolerance_of(precision: torch.dtype) -> float:
 
 
 class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the lowest floating-point precision to which an operation rounds.
+    """Records the lowest floating-point precision of the results of operations.
 
     Attributes:
         dtype: That precision.
@@ -80,7 +80,7 @@ class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         came = [_real(leaf.dtype) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if torch.float64 in came:  # what is only made of constants is the same before and after
+        if torch.float64 in came:  # results made of constants only are the same before and after
             for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor) and (dtype := _real(leaf.dtype)).is_floating_point:
                     self.dtype = max(self.dtype, dtype, key=lambda d: torch.finfo(d).eps)
@@ -96,7 +96,7 @@ def double(inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
 
 
-# What makes of tensors that come one by one those that copies in float64 hold.
+# Turns tensors that come one by one into those that copies in float64 hold.
 Place: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
 _PLACE: ContextVar[Place] = ContextVar("place", default=dict)
 
@@ -116,7 +116,7 @@ def double_copies(place: Place) -> Iterator[None]:
 
 
 def double_copy(network: nn.Module, names: Mapping[str, str] | None = None) -> nn.Module:
-    """Return a copy in float64, without a copy in between; tensors that are plain attributes of modules, too.
+    """Return a copy in float64, without a copy in between, including tensors that are plain attributes of modules.
 
     Args:
         network: Not changed.
@@ -139,7 +139,7 @@ def double_copy(network: nn.Module, names: Mapping[str, str] | None = None) -> n
 
 
 def outputs_of(network: nn.Module, call: Call) -> list[Tensor]:
-    """Return every tensor that a network puts out and that counts."""
+    """Return every output tensor of a network that counts."""
     return [tensor.detach() for tensor in call.outputs_of(network)]
 
 
@@ -150,7 +150,7 @@ def _all_outputs(network: nn.Module, batches: Iterable[Call]) -> list[list[Tenso
         ValueError: If the network does not run.
     """
     try:
-        with containers_kept(network):  # what modules make of their weights and keep is made anew of other weights
+        with containers_kept(network):  # weights that modules compute and keep are recomputed for other weights
             return [outputs_of(network, batch) for batch in batches]
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -162,7 +162,7 @@ def _all_outputs(network: nn.Module, batches: Iterable[Call]) -> list[list[Tenso
 
 
 def compute_the_same(calls: Sequence[Call], a: nn.Module, b: nn.Module) -> bool:
-    """Return whether two networks put out the same on some inputs, up to the rounding of their weights.
+    """Return whether two networks agree on some inputs, up to the rounding of their weights.
 
     Networks of one orbit do, so that networks that do not are of two. In float64 and evaluation mode.
 
@@ -175,7 +175,7 @@ def compute_the_same(calls: Sequence[Call], a: nn.Module, b: nn.Module) -> bool:
     tolerance = tolerance_of(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64))
 
     def changed(networks: Iterable[nn.Module], calls: Sequence[Call]) -> float:
-        """Return the largest change from one network to the other; nan where they do not run, or nothing comes out."""
+        """Return the largest change from one network to the other; nan if they do not run, or have no outputs."""
         found = []
         for network in networks:
             with torch.no_grad(), evaluating(network), attributes_kept(network), contextlib.suppress(ValueError):
@@ -183,14 +183,14 @@ def compute_the_same(calls: Sequence[Call], a: nn.Module, b: nn.Module) -> bool:
                 found.append([tensor.cpu() for tensor in outputs])
         return change(found[0], found[1]) if len(found) == 2 and found[0] else math.nan
 
-    # What rounding in their own precision does not explain needs no copies.
+    # Changes beyond rounding in the networks' precision need no copies.
     if tolerance < _ROUNDING and math.inf > changed((a, b), list(calls)) > _ROUNDING:
         return False
     return changed(map(double_copy, (a, b)), double(list(calls))) <= tolerance
 
 
 def noisy(inputs: Any, generator: torch.Generator) -> Any:
-    """Return floating inputs with noise as large as they are; integers (tokens) and masks stay as they are."""
+    """Return floating inputs with noise of the same size; integers (tokens) and masks are kept."""
 
     def add(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -204,7 +204,7 @@ def noisy(inputs: Any, generator: torch.Generator) -> Any:
 
 
 def cropped(inputs: Any, size: int = 64) -> Any:
-    """Return inputs with images of more pixels on a side than `size` cut down to these; anything else as it is."""
+    """Return inputs with images of more pixels on a side than `size` cut down to these; other inputs are kept."""
 
     def cut(tensor: Tensor) -> Tensor:
         images = tensor.is_floating_point() and tensor.ndim == 4 and min(tensor.shape[2:]) > size
@@ -262,10 +262,10 @@ def change(
 ) -> float:
     """Return the largest change of an element of some outputs, relative to its own and to a typical magnitude.
 
-    Of each output by itself. Typical is the median over the elements that are not bitwise the same (a mask of the
-    smallest number there is, or of infinities, does not count), or more if rounding the weights says so: what is left
-    of a difference of equal numbers is known only as well as these. Where there is no finite number before, nothing is
-    compared, but what was finite must stay so.
+    Each output is compared separately. Typical is the median over the elements that are not bitwise equal (a mask of
+    the smallest number there is, or of infinities, does not count). It is raised to the rounding of the weights, as a
+    difference of equal numbers is known no better. If there is no finite number before, nothing is compared, but
+    finite elements must stay finite.
 
     Args:
         before: The outputs.
@@ -335,25 +335,25 @@ def largest_change(
     """Let random elements act on a network, and return the largest change of an output.
 
     Every element moves all units that can move, and two have no sign in common. Each time the changed weights go
-    through a state dict into a network that has not been changed: what a state dict does not hold cannot have moved.
+    through a state dict into a network that has not been changed: tensors outside of the state dict cannot have moved.
 
     Args:
         symmetry: The group.
         network: In float64 and evaluation mode; its weights are replaced.
-        batches: What it is run on: for the first, second, ... element, then again from the first.
-        own: The state dict to which it goes back where noise makes its outputs infinite.
+        batches: Inputs for the first, second, ... element, then again from the first.
+        own: The state dict to restore if noise makes the network's outputs infinite.
         samples: How many elements are tried.
         scale: Standard deviation of the logarithms of their magnitudes.
         generator: Where randomness comes from.
         noise: For each element in the same way: how much noise is added to the weights before, relative to their root
             mean square; infinity for weights that are nothing but noise.
-        tolerance: Above which a change is looked at more closely; by default what the network's precision asks for.
+        tolerance: Larger changes are examined more closely; by default from the network's precision.
 
     Returns:
-        The change, and the lowest precision to which the network rounds.
+        The change, and the lowest precision of the network's operations.
 
     Raises:
-        ValueError: If no output is finite, or the network puts out something else every time.
+        ValueError: If no output is finite, or the network is not deterministic.
     """
     worst, seen, precision = 0.0, False, torch.float64
     element: Element | None = None
@@ -371,8 +371,8 @@ def largest_change(
         worst = max(worst, change_by(symmetry, element, network, these, before, precision, generator, tolerance))
     if not seen:
         raise ValueError(
-            "no output of the network is finite on the example, so nothing can be tested; expected an example input on "
-            "which it puts out finite numbers"
+            "no output of the network is finite on the example, so nothing can be tested; expected an example input "
+            "with finite outputs"
         )
     return worst, precision
 
@@ -393,11 +393,11 @@ def change_by(
         symmetry: The group.
         element: The element.
         network: In float64 and evaluation mode; its weights are replaced.
-        batches: What it is run on.
+        batches: Its inputs.
         before: Its outputs before.
-        precision: The lowest precision to which it rounds.
+        precision: The lowest precision of its operations.
         generator: Where randomness comes from.
-        tolerance: Above which a change is looked at more closely; by default what the precision asks for.
+        tolerance: Larger changes are examined more closely; by default from the precision.
     """
     _move(symmetry, element, network)
     after = _all_outputs(network, batches)
@@ -410,12 +410,12 @@ def change_by(
 def change_between(
     one: nn.Module, two: nn.Module, batches: Sequence[Call], generator: torch.Generator
 ) -> tuple[float, torch.dtype]:
-    """Return the largest change of an output from one network to another, and to which precision the first rounds.
+    """Return the largest change of an output from one network to another, and the precision of the first.
 
     Args:
         one: In float64 and evaluation mode.
         two: As `one`, with other weights.
-        batches: What they are run on.
+        batches: Their inputs.
         generator: Where randomness comes from.
     """
     lowest = LowestPrecision()
@@ -432,7 +432,7 @@ def change_between(
 
 
 def _move(symmetry: Group, element: Element, network: nn.Module) -> None:
-    """Let an element act on a network by way of its state dict: what that does not hold stays.
+    """Let an element act on a network through its state dict; all other tensors are kept.
 
     Tensor by tensor, unless the state dict holds other things than the network's own tensors.
     """
@@ -461,9 +461,9 @@ def _perturbed_outputs(
     """
     if not amount:
         return _all_outputs(network, batches)
-    if math.isinf(amount):  # noise as large as the network's own weights: what elements made of these may be larger
+    if math.isinf(amount):  # noise as large as the network's weights; elements made of it may be larger
         network.load_state_dict(own)
-    usual: int | None = None  # how many finite numbers the network puts out with its own weights
+    usual: int | None = None  # number of finite outputs with the network's weights
     for less in (amount, *(least for least in (0.3, 0.03, 0.003, 0.0) if least < amount)):
         if less:
             perturb(symmetry, network, less, generator)
@@ -501,17 +501,17 @@ def _looked_at_closely(
     precision: torch.dtype,
     generator: torch.Generator,
 ) -> float:
-    """Return the change of the outputs, relative to what other roundings of the weights would do to them."""
+    """Return the change of the outputs, relative to that caused by other roundings of the weights."""
     again = _all_outputs(network, batches)
     for one, two in zip(itertools.chain(*after), itertools.chain(*again), strict=True):
         if not bool(((one == two) | (one != one) & (two != two)).all()):
             raise ValueError(
-                "the network puts out something else every time, in evaluation mode too, so nothing can be tested; "
+                "the outputs of the network change from run to run, even in evaluation mode, so nothing can be tested; "
                 "expected a network that draws no random numbers then (check F.dropout without training=self.training)"
             )
     rounding = max(torch.finfo(precision).eps, 1e-14)
     least = math.inf
-    for _ in range(4):  # what is nothing but rounding may by chance come out the same with weights rounded otherwise
+    for _ in range(4):  # pure rounding may by chance be the same for other roundings of the weights
         factors = {}
         for name, tensor in network.state_dict().items():
             if tensor.is_floating_point():
@@ -535,8 +535,8 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
     Args:
         symmetry: Says which buffers are running variances: these are multiplied.
         network: Changed.
-        amount: How much; if infinite, what was there is replaced, and units that were dead come to life. Weights and
-            statistics that are not finite are always replaced.
+        amount: How much; if infinite, values are replaced, and dead units come to life. Weights and statistics that
+            are not finite are always replaced.
         generator: Where the noise comes from.
     """
     variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
@@ -545,7 +545,7 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
     pool = torch.randn(2 * _DRAWN, dtype=torch.float64, generator=generator)
     for name, tensor in state_tensors(network).items():
         if name in constants or not tensor.is_floating_point():
-            continue  # what comes with the architecture, and integers
+            continue  # constants of the architecture, and integers
         finite = all_finite(tensor)
         if not finite and not (name in weights or name.endswith(("running_mean", "running_var"))):
             continue  # masks of -inf
@@ -553,7 +553,7 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
         count = min(tensor.numel(), _DRAWN)
         begin = int(torch.randint(2 * _DRAWN - count + 1, (), generator=generator))
         drawn = pool[begin : begin + count].to(tensor)
-        if math.isinf(amount) and name in gains:  # what is divided by a number near 0 is known less well
+        if math.isinf(amount) and name in gains:  # results of dividing by a number near 0 are less precise
             drawn = drawn.sign() * (drawn.abs() / 2).exp()
         size = float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(tensor.numel(), 1)) or 0.1
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The self-test of a symmetry that was traced: what fails it is traced as well."""
+"""Test a traced symmetry on random elements, and trace the inputs that fail."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -43,15 +43,15 @@ def proven(
     *,
     whole: bool,
 ) -> Symmetry:
-    """Derive a symmetry and prove it at the lengths of the examples and at others; trace what fails, too.
+    """Derive a symmetry and verify it at the lengths of the examples and at others; trace those that fail.
 
     Args:
         network: The network.
         captures: The network on each example.
         trace: Captures it on another call.
         derive: Makes the symmetry of captures.
-        tolerance: Of the self-test.
-        whole: Whether to measure what the symmetry leaves out.
+        tolerance: Tolerance of the self-test.
+        whole: Whether to measure the dimensions that the symmetry leaves out.
 
     Raises:
         RuntimeError: If the self-test fails at the lengths of the examples.
@@ -78,7 +78,7 @@ def proven(
             more = [found for call, _ in unproven if (found := tried(trace, call))]
             if not more:
                 break
-        captures = [*captures, *more]  # the functions at these lengths count, too
+        captures = [*captures, *more]  # the functions at these lengths count as well
     for call, change in unproven[:1]:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(list(call)))
         note = f"of inputs as long as the examples only: on others, as {shapes}, outputs change by {change:.1e}"
@@ -92,14 +92,14 @@ def _elsewhere(
     """Try random elements on inputs of other lengths, as far as the network takes them.
 
     Args:
-        symmetry: The symmetry, whose largest error is kept up to date.
+        symmetry: The symmetry; its largest error is updated.
         exact: A copy of the network in float64, of any weights; these are changed.
-        calls: What was traced.
+        calls: The traced calls.
         thrifty: Whether to try few.
 
     Returns:
-        Inputs on which an element changes the outputs, and by how much: the first one, and ever shorter ones, which
-        are traced with it, as the group is derived anew each time. Nothing if there is none.
+        Inputs with outputs that an element changes, and the change: the first one, and ever shorter ones. These
+        are traced together, as the group is derived again each time. Nothing if there is none.
     """
     generator, element = torch.Generator().manual_seed(1), None
 
@@ -113,7 +113,7 @@ def _elsewhere(
                         symmetry, element, exact, [exactly], [outputs], symmetry.precision, generator,
                         symmetry.tolerance,
                     )  # fmt: skip
-                except ValueError:  # something else comes out every time
+                except ValueError:  # the network is not deterministic
                     continue
                 if not change <= symmetry.tolerance:
                     with LowestPrecision() as lowest:  # which resizing may lower, at other sizes alone
@@ -139,7 +139,7 @@ def _elsewhere(
 
 
 def _size(call: Call) -> int:
-    """Return how many numbers the tensors of a call hold."""
+    """Return the number of elements in the tensors of a call."""
     return sum(tensor.numel() for tensor in tensors_of(list(call)))
 
 
@@ -149,7 +149,7 @@ def _prove(
     """Try random elements, and raise an error if one of them changes the outputs.
 
     Returns:
-        The copy of the network on which they were tried, with random weights.
+        The tested copy of the network, with random weights.
     """
     whole = double(symmetry.examples)
     symmetry.elements_tried = 2
@@ -189,7 +189,7 @@ def _prove(
 
 
 def _trials(network: nn.Module, examples: Sequence[Call]) -> Iterator[tuple[Sequence[Call], bool, nn.Module]]:
-    """Yield on what a large network is tested until it runs: inputs, whether one sample of each is enough, and a copy.
+    """Yield tests of a large network until one runs: inputs, whether one sample of each is enough, and a copy.
 
     First on parts of images, where it takes these, as the group is that of every size. The copy is in float64.
     """

@@ -94,7 +94,7 @@ ENTRIES = {
 def test_what_changes_is_found(tmp_path, monkeypatch, entry, how):
     monkeypatch.chdir(tmp_path)
     says = (
-        "the network puts out something else"
+        "the outputs of the network change from run to run"
         if how == "dropout"
         else ["changed between two passes", "shuffling", "augmentation"]
     )

@@ -248,7 +248,7 @@ def test_what_holds_gains_has_no_matrices(name):
     symmetry = trace_symmetry(network, x)
     assert not symmetry.structure.gained
     if name == "no gain in the norm":
-        assert any("matrices mix these, too, 12 dimensions more" in note for note in symmetry.notes)
+        assert any("matrices also mix these, 12 dimensions more" in note for note in symmetry.notes)
 
 
 def test_tangents_pass_no_gain_of_zero():

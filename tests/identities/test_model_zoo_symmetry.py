@@ -34,7 +34,7 @@ CASES = [
 # among weights: these say nothing of a rule.
 HARMLESS = (
     *("parameters that evaluation never uses", "of the outputs", "no example reaches"),
-    *("nothing reads", "invertible matrices mix these, too", "unknowns)"),  # freer than the group
+    *("nothing reads", "invertible matrices also mix these", "unknowns)"),  # freer than the group
     *("what else is free there depends on", "of this network hold zeros"),
 )
 # The reasons, as notes give them.

@@ -104,7 +104,7 @@ def test_dimension_is_the_nullity_of_the_jacobian(name):
         assert found.nullity > symmetry.dimension == 0
     else:
         assert found.nullity == symmetry.dimension
-    assert ("tilts, 4 of a layer norm's bias" in str(symmetry)) == bool(readers)
+    assert ("rank-one maps, 4 of a layer norm's bias" in str(symmetry)) == bool(readers)
 
 
 @pytest.mark.parametrize("name", TILTED)
@@ -348,7 +348,7 @@ def test_multiples_of_ones_are_added_to_streams(name):
     found = [(len(tilt.moved), len(tilt.readers)) for tilt in symmetry.structure.tilts]
     assert found == ([] if lean is None else [lean])
     assert symmetry.worst_error <= EXACT
-    assert ("tilts, 4 of what reads a stream" in str(symmetry)) == bool(lean)
+    assert ("rank-one maps, 4 of a stream's readers" in str(symmetry)) == bool(lean)
     if lean is None:
         assert symmetry.nullity >= symmetry.dimension
         return

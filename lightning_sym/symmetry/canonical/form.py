@@ -32,10 +32,11 @@ class Balance:
     """Incoming against outgoing norms of the units of one axis group.
 
     Attributes:
-        incoming: Squared norm of what a unit's scale multiplies, times the exponent. Shape (size,), float64.
-        outgoing: Squared norm of what the scale divides, times the exponent. Shape (size,), float64.
+        incoming: Squared norm of the weights that a unit's scale multiplies, times the exponent. Shape (size,),
+            float64.
+        outgoing: Squared norm of the weights that it divides, times the exponent. Shape (size,), float64.
         difference: ``incoming - outgoing``. Shape (size,), float64.
-        dead: Number of units with nothing coming in or nothing going out.
+        dead: Number of units with all-zero incoming or outgoing weights.
     """
 
     incoming: Tensor
@@ -54,9 +55,10 @@ class CanonicalForm:
         dead: For each axis group that holds dead units (incoming or outgoing weights all zero): which units, by their
             place in the group before sorting. Each of shape (size,), bool.
         sweeps: Passes over all scales that balancing took, Newton steps included.
-        residual: Largest relative difference of incoming and outgoing norms that is left, unitless.
+        residual: Largest remaining relative difference of incoming and outgoing norms, unitless.
         converged: Whether all gauges of scales and shifts were reached.
-        notes: What was left as it was, and why; and which axis groups have a form that depends on the orbit's member.
+        notes: Parts that were not changed, with reasons, and axis groups with a form that depends on the point of the
+            orbit.
         difference: By how much the form of a randomly moved copy differs, relative to each tensor's largest entry,
             unitless; NaN if none was tried.
     """
@@ -74,11 +76,11 @@ class CanonicalForm:
 def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
     r"""Measure for every unit the norm of its incoming weights against that of its outgoing weights.
 
-    For a unit with a free scale :math:`\lambda` whose weights move by :math:`w_k \to \lambda^{a_k} w_k`, gradient flow
+    For a unit with an independent scale :math:`\lambda` acting by :math:`w_k \to \lambda^{a_k} w_k`, gradient flow
     conserves :math:`\sum_k a_k w_k^2` (docs/theory/canonical.md, 1): incoming minus outgoing squared norm, each
     term weighted by its exponent. Weight decay drives it to 0. Where several scales belong to a unit, the one that both
-    multiplies and divides weights is taken: with batch norm before the activation the scale of what the unit puts out,
-    so that incoming means ``gamma^2 + beta^2``, and outgoing the next layer's columns. (The other scale, in front of
+    multiplies and divides weights is taken. With batch norm before the activation this is the scale of the unit's
+    output, so that incoming means ``gamma^2 + beta^2``, and outgoing the next layer's columns. (The other scale, before
     the batch norm, only multiplies: gradient flow conserves the norm of the rows themselves.) Without a free scale
     (tanh, GELU) incoming means the first module's weights and biases, outgoing all others, and nothing is conserved.
 
@@ -121,43 +123,43 @@ def canonicalize(
     inplace: bool = False,
     check: bool | None = None,
 ) -> CanonicalForm:
-    r"""Return the canonical member of a network's orbit: the same function, the same weights for every member.
+    r"""Return the canonical form of a network: the same function, the same weights for every point of the orbit.
 
-    **Scales** (docs/theory/canonical.md, 2). A scale that only multiplies weights (the one in front of a batch
-    norm) has no member of smallest norm; the weights that it multiplies get squared norm 1 (or their number, if it acts
-    on the rows of several modules, as does the scale of a residual stream on all its last batch norms). Weights that
-    are normalised that way are constant, so that a scale that otherwise only divides such weights is one-sided, too:
-    hence :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. The scales that are left, which
+    **Scales** (docs/theory/canonical.md, 2). A scale that only multiplies weights (the one before a batch norm) has no
+    value of smallest norm. Its weights get squared norm 1 (or their number, if it acts on the rows of several modules,
+    as does the scale of a residual stream on all its last batch norms). Weights that are normalised this way are
+    constant, so that a scale that otherwise only divides such weights is one-sided as well: hence
+    :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. The other scales, which
     multiply some weights and divide others, take
 
     - ``"balanced"``: the values of smallest L2 norm: incoming and outgoing norms are equal. The squared norm is a
       convex function of the logarithms; cyclic sweeps with the factor :math:`(q_- / q_+)^{1/4}`, then Newton's method.
-      Gains between which a stream rotates are 1 before that, so that nothing else depends on rotations.
+      Gains with a rotated stream between them are set to 1 before; then no other step depends on rotations.
     - ``"unit"``: incoming weights and bias of norm 1, layer by layer; for a residual stream those of the first module
       that writes into it.
 
-    **Shifts** (docs/theory/translations.md). Biases that later layers, batch norms or a softmax take off are 0,
-    means that norms take off are 0, and what is taken off one another has the least sum of squares. Where a layer norm
+    **Shifts** (docs/theory/translations.md). Biases that later layers, batch norms or a softmax cancel are 0. Means
+    that norms subtract are 0, and biases that cancel one another have the least sum of squares. Where a layer norm
     is read without a bias (2.12), its bias equals its gain.
 
-    **Signs.** The gain of a norm layer is positive where what reads it undoes its sign. Otherwise the entry of largest
+    **Signs.** The gain of a norm layer is positive if its readers can undo its sign. Otherwise the entry of largest
     magnitude among the incoming weights and bias is positive; if the largest ones tie and disagree, the sum of the
-    cubes is, then the plain sum. Entries count whose sign depends on no other sign that is still open (of a unit, or
-    inside a dense cell).
+    cubes is, then the plain sum. Only entries with a sign that depends on no other open sign count (of a unit, or
+    inside a GL(d) block).
 
     **Order** (docs/theory/canonical.md, 3). Within its cell, dead units last; then by falling norm of the incoming
     weights; ties by the norm of all other weights, then by each tensor's norm, sums of cubes and sums of entries, and
-    sums weighted by the place of the units on the other side. Units that are alike in all of these (copies, dead units)
+    sums weighted by the place of the units on the other side. Units that agree in all of these (copies, dead units)
     keep their order, with a note.
 
     Args:
         symmetry: Symmetry of the network's architecture.
         network: Not changed unless ``inplace``.
-        scales: The gauge of the scales. None leaves scales and shifts as they are.
+        scales: The gauge of the scales. None leaves scales and shifts unchanged.
         signs: Whether to fix signs.
         order: Whether to sort units and blocks.
         inplace: Whether to change the network itself.
-        check: Whether to find the form of a randomly moved copy, too, and to compare: where they differ by more than
+        check: Whether to compute the form of a randomly moved copy and to compare: where they differ by more than
             1e-8 of a tensor's largest entry, a note names the axis groups. By default for networks with at most 2
             million numbers.
 
@@ -169,15 +171,15 @@ def canonicalize(
             finite.
 
     Note:
-        Units whose incoming or outgoing weights are all zero are dead: their scale stays, everything else is found as
+        Units with all-zero incoming or outgoing weights are dead: their scale is kept, everything else is computed as
         if they were absent, they come last, and `CanonicalForm.dead` reports them. For them alone the form depends on
         the orbit's member.
-        Where any invertible matrix acts (`AxisGroup.dense`: the values of an attention head), what is put out and what
-        reads it get equal, diagonal Gram matrices, largest entry first; without ``scales`` they stay, with a note.
-        Where matrices act between gains (`AxisGroup.gained`), gains become 1 before; they stay unless all is fixed. So
-        do planes (`AxisGroup.phase`), which are turned to the principal axes of the first weights that hold them.
-        Streams are turned to the principal axes of what stands on them (`AxisGroup.rotations`) where all else is fixed,
-        too; otherwise they stay, with a note. Sorting is not continuous: near networks may have
+        Where any invertible matrix acts (`AxisGroup.dense`: the values of an attention head), incoming and outgoing
+        weights get equal, diagonal Gram matrices, largest entry first; without ``scales`` they are kept, with a note.
+        Where matrices act between gains (`AxisGroup.gained`), gains become 1 before; they are kept unless all is fixed.
+        The same holds for rotary pairs (`AxisGroup.phase`): they are rotated to the principal axes of the first weights
+        that hold them. Streams are rotated to the principal axes of their readers and writers (`AxisGroup.rotations`)
+        if all else is fixed; otherwise they are kept, with a note. Sorting is not continuous: near networks may have
         far canonical forms (docs/theory/canonical.md, 4, 5).
 
     Example:
@@ -212,7 +214,7 @@ def canonicalize(
 
 
 def _apart(course: "_Course", network: nn.Module) -> dict[str, float]:
-    """Return how far the form of a moved copy is from a form, by tensor, relative to the largest entry that it had."""
+    """Return the distance between the forms of a copy and of the network, by tensor, relative to its largest entry."""
     symmetry, wanted = course.symmetry, course.wanted
     exact = ConvertedTensors({name: tensor.detach() for name, tensor in symmetry.tensors(network).items()}, doubled)
 
@@ -233,14 +235,14 @@ def _apart(course: "_Course", network: nn.Module) -> dict[str, float]:
         if tensor.is_floating_point() and tensor.numel():
             own = tensor.to("cpu", torch.float64)
             apart = torch.where(own == other[name], 0.0, (own - other[name]).abs()).max()  # masks hold infinities
-            # A bias that becomes 0 is so up to rounding of what it was.
+            # A bias that becomes 0 is exact up to rounding of its former value.
             sizes = [t[t.isfinite()].abs().max() for t in (own, exact[name], moved[name]) if bool(t.isfinite().any())]
             found[name] = float(apart / max([*sizes, torch.tensor(1e-300, dtype=torch.float64)]))
     return found
 
 
 def _not_unique(symmetry: Symmetry, apart: Mapping[str, float]) -> list[str]:
-    """Say which axis groups have another form for another member of the orbit."""
+    """List the axis groups with a form that depends on the point of the orbit."""
     wrong = {name: value for name, value in apart.items() if not value <= _SAME_FORM}
     if not wrong:
         return []
@@ -259,7 +261,7 @@ def canonical_element(symmetry: Symmetry, network: nn.Module) -> Element:
 
 
 def settled_element(symmetry: Symmetry, network: nn.Module) -> Element | None:
-    """Return what brings a network to where factors settle it without sums of squares; None if it is there."""
+    """Return the element of the steps that need no sums of squares; None if there is nothing to do."""
     course = _Course(symmetry, symmetry.tensors(network), Wanted(None), kept=False).settle()
     return None if course.element is course.identity else course.element
 
@@ -272,7 +274,7 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
     Args:
         symmetry: The network's.
         network: Not changed.
-        signs: Whether gains between which streams rotate may change their signs; they are positive then.
+        signs: Whether gains around rotated streams may change their signs; they become positive then.
     """
     wanted = Wanted("balanced", signs=signs, order=False, partly=True)
     return _Course(symmetry, symmetry.tensors(network), wanted, kept=False).run(whole=False).element
@@ -282,11 +284,11 @@ class _Course(Gathered):
     """A network's weights on their way to the canonical form: factors are asked, rung by rung.
 
     Attributes:
-        element: What has brought them to where they are.
+        element: The product of all elements so far.
         lifeless: The dead units, as found where no unit had been moved yet.
-        sweeps: Of all passes together.
-        residual: Of the last pass, as `converged` and `notes`.
-        unsettled: By how much what is found in turn still changed when it was found for the last time.
+        sweeps: Number of passes together.
+        residual: Residual of the last pass, like `converged` and `notes`.
+        unsettled: Last change of the quantities that are computed in turn.
     """
 
     def __init__(self, symmetry: Symmetry, given: Mapping[str, Tensor], wanted: Wanted, *, kept: bool = True) -> None:
@@ -295,7 +297,7 @@ class _Course(Gathered):
         names = [group.name for group in symmetry.groups]
         dtype = None if kept or exact else torch.float32
         super().__init__(symmetry.factors.plan, wanted, names, symmetry.parameter_names, dtype)
-        self.symmetry, self._kept = symmetry, kept  # whether moved tensors are kept, or made anew when asked for
+        self.symmetry, self._kept = symmetry, kept  # whether moved tensors are kept, or recomputed on request
         self.element = self.identity = symmetry.identity()
         self.lifeless: dict[int, Bools] | None = None
         self.sweeps, self.residual, self.converged, self.unsettled = 0, 0.0, True, 0.0
@@ -304,7 +306,7 @@ class _Course(Gathered):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The parameters and buffers where they are: as they were given, and in float64 once they have moved."""
+        """The current parameters and buffers: the given ones, and in float64 once they have moved."""
         if self._here is None:
             exact = ConvertedTensors(self._given, doubled)
             here = MovedTensors(self.symmetry.factors, self.element, exact)
@@ -385,7 +387,7 @@ class _Course(Gathered):
         self.notes += notes
 
     def _pass_until_signs_stay(self, whole: bool) -> None:
-        """Find all that is found in a pass: again while signs change that biases take up, for all after them."""
+        """Run a pass, and again while signs change that biases absorb, for all factors after them."""
         flipped = self._pass(whole)
         for _ in self.symmetry.structure.absorbed:
             if not flipped:

@@ -1,9 +1,9 @@
-"""The factors of a symmetry group: kinds of changes, each of which is a group, with one interface.
+"""The factors of a symmetry group: kinds of changes with one interface. Each kind is a group.
 
-An element is a product of one part per factor. Of two factors the one that acts later is *outer*; it carries the inner
-one into itself: with parts g and n, :math:`g n g^{-1}` is a part of the inner factor again. One formula then composes
-all kinds (docs/theory/intertwiners.md, 4): with g the outer parts of the first element, part f of ``second first`` is
-the product of :math:`g^{-1} f_2 g` and :math:`f_1`.
+An element is a product of one part per factor. If two factors do not commute, the one that acts later is *outer*. It
+maps the inner one into itself: with parts g and n, :math:`g n g^{-1}` is a part of the inner factor again. One formula
+composes all kinds (docs/theory/intertwiners.md, 4): with g the outer parts of the first element, part f of ``second
+first`` is the product of :math:`g^{-1} f_2 g` and :math:`f_1`.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ P = TypeVar("P", bound=Part)
 
 @dataclass(frozen=True)
 class Draw:
-    """What a random element is drawn from; see :meth:`Symmetry.sample`.
+    """Options for drawing a random element; see :meth:`Symmetry.sample`.
 
     Each factor takes the attributes that are about it: discrete ones `permutations` or `signs`, continuous ones
     `mixing` or `shifts`, or `scale` alone. With all of these off and `scale` 0 every part is the identity.
@@ -39,9 +39,9 @@ class Draw:
     Attributes:
         generator: Where randomness comes from; None for the global generator.
         scale: Standard deviation of logarithms of magnitudes, and of shifts. At least 0.
-        permutations: Whether units change places.
+        permutations: Whether units are permuted.
         signs: Whether signs change.
-        mixing: Whether matrices, rotations, tilts and phases are drawn.
+        mixing: Whether matrices, rotations, rank-one maps and phases are drawn.
         shifts: Whether shifts are drawn.
         cycles: Whether all units that can move do, in one cycle per cell.
         most: How many units a rotation changes at most; None for all.
@@ -60,7 +60,7 @@ class Draw:
     closed: Mapping[str, frozenset[int]] | None = None
 
     def keeps(self, factor: str) -> frozenset[int]:
-        """Return which matrices of a factor stay the identity."""
+        """Return the numbers of a factor's matrices that remain the identity."""
         return (self.closed or {}).get(factor, frozenset())
 
 
@@ -70,15 +70,15 @@ def passes(gain: Tensor) -> bool:
 
 
 class Gains(dict[str, Tensor]):
-    """The gains between which rotations and tilts act, by name, in double precision."""
+    """The gains around rotations and rank-one maps, by name, in double precision."""
 
     def learn(self, name: str, tensors: Mapping[str, Tensor], what: str, at: Tensor | None = None) -> None:
         """Keep a gain, before it changes.
 
         Args:
-            name: Its name; where it is not among the tensors, it is missed as soon as it is needed.
+            name: Its name; if it is not among the tensors, the error comes at its first use.
             tensors: Parameters, by name.
-            what: What acts between the gains, for the message.
+            what: The kind of map between the gains, for the message.
             at: The entries that must not be zero; all if None.
 
         Raises:
@@ -98,8 +98,8 @@ class Gains(dict[str, Tensor]):
         """
         if name not in self:
             raise ValueError(
-                f"a {what} acts behind the gain {name}, which is not there; expected the network itself beside what is "
-                f"changed, or an element without {what}s: sample(mixing=False)"
+                f"a {what} acts after the gain {name}, which is missing; expected the network itself along with its "
+                f"tensors, or an element without {what}s: sample(mixing=False)"
             )
         return self[name]
 
@@ -108,9 +108,9 @@ def require_passing(gain: Tensor, name: str, what: str) -> None:
     """Check that matrices pass a gain.
 
     Args:
-        gain: Its entries between which they act.
-        name: What it is called.
-        what: What acts between the gains.
+        gain: The entries of the gain that are used.
+        name: Its name.
+        what: The kind of map between the gains.
 
     Raises:
         ValueError: If an entry is zero or infinite.
@@ -123,10 +123,10 @@ def require_passing(gain: Tensor, name: str, what: str) -> None:
 
 
 class LinearAction(ABC):
-    """What one part of an element does by matrices, on single axes."""
+    """The action of one part of an element by matrices, on single axes."""
 
     def learn(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027 (most have no gains)
-        """Keep the gains between which it acts, if there are such.
+        """Keep the gains around its maps, if there are any.
 
         Raises:
             ValueError: If a gain holds a zero.
@@ -151,12 +151,12 @@ class LinearAction(ABC):
 class Factor(ABC, Generic[P]):
     """One factor of a symmetry group. Subclasses are listed, from the outermost inwards, in `group/kinds.py`.
 
-    Parts act in the reverse order of that list. A factor stands where all factors before it carry it into itself, and
-    where it carries all factors behind it into themselves; if it does not commute with one of these, the method
-    `carried` of that one has to take it into account.
+    Parts act in the reverse order of that list. All factors before a factor map it into itself, and it maps all factors
+    after it into themselves. If it does not commute with one of these, the method `carried` of that one has to take it
+    into account.
 
-    Canonical forms ask it for :meth:`canonical`; without it, two members of an orbit may have different canonical forms
-    (a note says so) and a distance above 0. Matching asks for :meth:`best_match`.
+    Canonical forms call :meth:`canonical`. Without it, two points of an orbit may have different canonical forms (with
+    a note) and a distance above 0. Matching calls :meth:`best_match`.
 
     Args:
         group: All factors of the group.
@@ -164,7 +164,7 @@ class Factor(ABC, Generic[P]):
     Attributes:
         name: The name of its part in elements.
         rung: When canonical forms ask it.
-        freedom: The word by which :func:`weight_matching` allows that it mixes units.
+        freedom: The option of :func:`weight_matching` that allows it to mix units.
         permutes: Whether its matrices hold the permutations of the units that they mix, so that these are not assigned.
         late: Whether matching asks it when all else has settled: before, assignments can still recognise units.
         keeps_norms: Whether its parts change no norm of the weights.
@@ -199,8 +199,8 @@ class Factor(ABC, Generic[P]):
     def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
         """Return the numbers of its matrices that cannot act at some weights, as gains around them hold zeros.
 
-        Permutations carry zeros to all units that a matrix mixes. So a matrix is closed with all of its entries: what
-        is left is a group, whose elements act in any order.
+        Permutations carry zeros to all units that a matrix mixes. So a matrix is closed with all of its entries: the
+        rest is a group, and its elements act in any order.
 
         Args:
             tensors: Parameters and buffers, by name.
@@ -215,15 +215,15 @@ class Factor(ABC, Generic[P]):
         """Draw a random part that changes the units that are seen in one place, and no others.
 
         Args:
-            seen: Where units stand in a value inside the network.
+            seen: Positions of units in a value inside the network.
             values: This factor of the group on values.
-            draw: What is drawn.
+            draw: Options for drawing.
         """
         return self.identity()
 
     @abstractmethod
     def compose(self, later: P, earlier: P) -> P:
-        """Return the product of two parts, of which `earlier` acts first."""
+        """Return the product of two parts; `earlier` acts first."""
 
     @abstractmethod
     def inverse(self, own: P) -> P:
@@ -251,7 +251,7 @@ class Factor(ABC, Generic[P]):
 
     @property
     def told(self) -> list[str]:
-        """The parameters of which rules have told it, see `Trace.tell`."""
+        """The parameters that rules have reported to it, see `Trace.tell`."""
         return [name for factor, name in self.structure.told if factor == self.name]
 
     @property
@@ -261,7 +261,7 @@ class Factor(ABC, Generic[P]):
 
     @property
     def redundant(self) -> int:
-        """How many of its tangents are combinations of others, of its own or of scales."""
+        """The number of its tangents that are combinations of others of the same factor or of scales."""
         return 0
 
     @property
@@ -275,25 +275,25 @@ class Factor(ABC, Generic[P]):
         return None
 
     def dimension_at(self, offsets: Collection[int]) -> int:
-        """Return the dimension of what acts by matrices at some slots, given by their offsets."""
+        """Return the dimension of the matrices that act at some slots, given by their offsets."""
         return 0
 
     def describe(self) -> Iterable[str]:
-        """Yield lines on what it is, for `print(symmetry)`."""
+        """Yield lines that describe it, for `print(symmetry)`."""
         return ()
 
     # Its action.
 
     def linear_action(self, own: P, gains: Gains) -> LinearAction | None:
-        """Return what a part does by matrices; None where it changes nothing in this way."""
+        """Return the action of a part by matrices; None if it has none."""
         return None
 
     def multipliers(self, own: P) -> Floats | None:
-        """Return for each position of all slots by what a part multiplies it, before it moves; None for nothing."""
+        """Return the multiplier of a part at each position of all slots, before it moves; None for nothing."""
         return None
 
     def entries(self, own: P, name: str) -> Tensor | None:
-        """Return by what a part multiplies single entries of a tensor, once all is added; None for nothing.
+        """Return the multipliers of a part for single entries of a tensor, after all additions; None for nothing.
 
         An optimiser's averages are multiplied by powers of these.
 
@@ -302,18 +302,16 @@ class Factor(ABC, Generic[P]):
             name: The name of the tensor.
 
         Returns:
-            Of a shape that broadcasts to the tensor's, float64.
+            A tensor that broadcasts to the given one, float64.
         """
         return None
 
     def added(self, own: P, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
-        """Return what a part adds to tensors before anything else acts, by name; of shapes that broadcast to theirs.
+        """Return the additions of a part to tensors before anything else acts, by name; they broadcast to these.
 
-        All factors see the tensors as they were; what they add is summed up.
-
-        What all factors add is found from the same tensors, those of the network as it is, and then added up. An
-        optimiser's state does not see it. So this is for numbers that do not depend on what other factors add to the
-        same tensor; what multiplies units belongs into :meth:`multipliers`.
+        The additions of all factors are computed from the tensors of the unchanged network, and then summed. An
+        optimiser's state does not see them. So this is for numbers that do not depend on additions of other factors to
+        the same tensor; multipliers of units belong into :meth:`multipliers`.
 
         Args:
             own: The part.
@@ -322,7 +320,7 @@ class Factor(ABC, Generic[P]):
         return {}
 
     def shown(self, own: P, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Return what a part adds to a value inside the network before anything else acts; None for nothing.
+        """Return the addition of a part to a value inside the network before anything else acts; None for nothing.
 
         Args:
             own: The part.
@@ -332,7 +330,7 @@ class Factor(ABC, Generic[P]):
         return None
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
-        """Return the directions in which it moves parameters and nothing else.
+        """Return the directions along which it moves parameters only.
 
         Args:
             parameters: By name, float64.
@@ -356,17 +354,17 @@ class Factor(ABC, Generic[P]):
         return {Rung.SIGNS: wanted.signs, Rung.ORDER: wanted.order}.get(self.rung, True)
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return what brings weights to the same place from all of an orbit, as far as this factor can do that.
+        """Return the part that brings weights to the same place from all of an orbit, as far as this factor can.
 
         It is asked when its `rung` says. By default it has no form.
 
         Args:
-            state: The weights, and what was gathered of them.
+            state: The weights, and sums gathered from them.
         """
         return Canonical({})
 
     def left(self, wanted: Wanted, tensors: Mapping[str, Tensor]) -> Iterable[str]:
-        """Yield notes on what a form leaves as it is.
+        """Yield notes on the unchanged parts of a form.
 
         Args:
             wanted: Which form was wanted.
@@ -399,7 +397,7 @@ class Factor(ABC, Generic[P]):
     def seen(
         self, groups: Sequence[AxisGroup], values: Structure, networks: Sequence[Mapping[str, Tensor]]
     ) -> Iterable[Seen]:
-        """Yield where the units that it mixes can be watched, if the best part is to be found by activations.
+        """Yield the values that show the units that it mixes, if the best part is to be found by activations.
 
         Args:
             groups: The axis groups.
@@ -417,33 +415,33 @@ class Factor(ABC, Generic[P]):
         return self.identity()
 
     def pair_gains(self, orbit: int, gained: Callable[[P | None], Tensor]) -> Tensor:
-        """Return what is gained where a unit of an orbit takes the place of another, as :meth:`gains_of_blocks` asks.
+        """Return the gains of replacing a unit of an orbit by another, as :meth:`gains_of_blocks` needs them.
 
         Args:
             orbit: The number of the orbit.
-            gained: Returns the gains of all pairs behind a part, or without. Of shape (units, units).
+            gained: Returns the gains of all pairs after a part, or without. The result has shape (units, units).
         """
         return gained(None)
 
     def gains_of_blocks(self, table: Tensor, places: Ints, mixing: bool) -> Floats:
-        """Return what is gained where a block takes the place of another, members being mixed in the best way.
+        """Return the gains of replacing a block by another, with the best mixing of members.
 
         Args:
-            table: What :meth:`pair_gains` returned.
+            table: The result of :meth:`pair_gains`.
             places: The members' places in the orbit. Shape (blocks, members).
             mixing: Whether they may be mixed.
 
         Returns:
             Shape (blocks, blocks).
         """
-        raise NotImplementedError(f"{self.name} mixes units; expected it to say what blocks of them gain")
+        raise NotImplementedError(f"{self.name} mixes units; expected it to define the gains of blocks")
 
     def mixing_blocks(self, own: P, table: Tensor, units: Ints, places: Ints, order: Ints) -> P:
-        """Return a part with what mixes the members of blocks in the best way, before these change places.
+        """Return a part that mixes the members of blocks in the best way, before the blocks are permuted.
 
         Args:
             own: The part.
-            table: What :meth:`pair_gains` returned.
+            table: The result of :meth:`pair_gains`.
             units: Those of the orbit. Shape (units,).
             places: The members' places among these. Shape (blocks, members).
             order: Which block comes to each place. Shape (blocks,).
@@ -463,7 +461,7 @@ class Factor(ABC, Generic[P]):
         return None
 
     def improve(self, search: Search) -> bool:
-        """Try steps of its own; return whether the networks came nearer."""
+        """Try additional steps; return whether the networks are nearer to each other."""
         return False
 
     def is_even(self, one: P, two: P) -> bool:
@@ -474,7 +472,7 @@ class Factor(ABC, Generic[P]):
         return self.rung >= Rung.EACH or not self.concerned(Wanted("balanced", order=False))
 
     def rigid(self, own: P) -> P:
-        """Return what is left of a part where no norm may change."""
+        """Return the remainder of a part if no norm may change."""
         return own if self.keeps_norms else self.identity()
 
     @property
@@ -483,7 +481,7 @@ class Factor(ABC, Generic[P]):
         return (self.permutes or self.late) and any(map(self.mixes, range(len(self.structure.orbits))))
 
     def put_in_proportion(self, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], back: P) -> P | None:
-        """Return what acts before `back`, so that no unit gets a norm of which a reference says too little, or None.
+        """Return a part that acts before `back` and fixes norms that the reference determines too weakly, or None.
 
         Args:
             theirs: Tensors of the reference, by name.
@@ -493,7 +491,7 @@ class Factor(ABC, Generic[P]):
         return None
 
     def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> P | None:
-        """Return the part that brings parameters nearest to others, whatever norms it changes; None if it has none.
+        """Return the part that brings parameters nearest to others, regardless of norms; None if it has none.
 
         Args:
             target: Parameters of the reference, by name.
@@ -504,18 +502,18 @@ class Factor(ABC, Generic[P]):
     # Bounds of distances.
 
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
-        """Return notes on what bounds of the distance of orbits leave out, and whether no lower bound is known.
+        """Return notes on omissions of bounds of the distance of orbits, and whether no lower bound is known.
 
         Args:
-            networks: Parameters of both, as they are compared, by name.
+            networks: Parameters of both, in their compared form, by name.
             balanced: Whether both are balanced.
         """
         if not self.bounded and (self.dimension or self.log_order):
-            return [f"no lower bound is known for what {self.name} does"], True
+            return [f"no lower bound is known for {self.name} parts"], True
         return (), False
 
     def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Return by name what no part changes of tensors on which it acts: lists of numbers, compared in their order.
+        """Return the invariants of tensors under all parts, by name: lists of numbers, compared in their order.
 
         Args:
             tensors: Parameters, by name, float64.
@@ -523,7 +521,7 @@ class Factor(ABC, Generic[P]):
         return {}
 
     def veiled(self, signs: bool) -> tuple[set[str], set[str]]:
-        """Return the tensors of which bounds see nothing, and those of which they see absolute values only.
+        """Return the tensors that bounds ignore, and those that enter by absolute values only.
 
         Args:
             signs: Whether signs may change.
@@ -533,16 +531,16 @@ class Factor(ABC, Generic[P]):
     # Moves that have a name.
 
     def brought_to_one(self, rows: Ints, values: Floats) -> tuple[P, Bools] | None:
-        """Return what multiplies values to 1, as far as it can, and where it does; None if it multiplies nothing.
+        """Return a part that scales values to 1, as far as it can, and a mask of these; None if it multiplies nothing.
 
         Args:
-            rows: Where the values stand among the positions of all slots. Shape (values,).
+            rows: Positions of the values among those of all slots. Shape (values,).
             values: Not 0. Shape (values,).
         """
         return None
 
     def taken_off(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> tuple[P, Bools] | None:
-        """Return what brings tensors to 0 as far as it can, and which entries; None if it adds nothing.
+        """Return a part that brings tensors to 0 as far as it can, and a mask of entries; None if it adds nothing.
 
         Args:
             tensors: Parameters and buffers, by name, float64, on the CPU.
@@ -560,22 +558,22 @@ class Factor(ABC, Generic[P]):
         return None
 
     def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
-        """Return what gives values and outputs, queries and keys of heads the same norms; None if it mixes none.
+        """Return a part that gives values and outputs, queries and keys of heads equal norms; None if it mixes none.
 
         Args:
             tensors: Parameters, by name, float64.
         """
         return None
 
-    # What else asks.
+    # Other queries.
 
     def matrix_places(self) -> Iterable[MatrixPlace]:
-        """Yield where its parts are matrices, in whose place :class:`SoftMaps` may take others."""
+        """Yield the places of its matrices; :class:`SoftMaps` may replace these."""
         return ()
 
     @property
     def gains(self) -> frozenset[str]:
-        """The tensors between which it acts, and by which it divides."""
+        """The tensors around its maps that it divides by."""
         return frozenset()
 
     # Coordinates near the identity.
@@ -622,7 +620,7 @@ class Factor(ABC, Generic[P]):
                 )
 
     def _fits(self, member: Tensor) -> bool:
-        """Return whether a member of a part has another shape than the identity's, that is allowed, too."""
+        """Return whether a member of a part has another allowed shape than the identity's."""
         return False
 
 
@@ -632,7 +630,7 @@ def members(part: Part) -> tuple[Tensor, ...]:
 
 
 class Additive(Factor[Tensor]):
-    """A factor whose parts are vectors that add."""
+    """A factor with vectors as parts, composed by addition."""
 
     @property
     @abstractmethod
@@ -681,7 +679,7 @@ class Factors:
         return self._by_name[name]
 
     def source(self, permutation: Tensor) -> Ints:
-        """Return for each position of all slots the position whose content a permutation of units brings there."""
+        """Return for each position of all slots its source under a permutation of units."""
         structure = self.structure
         source, image = np.arange(structure.magnitudes.shape[0]), structure.comes(permutation.numpy())
         for orbit, (units, columns) in enumerate(zip(structure.orbits, structure.columns, strict=True)):
@@ -691,14 +689,14 @@ class Factors:
 
     @property
     def plan(self) -> Plan:
-        """What sums over slices need to know of the structure, made at the first call."""
+        """The plan for sums over slices, made at the first call."""
         if self not in _PLANS:
             _PLANS[self] = Plan(self.structure, self.parameters)
         return _PLANS[self]
 
     @property
     def inwards(self) -> list[Factor[Any]]:
-        """The factors in the order in which they act."""
+        """The factors in the order of their action."""
         return [*self][::-1]
 
     def identity(self, group: str) -> Element:
@@ -706,7 +704,7 @@ class Factors:
         return Element(group, {factor.name: factor.identity() for factor in self})
 
     def compose(self, second: Element, first: Element) -> Element:
-        """Return the product of two elements, of which `first` acts first."""
+        """Return the product of two elements; `first` acts first."""
         parts, undoing = {}, _Undoing(self, first)
         for factor in self:
             later, earlier = second.parts[factor.name], first.parts[factor.name]
@@ -729,7 +727,7 @@ class Factors:
         return Element(group, {factor.name: factor.sample(draw) for factor in self})
 
     def closed(self, tensors: Mapping[str, Tensor]) -> dict[str, frozenset[int]]:
-        """Return what cannot act at some weights, by factor; see :meth:`Factor.closed`."""
+        """Return the numbers of matrices that cannot act at some weights, by factor; see :meth:`Factor.closed`."""
         found = {factor.name: factor.closed(tensors) for factor in self}
         return {name: numbers for name, numbers in found.items() if numbers}
 
@@ -766,7 +764,7 @@ class Factors:
 
 
 class _Undoing:
-    """The inverse of an element, found from the outermost part inwards, as far as it is asked for.
+    """The inverse of an element, computed from the outermost part inwards, as far as needed.
 
     Args:
         factors: Those of the group.

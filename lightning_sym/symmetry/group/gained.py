@@ -21,7 +21,7 @@ from lightning_sym.symmetry.group.matrix import random_matrix
 from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)  # stands for the identity, of any size
+NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)  # an empty matrix means the identity, of any size
 
 Matrices = tuple[Tensor, ...]
 
@@ -40,7 +40,7 @@ class GainedMatrix(Factor[Matrices]):
         return not any(len(matrix) for matrix in own)
 
     def sample(self, draw: Draw) -> Matrices:
-        """Draw matrices whose singular vectors are uniform, and whose singular values are log-normal."""
+        """Draw matrices with uniform singular vectors and log-normal singular values."""
         if not draw.mixing:
             return self.identity()
         closed = draw.keeps(self.name)
@@ -61,7 +61,7 @@ class GainedMatrix(Factor[Matrices]):
         )
 
     def compose(self, later: Matrices, earlier: Matrices) -> Matrices:
-        """Return the product of two parts, of which `earlier` acts first."""
+        """Return the product of two parts; `earlier` acts first."""
         pairs = zip(later, earlier, strict=True)
         return tuple(one @ two if len(one) and len(two) else one if len(one) else two for one, two in pairs)
 
@@ -94,7 +94,7 @@ class GainedMatrix(Factor[Matrices]):
 
     @property
     def redundant(self) -> int:
-        """How many scales are also among the matrices, if they move parameters alone."""
+        """The number of scales that are also among the matrices, if they move parameters only."""
         return sum(cell.size for cell in self.structure.gained if not cell.moves_statistics)
 
     def dimension_at(self, offsets: Collection[int]) -> int:
@@ -104,7 +104,7 @@ class GainedMatrix(Factor[Matrices]):
         return sum(self.structure.gained[cell].size ** 2 - self.structure.gained[cell].size for cell in cells)
 
     def linear_action(self, own: Matrices, gains: Gains) -> "GainedAction | None":
-        """Return what a part does by matrices; None for the identity."""
+        """Return the action of a part by matrices; None for the identity."""
         return None if self.is_identity(own) else GainedAction(self.structure, own)
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
@@ -122,7 +122,7 @@ class GainedMatrix(Factor[Matrices]):
             for place in structure.gained_places.get(slot.offset, ()):
                 cell = structure.gained[place.cell]
                 outside = around(place, [gain.of(tensors) for gain in cell.gains]).numpy()
-                # Entry (i, j) adds row j to row i where units are put out, and takes i off j where they are read.
+                # Entry (i, j) adds row j to row i where units are written, and subtracts i from j where they are read.
                 into, of = np.indices((cell.size, cell.size)).reshape(2, -1)[:: -1 if place.read else 1]
                 with np.errstate(divide="ignore", invalid="ignore"):
                     factor = np.where(into == of, 1.0, outside[into] / outside[of])
@@ -147,7 +147,7 @@ class GainedMatrix(Factor[Matrices]):
         return bool(self.structure.gained) and wants_matrices(wanted)
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return what makes both Gram matrices of every cell equal and diagonal, gains taken off."""
+        """Return the part that makes both Gram matrices of every cell equal and diagonal, without gains."""
         if self.structure.dense:  # these were found together
             return Canonical({})
         return balance_cells(self.group, state)
@@ -166,14 +166,14 @@ class GainedMatrix(Factor[Matrices]):
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
         """Return a note on cells that are not mixed; see :class:`Factor`."""
         note = (
-            f"{len(self.structure.gained)} cells on which invertible matrices act between gains are mixed only if both "
-            "networks compute the same: no lower bound is known"
+            f"{len(self.structure.gained)} cells with invertible matrices between gains are mixed only if both "
+            "networks compute the same function: no lower bound is known"
         )
         return [note] * bool(self.structure.gained), bool(self.structure.gained)
 
     @property
     def gains(self) -> frozenset[str]:
-        """The gains between which matrices act."""
+        """The gains around the matrices."""
         return frozenset(name for cell in self.structure.gained for gain in cell.gains for name in gain.names)
 
     def _fits(self, member: Tensor) -> bool:
@@ -192,7 +192,7 @@ class GainedMatrix(Factor[Matrices]):
 
 
 class GainedAction(LinearAction):
-    """What invertible matrices do on single axes, between gains.
+    """The action of invertible matrices on single axes, between gains.
 
     Args:
         structure: The group.
@@ -202,7 +202,7 @@ class GainedAction(LinearAction):
     def __init__(self, structure: Structure, matrices: Matrices) -> None:
         self.structure = structure
         self.moved: list[Ints] = []  # which units are mixed at all
-        self.matrices: list[tuple[Tensor, Tensor]] = []  # among these, and what is read is multiplied by
+        self.matrices: list[tuple[Tensor, Tensor]] = []  # those units' matrices, and the matrices for readers
         for matrix in matrices:
             change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
             moved = torch.nonzero(change.any(0) | change.any(1)).ravel() if len(matrix) else torch.zeros(0).long()
@@ -212,7 +212,7 @@ class GainedAction(LinearAction):
         self.gains: dict[int, list[Tensor]] = {}
 
     def learn(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the gains between which the matrices act.
+        """Keep the gains around the matrices.
 
         Raises:
             ValueError: If a gain is zero, or not finite.
@@ -225,7 +225,7 @@ class GainedAction(LinearAction):
                 require_passing(values, gain.name, "matrix")
 
     def acts_at(self, slot: Slot) -> bool:
-        """Return whether a matrix changes what stands in a slot."""
+        """Return whether a matrix changes the units of a slot."""
         return any(len(self.moved[place.cell]) for place in self.structure.gained_places.get(slot.offset, ()))
 
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
@@ -242,8 +242,8 @@ class GainedAction(LinearAction):
                 if place.cell not in self.gains:
                     names = listed(_names(self.structure.gained[place.cell]))
                     raise ValueError(
-                        f"a matrix acts behind the gains {names}, which are not there; expected the network itself "
-                        "beside what is changed, or an element without matrices: sample(mixing=False)"
+                        f"a matrix acts after the gains {names}, which are missing; expected the network itself "
+                        "along with its tensors, or an element without matrices: sample(mixing=False)"
                     )
                 outside = around(place, self.gains[place.cell])
                 matrix = outside[:, None] * matrix / outside
@@ -277,7 +277,7 @@ def _moved(
     parameters: Mapping[str, Floats],
     tensors: Mapping[str, Tensor],
 ) -> tuple[str, Ints, Floats, Floats] | None:
-    """Return the parameter that moves with a place, where its rows stand, the rows that are added, and their factors.
+    """Return the parameter that moves with a place, the positions of its rows, the added rows, and their factors.
 
     It is the parameter at the place, or the bias of a batch norm that makes up for the mean.
     """

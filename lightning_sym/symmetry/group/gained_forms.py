@@ -1,4 +1,4 @@
-"""What canonical forms know of cells that matrices mix between gains: docs/theory/intertwiners.md, 2.18."""
+"""Canonical forms of cells that matrices mix between gains: docs/theory/intertwiners.md, 2.18."""
 
 from collections.abc import Collection, Mapping
 
@@ -15,7 +15,7 @@ from lightning_sym.symmetry.tracing.structure import Structure
 
 
 def wants_matrices(wanted: Wanted) -> bool:
-    """Return whether gained cells are brought to a form: only where all else is, too.
+    """Return whether gained cells are brought to a form: only if all else is as well.
 
     Networks are matched in a gauge without them, as matrices keep the function in evaluation mode alone.
     """
@@ -23,7 +23,7 @@ def wants_matrices(wanted: Wanted) -> bool:
 
 
 def usable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the numbers of the gained cells between whose gains there is no zero."""
+    """Return the numbers of the gained cells without zeros in their gains."""
     cells = enumerate(structure.gained)
     return [index for index, cell in cells if all(passes(gain.of(tensors)) for gain in cell.gains)]
 
@@ -31,7 +31,7 @@ def usable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
 def held_scales(structure: Structure, tensors: Mapping[str, Tensor], wanted: Wanted) -> Floats:
     """Return the logarithms of scales that are known before others: those that bring gains to 1 or -1.
 
-    Gains are those between which streams rotate, and those between which matrices act. Where these are made of a batch
+    These are the gains around rotated streams, and those around matrices. Where the latter are made of a batch
     norm's gain and variance, the gains of the batch norms get the mean square 1.
 
     Args:
@@ -58,11 +58,11 @@ def _taken_off(cell: GainedCell, tensors: Mapping[str, Tensor]) -> tuple[Floats,
     These have the mean square 1; those of readers and of writers the same sum of squares, if both have some.
 
     Args:
-        cell: The cell, of whose gains none is zero.
+        cell: The cell; its gains are not zero.
         tensors: Parameters and buffers, by name.
 
     Returns:
-        Logarithms of what gains are multiplied by, and of the scales of the matrices' place. Shape (gains + 1, size);
+        Logarithms of the multipliers of gains, and of the scales at the matrices' place. Shape (gains + 1, size);
         and of the gains of batch norms. Shape (batch norms, size).
     """
     rates = np.zeros((len(cell.gains) + 1, cell.size))
@@ -99,7 +99,7 @@ def in_order_of_gains(structure: Structure, tensors: Mapping[str, Tensor], cells
 def gram_matrices_between(
     structure: Structure, tensors: Mapping[str, Tensor], gains: Mapping[str, Tensor], cells: Collection[int]
 ) -> list[tuple[int, tuple[Tensor, Tensor]]]:
-    """Return the Gram matrices of what is put out and read by gained cells, with all gains taken off.
+    """Return the Gram matrices of the weights into and out of gained cells, with all gains divided out.
 
     Args:
         structure: The group.
@@ -133,6 +133,6 @@ def tensors_between(structure: Structure) -> set[str]:
 
 
 def orbits_between(structure: Structure, cells: Collection[int]) -> set[int]:
-    """Return the orbits all of whose cells are among some gained ones."""
+    """Return the orbits with all of their cells among some gained ones."""
     left = {own.orbit for index, own in enumerate(structure.gained) if index not in cells}
     return {structure.gained[index].orbit for index in cells} - left

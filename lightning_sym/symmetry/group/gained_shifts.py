@@ -1,4 +1,4 @@
-"""Which invertible matrices between gains carry shifts to shifts, whatever weights are."""
+"""Find the invertible matrices between gains that map shifts to shifts, for all weights."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ from lightning_sym.symmetry.group.translations import folded
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.structure import Structure
 
-_ROUNDING = 1e-6  # relative: what is carried wrongly is off by as much as there is
+_ROUNDING = 1e-6  # relative: a wrong result is off by order 1
 
 
 def with_carried_shifts(
     structure: Structure, values: Structure, shapes: Mapping[str, Sequence[int]]
 ) -> tuple[Structure, Structure, list[str]]:
-    """Leave out the gained cells whose matrices carry shifts in a way that depends on weights, or that shifts move.
+    """Leave out the gained cells with matrices that map shifts in a weight-dependent way, or that shifts move.
 
     Args:
         structure: The group, with its shifts.
@@ -28,7 +28,7 @@ def with_carried_shifts(
         shapes: The shapes of all parameters and buffers, by name.
 
     Returns:
-        Both with the cells that stay, and shifts in multiples of gains; and a note on what was left out.
+        Both with the remaining cells, and shifts in multiples of gains; and a note on the cells left out.
     """
     several = _unmoved(structure, shapes)
     whole = _folded(structure, several)
@@ -38,7 +38,7 @@ def with_carried_shifts(
         whole = whole if _carries(whole) else _folded(structure, [])
     count = len(several) - len(whole.gained)
     note = (
-        f"{count} cells of units between gains are not mixed by matrices, as these would carry what may be added to "
+        f"{count} cells of units between gains are not mixed by matrices, as these would change additions to "
         "weights there in a way that depends on the gains"
     )
     return whole, replace(values, shifts=whole.shifts, gained=whole.gained), [note] * bool(count)
@@ -51,7 +51,7 @@ def _folded(structure: Structure, cells: Collection[int]) -> Structure:
 
 
 def _unmoved(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return the numbers of the gained cells of which shifts move no weight matrices entry by entry."""
+    """Return the numbers of the gained cells with weight matrices that shifts do not move entry by entry."""
     at: list[list[Ints]] = [[] for _ in structure.gained]
     for slot in structure.slots:
         for place in structure.gained_places.get(slot.offset, ()) if len(shapes[slot.tensor]) > 1 else ():
@@ -61,11 +61,11 @@ def _unmoved(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> list[
 
 
 def _carries(structure: Structure) -> bool:
-    """Return whether matrices carry a shift as composition says, at weights of which this knows nothing."""
+    """Return whether matrices map a shift as composition requires, at unknown weights."""
     factors, space = factors_of(structure), structure.shifts
     shifted = [slot.offset for slot in structure.slots if slot.tensor in space.names]
     if not any(any(place.powers) for at in shifted for place in structure.gained_places.get(at, ())):
-        return True  # where shifts act, matrices stand between no gains
+        return True  # where shifts act, there are no gains around matrices
     generator = torch.Generator().manual_seed(0)
     drawn = factors.sample("", Draw(generator))
     matrix, shift = (factors.identity("").replaced(**{name: drawn.parts[name]}) for name in ("gained", "shift"))

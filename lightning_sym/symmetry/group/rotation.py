@@ -57,7 +57,7 @@ class Rotations(Factor[Turns]):
         return frozenset(range(len(self.structure.rotations))) - {*rotatable(self.structure, tensors)}
 
     def compose(self, later: Turns, earlier: Turns) -> Turns:
-        """Return the product of two parts, of which `earlier` acts first."""
+        """Return the product of two parts; `earlier` acts first."""
         pairs = zip(later, earlier, strict=True)
         return tuple(one @ two if len(one) and len(two) else one if len(one) else two for one, two in pairs)
 
@@ -75,10 +75,10 @@ class Rotations(Factor[Turns]):
         return tuple(result)
 
     def _brought(self, index: int, by: Element) -> tuple[int, Tensor, Tensor]:
-        """Return where an element carries a rotation's units, in front of all gains: x_a = sign_a x_order[a].
+        """Return the image of a rotation's units under an element, before all gains: x_a = sign_a x_order[a].
 
         Returns:
-            The rotation in whose place they stand afterwards; for each of its units its place among these, shape
+            The rotation at their new place; for each of its units its place among these, shape
             (size,); and its sign. Shape (size,).
         """
         structure, rotation = self.structure, self.structure.rotations[index]
@@ -100,7 +100,7 @@ class Rotations(Factor[Turns]):
         return sum(self.structure.rotations[index].dimension for index in indices)
 
     def linear_action(self, own: Turns, gains: Gains) -> "RotationAction | None":
-        """Return what a part does by matrices; None for the identity."""
+        """Return the action of a part by matrices; None for the identity."""
         action = RotationAction(self.structure, own, gains)
         return action if action.moving else None
 
@@ -151,7 +151,7 @@ class Rotations(Factor[Turns]):
     def seen(
         self, groups: Sequence[AxisGroup], values: Structure, networks: Sequence[Mapping[str, Tensor]]
     ) -> Iterable[Seen]:
-        """Yield the outputs of modules in which a whole stream is seen that rotates in all networks."""
+        """Yield the outputs of modules that show a whole stream that rotates in all networks."""
         able = set.intersection(*(set(rotatable(self.structure, own)) for own in networks))
         for group in groups:
             for tap in group.taps if group.rotations and not group.dense else ():
@@ -185,7 +185,7 @@ class Rotations(Factor[Turns]):
 
     @property
     def gains(self) -> frozenset[str]:
-        """The gains between which streams rotate."""
+        """The gains around rotated streams."""
         return frozenset(name for rotation in self.structure.rotations for name, _ in rotation.gains)
 
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
@@ -196,7 +196,7 @@ class Rotations(Factor[Turns]):
         return [note] * stiff, stiff
 
     def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Return the singular values of all that stands on a stream; see :class:`Factor`."""
+        """Return the singular values of all tensors on a stream; see :class:`Factor`."""
         found = {}
         for slot in self.structure.slots:
             if slot.offset in self.structure.rotated_places and slot.tensor in tensors:
@@ -231,7 +231,7 @@ class Rotations(Factor[Turns]):
             )
 
     def matrix_places(self) -> Iterable[MatrixPlace]:
-        """Yield where streams are rotated; see :class:`Factor`."""
+        """Yield the places of rotations of streams; see :class:`Factor`."""
         for slot in self.structure.slots:
             for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
                 known = zip(self.structure.rotations[index].gains, powers, strict=True)
@@ -240,7 +240,7 @@ class Rotations(Factor[Turns]):
                 yield MatrixPlace(slot.tensor, maps, slot.axes[0], where, gains=gains)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the matrices' logarithms, of which the antisymmetric part counts."""
+        """Return the shapes of the matrices' logarithms; only the antisymmetric part counts."""
         return {f"rotation {index}": (own.size, own.size) for index, own in enumerate(self.structure.rotations)}
 
     def at(self, coordinates: Mapping[str, Tensor]) -> Turns:
@@ -266,7 +266,7 @@ class Rotations(Factor[Turns]):
         """Check that a part is one of this factor.
 
         Raises:
-            ValueError: If a matrix is not orthogonal, or moves the vector of ones where a mean is taken off.
+            ValueError: If a matrix is not orthogonal, or moves the vector of ones where a mean is subtracted.
         """
         super().check(own)
         for turn, rotation in zip(own, self.structure.rotations, strict=True):
@@ -281,12 +281,12 @@ class Rotations(Factor[Turns]):
 
 
 class RotationAction(LinearAction):
-    """What orthogonal matrices do on single axes.
+    """The action of orthogonal matrices on single axes.
 
     Args:
         structure: The group.
         turns: One per rotation, or an empty one.
-        gains: The gains between which they act.
+        gains: The gains around the rotations.
     """
 
     def __init__(self, structure: Structure, turns: Turns, gains: Gains) -> None:
@@ -303,7 +303,7 @@ class RotationAction(LinearAction):
         return any(len(moved) for moved, _ in self.turns)
 
     def learn(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the gains between which the matrices act.
+        """Keep the gains around the matrices.
 
         Raises:
             ValueError: If a gain of units that move is zero.
@@ -313,7 +313,7 @@ class RotationAction(LinearAction):
                 self.gains.learn(name, tensors, "rotation", torch.from_numpy(at[moved]))
 
     def acts_at(self, slot: Slot) -> bool:
-        """Return whether a matrix changes what stands in a slot."""
+        """Return whether a matrix changes the units of a slot."""
         return any(len(self.turns[index][0]) for index, *_ in self.structure.rotated_places.get(slot.offset, ()))
 
     def require(self, tap: Tap, slot: Slot) -> None:
@@ -324,7 +324,7 @@ class RotationAction(LinearAction):
         """
         if tap.squared and self.acts_at(slot):
             raise ValueError(
-                f"{tap.name} holds squares of units that the element rotates, on which no matrix acts; expected "
+                f"{tap.name} holds squares of units that the element rotates, and no matrix acts on squares; expected "
                 "another tap, or an element without rotations: sample(mixing=False)"
             )
 

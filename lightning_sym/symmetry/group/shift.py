@@ -1,4 +1,4 @@
-"""Shifts: what is added to weights, before all else; docs/theory/translations.md."""
+"""Shifts: additions to weights, before all else; docs/theory/translations.md."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -22,7 +22,7 @@ from lightning_sym.symmetry.tracing.affine.translations import WRITERS
 
 
 class Shift(Additive):
-    """A vector space, whose elements add numbers to weights."""
+    """A vector space of elements that add numbers to weights."""
 
     name = "shift"
 
@@ -53,17 +53,17 @@ class Shift(Additive):
 
     @property
     def gains(self) -> frozenset[str]:
-        """The tensors in multiples of which something is added."""
+        """The tensors with multiples among the additions."""
         return frozenset(self.structure.shifts.factors)
 
     rung, bounded = Rung.IN_TURN, True
 
     def concerned(self, wanted: Wanted) -> bool:
-        """Return whether shifts are taken off: where scales may change."""
+        """Return whether shifts are removed: where scales may change."""
         return wanted.scales is not None and bool(self.structure.shifts)
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the shift after which the sum of squares of the shifted tensors is least."""
+        """Return the shift that minimises the sum of squares of the shifted tensors."""
         return Canonical({self.name: nearest(self.structure.shifts, state.tensors, state.parameters)})
 
     @property
@@ -106,11 +106,11 @@ class Shift(Additive):
         return described_shifts(self.structure.shifts.kinds)
 
     def added(self, own: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Sequence[Summand]]:
-        """Return what a shift adds to tensors; see :class:`Factor`."""
+        """Return the additions of a shift to tensors; see :class:`Factor`."""
         return {} if self.is_identity(own) else self.structure.shifts.at(tensors).summands(own)
 
     def shown(self, own: Tensor, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Return what a shift adds to a value; see :class:`Factor`.
+        """Return the addition of a shift to a value; see :class:`Factor`.
 
         Raises:
             ValueError: If that depends on the input, or on tensors that are not given.
@@ -120,15 +120,15 @@ class Shift(Additive):
             return None
         if space.shows(element, shown.unknown):
             raise ValueError(
-                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
-                "does not see that); expected an element without shifts: sample(shifts=False)"
+                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (its readers "
+                "ignore it); expected an element without shifts: sample(shifts=False)"
             )
         if shown.at is None or not space.shows(element, shown.at):
             return None
         if tensors is None and (needed := space.needed(shown.at)):
             raise ValueError(
-                f"what shifts add to {tap.name} depends on {listed(sorted(needed))}; expected the network, too, or an "
-                "element without shifts: sample(shifts=False)"
+                f"the addition of shifts to {tap.name} depends on {listed(sorted(needed))}; expected also the network, "
+                "or an element without shifts: sample(shifts=False)"
             )
         located = space.generic if tensors is None else space.at(tensors)
         added = torch.from_numpy(located.known(element)[shown.at])

@@ -1,4 +1,4 @@
-"""Orthogonal matrices on streams: what reads and writes a stream, which matrix is best, and which is canonical.
+"""Orthogonal matrices on streams: their readers and writers, the best matrix, and the canonical one.
 
 See docs/theory/transformers.md, 3, and docs/theory/canonical.md, 7.
 """
@@ -15,10 +15,10 @@ from lightning_sym.symmetry.group.factor import passes
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-# Relative to the largest eigenvalue: axes nearer to one another are not unique, and where less stands there is nothing.
+# Relative to the largest eigenvalue: nearer axes are not unique, and smaller values count as nothing.
 _CLOSE, _NOTHING = 1e-9, 1e-24
 
-NO_TURN = torch.zeros(0, 0, dtype=torch.float64)  # stands for the identity, of any size
+NO_TURN = torch.zeros(0, 0, dtype=torch.float64)  # an empty matrix means the identity, of any size
 
 Turns = tuple[Tensor, ...]
 
@@ -27,7 +27,7 @@ def random_turn(rotation: Rotation, generator: torch.Generator | None, *, most: 
     """Draw an orthogonal matrix, all being equally likely (of those that leave the vector of ones alone, if it must).
 
     Args:
-        rotation: Of which cell.
+        rotation: The cell to rotate.
         generator: Where randomness comes from.
         most: How many units it changes at most; any of them are equally likely. By default all.
 
@@ -59,12 +59,12 @@ def ones_reflection(size: int) -> Tensor:
 def stream_rows(
     structure: Structure, index: int, tensors: Mapping[str, Tensor], gains: Mapping[str, Tensor]
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield the tensors that act on a stream, divided by the gains between which it rotates: one row per unit, by slot.
+    """Yield the tensors that act on a stream, divided by the gains around it: one row per unit, by slot.
 
     Args:
         structure: The group.
         index: The number of the rotation.
-        tensors: Parameters, by name; what is missing is left out.
+        tensors: Parameters, by name; missing ones are left out.
         gains: The gains, by name.
     """
     rotation = structure.rotations[index]
@@ -83,7 +83,7 @@ def stream_rows(
 
 
 def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the numbers of the rotations between whose gains there is no zero."""
+    """Return the numbers of the rotations without zeros in their gains."""
     return [
         index
         for index, rotation in enumerate(structure.rotations)
@@ -95,8 +95,8 @@ def best_turn(rotation: Rotation, products: Tensor) -> Tensor:
     """Return the allowed orthogonal Q that maximises tr(Q^T M) (orthogonal Procrustes).
 
     Args:
-        rotation: Of which stream.
-        products: M, whose rows belong to the reference. Shape (size, size).
+        rotation: The rotation of the stream.
+        products: M, with the rows of the reference. Shape (size, size).
 
     Returns:
         Shape (size, size), float64, on the CPU.
@@ -113,7 +113,7 @@ def best_turn(rotation: Rotation, products: Tensor) -> Tensor:
 def weight_products(
     structure: Structure, index: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return M such that tr(Q^T M) is what rotating the second network by Q gives to the inner product of both.
+    """Return M such that tr(Q^T M) is the change of both networks' inner product if Q rotates the second.
 
     Args:
         structure: The group.
@@ -126,7 +126,8 @@ def weight_products(
     """
     size = structure.rotations[index].size
     total = torch.zeros(size, size, dtype=torch.float64)
-    # Gains are taken off the second network, and put on the reference: <R, D Q D^-1 S> = <Q, (D R) (D^-1 S)'>.
+    # Gains of the second network are divided out, and multiplied onto the reference: <R, D Q D^-1 S> = <Q, (D R) (D^-1
+    # S)'>.
     theirs = stream_rows(structure, index, current, current)
     ours = stream_rows(
         structure, index, target, {name: 1 / current[name] for name, _ in structure.rotations[index].gains}
@@ -137,11 +138,11 @@ def weight_products(
 
 
 def folding(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
-    """Return the logarithms of the scales that bring gains between which streams rotate to 1 or -1.
+    """Return the logarithms of the scales that bring gains around rotated streams to 1 or -1.
 
-    Behind gains that differ, a rotation of the stream is no rotation of what reads it, so that norms, and all that is
-    found from them, would depend on which rotation was taken. Streams behind a gain that holds a zero, through which no
-    rotation passes, stay as they are.
+    After gains that differ, a rotation of the stream is no rotation of its readers. Their norms, and all results
+    computed from them, would depend on the rotation. Streams after a gain with a zero entry, through which rotations
+    cannot pass, are kept.
 
     Args:
         structure: The group.
@@ -164,7 +165,7 @@ def folding(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
 
 
 def gain_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
-    """Return the signs that make gains between which streams rotate positive, one by one, where signs are free.
+    """Return the signs that make gains around rotated streams positive, one by one, where signs are free.
 
     The sign that all units of a stream share comes first, where rotations fix the vector of ones: it makes the largest
     of the first sums over units positive that do not vanish.
@@ -184,7 +185,7 @@ def gain_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
         shared = (table == table[:1]).all(0)
         for generator in table[0, shared & rotation.fixes_ones].tolist():
             found[generator] = _sign_of_ones(structure, index, generator, tensors)
-        # Gains that several units share stand where none of these does.
+        # Gains that several units share are at places without these.
         held = {name: structure.slots_of[name][0].offset + at for name, at in rotation.gains}
         acting = exponents(structure.signs, np.stack(list(held.values()), 1), table) if held else None
         if acting is None:
@@ -216,10 +217,10 @@ def _sign_of_ones(structure: Structure, index: int, generator: int, tensors: Map
 
 
 def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Turns, list[str]]:
-    """Return what turns streams to their principal axes, and notes on what is not unique.
+    """Return the part that rotates streams to their principal axes, and notes on axes that are not unique.
 
-    The axes are those of the Gram matrix of everything that writes to a stream or reads it, in front of gains: largest
-    first, each in the direction in which the cubes of the entries that no other unit shares have a positive sum.
+    The axes are those of the Gram matrix of all tensors that write to a stream or read it, before gains: largest
+    first. Each has the direction with a positive sum of cubes of the entries that no other unit shares.
 
     Args:
         structure: The group.
@@ -251,18 +252,18 @@ def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tupl
 
 
 def _is_alone(structure: Structure, slot: Slot) -> bool:
-    """Whether no other units stand in a slot's tensor."""
+    """Whether a slot's tensor has no other units."""
     return all(other is slot or bool((other.unit < 0).all()) for other in structure.slots_of[slot.tensor])
 
 
 def _ones(rotation: Rotation) -> Tensor:
-    """Return the projection on what a rotation leaves alone. Shape (size, size), float64."""
+    """Return the projection on the fixed space of a rotation. Shape (size, size), float64."""
     size = rotation.size
     return torch.full((size, size), rotation.fixes_ones / size, dtype=torch.float64)
 
 
 def _basis(rotation: Rotation) -> Tensor:
-    """Return an orthonormal basis of what a rotation turns. Shape (size, free), float64."""
+    """Return an orthonormal basis of the rotated space. Shape (size, free), float64."""
     if rotation.fixes_ones:
         return ones_reflection(rotation.size)[:, 1:]
     return torch.eye(rotation.size, dtype=torch.float64)

@@ -23,7 +23,7 @@ Vectors = tuple[Tensor, ...]
 
 
 class Tilts(Factor[Vectors]):
-    """A vector t per layer norm's bias: the map acts on the bias, its inverse on what reads the norm."""
+    """A vector t per layer norm's bias: the rank-one map acts on the bias, its inverse on the norm's readers."""
 
     name = "tilt"
 
@@ -36,10 +36,10 @@ class Tilts(Factor[Vectors]):
         return not any(bool(vector.any()) for vector in own)
 
     def sample(self, draw: Draw) -> Vectors:
-        """Draw tilts that change what a norm puts out about `draw.scale` times as much as there is.
+        """Draw rank-one maps that change the output of a norm by about `draw.scale` relative to its size.
 
         `draw.scale` is the standard deviation of the logarithm of the map's determinant, and, times the square root of
-        the size, of the entries. With `draw.signs` the determinant may be negative but for streams.
+        the size, of the entries. With `draw.signs` the determinant may be negative except for streams.
         """
         if not draw.mixing:
             return self.identity()
@@ -50,7 +50,7 @@ class Tilts(Factor[Vectors]):
         return tuple(parts)
 
     def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
-        """Return the numbers of the tilts of norms with a gain of zero; see :class:`Factor`."""
+        """Return the numbers of the maps of norms with a gain of zero; see :class:`Factor`."""
         tilts = enumerate(self.structure.tilts)
         return frozenset(
             index for index, tilt in tilts if not all(passes(tensors[name]) for name in tilt.gains.values())
@@ -96,18 +96,18 @@ class Tilts(Factor[Vectors]):
         return sum(self.structure.tilts[index].size for index in {places[at][0] for at in offsets if at in places})
 
     def describe(self) -> Iterable[str]:
-        """Yield a line for each tilt."""
+        """Yield a line for each rank-one map."""
         for tilt in self.structure.tilts:
-            what = "what reads a stream with what writes into it"
-            what = what if tilt.of_stream else "a layer norm's bias with what reads it"
-            yield f"tilts, {tilt.size} of {what}: {tilt.moved[0][0]}"
+            what = "a stream's readers and writers"
+            what = what if tilt.of_stream else "a layer norm's bias and readers"
+            yield f"rank-one maps, {tilt.size} of {what}: {tilt.moved[0][0]}"
 
     def linear_action(self, own: Vectors, gains: Gains) -> "TiltAction | None":
-        """Return what a part does by matrices; None for the identity."""
+        """Return the action of a part by matrices; None for the identity."""
         return None if self.is_identity(own) else TiltAction(self.structure, own, gains)
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
-        """Return the directions of the tilts, one per entry."""
+        """Return the directions of the rank-one maps, one per entry."""
         found = [super().tangents(parameters, tensors)]
         closed = self.closed(tensors)
         for tilt in (own for index, own in enumerate(self.structure.tilts) if index not in closed):
@@ -134,11 +134,11 @@ class Tilts(Factor[Vectors]):
     rung, bounded = Rung.IN_TURN, True
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the tilts after which each norm's bias equals its gain, of all that the norm's readers leave open.
+        """Return the maps that make each norm's bias equal its gain, among all that the norm's readers leave open.
 
-        What reads a stream, M, has sums r along its units; afterwards M r is the same for all units, and the length of
-        r is their number. A tilt stays, with a note, where the ratio of bias to gain sums to zero, which no tilt
-        changes.
+        The matrix M that reads a stream has sums r along its units; afterwards M r is the same for all units, and the
+        length of r is their number. A map stays the identity, with a note, if the ratio of bias to gain sums to zero:
+        no map changes that.
         """
         result, notes, tensors = [], [], state.tensors
         for tilt in self.structure.tilts:
@@ -150,7 +150,7 @@ class Tilts(Factor[Vectors]):
             size = torch.linalg.vector_norm(total)
             if not bool(moved.isfinite().all()) or float(size) <= _NOTHING * float(moved.abs().sum()):
                 what = "its ratio to the gain" if moved.shape[1] == 1 else "each of its rows"
-                notes.append(f"{tilt.moved[0][0]} stays, as {what} sums to zero, which no tilt changes")
+                notes.append(f"{tilt.moved[0][0]} stays, as {what} sums to zero, and no rank-one map changes that")
                 result.append(torch.zeros(tilt.size, dtype=torch.float64))
             else:
                 factor = (1 if tilt.of_stream else total[total.abs().argmax()].sign()) / size
@@ -159,19 +159,19 @@ class Tilts(Factor[Vectors]):
 
 
 class TiltAction(LinearAction):
-    """What tilts do on single axes: they add a matrix of rank one.
+    """The action of the maps on single axes: they add a matrix of rank one.
 
     Args:
         structure: The group.
-        vectors: One per tilt.
-        gains: The gains between which they act.
+        vectors: One vector t per map.
+        gains: The gains around the maps.
     """
 
     def __init__(self, structure: Structure, vectors: Vectors, gains: Gains) -> None:
         self.structure, self.vectors, self.gains = structure, vectors, gains
 
     def learn(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the gains between which the maps act.
+        """Keep the gains around the maps.
 
         Raises:
             ValueError: If a gain holds a zero.
@@ -181,12 +181,12 @@ class TiltAction(LinearAction):
                 self.gains.learn(gain, tensors, "tilt")
 
     def acts_at(self, slot: Slot) -> bool:
-        """Return whether a tilt changes what stands in a slot."""
+        """Return whether a map changes the units of a slot."""
         at = self.structure.tilted_places.get(slot.offset)
         return at is not None and bool(self.vectors[at[0]].any())
 
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Let a tilt act on one axis, between gains."""
+        """Let a map act on one axis, between gains."""
         index, reads = self.structure.tilted_places[slot.offset]
         gain, vector = self.structure.tilts[index].gains.get(slot.tensor), self.vectors[index]
         ones = torch.ones_like(vector)

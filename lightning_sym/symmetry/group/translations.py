@@ -1,4 +1,4 @@
-"""What may be added to weights, as linear elements carry it, and as what brings weights near to others.
+"""Map translations of weights by linear elements, and bring weights near to others by translations.
 
 See docs/theory/translations.md.
 """
@@ -27,7 +27,7 @@ from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 Floats = NDArray[np.float64]
-# By gain, power and what is added to a variance: entries of an element, and of the gain.
+# By gain, power and epsilon of a variance: entries of an element, and of the gain.
 Found = dict[tuple[str, int, float | None], list[tuple[Ints, Ints]]]
 _SETTLED = 1e-13  # steps that are smaller than that, relative to the tensors, are rounding
 _MOST = 64  # times that translations behind weights are followed
@@ -35,16 +35,16 @@ _NOTHING = 1e-9  # singular values that are smaller than that, relative to the l
 
 
 class Linear(Protocol):
-    """What a linear element does."""
+    """The action of a linear element."""
 
     def on_thin(self, name: str, values: Tensor, axes: Collection[int], lead: int = 0) -> Tensor:
-        """Return what becomes of what is added to a tensor."""
+        """Return the image of an addition to a tensor."""
 
     def moved(self, tensor: Tensor, name: str) -> Tensor:
-        """Return what becomes of a tensor."""
+        """Return the image of a tensor."""
 
     def learn_gains(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the gains between which something acts."""
+        """Keep the gains around the maps."""
 
 
 class _Moved(Mapping[str, Tensor]):
@@ -78,10 +78,10 @@ def carried(
     Args:
         space: All shifts.
         element: n. Shape (size,), float64.
-        action: What g does.
-        back: What its inverse does.
+        action: The action of g.
+        back: The action of its inverse.
         moving: The names of tensors that linear elements move.
-        seed: Of the generic weights.
+        seed: Seed of the generic weights.
 
     Returns:
         Shape (size,), float64.
@@ -101,9 +101,9 @@ class _Carrier:
 
     Args:
         space: All shifts.
-        here: What they do at the first weights.
-        there: What they do at the others.
-        action: What leads from one to the others.
+        here: Their action at the first weights.
+        there: Their action at the others.
+        action: The map from the first weights to the others.
     """
 
     def __init__(self, space: Translations, here: Located, there: Located, action: Linear) -> None:
@@ -111,7 +111,7 @@ class _Carrier:
         self.space, self.parts, self.here, self.there, self.action = space, space.parts, here, there, action
 
     def carried(self, element: Tensor) -> Tensor:
-        """Return what becomes of an element."""
+        """Return the image of an element."""
         result = torch.zeros(self.space.size, dtype=torch.float64)
         if bool(element[: self.space.entries].any()):
             result[: self.space.entries] = self._first(element)
@@ -162,7 +162,7 @@ def pivots(matrix: sparse.csr_matrix) -> Ints:
     """Return as many independent rows of a matrix as it has columns: such that have one entry, if possible."""
     rest, left = matrix, np.arange(matrix.shape[1])
     found = columns = np.zeros(0, np.int64)
-    while len(left):  # what has one entry is told, and what else has one then
+    while len(left):  # solve rows with one unknown, then those that have one left
         rows = np.flatnonzero(np.diff(rest.indptr) == 1)
         sizes = np.abs(rest.data[rest.indptr[rows]])
         if len(found):
@@ -193,7 +193,7 @@ def pivots(matrix: sparse.csr_matrix) -> Ints:
 
 
 def _told(located: Located) -> Ints:
-    """Return which wanted unknowns tell the first entries of an element, in their order."""
+    """Return the wanted unknowns that determine the first entries of an element, in their order."""
     parts, entries = located.parts, located.space.entries
     empty = np.zeros(0, np.int64)
     at = rising(np.concatenate([empty, *(own.at.ravel() for own in parts.placed)]))
@@ -202,7 +202,7 @@ def _told(located: Located) -> Ints:
 
 
 def read_off(located: Located) -> Any:
-    """Return the function that makes the first entries of an element of what is added to tensors: (wanted,)."""
+    """Return the function from additions to tensors to the first entries of an element: (wanted,)."""
     found = located.__dict__.get("_read")
     if found is None:
         at = _told(located)
@@ -212,10 +212,10 @@ def read_off(located: Located) -> Any:
 
 
 def folded(structure: Structure) -> Translations:
-    """Return a group's shifts, counted in multiples of the gains between which rotations and tilts act.
+    """Return a group's shifts, counted in multiples of the gains around rotations and rank-one maps.
 
     Args:
-        structure: The group, with its rotations and tilts.
+        structure: The group, with its rotations and rank-one maps.
     """
     space = structure.shifts
     if not space or not (structure.rotations or structure.gained or structure.tilts):
@@ -245,7 +245,7 @@ def folded(structure: Structure) -> Translations:
 
 
 def _folds_of_entries(structure: Structure, at: Ints, steady: NDArray[np.bool_]) -> Found:
-    """Return, by gain and power, of which entries of a gain the first entries of an element are multiples.
+    """Return the entries of a gain that the first entries of an element are multiples of, by gain and power.
 
     Args:
         structure: The group.
@@ -267,7 +267,7 @@ def _folds_of_entries(structure: Structure, at: Ints, steady: NDArray[np.bool_])
 
 
 def _fold(structure: Structure, found: Found, name: str, axis: int, entries: Ints, places: Ints) -> None:
-    """Note the gains between which something acts on an axis of a tensor, to which entries of an element are added."""
+    """Note the gains around the maps on an axis of a tensor that entries of an element are added to."""
     for gain, at, gain_at, power, epsilon in _between(structure, name, axis):
         position = np.full(int(max(places.max(initial=0), at.max(initial=0))) + 1, -1)
         position[at] = np.arange(len(at))
@@ -276,7 +276,7 @@ def _fold(structure: Structure, found: Found, name: str, axis: int, entries: Int
 
 
 def _in_multiples(tensors: Mapping[str, Tensor], found: Found, table: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Return what entries add where each is told, both counted in multiples of gains."""
+    """Return the additions of entries at their places, both counted in multiples of gains."""
     multiples = np.ones(table.shape[1])
     for (gain, power, epsilon), parts in found.items():
         sizes = tensors[gain].detach().cpu().double().numpy().ravel()
@@ -287,9 +287,9 @@ def _in_multiples(tensors: Mapping[str, Tensor], found: Found, table: sparse.csr
 
 
 def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, Ints, Ints, int, float | None]]:
-    """Yield the gains between which something acts on an axis, where it does, which of their entries, and powers.
+    """Yield the gains around the maps on an axis, the positions, the entries of the gains, and powers.
 
-    Last comes what is added to a variance, whose root counts.
+    The last item is the epsilon of a variance with a root that counts.
     """
     for slot in structure.slots_of.get(name, ()):
         if slot.axes != (axis,):
@@ -313,7 +313,7 @@ def _between(structure: Structure, name: str, axis: int) -> Iterator[tuple[str, 
 def elements_alone(
     space: Translations, tensors: Mapping[str, Tensor], names: Collection[str]
 ) -> dict[str, tuple[Floats, Floats]]:
-    """Return the shifts that add to one tensor only, entry by entry, and that no weight hands on.
+    """Return the shifts that add to one tensor only, entry by entry, and that no weight propagates.
 
     Args:
         space: All shifts.
@@ -321,7 +321,7 @@ def elements_alone(
         names: The tensors.
 
     Returns:
-        By tensor, if all of its entries move: such elements in columns, shape (size, elements), and what each adds,
+        By tensor, if all of its entries move: such elements in columns, shape (size, elements), and their additions,
         shape (entries, elements).
     """
     if not space:
@@ -355,10 +355,10 @@ def nearest(
     reference: Mapping[str, Tensor] | None = None,
     entries: Ints | None = None,
 ) -> Tensor:
-    """Return the shift that brings what it adds to at once as near to a reference as it can.
+    """Return the shift that brings its direct additions as near to a reference as it can.
 
-    What weights make of it follows: biases that take off something are brought near as they are then. From different
-    members of one orbit it leads to the same tensors, up to the linear part of the group.
+    Additions through weights follow; biases that compensate for these are fitted afterwards. From different
+    points of one orbit it leads to the same tensors, up to the linear part of the group.
 
     Args:
         space: All shifts.
@@ -375,7 +375,7 @@ def nearest(
 class _Nearest:
     """Brings tensors near to a reference by shifts, see :func:`nearest`.
 
-    Distances are counted in multiples of what a shift adds: of gains, where it is such.
+    Distances are counted in multiples of the gains that a shift adds, if any.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class _Nearest:
         self.names = set(parameters if reference is None else set(parameters) & reference.keys()) & tensors.keys()
 
     def _apart(self, name: str) -> Tensor:
-        """Return by how much a tensor differs from the reference."""
+        """Return the difference of a tensor from the reference."""
         tensor = self.tensors[name]
         return tensor if self.reference is None else tensor - self.reference[name].detach().to(tensor)
 
@@ -409,7 +409,7 @@ class _Nearest:
         return element
 
     def _of_writers(self, part: Writers) -> Tensor:
-        """Return the multiples of changes of a weight that take off most of it."""
+        """Return the multiples of changes of a weight that cancel most of it."""
         patterns = self.located.patterns(part)[part.spread]
         flat = self._apart(part.name).permute([*part.kept(), *part.axes]).reshape(-1, part.size).numpy()
         scale = scales(patterns)
@@ -419,7 +419,7 @@ class _Nearest:
         return torch.from_numpy(np.divide(-step.ravel(), multiples, out=np.zeros_like(multiples), where=multiples != 0))
 
     def _rest(self, element: Tensor) -> None:
-        """Add what brings all but weights' outputs near, until nothing moves any more."""
+        """Fit all additions except those to weights' outputs, until nothing moves any more."""
         entries = np.flatnonzero(self.used[: self.space.entries])
         if not len(entries):
             return
@@ -440,7 +440,7 @@ class _Nearest:
             element[torch.from_numpy(entries)] += torch.from_numpy(step)
 
     def _places(self, element: Tensor) -> tuple[Ints, Floats, Floats]:
-        """Return the wanted unknowns that are seen in parameters, what is there, and how often it is."""
+        """Return the wanted unknowns that are seen in parameters, their values, and how often they occur."""
         at, given, weight = [np.zeros(0, np.int64)], [np.zeros(0)], [np.zeros(0)]
         for part in self.parts.free:
             if part.name in self.names:
@@ -459,7 +459,7 @@ class _Nearest:
         return np.concatenate(at), np.concatenate(given), np.concatenate(weight)
 
     def _of_rows(self, rows: Readers, element: Tensor) -> tuple[Tensor, Floats]:
-        """Return of what multiples rows hold. Shape (segments, *thin); and how many places each segment has."""
+        """Return the multiples that rows hold. Shape (segments, *thin); and the number of places of each segment."""
         apart = self._apart(rows.name)
         for part in self.parts.writers:
             if part.name == rows.name:
@@ -484,7 +484,7 @@ class _Least:
 
     Args:
         matrix: Shape (equations, unknowns).
-        weight: Of each equation.
+        weight: Weight of each equation.
     """
 
     def __init__(self, matrix: sparse.csr_matrix, weight: Floats) -> None:

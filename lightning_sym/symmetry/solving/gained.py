@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 
 class Known(NamedTuple):
-    """What is known of a network's tensors.
+    """Facts about a network's tensors.
 
     Attributes:
         parameters: The names of the parameters.
@@ -25,7 +25,7 @@ class Known(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A gain, and in which columns it and its variance stand, if it has one."""
+    """A gain, and the columns of it and of its variance, if it has one."""
 
     gain: Gain
     column: int
@@ -48,7 +48,7 @@ def find_gained(
     norms: Collection[BatchNorm],
     known: Known,
 ) -> tuple[list[GainedCell], list[str]]:
-    """Find the cells on which invertible matrices act between gains.
+    """Find the cells of units that invertible matrices mix between gains.
 
     Args:
         structure: The group without them.
@@ -58,7 +58,7 @@ def find_gained(
         known: Which tensors are buffers.
 
     Returns:
-        The cells, and a note on units that linear layers and batch norms alone meet, but without a cell.
+        The cells, and a note on units that only linear layers and batch norms use, but without a cell.
     """
     found: list[GainedCell] = []
     names: list[str] = []
@@ -80,8 +80,8 @@ def find_gained(
             held = tuple(one.gain.within(place) for one in own)
             found.append(GainedCell(structure.orbits[orbit][place], orbit, held, *frame))
     note = (
-        f"only linear layers and batch norms meet the units of {listed(names)}: invertible matrices mix these, "
-        f"too, {more} dimensions more, of which only permutations, signs and scales count"
+        f"only linear layers and batch norms use the units of {listed(names)}: invertible matrices also mix "
+        f"these, {more} dimensions more, but only permutations, signs and scales count"
     )
     return found, [note] if more else []
 
@@ -93,10 +93,10 @@ def _gains_in(
     norms: Collection[BatchNorm],
     known: Known,
 ) -> "list[_Placed] | None":
-    """Return the gains of an orbit; None if something stands there that no matrix moves, and that is no gain.
+    """Return the gains of an orbit; None if a tensor of it is no gain and moves with no matrix.
 
     Args:
-        slots: Where the units stand, by column.
+        slots: Slots of the units, by column.
         columns: The units' positions. Shape (units, columns).
         gains: As for :func:`find_gained`.
         norms: Likewise.
@@ -130,14 +130,14 @@ def _gains_in(
 
 
 def _frame(structure: Structure, orbit: int, gains: Sequence[_Placed]) -> _Frame | None:
-    """Return where matrices act on an orbit, and what leads to all other places; None if there is no such place.
+    """Return the place of matrices on an orbit, and the maps to all other places; None if there is no such place.
 
     Scales tell how many gains are between two places, if the scales of one place and those of all gains are free.
 
     Args:
         structure: The group.
         orbit: The number of the orbit.
-        gains: The gains among the places where its units stand.
+        gains: The gains among the places of its units.
     """
     columns = structure.columns[orbit]
     kinds = ((structure.magnitudes, structure.scale_table[orbit]), (structure.signs, structure.sign_table[orbit]))
@@ -164,7 +164,7 @@ def _frame(structure: Structure, orbit: int, gains: Sequence[_Placed]) -> _Frame
         if not (np.abs(solved[:, -1]) == 1).all() or len({*solved[:, -1].tolist()}) != 2:
             return None  # nothing writes, or nothing reads
         here, reads = (solved[:, :-1] == 0).all(1), solved[:, -1] != solved[0, -1]
-        score = int((here & reads).sum()), int(here.sum())  # what is read is also what shifts add up to
+        score = int((here & reads).sum()), int(here.sum())  # shifts also add up at readers
         if best is None or score > best[0]:
             best = score, inverse, frame
     if best is None:
@@ -184,7 +184,7 @@ def _frame(structure: Structure, orbit: int, gains: Sequence[_Placed]) -> _Frame
 
 
 def _candidates(scales: Ints) -> Iterator[Ints]:
-    """Yield with which exponents scales act at places, once each, and never those that are the negative of others."""
+    """Yield the exponents of scales at places, once each, and never the negative of others."""
     seen: set[tuple[int, ...]] = set()
     for row in scales:
         key = tuple(row.tolist())

@@ -25,13 +25,13 @@ class BatchNorm(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Where units of a cell stand in a batch norm: names of tensors, and at which of their elements.
+    """The positions of a cell's units in a batch norm: names of tensors, and indices of their elements.
 
     Attributes:
         bias: The bias.
         mean: The running mean.
         variance: The running variance.
-        epsilon: What is added to the variance.
+        epsilon: The epsilon of the variance.
     """
 
     bias: tuple[str, Ints]
@@ -42,11 +42,11 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Gain:
-    """By what each unit of a cell is multiplied: a gain, divided by the root of a variance in a batch norm.
+    """The multiplier of each unit of a cell: a gain, divided by the root of a variance in a batch norm.
 
     Attributes:
         name: The name of the gain.
-        at: At which of its elements each unit stands. Shape (size,).
+        at: The index of its element for each unit. Shape (size,).
         norm: The rest of the batch norm; None for a gain alone.
     """
 
@@ -60,7 +60,7 @@ class Gain:
         return (self.name,) if self.norm is None else (self.name, self.norm.variance[0])
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return by what units are multiplied. Shape (size,), float64, on the CPU.
+        """Return the multipliers of units. Shape (size,), float64, on the CPU.
 
         Args:
             tensors: Parameters and buffers, by name.
@@ -87,15 +87,15 @@ def _elements(tensor: Tensor, at: Ints) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GainedCell:
-    r"""A cell of units on which any invertible matrix A acts in one place, and :math:`D A D^{-1}` in the others.
+    r"""A cell of units with any invertible matrix A at one place, and :math:`D A D^{-1}` at the others.
 
-    At a place where a unit's scales act with exponents e, :math:`(k, c) = e\,E` are the powers k of the gains in
-    :math:`D = \prod_l g_l^{k_l}`, and c = 1 where A acts or c = -1 where its inverse transpose does.
+    Let a unit's scales act with exponents e at a place, and :math:`(k, c) = e\,E`. Then k are the powers of the gains
+    in :math:`D = \prod_l g_l^{k_l}`. A acts there if c = 1, and its inverse transpose if c = -1.
 
     Attributes:
         units: The units, in order. Shape (size,).
         orbit: The number of their orbit.
-        gains: The gains, which stay as they are.
+        gains: The fixed gains.
         solve: E. Shape (generators of a unit's scales, gains + 1).
         frame: With which exponents a unit's scales act where A does, in front of and behind all gains as it may be.
             Shape (generators,).
@@ -123,11 +123,11 @@ class GainedCell:
 
 
 class GainedPlace(NamedTuple):
-    """Where a gained cell stands in a slot.
+    """The position of a gained cell in a slot.
 
     Attributes:
         cell: Its number.
-        at: At which positions of the slot its units stand. Shape (size,).
+        at: Positions of its units in the slot. Shape (size,).
         powers: The powers of the gains around the matrix.
         read: Whether the inverse transpose acts.
     """

@@ -1,4 +1,4 @@
-"""What free unknowns make of others, at some weights: kept apart from graphs, only for unknowns that are needed."""
+"""Linear forms of unknowns in free ones, at some weights: independent of graphs, only for needed unknowns."""
 
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -35,16 +35,16 @@ class _Terms(NamedTuple):
 
 
 class Forms:
-    """What free unknowns make of others.
+    """Linear forms of unknowns in free ones.
 
     Args:
         solution: Which are free.
         wanted: The unknowns that are needed, rising.
-        order: The free unknowns in the order in which they are given.
+        order: The free unknowns in their given order.
 
     Attributes:
-        constant: What does not depend on weights. Shape (wanted, free).
-        names: The tensors on which the rest depends.
+        constant: The part that does not depend on weights. Shape (wanted, free).
+        names: The tensors that the rest depends on.
         varying: Which wanted unknowns depend on them.
     """
 
@@ -111,12 +111,12 @@ class Forms:
         return sparse.csc_matrix((np.concatenate(data), (rows, columns)), shape=shape)
 
     def at(self, weights: Weights | None) -> "FormsAt":
-        """Return the forms at some weights; without any, what depends on them is left out."""
+        """Return the forms at some weights; without any, the dependent part is left out."""
         return FormsAt(self, weights)
 
 
 class FormsAt:
-    """What free unknowns make of others at some weights.
+    """Linear forms of unknowns in free ones, at some weights.
 
     Args:
         forms: The forms.
@@ -144,7 +144,7 @@ class FormsAt:
         """Return all wanted unknowns.
 
         Args:
-            values: Of free unknowns. Shape (free, ...).
+            values: Values of free unknowns. Shape (free, ...).
             columns: Which free unknowns; None for all.
         """
         constant = self.forms.constant if columns is None else self._by_column[:, columns]
@@ -161,7 +161,7 @@ class FormsAt:
         return self.forms.constant.tocsc()
 
     def matrix(self, columns: Ints) -> sparse.csr_matrix:
-        """Return what some free unknowns make of all wanted ones. Shape (wanted, columns)."""
+        """Return the forms of all wanted unknowns in some free ones. Shape (wanted, columns)."""
         made = self.forms.constant[:, columns].tocsr()
         if self._solve is None:
             return made
@@ -218,7 +218,7 @@ def _equations(solution: Solution) -> tuple[list[Any], NDArray[np.bool_]]:
 
 
 def _components(equations: list[Any], varying: NDArray[np.bool_], count: int, rows: Ints) -> NDArray[np.bool_]:
-    """Return which unknowns equations that depend on weights connect, of some equations."""
+    """Return the unknowns of some equations that are connected by weight-dependent ones."""
     pairs = []
     starts = np.zeros(count, bool)
     begin, chosen = 0, np.zeros(len(varying), bool)

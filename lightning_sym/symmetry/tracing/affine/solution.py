@@ -146,7 +146,7 @@ class _Elimination:
             rows, ids = rows[length > 2], ids[length > 2]
             if not rows.shape[0]:
                 return
-            # Sparse sums and products cost as much as there are columns: those of the few unknowns that are met.
+            # Sparse sums and products cost as much as there are columns: keep the few unknowns that occur.
             met = rising(rows.indices)
             place[met] = np.arange(len(met))
             narrow = sparse.csr_matrix((rows.data, place[rows.indices], rows.indptr), (rows.shape[0], len(met)))
@@ -388,7 +388,7 @@ class Solution:
             one, two = sorted((own.numpy().ravel() for own in pair), key=len)
             if (lengths[one] * ~zero[one]).any() and (lengths[two] * ~zero[two]).any():
                 zero[one] = True
-                self.system.note("of what is added to two factors of a product, one stays as it is")
+                self.system.note("of additions to two factors of a product, one is left out")
         return int(zero.sum()) > before
 
     def _parted(self, column: Ints) -> bool:

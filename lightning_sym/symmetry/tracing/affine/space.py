@@ -1,4 +1,4 @@
-"""All that may be added to a network's tensors, as a vector space: elements, what they add, how fast.
+"""The vector space of additions to a network's tensors: elements, their additions, and rates.
 
 See docs/theory/translations.md.
 """
@@ -29,11 +29,11 @@ _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, ar
 
 
 class Free(NamedTuple):
-    """What is added to a tensor entry by entry, along some axes the same.
+    """An addition to a tensor entry by entry, the same along some axes.
 
     Attributes:
         name: The tensor.
-        at: Which wanted unknown stands at each entry; thin.
+        at: The wanted unknown of each entry; thin.
     """
 
     name: str
@@ -59,15 +59,15 @@ class Readers(NamedTuple):
 
 
 class Writers(NamedTuple):
-    """Changes of a weight's outputs, of which each place on other axes has a multiple of its own.
+    """Changes of a weight's outputs, with an independent multiple for each place on other axes.
 
     Attributes:
         name: The weight.
         axes: The other axes, rising.
-        at: Which wanted unknown says what is changed at each output. Thin: size 1 along these axes.
+        at: The wanted unknown that gives the change of each output. Thin: size 1 along these axes.
         columns: The free unknowns, one for each such change.
         begin: Where the multiples begin in an element; those of each change together.
-        shape: Of the multiples of one change: thin, with the sizes of these axes.
+        shape: Shape of the multiples of one change: thin, with the sizes of these axes.
         whole: The weight's shape.
     """
 
@@ -86,7 +86,7 @@ class Writers(NamedTuple):
 
     @property
     def places(self) -> slice:
-        """Where all multiples stand in an element."""
+        """The positions of all multiples in an element."""
         return slice(self.begin, self.begin + len(self.columns) * self.size)
 
     def kept(self, lead: int = 0) -> list[int]:
@@ -95,7 +95,7 @@ class Writers(NamedTuple):
 
     @property
     def spread(self) -> Ints:
-        """Which of the outputs that are told apart each output of the weight is."""
+        """For each output of the weight, its index among the outputs that are told apart."""
         sizes = [1 if axis in self.axes else size for axis, size in enumerate(self.whole)]
         return np.broadcast_to(np.arange(self.at.size).reshape(self.at.shape), sizes).ravel()
 
@@ -116,12 +116,12 @@ class Step(NamedTuple):
     """Unknowns that weights make of others.
 
     Attributes:
-        source: Wanted unknowns, of which they are made; thin.
+        source: Wanted unknowns that they are made of; thin.
         columns: The free unknowns that they are, -1 for none; flat.
         evaluate: Makes them.
         unseen: For each, the wanted unknown that says how changes of the weight's output change it; thin.
         names: The tensors that are needed.
-        total: Of these, those of which a relation's sum is made, which may itself be added to.
+        total: Those of the tensors in a relation's sum; they may themselves be added to.
     """
 
     source: Ints
@@ -133,7 +133,7 @@ class Step(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What shifts do to a value inside the network.
+    """The action of shifts on a value inside the network.
 
     Attributes:
         at: Wanted unknowns that are added to it; thin. None for nothing.
@@ -150,7 +150,7 @@ class Shown(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Some entries of an element: what they are called, the first tensor that they move, and how many they are."""
+    """Some entries of an element: the name of their kind, the first tensor that they move, and their number."""
 
     kind: str
     name: str
@@ -158,7 +158,7 @@ class Kind(NamedTuple):
 
 
 class Folds(NamedTuple):
-    """Of which powers of a gain entries of an element are multiples; with an epsilon, of the root of gain + epsilon."""
+    """Entries of an element that are multiples of powers of a gain; with an epsilon, of the root of gain + epsilon."""
 
     gain: str
     entries: Ints
@@ -169,7 +169,7 @@ class Folds(NamedTuple):
 
 @dataclass
 class Parts:
-    """What a space of translations is made of, see :class:`Translations`."""
+    """The parts of a space of translations, see :class:`Translations`."""
 
     forms: Forms
     free: list[Free]
@@ -188,7 +188,7 @@ class Parts:
 
     @property
     def placed(self) -> list[Free | Readers]:
-        """What unknowns are added to directly."""
+        """The places with direct additions of unknowns."""
         return [*self.free, *self.readers]
 
     @property
@@ -200,21 +200,21 @@ class Parts:
 class Translations:
     """All that may be added to a network's tensors, as a vector space.
 
-    An element holds free unknowns only, which are added to values of the network. What it adds to tensors is made of
-    these and of the network's weights, in the order of the graph. Elements add: to act by one and then by another is
-    to act by their sum.
+    An element holds free unknowns only; these are added to values of the network. Its additions to tensors are computed
+    from these and from the network's weights, in the order of the graph. Elements add: the action of one and then
+    another is the action of their sum.
 
     Args:
-        parts: What it is made of.
-        folds: Of which gains entries are multiples: what a rotation between gains makes of them is then the same for
+        parts: Its parts.
+        folds: The gains that entries are multiples of: a rotation between gains then acts on them in the same way for
             all networks (docs/theory/translations.md).
 
     Attributes:
         size: The number of entries of an element.
         entries: How many of these come before the multiples of changes of weights.
         dimension: The number of independent directions.
-        kinds: What entries are called.
-        notes: What limits it.
+        kinds: Kinds of the entries.
+        notes: Limits of the space.
         normed: The layer norms that only linear layers read, by gain and bias.
         leaning: The streams that only layer norms and linear layers read.
     """
@@ -262,12 +262,12 @@ class Translations:
         return state.hexdigest()[:16]
 
     def made(self, node: Any) -> Made:
-        """Return what an atom's key stands for."""
+        """Return the value of an atom's key."""
         assert self.parts is not None
         return node if isinstance(node, Made) else self.parts.made[node]
 
     def at(self, tensors: Mapping[str, Tensor]) -> "Located":
-        """Return what elements do at some weights.
+        """Return the action of elements at some weights.
 
         Args:
             tensors: Parameters and buffers, by name.
@@ -276,7 +276,7 @@ class Translations:
 
     @cached_property
     def generic(self) -> "Located":
-        """What elements do at generic weights."""
+        """The action of elements at generic weights."""
         return self.at(self.generic_tensors())
 
     def generic_tensors(self, seed: int = 0) -> Generic:
@@ -286,7 +286,7 @@ class Translations:
 
     @cached_property
     def names(self) -> set[str]:
-        """The tensors to which anything is added, whatever weights are."""
+        """The tensors with additions at any weights."""
         if self.parts is None:
             return set()
         found, moved = set(), np.diff(self.generic.matrix.indptr) > 0
@@ -300,7 +300,7 @@ class Translations:
         return bool(element[torch.from_numpy(self.reaching(at)[0])].any())
 
     def needed(self, at: Ints) -> set[str]:
-        """Return the tensors on which it depends what elements add to wanted unknowns."""
+        """Return the tensors that an element's additions to wanted unknowns depend on."""
         assert self.parts is not None
         entries, steps = self.reaching(at)
         found = {fold.gain for fold in self.folds if entries[fold.entries].any()}
@@ -308,11 +308,11 @@ class Translations:
         return found | (self.parts.forms.names if np.isin(at, self.parts.forms.varying).any() else set())
 
     def reaching(self, at: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
-        """Return which entries of elements may change wanted unknowns, and through which steps."""
+        """Return the entries of elements that may change wanted unknowns, and the steps in between."""
         assert self.parts is not None
         parts, forms = self.parts, self.generic.matrix
         columns, steps = reached(parts.steps, forms, at.ravel())
-        # A bias leaves a part of W t in place: the part along the directions in which the outputs of W may change.
+        # A bias cancels W t except along the directions in which the outputs of W may change.
         sources = [
             step.source.ravel()
             for step in parts.steps
@@ -328,7 +328,7 @@ class Translations:
 
     @property
     def factors(self) -> set[str]:
-        """The tensors of whose powers elements are multiples, those that only steps need left out."""
+        """The tensors whose powers elements are multiples of, without those for steps only."""
         if self.parts is None:
             return set()
         found = set(self.parts.forms.names) | {fold.gain for fold in self.folds}
@@ -336,12 +336,12 @@ class Translations:
 
     @property
     def shown(self) -> dict[str, Shown]:
-        """What elements do to named values inside the network."""
+        """The action of elements on named values inside the network."""
         return {} if self.parts is None else self.parts.shown
 
     @cached_property
     def may_move_one_by_one(self) -> set[str]:
-        """The tensors of which an entry may be changed that no other entry of the tensor depends on."""
+        """The tensors with an entry that can change and that no other entry of the tensor depends on."""
         if self.parts is None:
             return set()
         moved = np.diff(self.generic.matrix.indptr) > 0
@@ -355,7 +355,7 @@ class Translations:
 
 
 def reached(steps: Sequence[Step], forms: sparse.csr_matrix, wanted: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
-    """Return on which free unknowns wanted ones depend, and the steps in between, in order."""
+    """Return the free unknowns that wanted ones depend on, and the steps in between, in order."""
     needed = np.zeros(forms.shape[1], bool)
     needed[forms[wanted].indices] = True
     found = []
@@ -375,7 +375,7 @@ def scales(matrix: sparse.csr_matrix) -> Floats:
 
 
 def _bounded(numbers: Tensor) -> Tensor:
-    """Replace numbers that were divided by zero, and whose multiples are 0, by zeros, as lower precisions have none."""
+    """Replace results of division by zero by 0; their multiples are 0, and lower precisions overflow."""
     return torch.where(numbers.abs() > 1 / _TINY**0.5, 0.0, numbers)
 
 
@@ -390,12 +390,12 @@ def _same_columns(one: sparse.csr_matrix, two: sparse.csr_matrix) -> NDArray[np.
 
 
 class Located:
-    """What elements of a space of translations do at some weights.
+    """The action of elements of a space of translations at some weights.
 
     Args:
         space: The space.
-        tensors: Parameters and buffers, by name. What depends on tensors that are missing is left out.
-        tiny: What stands for zeros.
+        tensors: Parameters and buffers, by name. Parts that depend on missing tensors are left out.
+        tiny: Replacement for zeros.
     """
 
     def __init__(self, space: Translations, tensors: Mapping[str, Tensor], tiny: float = _TINY) -> None:
@@ -405,7 +405,7 @@ class Located:
 
     @cached_property
     def forms(self) -> FormsAt:
-        """What free unknowns make of all others."""
+        """The linear forms of all unknowns in free ones."""
         whole = self.parts.forms.names <= self.tensors.keys()
         return self.parts.forms.at(self.weights if whole else None)
 
@@ -416,14 +416,14 @@ class Located:
 
     @cached_property
     def multiples(self) -> Floats:
-        """Of what each entry of an element is a multiple; 0 for those that do not pass. Shape (size,)."""
+        """The factor of each entry of an element; 0 for those that do not pass. Shape (size,)."""
         return np.where(self.passing, self._multiples, 0.0)
 
     @cached_property
     def passing(self) -> NDArray[np.bool_]:
-        """Which entries of an element act at these weights: those that need no division by zero. Shape (size,).
+        """The entries of an element that act at these weights: those that need no division by zero. Shape (size,).
 
-        What they add has to have a limit where zeros are approached, the same for two kinds of tiny numbers.
+        Their additions need a limit as zeros are approached, the same for two kinds of tiny numbers.
         """
         found, entries = np.ones(self.space.size, bool), self.space.entries
         known = [own for own in self.parts.readers if names_of(self.space, own.coefficient) <= self.tensors.keys()]
@@ -487,14 +487,14 @@ class Located:
         return known
 
     def _made(self, step: Step, source: Tensor, weights: Weights) -> Tensor:
-        """Return what weights make of unknowns. Shapes (batch, *thin)."""
+        """Return the unknowns that a step computes with some weights. Shapes (batch, *thin)."""
         made: Tensor = step.evaluate(source, weights)
         return made if step.unseen is None else self._seen(made, step.unseen)
 
     def _seen(self, made: Tensor, unseen: Ints) -> Tensor:
-        """Take what nobody sees off a translation behind a weight: shifts could otherwise not be added.
+        """Subtract the invisible part of a translation after a weight: shifts could otherwise not be added.
 
-        Lengths are counted in multiples of what nobody sees, as linear elements carry these along.
+        Lengths are counted in multiples of the invisible directions, as linear elements carry these along.
         """
         basis = self._patterns[unseen.ravel()]
         basis = basis[:, np.diff(basis.tocsc().indptr) > 0]
@@ -514,7 +514,7 @@ class Located:
         return back
 
     def _changed(self, step: Step, known: Floats) -> Weights:
-        """Return the weights with what is added to them, as far as a relation's sum needs them."""
+        """Return the weights with their additions, as far as a relation's sum needs them."""
         if not step.total:
             return self.weights
         tensors = {name: self.tensors[name] for name in step.names}
@@ -525,7 +525,7 @@ class Located:
         return Weights(self.space, tensors)
 
     def summands(self, element: Tensor) -> dict[str, list[Summand]]:
-        """Return what an element adds to tensors, by name.
+        """Return the additions of an element to tensors, by name.
 
         Args:
             element: Shape (size,), float64.
@@ -560,11 +560,11 @@ class Located:
         return Summand(torch.from_numpy(known[number]), by)
 
     def coefficient(self, rows: Readers) -> Tensor:
-        """Return the coefficients of which rows get multiples. Shape (places,)."""
+        """Return the coefficients that multiply rows. Shape (places,)."""
         return self.weights.coefficient(rows.coefficient).expand(len(rows.segments))
 
     def of_one(self, part: Writers, element: Tensor) -> Summand:
-        """Return what an element adds to a weight by changes of its outputs."""
+        """Return the addition of an element to a weight by changes of its outputs."""
         patterns, multiples = self.patterns(part), self.of_writers(element, part)
         if len(part.columns) == 1:
             return Summand(torch.from_numpy(multiples.reshape(part.shape)),
@@ -574,10 +574,10 @@ class Located:
     # How fast.
 
     def rates(self, names: Collection[str]) -> dict[str, sparse.csr_matrix]:
-        """Return how fast each entry of an element changes tensors: one row per weight, one column per entry.
+        """Return the rates of change of tensors by each entry of an element: one row per weight, one column per entry.
 
         Args:
-            names: Of the tensors.
+            names: Names of the tensors.
         """
         parts, size = self.parts, self.space.size
         wanted = [part.at for part in parts.placed if part.name in names]
@@ -598,13 +598,13 @@ class Located:
         return found
 
     def direct(self, names: Collection[str]) -> dict[str, sparse.csr_matrix]:
-        """Return what each entry of an element adds to tensors at once, without what weights make of it.
+        """Return the direct additions of each entry of an element to tensors, without those through weights.
 
         Args:
-            names: Of the tensors.
+            names: Names of the tensors.
 
         Returns:
-            By name, shape (entries of the tensor, size); without tensors to which nothing is added in this way.
+            By name, shape (entries of the tensor, size); without tensors that get no direct additions.
         """
         entries = self.space.entries
         forms = (self.matrix[:, :entries] @ sparse.diags(self.multiples[:entries])).tocsr()
@@ -617,7 +617,7 @@ class Located:
         return found
 
     def _total(self, wanted: Ints) -> sparse.csr_matrix:
-        """Return how fast entries of an element change wanted unknowns. Shape (all wanted, size)."""
+        """Return the rates of change of wanted unknowns by entries of an element. Shape (all wanted, size)."""
         parts, entries = self.parts, self.space.entries
         forms = self.matrix
         shape = (entries, self.space.size)

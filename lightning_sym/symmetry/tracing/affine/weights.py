@@ -1,6 +1,6 @@
-"""The numbers of a network's tensors, and of what its graphs compute of them alone, apart from these graphs.
+"""Evaluate a network's tensors and the values that its graphs compute of them alone, without these graphs.
 
-What is kept of a graph can be copied and sent to other processes.
+The records kept here can be copied and sent to other processes.
 """
 
 import importlib
@@ -22,14 +22,14 @@ _SMALL = 2**16  # tensors of so many numbers are kept: gains and biases, which a
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A tensor of the network, a constant, or what an operation makes of such.
+    """A tensor of the network, a constant, or the result of an operation on such.
 
     Attributes:
         operation: Where the operation is found, as :func:`_address` says; empty for tensors and constants.
         name: The name of the tensor or operation.
         value: The constant.
         arguments: Positional and keyword arguments, with others of these among them.
-        shape: Of what is made, if that is one tensor.
+        shape: Shape of the result, if that is one tensor.
         dtype: Its type.
     """
 
@@ -42,22 +42,22 @@ class Made:
 
     @cached_property
     def given(self) -> list["Made"]:
-        """What it is made of."""
+        """The records among its arguments."""
         return [own for own in pytree.tree_leaves(self.arguments) if isinstance(own, Made)]
 
     def names(self) -> set[str]:
-        """Return the names of all tensors of which it is made."""
+        """Return the names of all tensors that it is made of."""
         found: set[str] = set() if self.operation or self.value is not None else {self.name}
         return found.union(*(own.names() for own in self.given))
 
 
 def kept(node: fx.Node, names: Mapping[fx.Node, str], known: dict[fx.Node, Made]) -> Made:
-    """Return what a node makes of weights and constants, apart from its graph.
+    """Return a node's operation on weights and constants, without its graph.
 
     Args:
         node: The node.
         names: The names of placeholders that hold tensors of the network.
-        known: What was kept before; grows.
+        known: Operations kept before; grows.
     """
     if node not in known:
         val = node.meta.get("val")
@@ -93,7 +93,7 @@ class Generic(Mapping[str, Tensor]):
     """Random positive numbers in the place of a network's tensors, made when they are asked for; constants stay.
 
     Args:
-        shapes: Of all tensors.
+        shapes: Shapes of all tensors.
         values: The constants.
         seed: Another one gives other numbers.
     """
@@ -118,19 +118,19 @@ class Generic(Mapping[str, Tensor]):
 
 
 class Program(Protocol):
-    """Where nodes stand: by the keys of atoms."""
+    """Access to nodes by the keys of atoms."""
 
     def made(self, node: Any) -> Made:
         """Return the operation behind the key of an atom, behind a node, or behind the copy that was kept of a node."""
 
 
 class Weights:
-    """The numbers of a network's tensors, and of what its graphs compute of them alone; float64, on the CPU.
+    """The values of a network's tensors, and of all that its graphs compute of them alone; float64, on the CPU.
 
     Args:
-        program: Tells what atoms stand for.
+        program: Looks up atoms.
         tensors: Parameters and buffers, by name.
-        tiny: What stands for zeros among the factors of equations, so that what is divided by them shows.
+        tiny: Replacement for zeros among the factors of equations, so that divisions by them show.
 
     Attributes:
         has_zeros: Whether there were any.
@@ -152,7 +152,7 @@ class Weights:
         return own
 
     def node(self, node: Any) -> Any:
-        """Return what a node makes of weights and constants."""
+        """Return the result of a node on weights and constants."""
         made = self.program.made(node)
         if made not in self._known:
             result = self._run(made)
@@ -211,7 +211,7 @@ class Weights:
         return result
 
     def total(self, total: Total) -> Tensor:
-        """Return what a relation sums to. Shape (segments,)."""
+        """Return the sum of a relation. Shape (segments,)."""
         result = torch.full((total.segments,), total.constant, dtype=torch.float64)
         for coefficient, segments, shape in total.terms:
             numbers = self.coefficient(coefficient).expand(shape).reshape(-1)
@@ -222,34 +222,34 @@ class Weights:
 
 
 def names_of(program: Program, coefficient: Coefficient) -> set[str]:
-    """Return the names of the tensors of which a coefficient is made."""
+    """Return the names of the tensors in a coefficient."""
     return set().union(*(names_of_atom(program, atom) for atom, *_ in coefficient.items))
 
 
 def names_of_atom(program: Program, atom: Atom) -> set[str]:
-    """Return the names of the tensors of which an atom is made."""
+    """Return the names of the tensors in an atom."""
     if atom.kind == "length":
         return set()
     return {str(atom.key)} if atom.kind == "parameter" else program.made(atom.key).names()
 
 
 def names_of_total(program: Program, total: Total) -> set[str]:
-    """Return the names of the tensors of which a relation's sum is made."""
+    """Return the names of the tensors in a relation's sum."""
     found = set().union(*(names_of(program, coefficient) for coefficient, *_ in total.terms))
     return found | (names_of_total(program, total.before[0]) if total.before is not None else set())
 
 
-# What makes derived unknowns of others: called with values of these, behind leading axes, and with weights.
+# Maps to derived unknowns: called with values of others, after leading axes, and with weights.
 
 
 class ByProduct(NamedTuple):
     """A contraction with weights.
 
     Attributes:
-        node: What makes the weights.
+        node: The node of the weights.
         shape: Their shape.
-        equation: By letters, with what stands in front.
-        whole: The shape of what is contracted.
+        equation: Equation by letters, including leading axes.
+        whole: The shape of the contracted tensor.
     """
 
     node: Any
@@ -268,14 +268,14 @@ class ByProduct(NamedTuple):
 
 
 class ByKernel(NamedTuple):
-    """A convolution of what is the same at all places.
+    """A convolution of a value that is the same at all places.
 
     Attributes:
-        node: What makes the kernel.
+        node: The node of the kernel.
         shape: Its shape.
-        groups: Of the channels.
+        groups: Number of groups of the channels.
         channels: How many there are.
-        rank: Of what is taken through it.
+        rank: Rank of the input.
     """
 
     node: Any
@@ -299,11 +299,11 @@ class ByKernel(NamedTuple):
 
 
 class ByTotal(NamedTuple):
-    """Multiples of what a relation sums to.
+    """Multiples of the sum of a relation.
 
     Attributes:
         total: The sum.
-        rank: Of what is multiplied, segments first.
+        rank: Rank of the multiplied value, segments first.
     """
 
     total: Total
