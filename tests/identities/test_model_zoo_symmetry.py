@@ -35,7 +35,7 @@ CASES = [
 HARMLESS = (
     *("parameters that evaluation never uses", "of the outputs", "no example reaches"),
     *("nothing reads", "invertible matrices also mix these", "unknowns)"),  # freer than the group
-    *("what else is free there depends on", "of this network hold zeros"),
+    *("further free directions depend on", "of this network hold zeros"),
 )
 # The reasons, as notes give them.
 TIED = "embeddings are tied, or values before and behind a gain are added up"
