@@ -1,6 +1,6 @@
 """The command line, ``lightning-sym``.
 
-Only what a command needs is imported: help and the list of recipes do not wait for torch.
+Each command imports only its own modules: help and the list of recipes do not wait for torch.
 """
 
 import gc
@@ -164,9 +164,9 @@ def _load(module: str) -> Any:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Import without looking for garbage: a million objects are made, all of them stay, and the search takes seconds.
+    """Import without garbage collection, which would take seconds: an import makes a million permanent objects.
 
-    Later searches pass them over as well. A process that has imported PyTorch before, such as a test, is left alone.
+    Later collections skip them as well. A process that has imported PyTorch before, such as a test, is unaffected.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -229,8 +229,8 @@ def _interrupted(resumes: bool) -> int:
     if resumes and (module := sys.modules.get("lightning_sym.cli.lightning")):
         run_dir = module.RecipeParser.given.get("run_dir", "runs/default")
         if os.path.isfile(os.path.join(run_dir, "checkpoints", "last.ckpt")):
-            todo = "; go on with --ckpt_path last"
+            todo = "; resume with --ckpt_path last"
         elif os.path.isfile(os.path.join(run_dir, "config.yaml")):
-            todo = " before its first checkpoint; start anew with --overwrite true"
+            todo = " before its first checkpoint; restart with --overwrite true"
     print(f"lightning-sym: interrupted{todo}", file=sys.stderr)
     return 130
