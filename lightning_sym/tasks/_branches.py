@@ -80,7 +80,7 @@ class BranchPopulation(LoopPopulation):
         branch = self._parts[0][number]
         missing, unexpected = branch.load_state_dict(dict(state), strict=False)
         if unexpected or set(missing) - _frozen(branch):
-            raise ValueError(f"What was kept for branch {number} does not fit; use the settings of that run.")
+            raise ValueError(f"The kept state of branch {number} does not fit; use the settings of that run.")
 
 
 def _frozen(branch: StitchedNetwork) -> set[str]:
@@ -88,10 +88,10 @@ def _frozen(branch: StitchedNetwork) -> set[str]:
 
 
 class BranchTask(ZooUserTask):
-    """Train many :class:`lightning_sym.stitching.StitchedNetwork` s, the branches, on lower parts that are run once.
+    """Train many :class:`lightning_sym.stitching.StitchedNetwork` s, the branches, on shared bottom layers.
 
-    For each batch every lower part is run once, whatever the number of branches on it; then each branch is run upwards
-    from its cut. Gradients are taken branch by branch, so that the memory is that of one branch. Branches are the
+    Each batch runs the bottom layers once for all branches that share them; then each branch is run from its cut.
+    Gradients are taken branch by branch, so that the memory is that of one branch. Branches are the
     members of a population: see :class:`lightning_sym.tasks.PopulationTask`.
 
     A subclass sets the following attributes in :meth:`build`.
@@ -227,8 +227,8 @@ class BranchTask(ZooUserTask):
     def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
         """Return the mean penalties of running branches, by kind, and by place and kind.
 
-        Those of a place are details if nothing is trained there, so that they stay as they are, or if there are many:
-        half a page is left to the curves of the zoo, which people look at beside them.
+        The penalties of a place are details if nothing is trained there, as they are constant, or if there are many:
+        half a page is reserved for the curves of the zoo.
         """
         prefix = "penalty" if split == "val" else f"{split}_penalty"
         kinds: dict[str, list[float]] = {}
@@ -299,7 +299,7 @@ class BranchTask(ZooUserTask):
     def _stop_unless_finite(self, index: int) -> bool:
         """Stop a branch if its weights, the same on all ranks, are not finite; return whether it was stopped.
 
-        Weights whose squares overflow count as not finite: batch norms hide them in training, but have no statistics.
+        Weights with overflowing squares count as not finite: batch norms hide them in training, but have no statistics.
         """
         finite = all(bool(parameter.square().sum().isfinite()) for parameter in self.parameters_of(index))
         if not finite and index not in self.stopped:

@@ -21,7 +21,7 @@ def keep_best(task: Any, values: Mapping[str, list[float]]) -> None:
         task.kept[number] = {
             "epoch": task.current_epoch,
             "metrics": metrics,
-            # On the CPU, as the accelerator's memory is for training; a checkpoint returns them there, too.
+            # On the CPU, as the accelerator's memory is for training; a checkpoint also returns them there.
             "state": {name: value.cpu() for name, value in task.state_to_keep(number).items()},
             "epochs": epochs_trained(task),
         }
