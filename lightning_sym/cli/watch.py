@@ -35,7 +35,7 @@ class StoppedError(SystemExit):
 
 
 class Watch:
-    """Watches over a command; a context.
+    """Watch over a command, as a context.
 
     Attributes:
         current: The one that is entered.

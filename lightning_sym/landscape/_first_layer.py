@@ -33,7 +33,7 @@ class MaxPool(nn.Module):
 
 
 def with_fast_pools(network: nn.Module) -> None:
-    """Replace the max poolings for which :class:`MaxPool` does the same, in place."""
+    """Replace max poolings by an equivalent :class:`MaxPool`, in place."""
     for parent in list(network.modules()):
         for name, module in parent.named_children():
             if type(module) is not nn.MaxPool2d or _has_hooks(module):

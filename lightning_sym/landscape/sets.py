@@ -149,7 +149,7 @@ def _limits(numbers: SetNumbers, unmeasured: str) -> Iterator[str]:
         )
     if numbers.border:
         yield (
-            "The set touches the border of the box: it may go on outside, and its pieces may join there; widen the "
+            "The set touches the border of the box: it may continue outside, and its pieces may join there; widen the "
             "bound to see."
         )
     if numbers.fraction > 0 and unmeasured:

@@ -61,7 +61,7 @@ class _Point(NamedTuple):
 
 @dataclass(frozen=True)
 class _LevelSet:
-    """The weights at which a function has given outputs, and the way back to them from near."""
+    """The level set of weights with given outputs, and the projection of near weights onto it."""
 
     function: NetworkOutputs
     targets: Tensor
