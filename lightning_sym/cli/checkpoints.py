@@ -79,7 +79,7 @@ def _write_metrics(trainer: Trainer) -> None:
     at_end = connector._first_loop_iter is None  # of an epoch, or of a validation
     due = trainer._results is not None and (at_end or connector.should_update_logs)
     logged = convert_tensors_to_scalars(connector.metrics["log"]) if due and not trainer.sanity_checking else {}
-    # The step of an epoch's means is that of its last batch, which has been counted by now.
+    # The step of an epoch's means is that of its last batch, already counted here.
     step = trainer.fit_loop.epoch_loop._batches_that_stepped - (trainer.training and at_end)
     step = int(logged.pop("step", step))
     for logger in trainer.loggers:

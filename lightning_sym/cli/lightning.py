@@ -149,9 +149,9 @@ class RunConfig(SaveConfigCallback):
 class RecipeCLI(LightningCLI):
     """The command line of ``lightning-sym`` from ``fit`` on.
 
-    On top of LightningCLI: a run folder (``--run_dir``) that holds everything a run leaves behind, sizes linked
-    from the data into the network, ``--ckpt_path last`` that fails when there is nothing to resume, and model
-    settings of the command line that win over those of a checkpoint.
+    It extends LightningCLI. A run folder (``--run_dir``) holds all files of a run. Sizes of the data are linked into
+    the network. ``--ckpt_path last`` fails if there is nothing to resume. Model settings of the command line override
+    those of a checkpoint.
 
     Args:
         args: Command and options.
@@ -225,7 +225,7 @@ class RecipeCLI(LightningCLI):
             "--run_dir",
             type=str,
             default="runs/default",
-            help="Folder for everything that the run leaves behind.",
+            help="Folder for all files of the run.",
         )
         parser.add_argument(
             "--overwrite",
@@ -521,7 +521,7 @@ class RecipeCLI(LightningCLI):
 
 
 def _with_checkpoint_settings(args: list[str]) -> list[str]:
-    """Put the model settings that a checkpoint holds in front of all others.
+    """Put the model settings of a checkpoint before all others.
 
     Args:
         args: Command and options.
@@ -565,8 +565,8 @@ def _is_class(kind: str) -> bool:
 def _discard_arguments(parser: Any, before: Any, chosen: Any) -> None:
     """Drop the arguments of an optimizer, scheduler or network when a later option replaces its class.
 
-    jsonargparse would keep arguments of the same name, for example the weight decay that a recipe chose for Adam to
-    the SGD of the command line, or the width of its network to another network.
+    jsonargparse would keep arguments of the same name. The SGD of the command line would get the recipe's weight decay
+    for Adam, and another network the width of the recipe's network.
     """
     kind = class_at(chosen["class_path"])
     if before and kind is not None and issubclass(kind, _MADE_ANEW) and not issubclass(kind, LightningModule):

@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     try:
         status = _command(list(sys.argv[1:] if args is None else args))
-        sys.stdout.flush()  # here, where a reader that has gone is noticed, not when Python ends
+        sys.stdout.flush()  # here, where a closed reader is noticed, not when Python ends
     except BrokenPipeError:  # ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -80,7 +80,7 @@ def _command(args: list[str]) -> int:
 
 
 def _with_negative_numbers(args: list[str]) -> list[str]:
-    """Write negative numbers behind the options that they belong to: by themselves they look like options."""
+    """Join negative numbers to their options by an equals sign: alone they look like options."""
     joined: list[str] = []
     for before, arg in pairwise(["", *args]):
         if re.match(r"-(\.?\d|inf\b)", arg) and re.fullmatch(r"--[^=]+", before):

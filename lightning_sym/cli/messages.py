@@ -79,7 +79,7 @@ def _unknown_option(name: str, given: Mapping[str, Any], early: bool) -> str:
         return wrong
     path = full_path(given, name)
     if path != name and (early or not class_of(given.get(path.partition(".")[0]))):  # the parser knows no class yet
-        return f"Option {path!r} comes before the class that has it; put --config, or the class, in front of it."
+        return f"Option {path!r} comes before the class that has it; put --config, or the class, before it."
     return f"Unknown option {name!r}.{nearest(name, (*SECTIONS, *SETTINGS))}"
 
 
@@ -115,7 +115,7 @@ def first_missing(given: Mapping[str, Any]) -> str:
 
 
 def _options_of(kind: str) -> frozenset[str] | None:
-    """Return the options of a class, or function, of any package, which has been imported by now."""
+    """Return the options of an imported class or function of any package."""
     found = _class_named(kind) or object_at(kind)
     if not callable(found):
         return None

@@ -58,7 +58,7 @@ class FirstLayer:
         before: From the network's inputs to the layer's, without parameters; None if they are the same.
         rest: From the layer's output to the network's.
         dense: The names of the modules of ``rest`` in order, if it is a chain of linear layers and elementwise
-            activations behind a linear layer; otherwise None.
+            activations after a linear layer; otherwise None.
     """
 
     name: str

@@ -140,9 +140,9 @@ def evaluate_grid(
     """Return the losses on all points of a grid.
 
     With several processes (``torch.distributed`` initialised; to be called on every rank with the same arguments) each
-    evaluates some blocks of points, and all get the result. Blocks begin at multiples of ``surface.chunk``, so the
-    result has the same bits for any number of ranks and after any interruption, as long as the surface's method, the
-    number of threads and the machine are the same; see :class:`~lightning_sym.landscape.evaluation.LossSurface` for
+    evaluates some blocks of points, and all get the result. Blocks begin at multiples of ``surface.chunk``. So the
+    result is bitwise the same for any number of ranks and after any interruption, with the same method, number of
+    threads and machine; see :class:`~lightning_sym.landscape.evaluation.LossSurface` for
     methods that are chosen by timing.
 
     Args:

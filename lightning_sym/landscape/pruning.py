@@ -112,7 +112,7 @@ class Pruning:
     Attributes:
         reference: Mean loss of the whole network.
         threshold: The same plus epsilon: fixed, however low the loss has become since.
-        removed: By axis group, the numbers of units that are gone, in order.
+        removed: By axis group, the numbers of removed units, in order.
         history: Removed units, step by step; first the whole network.
         kept: Weights of the whole size after the last step that was accepted.
         finished: Whether nothing more can go.
@@ -157,7 +157,7 @@ class Pruning:
         return {name: size - len(self.removed[name]) for name, size in self.units.sizes.items()}
 
     def small(self, network: nn.Module) -> nn.Module:
-        """Return the network without the units that are gone."""
+        """Return the network without the removed units."""
         return self.units.without(network, self.removed)
 
     @property
@@ -327,7 +327,7 @@ class MagnitudePruning:
         units: Units of the architecture.
 
     Attributes:
-        removed: By axis group, the numbers of units that are gone, in order.
+        removed: By axis group, the numbers of removed units, in order.
     """
 
     def __init__(self, units: RemovableUnits) -> None:
@@ -335,11 +335,11 @@ class MagnitudePruning:
         self.removed: dict[str, list[int]] = {name: [] for name in units.sizes}
 
     def follow(self, network: nn.Module, counts: Mapping[str, int]) -> None:
-        """Remove units, in place, until as many are gone of each group.
+        """Remove units, in place, until each group has lost a given number.
 
         Args:
             network: A network of the whole architecture.
-            counts: By axis group, how many units are to be gone.
+            counts: By axis group, the number of units to remove in total.
         """
         magnitude = self.units.magnitudes(network)
         for name, count in counts.items():
@@ -349,7 +349,7 @@ class MagnitudePruning:
         self.units.write_back(network, self.small(network), self.removed)
 
     def small(self, network: nn.Module) -> nn.Module:
-        """Return the network without the units that are gone."""
+        """Return the network without the removed units."""
         return self.units.without(network, self.removed)
 
 

@@ -203,7 +203,7 @@ class RemovableUnits:
             network: A network of the whole architecture. It is run in evaluation mode.
             batches: Inputs, or tuples that begin with them. With several processes each brings its share, and all get
                 the same numbers.
-            removed: Units that are gone, and which count nothing.
+            removed: Removed units, which do not count.
         """
         variance = self._variances(network, batches, removed or {})
         parameters = dict(network.named_parameters())
@@ -258,7 +258,7 @@ class RemovableUnits:
     def magnitudes(self, network: nn.Module) -> dict[Unit, float]:
         """Return the norm of every unit's incoming parameters times that of its outgoing ones.
 
-        The product does not change where a scale is moved from one to the other, as it can be behind a ReLU.
+        The product is invariant under the scales of a ReLU unit, which move from one factor to the other.
         """
         parameters = charted(dict(network.named_parameters()), self._charts)
         found: dict[Unit, float] = {}

@@ -1,4 +1,4 @@
-"""Many networks that begin with frozen lower parts they share, trained side by side in one fit."""
+"""Train many networks with shared frozen bottom layers in one fit."""
 
 import math
 from abc import abstractmethod
@@ -27,7 +27,7 @@ class BranchPopulation(LoopPopulation):
         branches: The networks; their numbers are their places.
         names: Their names, which seed dropout.
         lowers: The cut networks, by key.
-        lower_of: The key of each branch's lower part.
+        lower_of: The key of each branch's bottom layers.
         channels_last: Lay images out with the channels last.
     """
 
@@ -52,7 +52,7 @@ class BranchPopulation(LoopPopulation):
         return self
 
     def prepared(self, inputs: Tensor) -> dict[str, dict[str, tuple[Any, ...]]]:
-        """Compute the values at each cut of each lower part, without gradients."""
+        """Compute the values at each cut of all bottom layers, without gradients."""
         images = super().prepared(inputs)
         return {key: cut.values(images) for key, cut in self._parts[1].items()}
 
@@ -107,7 +107,7 @@ class BranchTask(ZooUserTask):
         branches: The networks; after ``setup``.
         names: Their names, for logs and checkpoints.
         lowers: The cut networks, by key.
-        lower_of: The key of each branch's lower part.
+        lower_of: The key of each branch's bottom layers.
         members: Whole networks, by key, which are evaluated with the branches.
     """
 
@@ -146,7 +146,7 @@ class BranchTask(ZooUserTask):
         """Return the place and the kind of a branch; penalties are averages over both."""
 
     def references(self, index: int) -> list[str]:
-        """Return the keys of the members that a branch is compared with: that of its lower part."""
+        """Return the keys of the members that a branch is compared with: that of its bottom layers."""
         return [self.lower_of[index]]
 
     @property
@@ -400,8 +400,8 @@ class BranchTask(ZooUserTask):
     def recalibration_targets(self, exact: bool = False) -> list[tuple[nn.Module, list[str]]]:
         """Return the networks for recalibration, with the names of their batch norms.
 
-        All branches at once, with one pass through each lower part; for exact statistics, where a pass ends at each
-        batch norm, one by one.
+        All branches at once, with one pass through shared bottom layers; for exact statistics, where a pass ends at
+        each batch norm, one by one.
         """
         running = [branch for index, branch in enumerate(self.branches) if index not in self.stopped]
         if exact:
@@ -420,7 +420,7 @@ def _batch_statistics(branch: StitchedNetwork) -> dict[str, Tensor]:
 
 
 class _Together(nn.Module):
-    """All branches on their lower parts, for one pass that measures the statistics of all."""
+    """All branches on their bottom layers, for one pass that measures the statistics of all."""
 
     def __init__(
         self, lowers: Mapping[str, CutNetwork], branches: Sequence[StitchedNetwork], keys: Sequence[str]

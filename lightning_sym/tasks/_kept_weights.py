@@ -28,7 +28,7 @@ def keep_best(task: Any, values: Mapping[str, list[float]]) -> None:
 
 
 def epochs_trained(task: Any) -> float:
-    """Return the number of epochs trained by now, with the fraction of the current one."""
+    """Return the number of epochs trained so far, with the fraction of the current one."""
     progress = task.trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return float(task.current_epoch + min(1.0, progress / max(1, int(task.trainer.num_training_batches))))
 

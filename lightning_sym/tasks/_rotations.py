@@ -1,4 +1,4 @@
-"""Random changes of basis in front of one activation: elements of the symmetry group, and orthogonal matrices."""
+"""Random changes of basis before one activation: elements of the symmetry group, and orthogonal matrices."""
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def rotate_by_group(
     for crossing, other in zip(source.crossings(site)[1:], others, strict=True):
         if other is not None and not torch.equal(other, torch.eye(len(other), dtype=other.dtype)):
             raise ValueError(
-                f"No element of the symmetry group changes the values in front of {site!r} alone: {crossing.name}, "
+                f"No element of the symmetry group changes the values before {site!r} alone: {crossing.name}, "
                 f"which crosses the same cut, has the same units; {_ADVICE}."
             )
     undone = CutNetwork(planted.network, [site], example=example, before=True, like=source)

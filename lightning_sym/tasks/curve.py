@@ -75,10 +75,10 @@ class CurveTask(ZooUserTask):
 
     Args:
         zoo: The zoo's folder, with two members or more.
-        pairs: Numbers of the members at the ends of each curve. ``"all"``: every two members once, the lower number
-            first.
+        pairs: Numbers of the members at the endpoints of each curve. ``"all"``: every two members once, the lower
+            number first.
         kinds: Some of ``"bezier"``, ``"chain"``; default both.
-        bends: Number of control points between the ends. >= 1.
+        bends: Number of control points between the endpoints. >= 1.
         matched: Alignment of the second member of each pair before training: none (``"as_is"``), or by its weights, or
             by its activations on the training images. It moves along its symmetry orbit; its function is unchanged.
         decay: Lambda of the regulariser. >= 0; the weight decay that the members were trained with is a good choice.
@@ -105,7 +105,7 @@ class CurveTask(ZooUserTask):
     ``<split>/loss`` and ``<split>/accuracy`` (means over curves, with ``/min`` and ``/max``), and
     ``pair-0-1/<kind>/<split>_loss`` and ``..._accuracy`` of each curve.
 
-    A checkpoint holds the control points, the ends too.
+    A checkpoint holds the control points and the endpoints.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -261,7 +261,7 @@ class CurveTask(ZooUserTask):
     # ---- curves as members
 
     def make_member(self, number: int) -> nn.Module:
-        """Return a curve that is still a straight line."""
+        """Return a curve initialised to the linear path."""
         name = self.names[number]
         # Without a trainer, and so without data, the checkpoint provides the endpoints.
         matched = "as_is" if self._trainer is None else self.matched

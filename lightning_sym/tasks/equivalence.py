@@ -69,8 +69,8 @@ class EquivalenceTask(PopulationTask):
     see the same batches; losses add and gradients do not mix. At every validation J is measured on the training inputs
     (where a datamodule draws fresh ones in every step: on the held-out ones) and on the held-out inputs, and a
     candidate is *found* when ``J < tolerance * J0`` and ``R < held_out``: J0 is the J of the zero function, and
-    ``R = J / V`` on held-out inputs, where V is the J of the best constant, so that ``R = 1`` says that a constant
-    would do as well. The weights of a found candidate with the lowest J are kept. The search ends when
+    ``R = J / V`` on held-out inputs. V is the J of the best constant: at ``R = 1`` a candidate is no better than a
+    constant. The weights of a found candidate with the lowest J are kept. The search ends when
     ``points`` linearly independent ones have been found.
 
     With ``round_steps`` the candidates that have not been found after so many steps are given up, and all restart

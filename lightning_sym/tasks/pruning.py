@@ -40,7 +40,7 @@ class PrunedPopulation(LoopPopulation):
         channels_last: Keep four-dimensional tensors in ``torch.channels_last`` layout.
 
     Attributes:
-        removed: Returns which units of a member are gone, by axis group.
+        removed: Returns the removed units of a member, by axis group.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class RashomonPruning(ZooUserTask):
         return self._magnitudes[self.job_of(number)] if self.is_twin(number) else self.prunings[number]
 
     def pruned(self, number: int) -> Network:
-        """Return the smaller network that a member has become by now, in evaluation mode, on the CPU."""
+        """Return the current smaller network of a member, in evaluation mode, on the CPU."""
         assert isinstance(self.dtype, torch.dtype)
         whole = self.model_zoo.load(self.jobs[self.job_of(number)][0]).to(self.dtype)
         whole.load_state_dict(self.kept[number]["state"])
@@ -404,7 +404,7 @@ class RashomonPruning(ZooUserTask):
         self._end_if_done()
 
     def _follow(self, job: int) -> None:
-        """Measure the twin, and prune it to the widths that the job has by now."""
+        """Measure the twin, and prune it to the current widths of the job."""
         twin = job + len(self.jobs)
         if not self.magnitude or twin in self.stopped:
             return

@@ -1,4 +1,4 @@
-"""Rotating the units in front of one activation, and training the layers behind it again."""
+"""Rotate the units before one activation, and retrain the layers after it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -174,13 +174,13 @@ class RotationTask(BranchTask):
     def rotate(
         self, rotation: Rotation, source: CutNetwork, example: Tensor
     ) -> tuple[Callable[[Port], StitchingMap], CutNetwork]:
-        """Return the factory of the map before the activation, and the network of the upper part.
+        """Return the factory of the map before the activation, and the network of the top layers.
 
-        A subclass may add kinds here, or make others of those there are.
+        A subclass may add kinds here, or redefine existing ones.
 
         Args:
             rotation: The rotation.
-            source: The member, cut in front of its activations.
+            source: The member, cut before its activations.
             example: Images of the right size.
 
         Raises:

@@ -53,7 +53,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
 
     Two layers that a measure cannot compare (grids that do not fit, groups of different kinds) have the value NaN.
 
-    With several processes whole batches are dealt out, so that the results are the same up to rounding. Features are
+    Several processes share out whole batches: the results are the same up to rounding. Features are
     computed once for each network and batch, kernels once for each layer of each network. CKA keeps the features of all
     images, on every process, unless its estimator is ``minibatch``; bound them by ``limit_train_batches``. At
     the end every process computes all kernels of CKA and all assignments of the Procrustes measures: more processes

@@ -78,7 +78,7 @@ class StitchingTask(BranchTask):
     weights of the epoch with the best validation accuracy, map by map; the last ones if there are no validation data.
 
     Args:
-        zoo: Folder of the zoo that lower parts come from, and upper ones if there is no ``target_zoo``.
+        zoo: Folder of the zoo of the bottom layers, and of the top layers if there is no ``target_zoo``.
         pairs: ``"all"``: every two members once, the lower number below. An integer: so many ordered pairs, drawn at
             random without repetition. Or a list of pairs of numbers.
         sites: ``"all"``: the same site in both members, each of them. A list of names: these. A list of pairs of names:
@@ -88,7 +88,7 @@ class StitchingTask(BranchTask):
             :class:`lightning_sym.stitching.StitchingMap` from a :class:`lightning_sym.stitching.Port` (in YAML
             ``class_path`` and ``init_args`` of a class). Default full, of rank 1, 2 and 4, the intertwiner group, and
             the identity without training where widths are equal.
-        target_zoo: Folder of the zoo that upper parts come from; its networks may be of another architecture.
+        target_zoo: Folder of the zoo of the top layers; its networks may have another architecture.
         ports: ``"all"``: a map for each value that crosses the cut, also for skip connections. ``"branch"``: one for
             the site's activation only, as in the paper.
         batch_norm: Statistics of the top layers' batch norms in training: those of the batch (``"batch"``), or of

@@ -125,7 +125,7 @@ SGD has no option 'model.optimizer.learning_rate'. Did you mean 'model.optimizer
 $ fit SMALL --model.optimizer=SGD --model.optimizer.lr=0.1 --model.learning_rate=0.2
 ZooTask has no option 'model.learning_rate'. Did you mean 'model.optimizer.lr'?
 $ fit --model.network.help MultiLayerPerceptron
-Option 'model.network.help' comes before the class that has it; put --config, or the class, in front of it.
+Option 'model.network.help' comes before the class that has it; put --config, or the class, before it.
 $ fit SMALL --model=ZooTsk
 model: Unknown class 'ZooTsk'; give its full path, or the name of a shipped class. Did you mean 'ZooTask'?
 $ fit SMALL --model=lightning_sym.tasks.ZooTsk
