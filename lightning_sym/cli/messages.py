@@ -32,7 +32,7 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
     line = " ".join(message.split())
     if path := _foreign_class(line):
         return (
-            f"{path} belongs to the package lightning, but lightning_sym needs the classes of pytorch_lightning; use "
+            f"{path} is of the package lightning, but lightning_sym needs the classes of pytorch_lightning; use "
             f"{path.replace('lightning.pytorch', 'pytorch_lightning')}, and import from there."
         )
     if match := re.search(
