@@ -1,4 +1,4 @@
-"""Options of ``fit`` and its like, checked before anything is imported that takes seconds."""
+"""Check the options of ``fit`` and similar commands before slow imports."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from lightning_sym.recipes import recipe_names, recipe_path
 
 
 def checked_options(args: Sequence[str]) -> list[str]:
-    """Return options with the files of recipes in place of their names.
+    """Replace the names of recipes in the options by their files.
 
     Args:
         args: Options after the command.
@@ -56,7 +56,7 @@ def _config_file(name: str) -> str:
     if name.removesuffix(".yaml") in recipe_names():
         return str(recipe_path(name))
     if name.startswith("{") or re.search(r":\s", name) or name.endswith(":"):
-        return _checked_config(name, "What --config is given")  # YAML text in place of a file, as jsonargparse allows
+        return _checked_config(name, "The value of --config")  # YAML text instead of a file, as jsonargparse allows
     if os.path.isdir(name):
         raise ValueError(f"{name} is a folder; --config takes a file, or the name of a recipe.")
     if name.startswith((".", os.sep)) or name.count("/") > 1:  # no recipe could be meant

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, such that the run can go on from each of them as if it had never stopped."""
+"""Write checkpoints that a run resumes from as if it had never stopped."""
 
 import os
 import pickle
@@ -46,8 +46,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class RunCheckpoint(ModelCheckpoint):
     """A ``ModelCheckpoint`` that does not save between an epoch's last step and its validation.
 
-    Lightning leaves the validation out when it goes on from there. A checkpoint that is due at that step is written
-    at the epoch's end. What ``metrics.csv`` says of what a checkpoint holds is written before it. Arguments as for
+    Lightning would skip the validation when it resumes from there. A checkpoint that is due at that step is written
+    at the epoch's end. The rows of ``metrics.csv`` up to a checkpoint are written before it. Arguments as for
     ``pytorch_lightning.callbacks.ModelCheckpoint``.
     """
 
@@ -74,12 +74,12 @@ class RunCheckpoint(ModelCheckpoint):
 
 
 def _write_metrics(trainer: Trainer) -> None:
-    """Write all rows of metrics, with what Lightning logs after the hooks that save; to be called on every rank."""
+    """Write all rows of metrics, and those that Lightning logs after the saving hooks; call it on every rank."""
     connector = trainer._logger_connector
     at_end = connector._first_loop_iter is None  # of an epoch, or of a validation
     due = trainer._results is not None and (at_end or connector.should_update_logs)
     logged = convert_tensors_to_scalars(connector.metrics["log"]) if due and not trainer.sanity_checking else {}
-    # The step of an epoch's means is that of its last batch, which has been counted by now.
+    # The step of an epoch's means is that of its last batch, already counted here.
     step = trainer.fit_loop.epoch_loop._batches_that_stepped - (trainer.training and at_end)
     step = int(logged.pop("step", step))
     for logger in trainer.loggers:

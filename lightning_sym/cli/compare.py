@@ -1,6 +1,6 @@
-"""``lightning-sym compare``: what several runs ended with, beside each other.
+"""``lightning-sym compare``: compare the final metrics of several runs.
 
-What was asked, and the runs' own files, are read without importing torch.
+This module reads the options and the files of the runs without importing torch.
 """
 
 import io
@@ -19,12 +19,12 @@ USAGE = (
 NEEDS = "lightning_sym.reports"  # imports PyTorch
 HELP = f"""{USAGE}
 
-Prints the settings in which runs differ and what each of them ended with. Runs that differ by seed only are one
-group: their mean, with a 95 % interval. A star marks what differs from the first group by more than chance.
+Prints the settings that differ between runs, and the final metrics of each run. Runs that differ by seed only form a
+group, with its mean and 95 % interval. A star marks a significant difference from the first group.
 
   RUN RUN ...          folders of runs that have ended, or a folder that holds some (of a sweep)
-  --metrics PATTERNS   which numbers, by name, separated by commas: --metrics 'test/*,val/loss'; also the last values of
-                       what was logged, and columns of a table. Default: what the runs' reports said at the end
+  --metrics PATTERNS   names of numbers, separated by commas: --metrics 'test/*,val/loss'; also last logged values and
+                       columns of a table. Default: the final numbers of the runs' reports
   --table NAME         compare the rows of results/NAME.csv
   --ignore OPTIONS     settings that make no difference, as seeds make none, by patterns: --ignore model.zoo
   --out FOLDER         write comparison.csv, comparison.json (with the value of each run) and comparison.png there"""

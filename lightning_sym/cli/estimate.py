@@ -21,11 +21,11 @@ HELP = f"""{USAGE}
 Runs a few steps, a validation, and all that comes after training of a recipe, in a folder that is removed, and says how
 long all of it would take on this machine, and how much memory. Options are those of fit, and
 
-  --devices 8       what the run would cost on so many devices like this one, by strategy
-  --bandwidth 25    what a process sends over the network, in gigabytes per second (25: InfiniBand of 200 Gbit/s)
+  --devices 8       cost of the run on 8 devices like this one, by strategy
+  --bandwidth 25    network bandwidth of a process, in gigabytes per second (25: InfiniBand of 200 Gbit/s)
   --steps 30        steps of an epoch that are run; fewer if they take longer than 20 seconds
 
-How it is computed, and what is left out: docs/scaling-out.md."""
+Method and limits: docs/scaling-out.md."""
 _OWN = ("devices", "bandwidth", "steps")
 
 

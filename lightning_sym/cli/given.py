@@ -167,7 +167,7 @@ def merge(trees: Sequence[Tree]) -> Tree:
 
 
 class StrictLoader(LimitedLoader):
-    """Reads YAML and refuses duplicate keys, of which one value would be lost silently."""
+    """Read YAML and refuse duplicate keys, which would silently lose a value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping.
@@ -317,7 +317,7 @@ def _config(value: str) -> Tree:
     try:
         text, source = Path(value).read_text(encoding="utf-8"), value
     except (OSError, ValueError):  # YAML text instead of a file
-        text, source = value, "What --config is given"
+        text, source = value, "The value of --config"
     content = _plain(_yaml(text, source))
     return content if isinstance(content, dict) else {}
 

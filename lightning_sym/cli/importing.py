@@ -31,11 +31,11 @@ HELP = """\
 Makes a zoo of checkpoints that were trained elsewhere, or adds them to one.
 
   FILE ...             state dicts of torch.save, Lightning checkpoints or .safetensors; nothing in them is run
-  --network CLASS      the class that they are weights of, by its full path (one of ours: by its name); the folder of a
-                       module of your own has to be on PYTHONPATH
+  --network CLASS      the class of the network, by its full path (lightning_sym's: by its name); put the folder of
+                       your own module on PYTHONPATH
   --network.ARGUMENT   an argument of that class
   --out FOLDER         the folder of the zoo
-  --prefix PREFIX      what the names of the weights begin with, where several prefixes fit
+  --prefix PREFIX      prefix of the weights' names, if several fit
   --data DATAMODULE    the data that they were trained on; accuracies are measured and recorded
   --data.ARGUMENT      an argument of that class"""
 _OPTIONS = ("network", "out", "prefix", "data")
@@ -136,7 +136,7 @@ def _check_arguments(found: Any, name: str, arguments: Mapping[str, Any], option
         if star or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise ValueError(
                 f"{name} takes {'*' * star}{parameter.name} by its position only, and options have names; write a "
-                f"function beside it that takes it by name and returns {name}(...), and give that as --{option}."
+                f"function that takes it by name and returns {name}(...), and give that as --{option}."
             )
         if not given:
             raise ValueError(f"{name} needs the argument {parameter.name!r}; give --{option}.{parameter.name}.")

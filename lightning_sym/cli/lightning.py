@@ -149,9 +149,9 @@ class RunConfig(SaveConfigCallback):
 class RecipeCLI(LightningCLI):
     """The command line of ``lightning-sym`` from ``fit`` on.
 
-    On top of LightningCLI: a run folder (``--run_dir``) that holds everything a run leaves behind, sizes linked
-    from the data into the network, ``--ckpt_path last`` that fails when there is nothing to resume, and model
-    settings of the command line that win over those of a checkpoint.
+    It extends LightningCLI. A run folder (``--run_dir``) holds all files of a run. Sizes of the data are linked into
+    the network. ``--ckpt_path last`` fails if there is nothing to resume. Model settings of the command line override
+    those of a checkpoint.
 
     Args:
         args: Command and options.
@@ -213,7 +213,7 @@ class RecipeCLI(LightningCLI):
         """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
         options = _with_checkpoint_settings(args)
         self._given = read_given(options[1:])
-        RecipeParser.given = merge(self._given)  # on the class, as nested parsers report errors, too
+        RecipeParser.given = merge(self._given)  # on the class, as nested parsers also report errors
         RecipeParser.refused = ""
         self.config = parser.parse_args(options)
         if missing := first_missing(RecipeParser.given):
@@ -225,7 +225,7 @@ class RecipeCLI(LightningCLI):
             "--run_dir",
             type=str,
             default="runs/default",
-            help="Folder for everything that the run leaves behind.",
+            help="Folder for all files of the run.",
         )
         parser.add_argument(
             "--overwrite",
@@ -237,8 +237,8 @@ class RecipeCLI(LightningCLI):
             "--log_details",
             type=bool,
             default=False,
-            help="Show curves of single members, pairs and layers in TensorBoard, too, below details/; metrics.csv has "
-            "them in any case.",
+            help="Show curves of single members, pairs and layers in TensorBoard as well, below details/; metrics.csv "
+            "always has them.",
         )
         parser.add_argument(
             "--zoo_dir", type=str | None, default=None, help="Zoo that members are exported to; default run_dir/zoo."
@@ -247,7 +247,7 @@ class RecipeCLI(LightningCLI):
             "--requires",
             type=dict[str, str] | None,
             default={},
-            help="Recipes that make what the run needs, by the option that names its folder, for example "
+            help="Recipes that make the inputs of the run, by the option of their folder, for example "
             "{model.zoo: zoo/mnist5k}; fit runs them first if the folder is not there. Null for none.",
         )
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
@@ -255,8 +255,8 @@ class RecipeCLI(LightningCLI):
             {
                 # Not all there are: a recipe's batch size, and so its result, is that of one.
                 "trainer.devices": 1,
-                # One file, last.ckpt, written anew after every epoch (not after validation, which comes before the
-                # epoch's end: a run resumed from there would miss what tasks do at the end of an epoch).
+                # One file, last.ckpt, rewritten after every epoch. Validation precedes the epoch's end: a run resumed
+                # from there would miss the work of tasks at the end of an epoch.
                 "checkpoint.filename": "last",
                 "checkpoint.enable_version_counter": False,
                 "checkpoint.save_on_train_epoch_end": True,
@@ -332,11 +332,11 @@ class RecipeCLI(LightningCLI):
                     f"Nothing to {self.subcommand}: {last.absolute()} does not exist; run lightning-sym fit with these "
                     "options first, or give another --run_dir or a file as --ckpt_path."
                 )
-            config.ckpt_path = "last"  # untrained weights are never what is meant
+            config.ckpt_path = "last"  # untrained weights are never meant
         if config.get("ckpt_path") == "last":
             if not last.is_file():
                 raise FileNotFoundError(
-                    f"Nothing to go on from: {last.absolute()} does not exist (the first checkpoint is written after "
+                    f"Nothing to resume: {last.absolute()} does not exist (the first checkpoint is written after "
                     "the first epoch); start with lightning-sym fit without --ckpt_path, or give another --run_dir or "
                     "a file as --ckpt_path."
                 )
@@ -353,7 +353,7 @@ class RecipeCLI(LightningCLI):
                 self._try_requirements(config)
 
     def _try_requirements(self, config: Namespace) -> None:
-        """Run the requirements of a trial as trials, too, in a temporary folder."""
+        """Run the requirements of a trial as further trials, in a temporary folder."""
         self._trial = Path(tempfile.mkdtemp(prefix="lightning-sym-"))
         atexit.register(shutil.rmtree, self._trial, ignore_errors=True)
         for number, requirement in enumerate(self._required):
@@ -399,7 +399,7 @@ class RecipeCLI(LightningCLI):
         earlier = [] if config.get("ckpt_path") else self._earlier_run()
         if earlier and not config.overwrite:
             last = (run_dir / "checkpoints" / "last.ckpt").is_file()
-            state, todo = ("", "go on with it (--ckpt_path last), ") if last else (" without a checkpoint", "")
+            state, todo = ("", "resume it (--ckpt_path last), ") if last else (" without a checkpoint", "")
             raise ValueError(
                 f"{run_dir} already holds a run{state}; {todo}put this one elsewhere (--run_dir FOLDER), or replace it "
                 "(--overwrite true)."
@@ -408,7 +408,7 @@ class RecipeCLI(LightningCLI):
             # Without the file that every run has, a folder called results may be anything.
             raise ValueError(
                 f"{run_dir} holds {earlier[0].name}, but no config.yaml as a run does, and is not replaced; choose "
-                "another folder (--run_dir FOLDER), or delete what is there."
+                "another folder (--run_dir FOLDER), or delete its contents."
             )
 
     def after_instantiate_classes(self) -> None:
@@ -471,8 +471,8 @@ class RecipeCLI(LightningCLI):
         batches = self.trainer.predict(**{**kwargs, "return_predictions": True})
         tensors = [batch.cpu() for batch in batches or [] if isinstance(batch, torch.Tensor)]
         if not tensors or len(tensors) < len(batches or []):
-            return  # fast_dev_run, or a task whose callbacks take care of what it returns
-        # The last axis holds what is predicted of an image, the one before it the images.
+            return  # fast_dev_run, or callbacks of the task store its predictions
+        # The last axis indexes the outputs of an image, the axis before it the images.
         predictions = torch.cat(tensors, dim=-2)
         file = self._run_dir / "results" / "predictions.safetensors"
         write_atomically(file, save_safetensors({"predictions": predictions.contiguous()}))
@@ -491,7 +491,7 @@ class RecipeCLI(LightningCLI):
                 MetricsCSV(run_dir, "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"),
             ]
         if config.get("accelerator") == "auto" and torch.backends.mps.is_available():
-            kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64, in which metrics are added up
+            kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64, and metrics need it
         if config.get("default_root_dir") is None:
             kwargs["default_root_dir"] = str(run_dir)
         plugins = config.get("plugins") or []
@@ -521,7 +521,7 @@ class RecipeCLI(LightningCLI):
 
 
 def _with_checkpoint_settings(args: list[str]) -> list[str]:
-    """Put the model settings that a checkpoint holds in front of all others.
+    """Put the model settings of a checkpoint before all others.
 
     Args:
         args: Command and options.
@@ -565,8 +565,8 @@ def _is_class(kind: str) -> bool:
 def _discard_arguments(parser: Any, before: Any, chosen: Any) -> None:
     """Drop the arguments of an optimizer, scheduler or network when a later option replaces its class.
 
-    jsonargparse would keep arguments of the same name, for example the weight decay that a recipe chose for Adam to
-    the SGD of the command line, or the width of its network to another network.
+    jsonargparse would keep arguments of the same name. The SGD of the command line would get the recipe's weight decay
+    for Adam, and another network the width of the recipe's network.
     """
     kind = class_at(chosen["class_path"])
     if before and kind is not None and issubclass(kind, _MADE_ANEW) and not issubclass(kind, LightningModule):
@@ -590,7 +590,7 @@ def _load_within_limits(text: str) -> Any:
             RecipeParser.refused = str(error)  # jsonargparse tries other types, and then says something else
             raise
         except yaml.YAMLError:
-            pass  # the parser says what is wrong
+            pass  # the parser reports the error
     return _LOAD(text)
 
 
@@ -609,7 +609,7 @@ def _load_checkpoint(path: str) -> dict[str, Any]:
         checkpoint = torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
-    except Exception as error:  # whatever the bytes of another file make of the unpickler
+    except Exception as error:  # the bytes of another file can raise any error
         raise ValueError(f"{path} is damaged, or no checkpoint of lightning-sym.") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict.")

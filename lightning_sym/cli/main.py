@@ -1,6 +1,6 @@
 """The command line, ``lightning-sym``.
 
-Only what a command needs is imported: help and the list of recipes do not wait for torch.
+Each command imports only its own modules: help and the list of recipes do not wait for torch.
 """
 
 import gc
@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     try:
         status = _command(list(sys.argv[1:] if args is None else args))
-        sys.stdout.flush()  # here, where a reader that has gone is noticed, not when Python ends
+        sys.stdout.flush()  # here, where a closed reader is noticed, not when Python ends
     except BrokenPipeError:  # ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -80,7 +80,7 @@ def _command(args: list[str]) -> int:
 
 
 def _with_negative_numbers(args: list[str]) -> list[str]:
-    """Write negative numbers behind the options that they belong to: by themselves they look like options."""
+    """Join negative numbers to their options by an equals sign: alone they look like options."""
     joined: list[str] = []
     for before, arg in pairwise(["", *args]):
         if re.match(r"-(\.?\d|inf\b)", arg) and re.fullmatch(r"--[^=]+", before):
@@ -164,9 +164,9 @@ def _load(module: str) -> Any:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Import without looking for garbage: a million objects are made, all of them stay, and the search takes seconds.
+    """Import without garbage collection, which would take seconds: an import makes a million permanent objects.
 
-    Later searches pass them over as well. A process that has imported PyTorch before, such as a test, is left alone.
+    Later collections skip them as well. A process that has imported PyTorch before, such as a test, is unaffected.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -229,8 +229,8 @@ def _interrupted(resumes: bool) -> int:
     if resumes and (module := sys.modules.get("lightning_sym.cli.lightning")):
         run_dir = module.RecipeParser.given.get("run_dir", "runs/default")
         if os.path.isfile(os.path.join(run_dir, "checkpoints", "last.ckpt")):
-            todo = "; go on with --ckpt_path last"
+            todo = "; resume with --ckpt_path last"
         elif os.path.isfile(os.path.join(run_dir, "config.yaml")):
-            todo = " before its first checkpoint; start anew with --overwrite true"
+            todo = " before its first checkpoint; restart with --overwrite true"
     print(f"lightning-sym: interrupted{todo}", file=sys.stderr)
     return 130

@@ -1,6 +1,6 @@
-"""``lightning-sym merge``: checkpoints of one network, aligned up to its symmetry, become their mean.
+"""``lightning-sym merge``: align checkpoints of one network by its symmetry and average their weights.
 
-Options are read without importing torch.
+This module reads the options without importing torch.
 """
 
 import contextlib
@@ -24,32 +24,32 @@ USAGE = (
 NEEDS = "lightning_sym.cli.models"  # imports PyTorch
 HELP = f"""{USAGE}
 
-Brings checkpoints of one network into one order (units change places, with scales, signs and matrices where the network
-allows), checks that each computes what it did, and writes the mean.
+Aligns checkpoints of one network (by permutations of units, and by scales, signs and matrices where the network allows
+them), checks that each function is unchanged, and writes the weight average.
 
   A B C ...            state dicts, Lightning checkpoints, .safetensors, or the index of several shards
                        (model.safetensors.index.json); nothing in them is run
-  ZOO                  the folder of a zoo: all of its members, whose network it knows by itself
-  FOLDER               of a model of transformers: config.json beside model.safetensors, its index or pytorch_model.bin
+  ZOO                  the folder of a zoo: all of its members; the zoo records their network
+  FOLDER               a model of transformers: config.json, and model.safetensors, its index or pytorch_model.bin
   --network NETWORK    torchvision:resnet18, timm:NAME, transformers:path/to/config.json, or a class by its full path
-                       (one of ours: by its name)
+                       (lightning_sym's: by its name)
   --network.ARGUMENT   an argument of that class
-  --out FILE           a new .safetensors; where A is an index or a FOLDER, a new folder, with all that lies beside A.
-                       Names, types, shards are those of A. A report goes beside it, into FILE-report
+  --out FILE           a new .safetensors; if A is an index or a FOLDER, a new folder, with the other files of A's.
+                       Names, types, shards are those of A. A report is written to FILE-report
   --data DATAMODULE    losses, barriers and a figure; needed for activations and recalibration
   --data.ARGUMENT      an argument of that class
   --method             weights (default), or activations: units belong together that are active on the same inputs
-  --recalibrate        measure the statistics of batch norms in the mean anew
-  --align-only         write B, the same function, in the order and scales of A, in place of the mean
-  --points 11          points on the line between two networks
-  --prefix PREFIX      what the names of the weights begin with, where several prefixes fit
-  --input 3,224,224    shape of one input, without the batch; default: what the data or the model say
+  --recalibrate        recompute the batch norm statistics of the average
+  --align-only         write B, aligned to A, its function unchanged; no average
+  --points 11          points on the linear path between two networks
+  --prefix PREFIX      prefix of the weights' names, if several fit
+  --input 3,224,224    shape of one input, without the batch; default: from the data or the model
   --tokens 1000        the input is integers below 1000
   --seed 0             of the matching
 
 Nothing is downloaded. timm and transformers: pip install 'lightning_sym[hf]'."""
 _FLAGS = ("align-only", "recalibrate")
-# Of a model of transformers, as from_pretrained looks for them.
+# Files of a transformers model, in the search order of from_pretrained.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 _OPTIONS = ("network", "out", "data", "method", "points", "prefix", "input", "tokens", "seed", *_FLAGS)
 
@@ -64,9 +64,9 @@ class Asked:
         out: Where the result goes.
         data: The class of the data with its arguments; None for none.
         method: "weights" or "activations".
-        align_only: Whether to write the second in the order of the first.
-        recalibrate: Whether to measure statistics of batch norms.
-        points: On a line.
+        align_only: Whether to write the second network, aligned to the first.
+        recalibrate: Whether to recompute batch norm statistics.
+        points: Number of points on a linear path.
         prefix: Prefix of the names of the weights.
         shape: Shape of one input.
         tokens: The input is integers below this number.
@@ -238,7 +238,7 @@ def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any], str | 
         else:
             raise ValueError(
                 f"{name} is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model "
-                f"(config.json beside {', '.join(_WEIGHTS)}); expected one of them, or checkpoints."
+                f"(config.json and {', '.join(_WEIGHTS)}); expected one of them, or checkpoints."
             )
     return files, architecture, None if architecture else configured
 

@@ -32,8 +32,8 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
     line = " ".join(message.split())
     if path := _foreign_class(line):
         return (
-            f"{path} is of the package lightning, whose classes are others than those of pytorch_lightning, with which "
-            f"lightning_sym works; use {path.replace('lightning.pytorch', 'pytorch_lightning')}, and import from there."
+            f"{path} is of the package lightning, but lightning_sym needs the classes of pytorch_lightning; use "
+            f"{path.replace('lightning.pytorch', 'pytorch_lightning')}, and import from there."
         )
     if match := re.search(
         r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|"
@@ -79,7 +79,7 @@ def _unknown_option(name: str, given: Mapping[str, Any], early: bool) -> str:
         return wrong
     path = full_path(given, name)
     if path != name and (early or not class_of(given.get(path.partition(".")[0]))):  # the parser knows no class yet
-        return f"Option {path!r} comes before the class that has it; put --config, or the class, in front of it."
+        return f"Option {path!r} comes before the class that has it; put --config, or the class, before it."
     return f"Unknown option {name!r}.{nearest(name, (*SECTIONS, *SETTINGS))}"
 
 
@@ -115,7 +115,7 @@ def first_missing(given: Mapping[str, Any]) -> str:
 
 
 def _options_of(kind: str) -> frozenset[str] | None:
-    """Return the options of a class, or function, of any package, which has been imported by now."""
+    """Return the options of an imported class or function of any package."""
     found = _class_named(kind) or object_at(kind)
     if not callable(found):
         return None
@@ -141,8 +141,8 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
     ):
         hint = nearest(match[1], _class_names())
         if match[1] in _class_names():
-            return f"{_where(given, match[1])}{match[1]} is a class of another kind than what is expected there."
-        ours = ", or the name of one of ours" if match[1][0].isupper() else ", as torch.nn.functional.mse_loss"
+            return f"{_where(given, match[1])}{match[1]} is a class of the wrong kind."
+        ours = ", or the name of a shipped class" if match[1][0].isupper() else ", as torch.nn.functional.mse_loss"
         return f"{_where(given, match[1])}Unknown {_kind(match[1])} {match[1]!r}; give its full path{ours}.{hint}"
     if match := re.search(
         r"Expected '([\w.]+)' to be (?:a subclass of|a function that returns) <?[^<>]*?(\w+)'?>?\.", line
@@ -150,8 +150,8 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
         return f"{_where(given, match[1])}{match[1]} is no {_ROLES.get(match[2], match[2])}."
     if match := re.search(r"Expected '([\w.]+)' to be a class that instantiates into callable", line):
         return (
-            f"{_where(given, match[1])}{match[1]} is no class whose objects are functions; expected a function, or a "
-            "class as torch.nn.MSELoss."
+            f"{_where(given, match[1])}{match[1]} is no class of callable objects; expected a function, or a class "
+            "as torch.nn.MSELoss."
         )
     if match := re.search(r"(?:Unexpected import object|or a subclass spec, but got) (.+?) - Expected", line):
         key = re.search(r'Parser key "([^"]+)"', line)
@@ -190,7 +190,7 @@ def _no_module(missing: str, given: Mapping[str, Any]) -> str:
             return (
                 f"{path}: There is no module {missing!r}."
                 f"{nearest(missing, ('lightning_sym', 'pytorch_lightning', 'torch'))} "
-                "The folder of a module of your own has to be on PYTHONPATH."
+                "If it is yours, put its folder on PYTHONPATH."
             )
         try:
             importlib.import_module(module or "lightning_sym")
@@ -200,7 +200,7 @@ def _no_module(missing: str, given: Mapping[str, Any]) -> str:
                     f"{path}: {module}, which holds {kind.rpartition('.')[2]}, imports {missing!r}, and there is no "
                     "such module; install it, or put its folder on PYTHONPATH."
                 )
-    return f"There is no module {missing!r}. The folder of a module of your own has to be on PYTHONPATH."
+    return f"There is no module {missing!r}; install it, or put its folder on PYTHONPATH."
 
 
 # Names of types in messages about values of a wrong type.

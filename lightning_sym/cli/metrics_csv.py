@@ -19,17 +19,16 @@ from lightning_sym._runs import whole_lines
 
 
 class MetricsCSV(Logger):
-    """All logged scalars as ``metrics.csv``, one row per step.
+    """Write all logged scalars to ``metrics.csv``, one row per step.
 
-    Lightning's own CSVLogger deletes the file of the interrupted run when it is resumed; this one keeps the rows
-    up to the step at which the run goes on, and adds to the row of this step: what a run ends with is logged there.
+    Lightning's CSVLogger deletes the file of an interrupted run that is resumed. This logger keeps the rows up to the
+    step where the run resumes, and adds to that row: the final metrics are logged there.
 
-    Rows are appended, and the last one is written again as more is logged for its step, each time by one call of the
-    system: a process that is killed leaves whole rows. The file is written anew only for another column, or another
-    value in a row above its last one.
+    Rows are appended. The last row is rewritten as more is logged for its step. Each write is one system call, so a
+    killed process leaves whole rows. Only a new column, or a new value in an earlier row, rewrites the file.
 
     Args:
-        folder: Where the file lies. Created at the first write.
+        folder: Folder of the file. Created at the first write.
         file: Its name.
     """
 
@@ -39,7 +38,7 @@ class MetricsCSV(Logger):
         self._rows: dict[int, dict[str, Any]] | None = None
         self._names: dict[str, None] = {}  # of all that was logged
         self._columns: list[str] = []  # those of the file
-        self._written: set[int] = set()  # steps whose rows are in the file, as they are; the first ones
+        self._written: set[int] = set()  # steps with unchanged rows in the file; the first ones
         self._last = self._end = 0  # bytes of the file before its last row, and with it
         self._last_step: int | None = None  # of that row
         self._reopened = False  # it has got other values
@@ -121,7 +120,7 @@ class MetricsCSV(Logger):
         return text.getvalue().encode()
 
     def _append(self, rows: list[bytes]) -> bool:
-        """Append rows, the first of which may stand at the end of the file already, with other values.
+        """Append rows; the first may replace the last row of the file, with other values.
 
         Returns:
             Whether that was possible: the file is the one that was written here, and a row did not get shorter.

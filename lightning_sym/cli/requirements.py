@@ -212,11 +212,11 @@ def _run(requirement: Requirement, options: Sequence[str]) -> None:
     with subprocess.Popen([sys.executable, *safe, "-m", "lightning_sym.cli", *args]) as process:
         try:
             status = process.wait()
-        except KeyboardInterrupt:  # the process gets the signal, too, and saves its state
+        except KeyboardInterrupt:  # the process also gets the signal, and saves its state
             status = process.wait()
             status = status or 130
     if status == 130:
-        print("lightning-sym: interrupted; the same command goes on", file=sys.stderr)
+        print("lightning-sym: interrupted; the same command resumes", file=sys.stderr)
         raise SystemExit(130)
     if status != 0:
         raise ValueError(

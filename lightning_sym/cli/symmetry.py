@@ -26,13 +26,13 @@ NETWORK is one of
   torchvision:resnet50                  a model of torchvision, with random weights
   timm:vit_tiny_patch16_224             a model of timm
   transformers:path/to/config.json      a model of transformers, by its configuration (a file, or a folder that has one)
-  mypkg.nets.MyNet                      a class of yours, with --network.width 8 for its arguments
+  mypkg.nets.MyNet                      your class, with --network.width 8 for its arguments
 
-  --input 3,224,224   shape of one input, without the batch (of tokens: 16); default: what the model says of itself
+  --input 3,224,224   shape of one input, without the batch (of tokens: 16); default: from the model
   --tokens 1000       the input is integers below 1000
   --output logits     which of several outputs is to stay the same: a name, or a place in a tuple
   --meta              build the network without memory for its weights; nothing can be tried on it then
-  --out table.json    write the table there, too
+  --out table.json    also write the table there
 
 Nothing is downloaded, and no code that a file names is run. timm and transformers: pip install 'lightning_sym[hf]'."""
 _OPTIONS = ("network", "input", "tokens", "output", "meta", "out")

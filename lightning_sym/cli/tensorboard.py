@@ -123,7 +123,7 @@ def _remove_if_empty(events: Path) -> None:
 
 
 def _summaries(params: dict[str, bool | int | float | str], headline: str) -> Iterator[Any]:
-    """Yield the summaries of hyperparameters, with the name of the main figure, whose value is a scalar."""
+    """Yield the summaries of hyperparameters, with the name of the main figure; its value is a scalar."""
     for summary in hparams(params, {headline: 0.0}):  # type: ignore[no-untyped-call]
         metadata = summary.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(metadata.content)

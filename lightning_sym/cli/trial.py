@@ -203,7 +203,7 @@ class TrialCLI(RecipeCLI):
 
 
 def _planned(callback: Callback, epochs: int) -> int:
-    """Return after how many epochs of the whole run a callback does what it does after some epochs only."""
+    """Return the period, in epochs of the whole run, of a callback that acts after some epochs only."""
     every = vars(callback).get("every_n_epochs")  # not that of ModelCheckpoint, which is a property
     if not isinstance(every, int) or every < 1:
         return 0

@@ -35,12 +35,12 @@ class StoppedError(SystemExit):
 
 
 class Watch:
-    """Watches over a command; a context.
+    """Watch over a command, as a context.
 
     Attributes:
         current: The one that is entered.
         children: Processes that this one launched: ranks 1, 2, ... of its run.
-        folder: The run folder of a fit, whose checkpoint the message names.
+        folder: The run folder of a fit; the message names its checkpoint.
         waits: Address at which this process waits for the others to join; empty if it does not.
         joins_within: Longest wait in seconds.
     """
@@ -153,8 +153,8 @@ class Watch:
         todo = ""
         if self.folder is not None:
             last, begun = (self.folder / name for name in ("checkpoints/last.ckpt", "config.yaml"))
-            anew = "start it anew, with --overwrite true" if begun.is_file() else "start it anew"
-            todo = f"; {'go on with --ckpt_path last' if last.is_file() else anew}"
+            anew = "restart with --overwrite true" if begun.is_file() else "restart"
+            todo = f"; {'resume with --ckpt_path last' if last.is_file() else anew}"
         return f"lightning-sym: {self._reason or 'interrupted'}{todo}"
 
     def _leave(self) -> None:

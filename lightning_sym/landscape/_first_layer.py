@@ -33,7 +33,7 @@ class MaxPool(nn.Module):
 
 
 def with_fast_pools(network: nn.Module) -> None:
-    """Replace the max poolings for which :class:`MaxPool` does the same, in place."""
+    """Replace max poolings by an equivalent :class:`MaxPool`, in place."""
     for parent in list(network.modules()):
         for name, module in parent.named_children():
             if type(module) is not nn.MaxPool2d or _has_hooks(module):
@@ -58,7 +58,7 @@ class FirstLayer:
         before: From the network's inputs to the layer's, without parameters; None if they are the same.
         rest: From the layer's output to the network's.
         dense: The names of the modules of ``rest`` in order, if it is a chain of linear layers and elementwise
-            activations behind a linear layer; otherwise None.
+            activations after a linear layer; otherwise None.
     """
 
     name: str

@@ -24,7 +24,7 @@ def summed_squares(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class SquareSum(nn.Module):
-    r"""Outputs :math:`\sqrt{c_i}\, w_i` whatever the inputs, so that :math:`J = \sum_i c_i w_i^2` around 0.
+    r"""Output :math:`\sqrt{c_i}\, w_i` for all inputs, so that :math:`J = \sum_i c_i w_i^2` around 0.
 
     Args:
         coefficients: The :math:`c_i >= 0`; 0 for a flat direction.
@@ -41,7 +41,7 @@ class SquareSum(nn.Module):
 
 
 class NormalCrossing(nn.Module):
-    r"""One output :math:`x^{k_1} y^{k_2}` whatever the inputs, so that :math:`J = x^{2 k_1} y^{2 k_2}`; at 0.
+    r"""Output :math:`x^{k_1} y^{k_2}` for all inputs, so that :math:`J = x^{2 k_1} y^{2 k_2}`; at 0.
 
     Args:
         first: :math:`k_1 >= 0`.
@@ -84,7 +84,7 @@ class TwoRectifiedUnits(nn.Module):
 
 
 class ReducedRank(nn.Module):
-    """A linear map through a narrow layer, at weights whose product has a given rank and which are 0 beyond it.
+    """A linear map through a narrow layer, at weights with a product of a given rank, and zeros beyond it.
 
     Args:
         inputs: M, number of inputs.
@@ -229,7 +229,7 @@ class AnalyticLandscape:
 
 
 def analytic_landscapes() -> list[AnalyticLandscape]:
-    """Return landscapes of all kinds: regular, singular, and two whose chains must be refused.
+    """Return landscapes of all kinds: regular, singular, and two that must give no estimate.
 
     Returns:
         Networks of inputs with three numbers.

@@ -68,7 +68,7 @@ def umap_embedding(coefficients: ArrayLike, points: ArrayLike, *, seed: int, mos
             f"An embedding needs at least 4 points, got {len(together)}; raise epsilon or refine the grid."
         )
     with warnings.catch_warnings():
-        # With a fixed seed UMAP uses one thread, and says so; TensorFlow is for a variant that is not used.
+        # With a fixed seed UMAP uses one thread, and warns; TensorFlow is for a variant that is not used.
         warnings.filterwarnings("ignore", message="n_jobs value .* overridden to 1 by setting random_state")
         warnings.filterwarnings("ignore", message="Tensorflow not installed")
         try:

@@ -50,10 +50,10 @@ class LossSurface:
       layer of ReLUs, one output and no biases, under the squared distance.
     - ``affine``: within a plane the first linear or convolutional layer's output is affine in the coefficients, so it
       is computed once at the centre and once for each basis vector. Perceptrons then run many points at a time,
-      other networks one by one. Needs a network that torch.fx can trace, in which nothing else reads the input. At
-      weight vectors outside a plane (:meth:`at`) perceptrons still run many at a time.
+      other networks one by one. Needs a network that torch.fx can trace, where only that layer reads the input.
+      At weight vectors outside a plane (:meth:`at`) perceptrons still run many at a time.
     - ``vmap``: ``torch.func.vmap`` over some points at a time.
-    - ``loop``: the network as it is, point by point.
+    - ``loop``: the network itself, point by point.
     - ``auto``: ``closed_form`` where there is one; ``affine`` for perceptrons; on CPUs, for networks with convolutions,
       ``affine`` where possible (and at most 1 GiB is kept), else ``loop``. Only for other networks, and for those with
       convolutions on accelerators, the methods are timed on a few points: there two runs may choose differently, and
@@ -234,7 +234,7 @@ class LossSurface:
         return repr(self._network), loss, self.method, str(self.dtype), self.device.type, str(self.chunk)
 
     def constants(self) -> list[Tensor]:
-        """Return the tensors that losses depend on beside the weights: inputs, targets, frozen weights, buffers."""
+        """Return the constant tensors that losses depend on: inputs, targets, frozen weights, buffers."""
         return [self.inputs, self.targets, *self._frozen.values(), *self._network.buffers()]
 
     # ---- parts of a surface
@@ -255,7 +255,7 @@ class LossSurface:
         return ReluLine.of(inputs, targets)
 
     def _private(self, network: nn.Module) -> tuple[nn.Module, Tensor]:
-        """Return a copy of the network whose trainable parameters are views of one vector, and the vector."""
+        """Copy the network, with trainable parameters that are views of one vector; return the copy and the vector."""
         private = in_precision(copy.deepcopy(network), self.dtype).eval()
         flat = weight_vector(private)
         nn.utils.vector_to_parameters(flat, trainable(private).values())
@@ -279,7 +279,7 @@ class LossSurface:
                 hooks.enter_context(part.register_forward_hook(watch))
             output = self._network(self.inputs[:count])
             if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != count:
-                raise ValueError("The network must return one tensor whose first axis is the inputs.")
+                raise ValueError("The network must return one tensor with the inputs along its first axis.")
             if self._squared and output.shape != self.targets[:count].shape:
                 raise ValueError(
                     f"targets must have the shape of the outputs, [{len(self.inputs)}, "

@@ -140,9 +140,9 @@ def evaluate_grid(
     """Return the losses on all points of a grid.
 
     With several processes (``torch.distributed`` initialised; to be called on every rank with the same arguments) each
-    evaluates some blocks of points, and all get the result. Blocks begin at multiples of ``surface.chunk``, so the
-    result has the same bits for any number of ranks and after any interruption, as long as the surface's method, the
-    number of threads and the machine are the same; see :class:`~lightning_sym.landscape.evaluation.LossSurface` for
+    evaluates some blocks of points, and all get the result. Blocks begin at multiples of ``surface.chunk``. So the
+    result is bitwise the same for any number of ranks and after any interruption, with the same method, number of
+    threads and machine; see :class:`~lightning_sym.landscape.evaluation.LossSurface` for
     methods that are chosen by timing.
 
     Args:
@@ -150,8 +150,8 @@ def evaluate_grid(
         plane: Where the coefficients belong to.
         grid: Grid of the plane's dimension.
         below: As for :meth:`LossSurface.on`: only losses below are wanted, others become ``inf``.
-        partial: A file that keeps what is done: every 20 seconds and when an error or Ctrl-C ends the work. If it is
-            there, the work goes on from it, with any number of ranks; at the end it is removed. Rank r > 0 writes
+        partial: A file that keeps the progress: every 20 seconds and when an error or Ctrl-C ends the work. If it
+            exists, the work resumes from it, with any number of ranks; at the end it is removed. Rank r > 0 writes
             ``<partial>.<r>``. None keeps nothing.
         progress: Called on every rank after each block with the number of points done and the number to do, those of
             this rank.
@@ -175,7 +175,7 @@ def evaluate_grid(
     if limit_bytes is not None and needed > limit_bytes:
         raise GridTooLargeError(
             f"{_points(grid)} need about {needed / 2**30:.3g} GiB, above limit_bytes ({limit_bytes / 2**30:.3g} GiB); "
-            "take fewer points, or pass limit_bytes=None to go on."
+            "take fewer points, or pass limit_bytes=None."
         )
     middle = grid.size // 2
     together(lambda: surface.choose(plane, grid.coefficients(middle, min(middle + surface.chunk, grid.size))))
@@ -188,7 +188,7 @@ def evaluate_grid(
         if seconds > limit_seconds:
             raise GridTooLargeError(
                 f"{_points(grid)} need about {seconds:.3g} s ({ranks()} process(es)), above limit_seconds "
-                f"({limit_seconds:g} s); take fewer points or inputs, or pass limit_seconds=None to go on."
+                f"({limit_seconds:g} s); take fewer points or inputs, or pass limit_seconds=None."
             )
     together(lambda: work.run(progress))
     own = torch.from_numpy(work.values)
@@ -243,7 +243,7 @@ class _Work:
             except _DAMAGED:
                 readable = False
             if not readable:
-                raise ValueError(f"The partial file {path} is damaged; remove it to begin anew.")
+                raise ValueError(f"The partial file {path} is damaged; remove it to restart.")
             fits = found == self.fingerprint and len(done) == len(self.done)
             if not fits or (points := self.points_of(done)).sum() != len(values):
                 raise ValueError(
@@ -317,7 +317,7 @@ def grid_fingerprint(surface: LossSurface, plane: WeightPlane, grid: Grid, below
     """Return a name for everything that the losses on a grid depend on.
 
     Args:
-        surface: After its method is chosen. Of a loss that is a function only module and name count.
+        surface: After its method is chosen. A loss function counts by its module and name only.
         plane: Plane in weight space.
         grid: On the plane.
         below: As for :func:`evaluate_grid`.

@@ -15,14 +15,14 @@ from lightning_sym.landscape.outputs import NetworkOutputs
 
 Method = Literal["underdamped", "sgld"]
 METHODS: tuple[Method, ...] = ("underdamped", "sgld")
-# Noise that is drawn at once for each chain: steps, and entries; whatever the number of chains, so that it is the same.
+# Block of noise per chain: steps, and entries. A fixed block makes draws independent of the number of chains.
 _NOISE_STEPS, _NOISE = 256, 2**18
 _PRODUCTS = 30  # with the Hessian, at most, for its largest eigenvalue
 _CLOSE = 0.01  # which part of an eigenvalue its residual may be
 
 
 class Noise:
-    """Normal noise of chains, each from a generator of its own: it depends neither on the others nor on the device.
+    """Draw normal noise for chains, each from a separate generator, independent of other chains and of the device.
 
     Args:
         chains: Numbers of the chains.
@@ -56,7 +56,7 @@ class Dynamics:
 
     Args:
         method: ``"sgld"``: :math:`\theta \leftarrow \theta - \frac{\eta}{2} \nabla U + \sqrt{\eta}\, \xi`.
-            ``"underdamped"``: with velocities, by the splitting BAOAB with time step :math:`\sqrt{\eta}`, whose law of
+            ``"underdamped"``: with velocities, by the splitting BAOAB with time step :math:`\sqrt{\eta}`; its law of
             the weights is exact where U is quadratic.
         step: :math:`\eta`; may be changed between steps.
         friction: Friction of the velocities, per unit of time.
@@ -245,7 +245,7 @@ def sample_sgld(
         \theta \leftarrow \theta - \tfrac{\eta}{2} \big(nb \nabla J(\theta) + \gamma (\theta - \theta_0)\big)
         + \sqrt{\eta}\, \xi, \qquad J(\theta) = \tfrac{1}{N} \sum_x \|\phi(x, \theta) - \phi(x, \theta^*)\|^2 .
 
-    The chains sample :math:`\exp(-nb J - \frac{\gamma}{2} |\theta - \theta_0|^2)`, for which :math:`E[nb J]` tends to
+    The chains sample :math:`\exp(-nb J - \frac{\gamma}{2} |\theta - \theta_0|^2)`. Under it :math:`E[nb J]` tends to
     the local learning coefficient: half the codimension :math:`\kappa` of the class at a regular point, less where
     classes of codimension differ. The gradient is that of all inputs; chains are run together.
 
@@ -264,7 +264,7 @@ def sample_sgld(
         localisation: :math:`\gamma >= 0`, which keeps chains near the start; by default :math:`nb / 100`.
         start: :math:`\theta_0`, where all chains begin, shape ``[P]``; by default the network's weights.
         kept: How many times the weights are kept, in ``1 .. steps``.
-        chunk: Most chains whose gradients are computed at once; by default all.
+        chunk: Most chains in one computation of gradients; by default all.
         dtype: Dtype of weights and arithmetic.
         seed: Seed of the noise, which is drawn on the CPU: the same seed is the same chain on every device, up to
             rounding. The caller's generators are not touched.
@@ -347,7 +347,7 @@ def sample_sgld(
 
 
 def _temperature(inverse: float | None, dimension: int | None, target_loss: float | None) -> float:
-    """Return the inverse temperature as given, or that at which J is about a target in so many directions."""
+    """Return the given inverse temperature, or the one for a target J in a given number of directions."""
     if (inverse is None) == (dimension is None) or (dimension is None) != (target_loss is None):
         raise ValueError("give either inverse_temperature, or dimension and target_loss together.")
     if dimension is not None and target_loss is not None:

@@ -33,7 +33,7 @@ _CERTAIN = 0.6 * SAME  # target error of a ratio for the default number of chain
 _FEWEST = 3  # chains
 _FEWEST_DRAWS = 8  # two in each quarter
 _TRACE_EVERY = 10  # steps, where the loss on all data is not known anyway
-_FIRST_LOOK = 10  # step at which the curvature is measured again; then at twice as many, and so on
+_FIRST_LOOK = 10  # step of the second measurement of curvature; then at twice as many, and so on
 _UNSTABLE = 4  # times the step that fits: chains that have taken such steps begin again
 
 
@@ -57,7 +57,7 @@ class LearningCoefficientEstimate:
         curvature: :math:`\lambda_{max}`, an upper estimate of the largest eigenvalue of the Hessian of L at the
             beginning.
         farthest_curvature: The largest of these over all chains, at their ends.
-        escaped: Steps at which chains left to infinity, by their number.
+        escaped: Steps when chains diverged to infinity, by their number.
     """
 
     losses: Tensor
@@ -82,7 +82,7 @@ class LearningCoefficientEstimate:
 
     @property
     def step_curvature(self) -> float:
-        r""":math:`\eta h_{max}`, with :math:`h_{max} = nb \lambda_{max} + \gamma` the largest met."""
+        r""":math:`\eta h_{max}`, with the largest :math:`h_{max} = nb \lambda_{max} + \gamma` found."""
         steepest = max(self.curvature, self.farthest_curvature, 0.0)
         return self.step * (self.inverse_temperature * steepest + self.localisation)
 
@@ -195,8 +195,8 @@ class LearningCoefficientEstimate:
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
         """Return Student's interval for the mean of such chains, from their spread; None without an estimate.
 
-        It holds what these chains would say if there were more of them, at their temperature, localisation and step,
-        not the limit of low temperatures.
+        It covers the mean of many such chains, at their temperature, localisation and step, not the limit of low
+        temperatures.
 
         Args:
             level: Coverage, in (0, 1).
@@ -275,10 +275,10 @@ def learning_coefficient(
         step: :math:`\eta > 0`. By default such that :math:`\eta h_{max} \le 0.1`, where :math:`h_{max}` is the largest
             curvature of the potential: measured at the beginning, and again along the first quarter of the steps
             wherever the chains are by then, when the step may become smaller, and chains that ran away begin again.
-        method: ``"underdamped"``: with velocities, which goes farther in as many steps, and whose finite step biases
-            nothing in a quadratic loss. ``"sgld"``: stochastic gradient Langevin dynamics, as in the paper, whose
+        method: ``"underdamped"``: with velocities, which goes farther in as many steps; its finite step causes no bias
+            in a quadratic loss. ``"sgld"``: stochastic gradient Langevin dynamics, as in the paper; its
             finite step makes the estimate too large, by 2.6% where :math:`\eta h = 0.1`.
-        batch_size: Samples of each gradient, drawn anew for each chain and step; default all. Their noise heats the
+        batch_size: Samples of each gradient, drawn for each chain and step; default all. Their noise heats the
             chains.
         block_size: Most samples that go through the network at once.
         execution: ``"vmap"``, all chains in one vectorised call; or ``"loop"``, one after another, for networks that
@@ -440,7 +440,7 @@ class _Run:
         )
 
     def _fit_step(self, dynamics: Dynamics, vectors: Tensor) -> tuple[Tensor, bool]:
-        """Make the step fit the curvature where the chains are; those for which it was far too large begin again.
+        """Fit the step to the curvature at the chains; chains with a far too large step restart.
 
         Returns:
             Where the chains are now, and whether any has to begin again.
@@ -451,7 +451,7 @@ class _Run:
             (float(steepness.nan_to_num(math.inf).amax()) if len(steepness) else 0.0, bool(too_steep.any()))
         )
         largest, again = max(one for one, _ in parts), any(one for _, one in parts)
-        # Chains that ran away are where curvature is beside the point, so that the step falls by degrees.
+        # Curvature at diverged chains is not informative, so the step falls by degrees.
         dynamics.step = min(dynamics.step, max(LARGEST_STEP / largest, dynamics.step / _UNSTABLE if again else 0.0))
         if not again:
             return vectors, False
@@ -503,7 +503,7 @@ class _Run:
             self.escaped.setdefault(self.numbers[row], index)
 
     def _of_all(self, columns: Tensor, gone: dict[int, int]) -> Tensor:
-        """Return the columns of the chains of all processes, in order; NaN from the rows at which they left."""
+        """Return the columns of the chains of all processes, in order; NaN from the rows of their divergence."""
         parts = gathered((self.numbers, columns))
         whole = columns.new_empty(len(columns), sum(len(numbers) for numbers, _ in parts))
         for numbers, part in parts:

@@ -26,7 +26,7 @@ class LossOnData:
     """The mean loss of a network in evaluation mode on data that are held in memory, as a function of its weights.
 
     Args:
-        network: Any module. Not changed; a copy is used. Parameters without ``requires_grad`` stay as they are.
+        network: Any module. Not changed; a copy is used. Parameters without ``requires_grad`` are constant.
         batches: Pairs of inputs and targets. Inputs are a tensor, a tuple or list of tensors (positional arguments), or
             a dictionary (keyword arguments); targets any nesting of tensors; samples along the first axis.
         loss: Called with outputs and targets; the mean over samples, a scalar.
@@ -169,7 +169,7 @@ class LossOnData:
     def largest_curvatures(self, vectors: Tensor, seed: int = 0) -> Tensor:
         """Return upper estimates of the largest Hessian eigenvalues at ``[C, P]``. Shape ``[C]``, float64, CPU.
 
-        See :func:`lightning_sym.landscape.langevin.largest_curvatures`, of which this is the one for blocks of data.
+        This is :func:`lightning_sym.landscape.langevin.largest_curvatures` for blocks of data.
         """
         return lanczos_top(lambda directions: self._summed(self._products, vectors, directions), vectors, seed=seed)
 

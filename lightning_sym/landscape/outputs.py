@@ -74,7 +74,7 @@ def surfaces(
         dtype: Dtype of weights and arithmetic.
 
     Returns:
-        From a weight vector ``[P]`` to a surface whose targets are the outputs there.
+        A function from a weight vector ``[P]`` to a surface; its targets are the outputs at this vector.
     """
     function = NetworkOutputs(network, inputs, dtype)
 

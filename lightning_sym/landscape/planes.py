@@ -30,7 +30,7 @@ def weight_tensors(network: nn.Module, vectors: Tensor) -> dict[str, Tensor]:
     """Return weight vectors as the tensors that ``torch.func.functional_call`` takes.
 
     Args:
-        network: The module whose names and shapes are used.
+        network: The module with the names and shapes.
         vectors: Shape [..., P], in the order of :func:`weight_vector`.
 
     Returns:

@@ -31,9 +31,9 @@ class PruningSettings:
         steps: Length of a walk, in optimizer steps, >= 1.
         penalty: Weight of the squared outgoing weights of the units that are tried at the beginning of a walk, > 0.
         penalty_end: The same when the cooldown begins; until then it grows geometrically. >= ``penalty``.
-        fraction: How many of the units that are left are tried at once, as a fraction in ``[0, 1)``; at least one. 0
-            tries one after the other.
-        tries: How many units are tried, each with a walk of its own, before the network is given up. >= 1.
+        fraction: Fraction of the remaining units that are tried at once, in ``[0, 1)``; at least one unit. 0 tries
+            single units.
+        tries: Number of single units that are tried, each with a separate walk, before pruning ends. >= 1.
         cooldown: During which last part of a walk the learning rate falls, linearly to zero, as a fraction in
             ``[0, 1]``: noise of minibatches would count against the units. 0 keeps it constant.
 
@@ -66,7 +66,7 @@ class PruningStep:
         units: Axis group and number of each unit that was removed.
         loss: Mean loss on all training data afterwards.
         walks: How many walks there had been by then, those that failed included.
-        walked: Whether a walk went before; otherwise the units could go as they were.
+        walked: Whether a walk preceded the removal.
         numbers: Further measurements of the network, by name.
     """
 
@@ -78,11 +78,11 @@ class PruningStep:
 
 
 class Pruning:
-    r"""The pruning of one network, step by step, without an optimizer of its own.
+    r"""Prune one network step by step; the caller runs the optimizer.
 
-    The tensors keep their whole size while a network is pruned, with zeros for the units that are gone, so that
-    optimizers and processes have nothing to learn; what is run, measured and comes out are smaller networks,
-    ``units.sliced(tensors, units.kept(pruning.removed))``. A walk is for whoever trains::
+    Tensors keep their size during pruning, with zeros for removed units, so that optimizers and processes need no
+    change. The measured and returned networks are smaller, ``units.sliced(tensors, units.kept(pruning.removed))``. The
+    caller runs the walks::
 
         pruning.start(network)
         while not pruning.finished:
@@ -92,28 +92,27 @@ class Pruning:
                 ...a step of the optimizer...
             pruning.decide(network)
 
-    An attempt takes the units that do the least (:meth:`RemovableUnits.importance`), walks for some steps downhill on
-    :math:`L + \mu_s \sum \|\text{outgoing weights}\|^2` with a growing :math:`\mu_s`, and removes them: all of them if
-    the loss on all training data is at most the threshold then, otherwise half of them, and so on. If not even one can
-    go, all is put back as it was before the walk. Units that can go without a walk, at a loss that is not above that of
-    the whole network (or not above what it was before), go at once. When nothing more can go there is a walk without
-    a penalty, which counts if it ends lower; then units are tried from there, and so on until none can go again.
+    An attempt takes the units with the least effect (:meth:`RemovableUnits.importance`), walks for some steps downhill
+    on :math:`L + \mu_s \sum \|\text{outgoing weights}\|^2` with a growing :math:`\mu_s`, and removes them: all of them
+    if the loss on all training data is then at most the threshold, otherwise half of them, and so on. If not even one
+    can be removed, the network is restored to its state before the walk. Units are removed without a walk if the loss
+    stays at or below that of the whole network, or does not rise. When no more units can be removed, a walk without a
+    penalty follows. Pruning continues from its end if its loss is lower, until no more units can be removed again.
 
     In the last part of each walk the learning rate falls (:attr:`rate`), so that minibatches' noise does not count
-    against the units. A unit that was tried alone in vain counts twice as much afterwards, each time, so that others
-    come first.
+    against the units. Each failed attempt on a single unit doubles its importance, so that others are tried first.
 
     Args:
         units: Units of the architecture.
         settings: How it is pruned.
-        evaluate: Measures the statistics of batch norms anew, in place, and returns the mean loss on all training data.
-        batches: Returns the inputs on which activations are looked at.
+        evaluate: Recomputes batch norm statistics, in place, and returns the mean loss on all training data.
+        batches: Returns the inputs for measuring activations.
         describe: Further measurements of the network after each step, without effect on pruning.
 
     Attributes:
         reference: Mean loss of the whole network.
         threshold: The same plus epsilon: fixed, however low the loss has become since.
-        removed: By axis group, the numbers of units that are gone, in order.
+        removed: By axis group, the numbers of removed units, in order.
         history: Removed units, step by step; first the whole network.
         kept: Weights of the whole size after the last step that was accepted.
         finished: Whether nothing more can go.
@@ -158,12 +157,12 @@ class Pruning:
         return {name: size - len(self.removed[name]) for name, size in self.units.sizes.items()}
 
     def small(self, network: nn.Module) -> nn.Module:
-        """Return the network without the units that are gone."""
+        """Return the network without the removed units."""
         return self.units.without(network, self.removed)
 
     @property
     def due(self) -> bool:
-        """Whether the walk has come to its end, and :meth:`decide` is to be called."""
+        """Whether the walk has ended, and :meth:`decide` is to be called."""
         return not self.finished and self._walked >= self.settings.steps
 
     @property
@@ -213,7 +212,7 @@ class Pruning:
         self._choose(network)
 
     def _put_back(self, network: nn.Module) -> None:
-        """Undo a walk after which not even one unit could go."""
+        """Restore the network after a walk that did not free even one unit."""
         network.load_state_dict(self.kept)
         self._most = max(1, len(self._tried) // 4)
         if len(self._tried) == 1:
@@ -328,7 +327,7 @@ class MagnitudePruning:
         units: Units of the architecture.
 
     Attributes:
-        removed: By axis group, the numbers of units that are gone, in order.
+        removed: By axis group, the numbers of removed units, in order.
     """
 
     def __init__(self, units: RemovableUnits) -> None:
@@ -336,11 +335,11 @@ class MagnitudePruning:
         self.removed: dict[str, list[int]] = {name: [] for name in units.sizes}
 
     def follow(self, network: nn.Module, counts: Mapping[str, int]) -> None:
-        """Remove units, in place, until as many are gone of each group.
+        """Remove units, in place, until each group has lost a given number.
 
         Args:
             network: A network of the whole architecture.
-            counts: By axis group, how many units are to be gone.
+            counts: By axis group, the number of units to remove in total.
         """
         magnitude = self.units.magnitudes(network)
         for name, count in counts.items():
@@ -350,7 +349,7 @@ class MagnitudePruning:
         self.units.write_back(network, self.small(network), self.removed)
 
     def small(self, network: nn.Module) -> nn.Module:
-        """Return the network without the units that are gone."""
+        """Return the network without the removed units."""
         return self.units.without(network, self.removed)
 
 
@@ -368,8 +367,7 @@ def mean_loss(network: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[f
         loss: Mean loss of a batch, given outputs and targets.
 
     Returns:
-        The loss, and the fraction of samples that are not taken for what they are, in ``[0, 1]``; None unless targets
-        are labels of outputs ``[B, K]``.
+        The loss, and the classification error in ``[0, 1]``; None unless targets are labels of outputs ``[B, K]``.
 
     Raises:
         ValueError: If there are no samples.
@@ -429,7 +427,7 @@ def rashomon_pruning(
     For data that fit into one batch; :class:`lightning_sym.tasks.RashomonPruning` takes batches, processes and zoos.
 
     Args:
-        network: Any network whose symmetry knows its units, see :func:`removable_units`. Not changed.
+        network: Any network with removable units, see :func:`removable_units`. Not changed.
         inputs: Training data. Shape ``[N, ...]``.
         targets: Their targets, as the loss takes them.
         settings: How it is pruned.

@@ -22,11 +22,11 @@ from lightning_sym.symmetry.proof import double, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 
-# Pairs of units whose quartics are solved at once.
+# Quartics (pairs of units) that are solved at once.
 _PAIRS = 2**18
-# Units whose incoming weights differ in direction by less than this are collinear.
+# Units are collinear if their incoming weights differ in direction by less than this.
 _COLLINEAR = 1e-9
-# Units whose outgoing weights, after merging, are this much smaller than those of all units have no effect.
+# Units have no effect if their outgoing weights, after merging, are smaller than this fraction of all units'.
 _NOTHING = 1e-12
 _FREE = ("scales", "signs")
 
@@ -78,7 +78,7 @@ def canonical_vectors(
     bias :math:`w_i` and outgoing weights :math:`v_i`), signs fixed and units sorted by
     :func:`lightning_sym.symmetry.canonicalize`. The function stays, and a second pass changes nothing, up to rounding.
 
-    In networks with one hidden layer of ReLUs (or the like), a unit that is dead (:math:`w_i = 0` or :math:`v_i = 0`)
+    In networks with one hidden layer of ReLUs (or similar), a unit that is dead (:math:`w_i = 0` or :math:`v_i = 0`)
     has no balanced form, and units whose :math:`w_i` are positive multiples of one another can share their outgoing
     weights in many ways. With ``merge`` these are dealt with first: the outgoing weights of collinear units are moved
     to the first of them, and dead units become 0. The representative is then the same for more than an orbit; for the
@@ -145,23 +145,23 @@ def orbit_distances(
     restarts: int = 1,
     seed: int = 0,
 ) -> OrbitDistances:
-    r"""Return :math:`\inf_g |\theta - g\theta^*|`: how far weights are from all that symmetry makes of a target.
+    r"""Return :math:`\inf_g |\theta - g\theta^*|`, the distance of weights from the orbit of a target.
 
     **Exact** where every parameter belongs to at most one hidden unit (one hidden layer, dense or convolutional, or
-    several side by side), for ReLU and the like: with incoming weights and bias :math:`w_i` and outgoing weights
+    several side by side), for ReLU and similar: with incoming weights and bias :math:`w_i` and outgoing weights
     :math:`v_i`, a pair of units costs (docs/theory/equivalence.md, 6.2)
 
     .. math:: k(i, j) = \inf_{\alpha > 0} \|w_i - \alpha w^*_j\|^2 + \|v_i - v^*_j / \alpha\|^2 ,
 
     least at a positive root of
-    :math:`\|w^*\|^2 \alpha^4 - \langle w, w^* \rangle \alpha^3 + \langle v, v^* \rangle \alpha - \|v^*\|^2`, of which
-    there are one or three, all evaluated; the best pairing is a linear assignment. If :math:`w^* = 0` or
+    :math:`\|w^*\|^2 \alpha^4 - \langle w, w^* \rangle \alpha^3 + \langle v, v^* \rangle \alpha - \|v^*\|^2`.
+    It has one or three positive roots, all evaluated; the best pairing is a linear assignment. If :math:`w^* = 0` or
     :math:`v^* = 0` the infimum may be approached only as :math:`\alpha` tends to infinity or 0; its value is taken, so
-    that the distance is that to the closure of the orbit. Odd activations (tanh) have a sign in place of
-    :math:`\alpha`; others (GELU) neither. Parameters outside of the hidden layer count as they are.
+    that the distance is that to the closure of the orbit. Odd activations (tanh) have a sign instead of
+    :math:`\alpha`; others (GELU) neither. Parameters outside the hidden layer count unchanged.
 
-    **Upper bound** otherwise: the distance to what :func:`lightning_sym.symmetry.weight_matching` with ``refine``
-    finds, or to the target itself if that is nearer.
+    **Upper bound** otherwise: the distance to the result of :func:`lightning_sym.symmetry.weight_matching` with
+    ``refine``, or to the target itself if that is nearer.
 
     A small J with a large distance means a symmetry beyond the group (docs/theory/equivalence.md, 5.3).
 
@@ -175,7 +175,7 @@ def orbit_distances(
         seed: Seed of the matching.
 
     Returns:
-        The distances, and of which kind they are.
+        The distances and their kind.
 
     Raises:
         ValueError: If the shapes do not fit, or a weight is not finite.
@@ -282,7 +282,7 @@ class _Layer:
             chosen = scales[one, two][:, None]
             factor = torch.where(self.incoming, chosen, 1 / chosen)
             factor = torch.where(flips[one, two][:, None], self.flips * factor, factor)
-            # An infinite factor meets zeros only. Differences are recomputed, as the costs cancel near 0.
+            # An infinite factor multiplies zeros only. Differences are recomputed, as the costs cancel near 0.
             moved = torch.where(theirs[two] == 0, 0.0, factor * theirs[two])
             squares.append(float((mine[one] - moved).square().sum()))
         return torch.tensor(squares, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-# Calls after which a function is recorded: recording takes as long as about a hundred calls.
+# Calls before a function is recorded: recording takes as long as about a hundred calls.
 _OFTEN = 50
 _VIEWS = {torch.ops.aten.detach.default, torch.ops.aten.expand.default, torch.ops.aten.view.default}
 
@@ -20,10 +20,10 @@ class Recorded:
     Vectorising and differentiating a small network takes longer than the operations that come of it, which are the same
     in every call. They are recorded for each set of shapes, and give the same numbers, without gradients. The call
     after that compares both. Where they differ, or nothing can be recorded, because the function looks at values or
-    depends on more than its arguments, it goes on being called, only not as fast.
+    depends on more than its arguments, it is still called, only not as fast.
 
     Args:
-        function: From nested tensors to nested tensors; draws nothing, and depends on nothing else that changes later.
+        function: From nested tensors to nested tensors; draws nothing, and depends on its arguments and constants only.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
 
-# J / V up to which a function counts as the same, and from where on as another one: at a tenth of V or J0 the warning
-# about epsilon starts (docs/theory/equivalence.md, 1.2).
+# J / V below the first counts as the same function, above the second as another one: the warning about epsilon starts
+# at a tenth of V or J0 (docs/theory/equivalence.md, 1.2).
 _SAME, _BOUND = 0.01, 0.1
 # Fewest samples below the smallest epsilon of a volume exponent; the counting error of one is then a third.
 _FEWEST = 10
-_MOST_CELLS = 2**16  # at which the curvature is measured
+_MOST_CELLS = 2**16  # with a measured curvature
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class FunctionScale:
 
     @property
     def largest_epsilon(self) -> float:
-        """The epsilon from which on `warning` warns: a tenth of the smaller of J0 and V."""
+        """The lowest epsilon with a warning: a tenth of the smaller of J0 and V."""
         return _BOUND * min(self.zero, self.constant)
 
     def warning(self, epsilon: float) -> str | None:
@@ -141,8 +141,7 @@ def resolution(values: NDArray[np.floating], spacing: float, epsilon: float) -> 
     Near a smooth zero set :math:`J \approx \lambda d^2 / 2` at distance d, so that the set is a tube of width
     :math:`2 \sqrt{2 \epsilon / \lambda}`. At least two cells must fit across. The Hessians come from second differences
     at cells of the set (of 65536 evenly chosen ones at most), or at the cell of smallest J if the set is empty. They
-    see J as it is at the scale of the grid: of a grid that is far too coarse, they give a first idea of
-    ``points`` only.
+    measure J at the scale of the grid: on a far too coarse grid, ``points`` is a first estimate only.
 
     Args:
         values: J. Shape ``[n1, ..., nm]``, m >= 1, floating, not NaN. Infinite values, of points that were given up
@@ -178,7 +177,7 @@ class VolumeExponent:
 
     Attributes:
         exponent: Slope of log volume over log epsilon: half the codimension :math:`\kappa` of the zero set in the space
-            looked at, slightly more near singular points, where logarithms of epsilon come in.
+            measured, slightly more near singular points, where logarithms of epsilon contribute.
         error: Its standard error from the counts, as if the points were independent. For a regular grid it is a rough
             guide only; that the slope changes with epsilon is not in it.
         epsilons: Where the volume was measured, rising. Shape ``[steps]``, float64.

@@ -62,9 +62,9 @@ def describe_set(
 ) -> SetNumbers:
     """Measure the set J < epsilon on a grid, with warnings about the limits of the result.
 
-    There is a warning if epsilon is large next to the teacher, the set is empty, it touches the border, corners decide
-    on its pieces, the grid is too coarse for its width, the volume exponent cannot be measured, or a found point is
-    outside the box or in a cell outside the set.
+    Warnings report an epsilon that is large compared with the teacher, an empty set, a set that touches the border, and
+    components that depend on corners. They also report a grid that is too coarse for the set's width, a volume exponent
+    that cannot be measured, and found points outside the box or the set's cells.
 
     Args:
         values: J at the grid points. Shape ``[n1, ..., nm]``, m >= 1, floating (float64 near thresholds), not NaN.
@@ -149,7 +149,7 @@ def _limits(numbers: SetNumbers, unmeasured: str) -> Iterator[str]:
         )
     if numbers.border:
         yield (
-            "The set touches the border of the box: it may go on outside, and its pieces may join there; widen the "
+            "The set touches the border of the box: it may continue outside, and its pieces may join there; widen the "
             "bound to see."
         )
     if numbers.fraction > 0 and unmeasured:

@@ -46,7 +46,7 @@ def betti_numbers(inside: NDArray[np.bool_]) -> tuple[int, ...]:
     r"""Count the pieces, loops and cavities of the union of the closed cells of a set.
 
     Cells that share a corner are joined. :math:`b_0` counts pieces; the last number counts bounded pieces of the
-    background, whose cells are joined by faces only; in space, :math:`b_1 = b_0 + b_2 - \chi` with the Euler
+    background, joined by faces only; in space, :math:`b_1 = b_0 + b_2 - \chi` with the Euler
     characteristic :math:`\chi` of the union, which is counted on vertices, edges, squares and cubes.
 
     Args:
@@ -78,7 +78,7 @@ def betti_numbers(inside: NDArray[np.bool_]) -> tuple[int, ...]:
 
 
 def joining_levels(values: NDArray[np.floating], cells: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
-    r"""Find the levels from which on cells of a grid are joined: the barriers between them.
+    r"""Find the levels that join cells of a grid: the barriers between them.
 
     Cells i and j are in one component of ``values < epsilon`` for each epsilon above their level
     :math:`\min_{\text{paths}} \max_{\text{path}} J`, over paths of cells that share corners. Exact: the sorted values
@@ -120,7 +120,7 @@ def joining_levels(values: NDArray[np.floating], cells: Sequence[tuple[int, ...]
     places = tuple(np.array(cells).T)
 
     def resolve(members: list[int], low: int, high: int) -> None:
-        """Fill in the levels of members whose pairs all join at positions in (low, high]."""
+        """Fill in the levels of members; their pairs all join at positions in (low, high]."""
         if len(members) < 2:
             return
         if high - low == 1:

@@ -23,7 +23,7 @@ Removed = Mapping[str, Sequence[int]]
 """By axis group, the numbers of its units that are no longer there."""
 
 _READ = {nn.Linear: 1, nn.Conv1d: 1, nn.Conv2d: 1, nn.Conv3d: 1}
-# Relative change of an output at which a removal is not exact: float64 rounds sums of some hundred terms to 1e-13.
+# Relative change of an output that refutes an exact removal: float64 rounds sums of some hundred terms to 1e-13.
 _TOLERANCE = 1e-10
 
 
@@ -42,8 +42,8 @@ class RemovableUnits:
     """The units of an architecture that can be removed; made by :func:`removable_units`.
 
     A unit is one index of an axis group of the network's symmetry: a hidden unit of a linear layer, a channel of a
-    convolution with its batch norm, a channel of a whole residual stream. To remove it is to take this index from every
-    tensor on which the group acts.
+    convolution with its batch norm, a channel of a whole residual stream. Removing it deletes this index from
+    every tensor that the group acts on.
 
     Attributes:
         sizes: By axis group, how many units it has.
@@ -70,7 +70,7 @@ class RemovableUnits:
             if not any(place.is_read for place in places):
                 self._refuse(group.name, "no linear layer or convolution reads them")
             elif not group.movable or cells > 1:
-                self._refuse(group.name, "they stand in heads or groups, which have equally many units each")
+                self._refuse(group.name, "they belong to heads or groups, which have equally many units each")
             elif group.size < 2:
                 self._refuse(group.name, "there is only one")
 
@@ -82,7 +82,7 @@ class RemovableUnits:
         return [place for place in self._places[group] if place.is_read]
 
     def restrict(self, groups: Iterable[str]) -> None:
-        """Leave the units of all groups but these as they are.
+        """Restrict removal to the units of these groups.
 
         Raises:
             ValueError: If there is no such group, or its units cannot be removed.
@@ -145,9 +145,9 @@ class RemovableUnits:
 
     @torch.no_grad()
     def write_back(self, network: nn.Module, small: nn.Module, removed: Removed) -> None:
-        """Give a network of the whole architecture the weights of a smaller one, and zeros for units that are gone.
+        """Give a network of the whole architecture the weights of a smaller one, and zeros for removed units.
 
-        Its function is then that of the smaller one. Statistics of units that are gone stay as they are.
+        Its function is then that of the smaller one. Statistics of removed units do not change.
 
         Args:
             network: Changed in place.
@@ -195,15 +195,15 @@ class RemovableUnits:
     def importance(self, network: nn.Module, batches: Batches, removed: Removed | None = None) -> dict[Unit, float]:
         r"""Return the effect of every unit: the standard deviation of its activation times its outgoing norm.
 
-        Of units that are read in several places (the pixels of a channel after flattening, the blocks of a residual
-        stream) the root of the sum of squares: to first order in small weights, the standard deviation of what the unit
-        adds to all that read it. docs/theory/pruning.md, 2.
+        Effects of a unit with several readers (the pixels of a channel after flattening, the blocks of a residual
+        stream) are combined by the root of the sum of squares: to first order in small weights, the standard deviation
+        of its contribution to all readers (docs/theory/pruning.md, 2).
 
         Args:
             network: A network of the whole architecture. It is run in evaluation mode.
             batches: Inputs, or tuples that begin with them. With several processes each brings its share, and all get
                 the same numbers.
-            removed: Units that are gone, and which count nothing.
+            removed: Removed units, which do not count.
         """
         variance = self._variances(network, batches, removed or {})
         parameters = dict(network.named_parameters())
@@ -258,7 +258,7 @@ class RemovableUnits:
     def magnitudes(self, network: nn.Module) -> dict[Unit, float]:
         """Return the norm of every unit's incoming parameters times that of its outgoing ones.
 
-        The product does not change where a scale is moved from one to the other, as it can be behind a ReLU.
+        The product is invariant under the scales of a ReLU unit, which move from one factor to the other.
         """
         parameters = charted(dict(network.named_parameters()), self._charts)
         found: dict[Unit, float] = {}
@@ -276,7 +276,7 @@ class RemovableUnits:
     # ---- proof
 
     def check(self, network: nn.Module, example: Any) -> None:
-        """Remove one unit of each group whose outgoing weights are 0, and refuse the group if that changes outputs.
+        """Remove one unit with zero outgoing weights from each group; refuse the group if outputs change.
 
         Args:
             network: A network of the architecture.
@@ -320,9 +320,9 @@ def _squares(tensor: Tensor, axis: int) -> Tensor:
 def removable_units(network: nn.Module, example: Any, *, symmetry: Symmetry | None = None) -> RemovableUnits:
     """Find the units of a network that can be removed one by one, from its symmetry.
 
-    Each axis group is tried: a unit whose outgoing weights are zero is removed from a copy in float64 with random
-    weights, and outputs must not change. Groups for which they do are refused, with the reason: units of
-    attention heads, units under a layer norm, channels that a shortcut ties to a place.
+    Each axis group is tried: a unit with zero outgoing weights is removed from a copy in float64 with random weights,
+    and outputs must not change. Other groups are refused, with the reason: units of attention heads, units under a
+    layer norm, channels that a shortcut ties to a place.
 
     Args:
         network: The network. Its weights do not matter.

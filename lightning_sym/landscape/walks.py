@@ -61,7 +61,7 @@ class _Point(NamedTuple):
 
 @dataclass(frozen=True)
 class _LevelSet:
-    """The weights at which a function has given outputs, and the way back to them from near."""
+    """The level set of weights with given outputs, and the projection of near weights onto it."""
 
     function: NetworkOutputs
     targets: Tensor
@@ -107,12 +107,12 @@ def walk_level_set(
 
     See docs/theory/equivalence.md, 7.
 
-    With the residual :math:`r(\theta) = \phi(C, \theta) - \phi(C, \theta^*)` and its Jacobian F, a step goes a length h
-    along a unit tangent, the part of a direction in the kernel of F, and is brought back to the set by Gauss-Newton
-    steps :math:`\theta \leftarrow \theta - F^+ r`, until
-    :math:`J = \frac{1}{N} \sum_x \|\phi(x, \theta) - \phi(x, \theta^*)\|^2` is below the tolerance. A step that is not,
-    after the allowed corrections, or ends farther than 2 h away, is tried again with half of h; h doubles after a step
-    that succeeds, up to ``step_size``. :math:`F^+` and the kernel come from a singular value decomposition.
+    With the residual :math:`r(\theta) = \phi(C, \theta) - \phi(C, \theta^*)` and its Jacobian F, a step has length h
+    along a unit tangent, the projection of a direction onto the kernel of F. Gauss-Newton steps
+    :math:`\theta \leftarrow \theta - F^+ r` then return to the set, until
+    :math:`J = \frac{1}{N} \sum_x \|\phi(x, \theta) - \phi(x, \theta^*)\|^2` is below the tolerance. If J stays above it
+    after the allowed corrections, or the step ends farther than 2 h away, h is halved and the step repeated. After a
+    successful step h doubles, up to ``step_size``. :math:`F^+` and the kernel come from a singular value decomposition.
 
     Args:
         network: Computes :math:`\phi(\cdot, \theta^*)`. Not changed; evaluated in float64 and evaluation mode.

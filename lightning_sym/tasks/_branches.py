@@ -1,4 +1,4 @@
-"""Many networks that begin with frozen lower parts they share, trained side by side in one fit."""
+"""Train many networks with shared frozen bottom layers in one fit."""
 
 import math
 from abc import abstractmethod
@@ -27,7 +27,7 @@ class BranchPopulation(LoopPopulation):
         branches: The networks; their numbers are their places.
         names: Their names, which seed dropout.
         lowers: The cut networks, by key.
-        lower_of: The key of each branch's lower part.
+        lower_of: The key of each branch's bottom layers.
         channels_last: Lay images out with the channels last.
     """
 
@@ -52,7 +52,7 @@ class BranchPopulation(LoopPopulation):
         return self
 
     def prepared(self, inputs: Tensor) -> dict[str, dict[str, tuple[Any, ...]]]:
-        """Compute the values at each cut of each lower part, without gradients."""
+        """Compute the values at each cut of all bottom layers, without gradients."""
         images = super().prepared(inputs)
         return {key: cut.values(images) for key, cut in self._parts[1].items()}
 
@@ -80,7 +80,7 @@ class BranchPopulation(LoopPopulation):
         branch = self._parts[0][number]
         missing, unexpected = branch.load_state_dict(dict(state), strict=False)
         if unexpected or set(missing) - _frozen(branch):
-            raise ValueError(f"What was kept for branch {number} does not fit; use the settings of that run.")
+            raise ValueError(f"The kept state of branch {number} does not fit; use the settings of that run.")
 
 
 def _frozen(branch: StitchedNetwork) -> set[str]:
@@ -88,10 +88,10 @@ def _frozen(branch: StitchedNetwork) -> set[str]:
 
 
 class BranchTask(ZooUserTask):
-    """Train many :class:`lightning_sym.stitching.StitchedNetwork` s, the branches, on lower parts that are run once.
+    """Train many :class:`lightning_sym.stitching.StitchedNetwork` s, the branches, on shared bottom layers.
 
-    For each batch every lower part is run once, whatever the number of branches on it; then each branch is run upwards
-    from its cut. Gradients are taken branch by branch, so that the memory is that of one branch. Branches are the
+    Each batch runs the bottom layers once for all branches that share them; then each branch is run from its cut.
+    Gradients are taken branch by branch, so that the memory is that of one branch. Branches are the
     members of a population: see :class:`lightning_sym.tasks.PopulationTask`.
 
     A subclass sets the following attributes in :meth:`build`.
@@ -107,7 +107,7 @@ class BranchTask(ZooUserTask):
         branches: The networks; after ``setup``.
         names: Their names, for logs and checkpoints.
         lowers: The cut networks, by key.
-        lower_of: The key of each branch's lower part.
+        lower_of: The key of each branch's bottom layers.
         members: Whole networks, by key, which are evaluated with the branches.
     """
 
@@ -146,7 +146,7 @@ class BranchTask(ZooUserTask):
         """Return the place and the kind of a branch; penalties are averages over both."""
 
     def references(self, index: int) -> list[str]:
-        """Return the keys of the members that a branch is compared with: that of its lower part."""
+        """Return the keys of the members that a branch is compared with: that of its bottom layers."""
         return [self.lower_of[index]]
 
     @property
@@ -227,8 +227,8 @@ class BranchTask(ZooUserTask):
     def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
         """Return the mean penalties of running branches, by kind, and by place and kind.
 
-        Those of a place are details if nothing is trained there, so that they stay as they are, or if there are many:
-        half a page is left to the curves of the zoo, which people look at beside them.
+        The penalties of a place are details if nothing is trained there, as they are constant, or if there are many:
+        half a page is reserved for the curves of the zoo.
         """
         prefix = "penalty" if split == "val" else f"{split}_penalty"
         kinds: dict[str, list[float]] = {}
@@ -299,7 +299,7 @@ class BranchTask(ZooUserTask):
     def _stop_unless_finite(self, index: int) -> bool:
         """Stop a branch if its weights, the same on all ranks, are not finite; return whether it was stopped.
 
-        Weights whose squares overflow count as not finite: batch norms hide them in training, but have no statistics.
+        Weights with overflowing squares count as not finite: batch norms hide them in training, but have no statistics.
         """
         finite = all(bool(parameter.square().sum().isfinite()) for parameter in self.parameters_of(index))
         if not finite and index not in self.stopped:
@@ -400,8 +400,8 @@ class BranchTask(ZooUserTask):
     def recalibration_targets(self, exact: bool = False) -> list[tuple[nn.Module, list[str]]]:
         """Return the networks for recalibration, with the names of their batch norms.
 
-        All branches at once, with one pass through each lower part; for exact statistics, where a pass ends at each
-        batch norm, one by one.
+        All branches at once, with one pass through shared bottom layers; for exact statistics, where a pass ends at
+        each batch norm, one by one.
         """
         running = [branch for index, branch in enumerate(self.branches) if index not in self.stopped]
         if exact:
@@ -420,7 +420,7 @@ def _batch_statistics(branch: StitchedNetwork) -> dict[str, Tensor]:
 
 
 class _Together(nn.Module):
-    """All branches on their lower parts, for one pass that measures the statistics of all."""
+    """All branches on their bottom layers, for one pass that measures the statistics of all."""
 
     def __init__(
         self, lowers: Mapping[str, CutNetwork], branches: Sequence[StitchedNetwork], keys: Sequence[str]

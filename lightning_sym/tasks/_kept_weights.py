@@ -21,14 +21,14 @@ def keep_best(task: Any, values: Mapping[str, list[float]]) -> None:
         task.kept[number] = {
             "epoch": task.current_epoch,
             "metrics": metrics,
-            # On the CPU, as the accelerator's memory is for training; a checkpoint returns them there, too.
+            # On the CPU, as the accelerator's memory is for training; a checkpoint also returns them there.
             "state": {name: value.cpu() for name, value in task.state_to_keep(number).items()},
             "epochs": epochs_trained(task),
         }
 
 
 def epochs_trained(task: Any) -> float:
-    """Return the number of epochs trained by now, with the fraction of the current one."""
+    """Return the number of epochs trained so far, with the fraction of the current one."""
     progress = task.trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return float(task.current_epoch + min(1.0, progress / max(1, int(task.trainer.num_training_batches))))
 

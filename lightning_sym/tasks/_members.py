@@ -157,7 +157,7 @@ def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Te
     shape = known.get("input_shape", getattr(data, "input_shape", None))
     if shape is None:
         raise ValueError(
-            f"The zoo at {zoo.path} does not say what its networks' inputs are, and neither do the data; use a "
+            f"The zoo at {zoo.path} does not record the shape of its networks' inputs, and neither do the data; use a "
             "datamodule with input_shape."
         )
     tokens = known.get("tokens", getattr(data, "tokens", None))

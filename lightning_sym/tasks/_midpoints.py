@@ -43,11 +43,11 @@ class Trained(nn.Module):
         """Project the parameters after an optimizer's step."""
 
     def give(self, network: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
-        """Change the second network, as its element has moved it, in place, if these parameters do more than that.
+        """Apply the parameters to the transformed second network, in place, if they change it further.
 
         Args:
             network: The network.
-            state: Other values of the parameters, by name, beside others; default their own.
+            state: Other values of the parameters, by name, and further entries; default the current values.
         """
 
     def unchanged(self) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ class Trained(nn.Module):
 
 
 class LatentNetwork(Trained):
-    """A network that the second one is matched to in every step, and which gets the gradient in its place."""
+    """A network that the second one is matched to in every step; it gets the second one's gradient."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -137,22 +137,21 @@ class Maps(Trained):
 
 
 class MidpointPopulation(LoopPopulation):
-    """Pairs of networks as the members of a population: a member runs a network on the line between those of its pair.
+    """Hold pairs of networks as members of a population; each runs a network on the linear path between its pair.
 
-    What is registered, and trained, is what a method trains of each pair; see
-    :class:`lightning_sym.tasks.MatchingTask`.
+    The registered parameters are those that the method of a pair trains; see :class:`lightning_sym.tasks.MatchingTask`.
 
     Args:
         symmetry: That of all networks.
-        members: The two networks of each member, and by which method something is trained: ``"straight_through"``,
-            ``"orbit_descent"`` or ``"soft_maps"``, or None for nothing. A member's number is its place.
+        members: The two networks of each member and its training method: ``"straight_through"``, ``"orbit_descent"``
+            or ``"soft_maps"``; None if nothing is trained. A member's number is its index here.
         keep_function: Penalty for changes of the second network's function in training: the weight of the squared
             change of its outputs, relative to their squares, in the mean over the batch.
 
     Attributes:
-        started: By number, the second network as the start has moved it.
-        steps: By number, the element that has moved it on from there by now.
-        places: By number, where on the line the network stands that is run, in ``[0, 1]``.
+        started: By number, the second network after the initial element.
+        steps: By number, the element that has acted on it since.
+        places: By number, the point on the linear path whose network is run, in ``[0, 1]``.
     """
 
     def __init__(
@@ -271,7 +270,7 @@ def element_tensors(element: Element) -> dict[str, Tensor]:
 
 
 def element_of(symmetry: Symmetry, state: Mapping[str, Tensor]) -> Element:
-    """Return the element whose tensors are in the state of a member.
+    """Restore an element from the state of a member.
 
     Raises:
         ValueError: If an earlier version wrote them: restart the run, or resume with that version.

@@ -117,7 +117,7 @@ def scheduled(task: LightningModule, optimizer: Optimizer, scheduler: LRSchedule
     """Make the result of ``configure_optimizers``; warn if the learning rate is lowest before or after the end.
 
     Args:
-        task: The task; has a trainer by now if there is a scheduler.
+        task: The task, with a trainer if there is a scheduler.
         optimizer: The optimizer.
         scheduler: Its scheduler; None for a constant learning rate.
         interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.

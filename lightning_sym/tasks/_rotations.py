@@ -1,4 +1,4 @@
-"""Random changes of basis in front of one activation: elements of the symmetry group, and orthogonal matrices."""
+"""Random changes of basis before one activation: elements of the symmetry group, and orthogonal matrices."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ def element_at(
     r"""Draw an element of a network's symmetry that changes the units at one site, and no others.
 
     As far as the group at the site has them: a uniform permutation, signs that are fair coins, and scales
-    :math:`d = \exp(s z - s^2 / 2)` of the values that cross the cut, ``z`` standard normal, whose mean is 1; where any
-    matrix will do (no activation), one with singular values :math:`\exp(s z)`. Units of a residual stream are the same
+    :math:`d = \exp(s z - s^2 / 2)` (mean 1, ``z`` standard normal) of the values that cross the cut; without an
+    activation, a matrix with singular values :math:`\exp(s z)`. Units of a residual stream are the same
     all along the stream.
 
     Args:
@@ -59,10 +59,10 @@ def rotate_by_group(
     *,
     scale: float = 1.0,
 ) -> tuple[Tensor, CutNetwork]:
-    """Draw an element of the group in front of an activation: its matrix there, and the network that takes it back.
+    """Draw an element of the group before an activation; return its matrix, and the network that inverts it.
 
-    That network's part above the cut computes from the changed values what the source's computes from its own. All
-    else at the cut is unchanged.
+    The layers of that network above the cut map the changed values to the outputs of the source. All other values at
+    the cut are unchanged.
 
     Args:
         source: The network, cut before its activations.
@@ -75,8 +75,7 @@ def rotate_by_group(
         The matrix ``[C, C]`` that acts on the values' channels, in the weights' dtype; the network, cut there.
 
     Raises:
-        ValueError: If the symmetry has no element that moves these values and nothing else that crosses the cut, or
-            the function changes.
+        ValueError: If the symmetry has no element that moves only these values at the cut, or the function changes.
 
     References:
         Godfrey et al. (2022), arXiv:2205.14258, section 3.3 for the matrix; the exact undoing is ours.
@@ -87,7 +86,7 @@ def rotate_by_group(
     for crossing, other in zip(source.crossings(site)[1:], others, strict=True):
         if other is not None and not torch.equal(other, torch.eye(len(other), dtype=other.dtype)):
             raise ValueError(
-                f"No element of the symmetry group changes the values in front of {site!r} alone: {crossing.name}, "
+                f"No element of the symmetry group changes the values before {site!r} alone: {crossing.name}, "
                 f"which crosses the same cut, has the same units; {_ADVICE}."
             )
     undone = CutNetwork(planted.network, [site], example=example, before=True, like=source)

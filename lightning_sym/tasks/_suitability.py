@@ -30,7 +30,7 @@ def check_suits(task: Any, *, overrides: bool) -> None:
         raise ValueError('sync_batchnorm has no effect on execution="vmap"; use execution="loop".')
     if task.member_parallel and not task.places_members:
         raise ValueError(
-            f"{type(task).__name__} shares out the data, not its members; use --trainer.strategy ddp in place of "
+            f"{type(task).__name__} shares out the data, not its members; use --trainer.strategy ddp instead of "
             "ddp_members."
         )
     data = getattr(task.trainer, "datamodule", None)

@@ -36,7 +36,7 @@ def check_teacher(
         ValueError: If too much is said, or too little.
     """
     if zoo is not None and teacher is not None:
-        raise ValueError("teacher and zoo both say which network is looked at; give one of them.")
+        raise ValueError("teacher and zoo both name the teacher; give one of them.")
     if zoo is None and member is not None:
         raise ValueError(f"member {member} is of a zoo, and none is given; give zoo, or teacher in its place.")
     if zoo is None and network is None:

@@ -10,7 +10,7 @@ from lightning_sym._loading import LoadsTrusted
 
 
 class UntrainedTask(LoadsTrusted, LightningModule):
-    """A task whose fit has no epochs: a report measures everything."""
+    """A task without epochs of training: a report measures everything."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,8 +30,8 @@ class AnalyticLandscapesTask(UntrainedTask):
 
     The landscapes are those of :func:`lightning_sym.landscape.analytic_landscapes`: quadratic ones, where the mean of
     chains is known exactly at any temperature, step and localisation; two rectified units; reduced-rank regression;
-    normal crossings, at whose singular points it is an integral over two variables; and two whose settings are such
-    that there must be no estimate. Nothing is trained: a fit of no epochs, whose report does it all. With several
+    normal crossings, whose mean at singular points is an integral over two variables; and two with invalid settings,
+    which must give no estimate. Nothing is trained: the fit has no epochs, and its report runs the chains. With several
     processes each runs its share of the chains.
 
     Args:

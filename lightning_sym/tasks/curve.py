@@ -58,30 +58,29 @@ class CurveName(NamedTuple):
 
 
 class CurveTask(ZooUserTask):
-    r"""Train curves in weight space between pairs of members of a zoo, such that the loss is low all along each.
+    r"""Train low-loss curves in weight space between pairs of members of a zoo.
 
     The endpoints of a curve are fixed networks of the zoo, and its bends are initialised on the segment between them.
-    In each step every curve draws one point of its own, :math:`t \sim U(0, 1)`, and takes a gradient step
+    In each step every curve draws one point, :math:`t \sim U(0, 1)`, and takes a gradient step
     on the loss of the network :math:`\gamma(t)` there, plus :math:`\frac{\lambda}{2} \lVert \gamma(t) \rVert^2`
-    (docs/theory/curves.md, 1). Any architecture will do: the network itself is run, with the weights of the point.
+    (docs/theory/curves.md, 1). Any architecture is possible: the network itself is run, with the weights of the point.
     The curves are the members of a population, each pair with each kind: see
     :class:`lightning_sym.tasks.PopulationTask`.
 
     Batch norms use the statistics of the batch in training. They are recomputed at every point of an evaluation.
 
-    In validation and test every curve is evaluated at ``places`` points, equally spaced between its ends, and what is
-    logged are means over these. The bends are kept whose mean validation loss is the lowest. With several processes all
-    draw the same points.
+    In validation and test every curve is evaluated at ``places`` points, equally spaced between its endpoints; the logs
+    hold the means. The bends with the lowest mean validation loss are kept. With several processes all draw the same
+    points.
 
     Args:
         zoo: The zoo's folder, with two members or more.
-        pairs: Numbers of the members at the ends of each curve. ``"all"``: every two members once, the lower number
-            first.
+        pairs: Numbers of the members at the endpoints of each curve. ``"all"``: every two members once, the lower
+            number first.
         kinds: Some of ``"bezier"``, ``"chain"``; default both.
-        bends: Number of control points between the ends. >= 1.
-        matched: What is done to the second member of each pair before: nothing (``"as_is"``), or it is moved along its
-            symmetry orbit to where its weights, or its activations on the training images, are most like the first
-            one's, without a change of its function.
+        bends: Number of control points between the endpoints. >= 1.
+        matched: Alignment of the second member of each pair before training: none (``"as_is"``), or by its weights, or
+            by its activations on the training images. It moves along its symmetry orbit; its function is unchanged.
         decay: Lambda of the regulariser. >= 0; the weight decay that the members were trained with is a good choice.
             It takes the place of the optimizer's weight decay, which would draw the bends to 0, not the points.
         places: At how many points a curve is evaluated in validation. >= 1.
@@ -99,21 +98,21 @@ class CurveTask(ZooUserTask):
 
     Attributes:
         pairs: The pairs; before ``setup`` they are known only if they were given.
-        names: Which curve each member of the population is, by number.
+        names: The curve of each member of the population, by number.
         curves: The curves that were kept, by name.
 
     Logged at the end of each epoch, on rank 0, for split ``train`` (at the points that were drawn) and ``val``:
     ``<split>/loss`` and ``<split>/accuracy`` (means over curves, with ``/min`` and ``/max``), and
     ``pair-0-1/<kind>/<split>_loss`` and ``..._accuracy`` of each curve.
 
-    A checkpoint holds the control points, the ends too.
+    A checkpoint holds the control points and the endpoints.
 
     Raises:
         ValueError: If an argument is out of range.
 
     References:
         Garipov et al. (2018), "Loss Surfaces, Mode Connectivity, and Fast Ensembling of DNNs", arXiv:1802.10026. Their
-        code has layers of its own for each architecture. Matching before is from Tatro et al. (2020), arXiv:2009.02439.
+        code has extra layers for each architecture. Matching before training: Tatro et al. (2020), arXiv:2009.02439.
 
     Example:
         >>> CurveTask("runs/zoo-mnist5k-mlp/zoo", pairs=[[0, 1]]).names
@@ -262,9 +261,9 @@ class CurveTask(ZooUserTask):
     # ---- curves as members
 
     def make_member(self, number: int) -> nn.Module:
-        """Return a curve that is still a straight line."""
+        """Return a curve initialised to the linear path."""
         name = self.names[number]
-        # What is loaded from a checkpoint without a trainer, and so without data, has its ends from there.
+        # Without a trainer, and so without data, the checkpoint provides the endpoints.
         matched = "as_is" if self._trainer is None else self.matched
         return CurveNetwork(self.member(name.first), self.end(name.pair, matched), self.bends, self.decay)
 

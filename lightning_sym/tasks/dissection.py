@@ -60,15 +60,15 @@ class Dissected:
 class DissectionTask(UntrainedTask):
     r"""Count the concepts that single units detect, in the networks' own basis and on paths to random ones.
 
-    The activations :math:`a` of a layer are looked at in the bases :math:`Q^\alpha a`, on the shortest path from the
-    identity (:math:`\alpha = 0`, the units as they are) to a random rotation Q (:math:`\alpha = 1`), another one for
-    each member. A unit detects a concept if the places where it is most active overlap those of the concept by more
-    than ``least``. Nothing is trained: a fit of no epochs, whose report does it all.
+    The activations :math:`a` of a layer are dissected in the bases :math:`Q^\alpha a`, on the shortest path from the
+    identity (:math:`\alpha = 0`, the units themselves) to a random rotation Q (:math:`\alpha = 1`), another one for
+    each member. A unit detects a concept if the positions of its largest activations overlap those of the concept by
+    more than ``least``. Nothing is trained: the fit has no epochs, and its report does the work.
 
-    Controls, which belong to each result: ``"group"``, a random element of the network's own symmetry in place of a
-    rotation (permutations and positive scales, which move thresholds along: nothing may change); ``"permutation"``, a
-    random even permutation, in the middle of the path and at its end, where nothing may have changed; and the network
-    with the weights that it began with (``"untrained"``).
+    Each result has three controls. ``"group"`` replaces the rotation by a random element of the network's symmetry
+    (permutations and positive scales, which also scale the thresholds): nothing may change. ``"permutation"`` takes a
+    random even permutation, in the middle of the path and at its end, where nothing may have changed. ``"untrained"``
+    takes the network's initial weights.
 
     Args:
         zoos: Folders of zoos, by their names in tables and figures.
@@ -76,7 +76,7 @@ class DissectionTask(UntrainedTask):
         members: How many members of each zoo, the first ones, >= 1; None for all.
         alphas: Points of the path, in [0, 1], 0 and 1 among them; default 0, 0.1, ..., 1.
         top: Fraction of a unit's activations above its threshold, in (0, 1); 0.005 is that of network dissection.
-        least: What the intersection over union has to exceed for a unit to detect a concept, in [0, 1); likewise 0.04.
+        least: A unit detects a concept above this intersection over union, in [0, 1); network dissection has 0.04.
         basis_seed: Seed of rotations, permutations and elements, >= 0.
         controls: Whether the controls are run.
         allow: Your own packages with networks of the zoos, see ``ModelZoo.open``.

@@ -47,7 +47,7 @@ class FoundWeights:
         name: ``"candidate 3"`` or ``"orbit 1"``.
         weights: Shape ``[P]``, on the CPU.
         loss: J on the sample that the threshold is on; NaN if not measured.
-        held_out: J on the held-out inputs, likewise.
+        held_out: J on the held-out inputs; NaN if not measured.
         steps: Optimizer steps from its initial weights to the check that found it; None for a member of the orbit.
     """
 
@@ -69,8 +69,8 @@ class EquivalenceTask(PopulationTask):
     see the same batches; losses add and gradients do not mix. At every validation J is measured on the training inputs
     (where a datamodule draws fresh ones in every step: on the held-out ones) and on the held-out inputs, and a
     candidate is *found* when ``J < tolerance * J0`` and ``R < held_out``: J0 is the J of the zero function, and
-    ``R = J / V`` on held-out inputs, where V is the J of the best constant, so that ``R = 1`` says that a constant
-    would do as well. The weights of a found candidate with the lowest J are kept. The search ends when
+    ``R = J / V`` on held-out inputs. V is the J of the best constant: at ``R = 1`` a candidate is no better than a
+    constant. The weights of a found candidate with the lowest J are kept. The search ends when
     ``points`` linearly independent ones have been found.
 
     With ``round_steps`` the candidates that have not been found after so many steps are given up, and all restart
@@ -87,8 +87,8 @@ class EquivalenceTask(PopulationTask):
         points: Linearly independent points that are wanted, >= 1; ``m + 1`` for a plane of dimension ``m``.
         teacher: The function that is looked for: a seed of initial weights, a file of weights, or the list of all
             weights in the order of ``network.parameters()``. None: seed 0, or the zoo's member.
-        zoo: The folder of a zoo, whose member is the teacher.
-        member: Its number; None for the first one.
+        zoo: The folder of the teacher's zoo.
+        member: The teacher's index in the zoo; None for the first member.
         seed: Seed of the candidates' initial weights, >= 0.
         tolerance: Largest J of a found candidate, in units of J0. > 0.
         held_out: Largest ``R`` of a found candidate on held-out inputs. > 0.
@@ -100,8 +100,8 @@ class EquivalenceTask(PopulationTask):
         execution: ``"loop"`` runs one candidate after another, ``"vmap"`` all in one vectorised call; ``"auto"`` is
             loop for networks with convolutions, which are slower vectorised on a CPU, else vmap.
         optimizer: Makes the optimizer; default Adam with its defaults. With ``"vmap"`` it must act entry by entry.
-        allow: Packages of your own whose networks the zoo may hold, and whose modules ``network`` may name on the
-            command line, see ``ModelZoo.open``.
+        allow: Your own packages with networks of the zoo, and with modules that ``network`` names on the command line,
+            see ``ModelZoo.open``.
 
     Attributes:
         teacher: The frozen network; after ``setup``.
@@ -120,8 +120,8 @@ class EquivalenceTask(PopulationTask):
 
     References:
         Lengyel et al. (2020), "GENNI: Visualising the Geometry of Equivalences for Neural Network Identifiability",
-        NeurIPS workshop DiffGeo4DL. They stop after a number of steps, whatever J is, and compare J with thresholds
-        that are larger than J0; hence tolerances in units of J0 and the held-out ``R`` here.
+        NeurIPS workshop DiffGeo4DL. They stop after a fixed number of steps and compare J with
+        thresholds above J0. Hence we use tolerances in units of J0 and the held-out ``R``.
     """
 
     teacher: Network
@@ -226,8 +226,8 @@ class EquivalenceTask(PopulationTask):
         free = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
         if {name for name, _ in self.population.named_trainable()} != free:
             raise ValueError(
-                "Some parameters of network were frozen, or freed, after it was made, and candidates are made anew; "
-                "set requires_grad in the constructor of the network."
+                "Some parameters of network were frozen, or freed, after its construction, and each candidate is "
+                "constructed again; set requires_grad in the constructor of the network."
             )
         self._start_round()
 
@@ -663,7 +663,7 @@ class EquivalenceTask(PopulationTask):
             setattr(self, name, checkpoint["search"][name])
 
     def member_records(self) -> dict[int, Any]:
-        """Return the steps at which this rank's candidates passed the milestones."""
+        """Return the steps when this rank's candidates passed the milestones."""
         return {slot: self._first_steps[:, index].cpu() for index, slot in enumerate(self.slots)}
 
     def load_member_records(self, records: Mapping[int, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Training one network under a Gaussian prior whose precisions may be learned."""
+"""Train one network under a Gaussian prior with fixed or learned precisions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -23,8 +23,8 @@ from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 class EquivarianceTask(LoadsTrusted, LightningModule):
     r"""Train a network to its maximum a posteriori weights under the present precisions of its Gaussian prior.
 
-    The prior is a :class:`lightning_sym.curvature.GaussianPrior`, which says what the loss of a batch is and how the
-    prior acts. Alone, the task keeps every precision at ``precision``;
+    The :class:`lightning_sym.curvature.GaussianPrior` defines the loss of a batch and the step of the prior. Alone, the
+    task keeps every precision at ``precision``;
     :class:`lightning_sym.callbacks.MarginalLikelihood` learns them, and the noise.
 
     Args:
@@ -41,7 +41,7 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
         optimizer: Makes the optimizer from parameters; default Adam with its defaults. Without weight decay.
         lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none.
         lr_scheduler_interval: Whether the scheduler steps once per epoch or per optimizer step.
-        allow: Packages of your own whose modules ``network`` may name, see :func:`lightning_sym.networks.build`.
+        allow: Your own packages with modules of ``network``, see :func:`lightning_sym.networks.build`.
 
     Attributes:
         prior: The prior, with the present precisions and noise, and the number of data; counted when a fit starts.
@@ -99,7 +99,7 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
 
     @property
     def charts(self) -> dict[str, str]:
-        """Which tags each chart has that TensorBoard shows first, by title."""
+        """The tags of each chart that TensorBoard shows first, by title."""
         names = ["loss"] if self.likelihood == "regression" else ["accuracy", "loss"]
         return {name: f"(train|val)/{name}$" for name in names}
 
@@ -236,6 +236,6 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
             raise ValueError("The checkpoint holds no prior: it was not written by an EquivarianceTask.")
         self.prior.members[None].load_state_dict(saved)
         if self._trainer is None or self.trainer.state.fn != "fit":
-            return  # what is trained later begins with an epoch of its own
+            return  # training after evaluation begins a new epoch
         if self.trainer.is_global_zero:
             self.train_metrics.set_totals(saved["train_sums"])

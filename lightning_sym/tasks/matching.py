@@ -84,24 +84,24 @@ class MatchingTask(ZooUserTask):
 
       .. math:: L\bigl(\tfrac12 \theta_i + \tfrac12 (\pi(\theta_j) + \hat\theta - \text{sg}(\hat\theta))\bigr).
 
-      It begins where ``weights`` ends, whose scales it keeps, and changes permutations and signs from there. The
-      element is kept whose midpoint has the lowest validation loss (training loss if there are no validation data),
-      that of ``weights`` included.
+      It begins with the element of ``weights``, keeps the scales, and changes permutations and signs. The result is
+      the element with the lowest validation loss at the midpoint (training loss if there are no validation data), that
+      of ``weights`` included.
 
-    - ``permutations``, ``blocks``, ``matrices``: as ``weights``, but in a part of the group, each larger than the one
-      before: permutations of units; blocks (heads) that change places, too; matrices inside heads and phases of planes,
-      too. What is left to ``weights`` are the rotations of streams.
-    - ``activations_weights``: as ``weights``, from where ``activations`` ends.
-    - ``orbit_descent``: from the best of all others that are there, by the validation loss of the midpoint (by weights,
-      until these are), the gradient of the midpoint's loss moves the element along the continuous part of the group:
-      rotations of streams, matrices inside heads, phases of planes, scales (docs/theory/matching.md, 3.1). Permutations
-      and signs stay as they are. What is kept is as for ``straight_through``, beside which it is not run. The place on
-      the line at which the loss is taken is drawn anew for every pair and step, uniform in its middle half.
-    - ``soft_maps``: **leaves the group, and so changes the function of network** ``j``. Like ``orbit_descent``, but
-      matrices are trained that need not be in it: doubly stochastic ones for units that change places, any for streams,
-      invertible ones inside heads (docs/theory/matching.md, 3.2). The relative squared change of the outputs, in the
-      mean over the batch, times ``keep_function``, is added to the loss. Barriers are those of the line to the changed
-      network. Networks without batch norms only.
+    - ``permutations``, ``blocks``, ``matrices``: as ``weights``, in increasing subgroups: permutations of units; then
+      permutations of blocks (heads); then matrices inside heads and phases of rotary pairs. Only ``weights`` adds
+      rotations of streams.
+    - ``activations_weights``: as ``weights``, starting from the element of ``activations``.
+    - ``orbit_descent``: gradient descent on the midpoint's loss along the continuous part of the group: rotations of
+      streams, matrices inside heads, phases of rotary pairs, scales (docs/theory/matching.md, 3.1). Permutations and
+      signs do not change. It starts from the best element of the other methods, by the validation loss of the midpoint
+      (from ``weights`` before the first validation). The kept element is chosen as for ``straight_through``; the two
+      methods are not combined. Each step draws a point for each pair, uniform in the middle half of the linear path.
+    - ``soft_maps``: **leaves the group, and so changes the function of network** ``j``. Like ``orbit_descent``, but it
+      trains matrices outside the group: doubly stochastic ones for permuted units, any for streams, invertible ones
+      inside heads (docs/theory/matching.md, 3.2). The loss adds the relative squared change of the outputs, averaged
+      over the batch, times ``keep_function``. Barriers are those of the linear path to the changed network. Networks
+      without batch norms only.
 
     Batch norms use the statistics of the batch at midpoints, in training and validation. Without a method that trains
     the fit ends after one epoch. The members of the population are the pairs, once for each such method; see
@@ -130,7 +130,7 @@ class MatchingTask(ZooUserTask):
 
     Logged at the end of each epoch, on rank 0, of the midpoint between both networks of a pair:
     ``pair-0-1/<method>/midpoint_loss`` and ``.../midpoint_accuracy`` on the validation split, for ``unmatched`` too
-    (nats; fractions in ``[0, 1]``, not with a ``loss`` of your own),
+    (nats; fractions in ``[0, 1]``, only with the default ``loss``),
     ``pair-0-1/straight_through/train_midpoint_loss``, and the means over pairs as
     ``midpoint_loss/<method>``, ``midpoint_accuracy/<method>``, ``train_midpoint_loss/straight_through``; in training of
     ``orbit_descent`` and ``soft_maps`` at the places that were drawn.

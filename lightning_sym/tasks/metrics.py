@@ -74,7 +74,7 @@ class PopulationLoss(Metric):
 
     def values(self) -> dict[str, Tensor]:
         """Compute the values on the CPU; unlike :meth:`compute`, keep the axis of a single member."""
-        self._update_count = self._update_count or 1  # or it would warn where nothing was seen, which is said by NaN
+        self._update_count = self._update_count or 1  # prevents the warning about no data, which NaN reports
         computed: dict[str, Tensor] = {name: value.cpu() for name, value in self.compute().items()}
         return {name: value.reshape(-1) if value.dim() < 2 else value for name, value in computed.items()}
 

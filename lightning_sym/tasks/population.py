@@ -45,7 +45,7 @@ class PopulationTask(PopulationInterface):
         Trainer(max_epochs=5).fit(Digits(members=8), DigitsDataModule())
 
     Every member has its own order of the training data, which depends on its number only. Losses add and gradients do
-    not mix; they are clipped member by member. A member whose loss is not finite is stopped and reported, and the
+    not mix; they are clipped member by member. A member with a loss that is not finite is stopped and reported, and the
     others continue. Metrics are sums over all processes. ``test``, ``predict`` and :meth:`evaluate` use the best
     weights of each member. A resumed run ends like an uninterrupted one.
 
@@ -203,7 +203,7 @@ class PopulationTask(PopulationInterface):
         return scheduled(self, optimizer, scheduler, self.lr_scheduler_interval)
 
     def describe(self) -> dict[str, Any]:
-        """Return hyperparameters to log beside the arguments: class, loss, optimizer and scheduler."""
+        """Return further hyperparameters to log: class, loss, optimizer and scheduler."""
         path = f"{type(self).__module__}.{type(self).__qualname__}"
         return {"_class_path": path, "loss_name": self._loss_name, **self._settings}
 

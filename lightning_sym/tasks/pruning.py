@@ -40,7 +40,7 @@ class PrunedPopulation(LoopPopulation):
         channels_last: Keep four-dimensional tensors in ``torch.channels_last`` layout.
 
     Attributes:
-        removed: Returns which units of a member are gone, by axis group.
+        removed: Returns the removed units of a member, by axis group.
     """
 
     def __init__(
@@ -77,16 +77,15 @@ class RashomonPruning(ZooUserTask):
     r"""Prune networks of a zoo: remove units as long as the loss on the training data stays below a threshold.
 
     The threshold of a network is fixed: the mean loss of the whole network on all training data, without augmentation,
-    plus ``epsilon``; the networks below it are its Rashomon set. The units that do the least are tried: a walk of some
-    optimizer steps on the training loss and a growing penalty on their outgoing weights, then they are removed. If the
-    loss on all training data is above the threshold then, fewer are tried, and if not even one can go, everything is
-    put back and the next unit is tried. What is removed, when, and what is measured is said at
-    :class:`lightning_sym.landscape.Pruning`. Wherever a loss is measured, batch norms' statistics are measured anew on
-    training images, also for the whole network.
+    plus ``epsilon``; the networks below it are its Rashomon set. Each attempt takes the units with the least effect: a
+    walk of some optimizer steps on the training loss and a growing penalty on their outgoing weights, then removal. If
+    the loss on all training data is then above the threshold, fewer units are tried. If not even one can be removed,
+    the network is restored and the next unit is tried. See :class:`lightning_sym.landscape.Pruning` for the order of
+    removals. For each loss, batch norm statistics are recomputed on training images, also for the whole network.
 
-    Every architecture will do whose symmetry knows its units (:func:`lightning_sym.landscape.removable_units`): hidden
-    units, channels with their batch norms, channels of residual streams. What comes out, :meth:`pruned`, really is
-    smaller, has the names of the whole network, and can be saved in a zoo.
+    The architecture needs removable units in its symmetry (:func:`lightning_sym.landscape.removable_units`): hidden
+    units, channels with their batch norms, channels of residual streams. The result, :meth:`pruned`, has smaller
+    tensors under the names of the whole network, and can be saved in a zoo.
 
     All networks and all values of epsilon are members of one population and see the same batches. With ``magnitude``
     each has a twin that is pruned by magnitude: as many units of every layer, at the same moments, those with the
@@ -102,14 +101,14 @@ class RashomonPruning(ZooUserTask):
         steps: Length of a walk, in optimizer steps, >= 1.
         penalty: Weight of the squared outgoing weights at the beginning of a walk, > 0.
         penalty_end: The same when the cooldown begins; until then it grows geometrically. >= ``penalty``.
-        fraction: How many of the units that are left are tried at once, in ``[0, 1)``; at least one. 0 tries one after
-            the other, which takes longer and removes no less.
+        fraction: Fraction of the remaining units that are tried at once, in ``[0, 1)``; at least one unit. 0 tries
+            single units, which takes longer and removes no less.
         tries: Number of failed single units before pruning ends. >= 1.
         cooldown: During which last part of a walk the learning rate falls, linearly to zero, in ``[0, 1]``; 0 keeps it
             constant.
         groups: Names of the axis groups to prune, as in the symmetry's table; default all that can be.
         magnitude: Whether each network has a twin that is pruned by magnitude.
-        channels_last: Keep images in ``torch.channels_last`` layout, in which convolutions of few channels are faster.
+        channels_last: Keep images in ``torch.channels_last`` layout; convolutions of few channels are faster.
         loss: Mean loss of a batch, given outputs and targets; default the cross-entropy.
         optimizer: Makes the optimizer of the walks, which is reset for each; default Adam, learning rate 0.003.
         allow: Your own packages with networks of the zoo, see ``ModelZoo.open``.
@@ -118,14 +117,14 @@ class RashomonPruning(ZooUserTask):
         jobs: Member and epsilon of each network that is pruned; their place is the number in the population, and the
             twins follow.
         prunings: How far each is, by number.
-        twins: Of the twins, by the number of the one that they follow: for every number of units, what was measured at
-            the end of the last walk with as many.
+        twins: Measurements of the twins, by the number of the network that they follow: for each number of units,
+            those at the end of the last walk with as many.
         units: The units of the architecture.
 
     Logged whenever units were removed, on rank 0: ``details/<name>/units``, ``.../train_loss``, for instance of
     ``member-0000/epsilon-0.01``; ``units`` is the number over all networks.
 
-    A checkpoint holds what was removed, the walk in progress and the optimizer; a resumed run ends as one that was not
+    A checkpoint holds the removed units, the walk in progress and the optimizer; a resumed run ends as one that was not
     interrupted.
 
     Raises:
@@ -298,7 +297,7 @@ class RashomonPruning(ZooUserTask):
         return self._magnitudes[self.job_of(number)] if self.is_twin(number) else self.prunings[number]
 
     def pruned(self, number: int) -> Network:
-        """Return the smaller network that a member has become by now, in evaluation mode, on the CPU."""
+        """Return the current smaller network of a member, in evaluation mode, on the CPU."""
         assert isinstance(self.dtype, torch.dtype)
         whole = self.model_zoo.load(self.jobs[self.job_of(number)][0]).to(self.dtype)
         whole.load_state_dict(self.kept[number]["state"])
@@ -323,7 +322,7 @@ class RashomonPruning(ZooUserTask):
             yield self.population.prepared(inputs), targets
 
     def _equal_batches(self) -> Iterator[Tensor]:
-        """Return the training inputs in batches of one size: statistics count every batch alike."""
+        """Return the training inputs in batches of one size: statistics weight all batches equally."""
         batches = (inputs for inputs, _ in self._batches("train"))
         first = next(batches)
         return chain([first], (inputs for inputs in batches if len(inputs) == len(first)))
@@ -405,7 +404,7 @@ class RashomonPruning(ZooUserTask):
         self._end_if_done()
 
     def _follow(self, job: int) -> None:
-        """Measure the twin, and prune it to the widths that the job has by now."""
+        """Measure the twin, and prune it to the current widths of the job."""
         twin = job + len(self.jobs)
         if not self.magnitude or twin in self.stopped:
             return

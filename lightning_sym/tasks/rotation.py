@@ -1,4 +1,4 @@
-"""Rotating the units in front of one activation, and training the layers behind it again."""
+"""Rotate the units before one activation, and retrain the layers after it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -43,35 +43,35 @@ class Rotation:
 
 
 class RotationTask(BranchTask):
-    r"""Rotate the units in front of an activation of a trained network, then train the layers behind it again.
+    r"""Rotate the units before an activation of a trained network, then retrain the layers after it.
 
-    For a member of a zoo and a site the values :math:`W_m x + b_m` in front of the activation become
-    :math:`T (W_m x + b_m)`, where ``T`` mixes channels and stays as it was drawn. All up to ``T`` is frozen; what comes
-    after it starts from the member's own weights and is trained. The rotation penalty is the accuracy of the member
-    less that of the trained network. If ``T`` belongs to the symmetry group, the layers behind it can undo it exactly,
-    and training has to find out how; if it is any orthogonal matrix, the activation stands in between.
+    For a member of a zoo and a site, the values :math:`W_m x + b_m` before the activation become
+    :math:`T (W_m x + b_m)`, with a fixed random ``T`` that mixes channels. Layers before ``T`` are frozen. The layers
+    after it start from the member's weights and are trained. The rotation penalty is the accuracy of the member less
+    that of the trained network. If ``T`` belongs to the symmetry group, the layers after it can invert it exactly, and
+    training has to find the inverse. The inverse of another orthogonal matrix does not pass through the
+    activation.
 
     Kinds of ``T``:
 
     - ``"group"``: a random element of the intertwiner group of the activation: a uniform permutation, and where the
       group has them scales :math:`\exp(s z - s^2 / 2)` (mean 1, ``z`` standard normal) and signs.
     - ``"orthogonal"``: a random orthogonal matrix (Haar measure).
-    - ``"none"``: no ``T``; shows what the further training alone changes. It has one repeat, as nothing is drawn.
-    - ``"undo"``: the ``T`` of ``"group"`` of the same repeat, with the layers behind it changed by its inverse and not
-      trained: the oracle, whose penalty is 0.
+    - ``"none"``: no ``T``; shows the effect of further training alone. It has one repeat, as nothing is drawn.
+    - ``"undo"``: the ``T`` of ``"group"`` of the same repeat, with its inverse applied to the layers after it, and no
+      training: the oracle, with penalty 0.
 
-    Of the values that cross the cut within a residual block only the one in front of the activation is rotated.
+    Several values cross a cut within a residual block; only the one before the activation is rotated.
 
-    Branches share the frozen lower part only: a fit costs what it costs to train the upper parts of members x sites x
-    kinds x repeats networks, one after another; and it holds all of them. Where upper parts have batch norms, they are
-    trained as usual. Use it with :class:`lightning_sym.callbacks.RotationReport`, which makes the table and the
-    picture. What is tested are the weights of the epoch with the best validation accuracy, branch by branch; the last
-    ones if there are no validation data.
+    Branches share only the frozen bottom layers. A fit trains the top layers of members x sites x kinds x repeats
+    networks one after another, and holds all of them. Batch norms of the top layers are trained as usual. Use it with
+    :class:`lightning_sym.callbacks.RotationReport`, which makes the table and the figure. Tests use the weights of the
+    epoch with the best validation accuracy, branch by branch; the last ones if there are no validation data.
 
     Args:
         zoo: Folder of the zoo.
         members: ``"all"``, or a list of numbers.
-        sites: In front of which activations: a list of names, or ``"all"``. Default all but the last, as in the paper;
+        sites: Names of the activations to rotate before, or ``"all"``. Default all but the last, as in the paper;
             the only one if there is one.
         kinds: Which of the kinds above, each once.
         repeats: How many are drawn for each member, site and kind. >= 1.
@@ -168,19 +168,19 @@ class RotationTask(BranchTask):
 
     def generator(self, rotation: Rotation) -> torch.Generator:
         """Return a generator that depends on the seed and the rotation only."""
-        drawn = "group" if rotation.kind == "undo" else rotation.kind  # the oracle undoes what the group kind does
+        drawn = "group" if rotation.kind == "undo" else rotation.kind  # the oracle inverts the draw of the group kind
         return generator("rotation", self.seed, rotation.member, rotation.site, drawn, rotation.repeat)
 
     def rotate(
         self, rotation: Rotation, source: CutNetwork, example: Tensor
     ) -> tuple[Callable[[Port], StitchingMap], CutNetwork]:
-        """Return the factory of the map before the activation, and the network of the upper part.
+        """Return the factory of the map before the activation, and the network of the top layers.
 
-        A subclass may add kinds here, or make others of those there are.
+        A subclass may add kinds here, or redefine existing ones.
 
         Args:
             rotation: The rotation.
-            source: The member, cut in front of its activations.
+            source: The member, cut before its activations.
             example: Images of the right size.
 
         Raises:
@@ -234,8 +234,8 @@ class RotationTask(BranchTask):
         first = source.crossings(rotation.site)[0]
         if not first.mapped:
             raise ValueError(
-                f"What stands in front of {rotation.site!r} is the network's input or has no channels, so that it "
-                "cannot be rotated; leave this site out of sites."
+                f"The values before {rotation.site!r} are the network's input or have no channels, and cannot be "
+                "rotated; leave this site out of sites."
             )
         family, behind = self.rotate(rotation, source, example)
         oracle = rotation.kind == "undo"

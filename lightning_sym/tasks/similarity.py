@@ -28,36 +28,36 @@ Null = Literal["untrained", "shuffled"]
 
 TRAINED = "trained"
 NULLS: tuple[Null, ...] = ("untrained", "shuffled")
-_DEAD = 1e-7  # a channel whose norm is smaller, relative to the largest of its layer, is dead
+_DEAD = 1e-7  # a channel is dead if its norm, relative to the largest of its layer, is smaller
 
 
 class SimilarityTask(LoadsTrusted, LightningModule):
     """Compare the layers of pairs of trained networks by several measures, with null values.
 
-    The fit is one pass over a split of the data, as the datamodule normalises it and without augmentation, in which
-    every network sees every image once; nothing is trained. For each pair of members, each layer of the first is
-    compared with each of the second. A similarity means nothing by itself; each stands beside two that come for free:
+    The fit is one pass over a split of the data, normalised by the datamodule and without augmentation. Every network
+    sees every image once; nothing is trained. For each pair of members, each layer of the first is compared with each
+    of the second. A similarity means little by itself; two null values are reported with it:
 
     - ``untrained``: of two networks of the same architecture with fresh weights, one for each member; batch norms have
       their initial statistics;
-    - ``shuffled``: of the trained networks, where the second is given the images of each batch in another order, in
-      which none keeps its place.
+    - ``shuffled``: of the trained networks, where the second is given each batch under a permutation without fixed
+      points.
 
     The measures, with their settings (see :class:`lightning_sym.similarity.GroupProcrustes`,
     :class:`~lightning_sym.similarity.OrthogonalProcrustes` and :class:`~lightning_sym.similarity.CKA`):
 
-    - ``group`` (``live``, ``center``, ``group``): Procrustes, up to what the network's own traced symmetry does to the
+    - ``group`` (``live``, ``center``, ``group``): Procrustes, up to the action of the network's traced symmetry on the
       channels of a layer; with ``group`` the name of an activation: up to its intertwiner group, as in the paper;
     - ``orthogonal`` (``center``);
     - ``cka_linear``, ``cka_max``, ``cka_laplace`` (``estimator``, ``normalize``, ``bandwidth``).
 
     Two layers that a measure cannot compare (grids that do not fit, groups of different kinds) have the value NaN.
 
-    With several processes whole batches are dealt out, so that the results are the same up to rounding. Features are
+    Several processes share out whole batches: the results are the same up to rounding. Features are
     computed once for each network and batch, kernels once for each layer of each network. CKA keeps the features of all
-    images, on every process, unless its estimator is ``minibatch``; bound them by ``limit_train_batches``. What is left
-    to do at the end, its kernels of all images and the assignments of the Procrustes measures, every process does in
-    full: more processes shorten the pass over the images only.
+    images, on every process, unless its estimator is ``minibatch``; bound them by ``limit_train_batches``. At
+    the end every process computes all kernels of CKA and all assignments of the Procrustes measures: more processes
+    shorten only the pass over the images.
 
     Args:
         zoo: The zoo's folder.
@@ -65,8 +65,8 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         pairs: Numbers of the members of each pair. ``"all"``: every two members once, or with another zoo each of one
             with each of the other. A number: so many of these, drawn.
         sites: Names of the layers to be compared, or ``"all"``: the networks' sites.
-        measures: Names of measures, or settings by name; a measure under a name of one's own says which it is with
-            ``measure``. Default group, orthogonal, cka_linear, cka_max.
+        measures: Names of measures, or settings by name; a measure under another name sets ``measure`` to its
+            kind. Default group, orthogonal, cka_linear, cka_max.
         split: The images: ``"train"``, ``"val"`` or ``"test"``.
         nulls: Null values of each similarity: some of ``"untrained"``, ``"shuffled"``; default both.
         seed: Seed of all that is drawn: pairs, fresh weights, orders. >= 0.
@@ -181,8 +181,8 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
         if not callable(getattr(data, "split_tensors", None)):
             raise TypeError(
-                "SimilarityTask needs a datamodule of lightning_sym.datamodules, whose inputs come as they are, "
-                f"each once; got {type(data).__name__}."
+                "SimilarityTask needs a datamodule of lightning_sym.datamodules, which yields each input once, "
+                f"without augmentation; got {type(data).__name__}."
             )
         if not self._networks:
             self._build(data)
@@ -399,8 +399,8 @@ class SimilarityTask(LoadsTrusted, LightningModule):
             raise ValueError(f"The checkpoint holds no similarities: it was not written by a {type(self).__name__}.")
         if not saved["similarities"]:
             raise ValueError(
-                "The checkpoint was written before all images had been seen, and holds no similarities; start the run "
-                "anew, without ckpt_path."
+                "The checkpoint was written before all images had been seen, and holds no similarities; restart the "
+                "run, without ckpt_path."
             )
         require_same(saved, self.identity())
         self.similarities, self.live, self.images = saved["similarities"], saved["live"], saved["images"]

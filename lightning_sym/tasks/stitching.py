@@ -66,20 +66,19 @@ class Stitch:
 class StitchingTask(BranchTask):
     r"""Stitch pairs of members of a zoo, at all sites and with all families of maps, in one fit.
 
-    For a pair ``(i, j)`` and a site the stitched network is the lower part of member ``i``, a map :math:`s`, and the
-    upper part of member ``j``. Both parts are frozen; the map is trained on cross-entropy and its own regulariser, and
+    For a pair ``(i, j)`` and a site the stitched network has the bottom layers of member ``i``, a map :math:`s`, and
+    the top layers of member ``j``. Both parts are frozen; the map is trained on cross-entropy and its regulariser, and
     projected after every step. The stitching penalty is the mean accuracy of both members less that of the stitched
     network. The maps do not interact: the results are those of training each alone.
 
-    Lower parts are run once per batch; all that lies above a cut is run once per map. In evaluation, maps are ``hard``
+    Bottom layers are run once per batch; the layers above a cut are run once per map. In evaluation, maps are ``hard``
     (permutations are rounded, small weights of ``lasso`` are 0). Use it with
     :class:`lightning_sym.callbacks.BatchNormRecalibration`, so that all maps are evaluated with statistics measured
-    with them, and :class:`lightning_sym.callbacks.StitchingReport`, which makes the tables and pictures. What is tested
-    are the weights of the epoch with the best validation accuracy, map by map; the last ones if there are no validation
-    data.
+    with them, and :class:`lightning_sym.callbacks.StitchingReport`, which makes the tables and figures. Tests use the
+    weights of the epoch with the best validation accuracy, map by map; the last ones if there are no validation data.
 
     Args:
-        zoo: Folder of the zoo that lower parts come from, and upper ones if there is no ``target_zoo``.
+        zoo: Folder of the zoo of the bottom layers, and of the top layers if there is no ``target_zoo``.
         pairs: ``"all"``: every two members once, the lower number below. An integer: so many ordered pairs, drawn at
             random without repetition. Or a list of pairs of numbers.
         sites: ``"all"``: the same site in both members, each of them. A list of names: these. A list of pairs of names:
@@ -89,14 +88,14 @@ class StitchingTask(BranchTask):
             :class:`lightning_sym.stitching.StitchingMap` from a :class:`lightning_sym.stitching.Port` (in YAML
             ``class_path`` and ``init_args`` of a class). Default full, of rank 1, 2 and 4, the intertwiner group, and
             the identity without training where widths are equal.
-        target_zoo: Folder of the zoo that upper parts come from; its networks may be of another architecture.
+        target_zoo: Folder of the zoo of the top layers; its networks may have another architecture.
         ports: ``"all"``: a map for each value that crosses the cut, also for skip connections. ``"branch"``: one for
             the site's activation only, as in the paper.
-        batch_norm: What batch norms of the upper parts use in training: statistics of the batch (``"batch"``), or those
-            of the upper member (``"frozen"``).
-        init: ``"random"``: as the paper. ``"features"``: maps start from what fits the features of both members best
-            on the training images, in one pass. That is another experiment: label it so.
-        head_start: Fraction of the epochs, at the start, in which a group map trains its permutation only and its
+        batch_norm: Statistics of the top layers' batch norms in training: those of the batch (``"batch"``), or of
+            the upper member (``"frozen"``).
+        init: ``"random"``: as the paper. ``"features"``: maps start from the best fit between the features of both
+            members on the training images, in one pass. That is another experiment: label it accordingly.
+        head_start: Fraction of the epochs, at the start, while a group map trains its permutation only and its
             scales stay at 1. In [0, 1].
         resize: Average positions of the lower member where it has whole multiples of the upper one's.
         seed: Seed of the maps' initial values and of drawn pairs. >= 0.
@@ -122,7 +121,7 @@ class StitchingTask(BranchTask):
 
     References:
         Godfrey, Brown, Emerson, Kvinge (2022), "On the Symmetries of Deep Learning Models and their Internal
-        Representations", arXiv:2205.14258, section 4 and appendix D.2. Different: statistics are measured anew for all
+        Representations", arXiv:2205.14258, section 4 and appendix D.2. Different: statistics are recomputed for all
         families, epochs are chosen on validation images, skip connections have maps.
 
     Example:
@@ -300,7 +299,7 @@ class StitchingTask(BranchTask):
                                 resize=self.resize,
                             )
                     except ValueError as error:
-                        # Of all combinations, fitting ones are stitched; named ones must fit.
+                        # "any" stitches the combinations that fit; named ones must fit.
                         if self.sites != "any" and not _may_skip(family):
                             raise
                         self.left_out[f"{stitch.place}/{name}"] = str(error)

@@ -18,7 +18,7 @@ class MemberParallelStrategy(DDPStrategy):
     """Every process trains its own members, with no gradient traffic; ``--trainer.strategy ddp_members``.
 
     Processes are launched as for DDP (by Lightning, ``torchrun`` or SLURM), on one or many nodes, but the
-    module is not wrapped: each rank holds different members, sees all the training data and meets the others
+    module is not wrapped: each rank holds different members, sees all the training data and communicates
     only for metrics and checkpoints. The checkpoint, written by rank 0, holds the whole population.
 
     Args:

@@ -41,8 +41,8 @@ class ZooTask(PopulationTask):
 
     Member ``n`` has the initial weights of ``network.fresh(n)`` and its own order of the training data, both from
     its number alone: with ``execution="loop"`` on a CPU a member is bitwise the one that would have been trained alone.
-    What all tasks with several networks have in common (members that diverge, placement on processes, what is kept,
-    logged and in checkpoints) is said at :class:`lightning_sym.tasks.PopulationTask`.
+    See :class:`lightning_sym.tasks.PopulationTask` for the behaviour that all tasks with several networks share:
+    diverging members, placement on processes, kept weights, logs and checkpoints.
 
     Args:
         network: The architecture; its own weights are not used. On the command line any module's class may be named,
@@ -76,14 +76,14 @@ class ZooTask(PopulationTask):
             see ``ModelZoo.open``.
 
     Attributes:
-        prior: :class:`lightning_sym.curvature.GaussianPrior` of the members, whose precisions
-            :class:`lightning_sym.callbacks.MarginalLikelihood` learns; None if they have none.
+        prior: :class:`lightning_sym.curvature.GaussianPrior` of the members; None if they have none.
+            :class:`lightning_sym.callbacks.MarginalLikelihood` learns its precisions.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Warns:
-        UserWarning: If there is a prior, and ``training_batch`` is overridden: the evidence is of the data as they are.
+        UserWarning: If there is a prior, and ``training_batch`` is overridden: the evidence is of the original data.
 
     References:
         Godfrey, Brown, Emerson, Kvinge (2022), "On the Symmetries of Deep Learning Models and their Internal
@@ -151,8 +151,8 @@ class ZooTask(PopulationTask):
             if type(self).training_batch is not PopulationTask.training_batch:
                 warnings.warn(
                     f"{type(self).__name__} changes training batches (training_batch), and the evidence of "
-                    "prior_precision is that of the data as they are: with changed targets, as in mixup, what is "
-                    "trained is no log likelihood of theirs.",
+                    "prior_precision is that of the original data: with changed targets, as in mixup, the training "
+                    "loss is not their log likelihood.",
                     stacklevel=2,
                 )
         self._split_metrics: dict[str, dict[str, Tensor]] | None = None
@@ -167,7 +167,7 @@ class ZooTask(PopulationTask):
         return self._template[0]
 
     def setup(self, stage: str) -> None:
-        """Check that the trainer, and the data if training goes on with a zoo, suit the members.
+        """Check that the trainer, and the data if training continues from a zoo, suit the members.
 
         Raises:
             FileNotFoundError: If there is no such zoo.
@@ -215,7 +215,7 @@ class ZooTask(PopulationTask):
             data: The datamodule. The training split is taken without augmentation.
 
         Returns:
-            What :meth:`evaluate` returns, by split: ``train``, ``val`` (if there is one) and ``test``; with accuracies
+            The result of :meth:`evaluate`, by split: ``train``, ``val`` (if there is one) and ``test``; with accuracies
             also ``confusion``, shape ``[K, K]``, see :meth:`PopulationClassification.compute`.
         """
         if self._split_metrics is None:

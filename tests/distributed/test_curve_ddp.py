@@ -35,7 +35,7 @@ def scenarios(run, matching_zoo):
         run.fit(f"normed {processes}", task, data, report, processes=processes)
 
     fit(2)
-    message = "CurveTask shares out the data, not its members; use --trainer.strategy ddp in place of ddp_members."
+    message = "CurveTask shares out the data, not its members; use --trainer.strategy ddp instead of ddp_members."
     placed = CurveTask(str(matching_zoo), pairs=[[0, 2]])
     run.fit("placed", placed, digits(), processes=2, strategy="ddp_members_fork", fails=message)
     fit(1)

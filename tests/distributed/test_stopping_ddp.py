@@ -213,7 +213,7 @@ def test_all_end_soon_with_a_sentence(results, moment, signum, target):
         assert sentence.startswith("lightning-sym: "), said
         assert "Traceback" not in said
         assert f"rank {target}" in sentence or moment == "setup"
-        assert ("go on with --ckpt_path last" in sentence) == (moment not in ("setup",)), sentence
+        assert ("resume with --ckpt_path last" in sentence) == (moment not in ("setup",)), sentence
         if signum == signal.SIGTERM:
             assert "was stopped by SIGTERM" in sentence
             assert status == (128 + signum if rank == target else 1)

@@ -205,13 +205,13 @@ def test_errors_and_interrupts_while_training():
     assert (result.status, result.error) == (1, "RuntimeError: broken on purpose")
     result = call(*args, "--run_dir=b", "--trainer.callbacks+=test_cli.Leave")
     assert result.status == 130
-    assert result.err == "lightning-sym: interrupted before its first checkpoint; start anew with --overwrite true\n"
+    assert result.err == "lightning-sym: interrupted before its first checkpoint; restart with --overwrite true\n"
     assert "b already holds a run without a checkpoint; put this one elsewhere" in call(*args, "--run_dir=b").error
     succeed(*args, "--run_dir=c")
     result = call(
         *args, "--run_dir=c", "--ckpt_path=last", "--trainer.max_epochs=2", "--trainer.callbacks+=test_cli.Leave"
     )
-    assert result.err == "lightning-sym: interrupted; go on with --ckpt_path last\n"
+    assert result.err == "lightning-sym: interrupted; resume with --ckpt_path last\n"
 
 
 def test_a_second_run_in_a_folder_or_on_members_in_work_is_told_who_is_there(monkeypatch):

@@ -329,7 +329,7 @@ def test_generic_annotations_of_a_user_are_followed(given, found, built):
         ),
         (
             ["--data.dataset.scale=3", NUMBERS],
-            "Option 'data.dataset.scale' comes before the class that has it; put --config, or the class, in front",
+            "Option 'data.dataset.scale' comes before the class that has it; put --config, or the class, before it",
         ),
         (["--data.dataset=torch.utils.data.Dataset"], "data: The data set for train must have __len__ and"),
     ],

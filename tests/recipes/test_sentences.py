@@ -49,7 +49,7 @@ Option 'config' has no value; give one, as in --config VALUE.
 $ fit --config zoo/digits_mlp --config 'model: {membrs: 3}'
 ZooTask has no option 'model.membrs'. Did you mean 'model.members'?
 $ fit --config 'model: {'
-What --config is given is not valid YAML: ...
+The value of --config is not valid YAML: ...
 $ fit SMALL --model.members
 Option 'model.members' has no value; give one, as in --model.members VALUE.
 $ fit SMALL --trainer.callbacks+ --trainer.max_epochs 3
@@ -66,10 +66,10 @@ $ estimate zoo/digits_mlp
 $ fit SMALL --overwrite=true true
 'true' belongs to no option; options are --NAME VALUE, a recipe is --config RECIPE.
 $ fit SMALL --model.loss=torch.optim.SGD
-model.loss: torch.optim.SGD is no class whose objects are functions; expected a function, or a class as
+model.loss: torch.optim.SGD is no class of callable objects; expected a function, or a class as
 torch.nn.MSELoss.
 $ fit SMALL --model.loss=SGD
-model.loss: SGD is a class of another kind than what is expected there.
+model.loss: SGD is a class of the wrong kind.
 $ fit SMALL --model.loss=torch.float32
 model.loss: expected the path of a class or a function, got 'torch.float32'.
 $ fit SMALL --model.optimizer=torch.nn.Linear
@@ -125,22 +125,23 @@ SGD has no option 'model.optimizer.learning_rate'. Did you mean 'model.optimizer
 $ fit SMALL --model.optimizer=SGD --model.optimizer.lr=0.1 --model.learning_rate=0.2
 ZooTask has no option 'model.learning_rate'. Did you mean 'model.optimizer.lr'?
 $ fit --model.network.help MultiLayerPerceptron
-Option 'model.network.help' comes before the class that has it; put --config, or the class, in front of it.
+Option 'model.network.help' comes before the class that has it; put --config, or the class, before it.
 $ fit SMALL --model=ZooTsk
-model: Unknown class 'ZooTsk'; give its full path, or the name of one of ours. Did you mean 'ZooTask'?
+model: Unknown class 'ZooTsk'; give its full path, or the name of a shipped class. Did you mean 'ZooTask'?
 $ fit SMALL --model=lightning_sym.tasks.ZooTsk
 model: There is no class lightning_sym.tasks.ZooTsk. Did you mean 'ZooTask'?
 $ fit SMALL --model=lightning_sim.ZooTask
-model: There is no module 'lightning_sim'. Did you mean 'lightning_sym'? The folder of a module of your own has to be on
+model: There is no module 'lightning_sim'. Did you mean 'lightning_sym'? If it is yours, put its folder on
 PYTHONPATH.
 $ fit SMALL --trainer.callbacks+=nowhere.Callback
-trainer.callbacks: There is no module 'nowhere'. The folder of a module of your own has to be on PYTHONPATH.
+trainer.callbacks: There is no module 'nowhere'. If it is yours, put its folder on PYTHONPATH.
 $ fit SMALL --model.network=torch.optim.SGD
 ...network: torch.optim.SGD is not a subclass of torch.nn.Module.
 $ fit SMALL --model.optimizer=torch.optim.Adm
 model.optimizer: There is no class torch.optim.Adm. Did you mean 'Adam'?
 $ fit SMALL --trainer.callbacks+=ZooExprt
-trainer.callbacks: Unknown class 'ZooExprt'; give its full path, or the name of one of ours. Did you mean 'ZooExport'?
+trainer.callbacks: Unknown class 'ZooExprt'; give its full path, or the name of a shipped class. Did you mean
+'ZooExport'?
 $ fit SMALL --model.loss=mse_loss
 model.loss: Unknown function 'mse_loss'; give its full path, as torch.nn.functional.mse_loss.
 $ fit SMALL --model.loss=torch.nn.functional.cross_entropyy
@@ -235,7 +236,7 @@ $ fit SMALL --model.network.num_classes=7
 model.network.num_classes is set to 7, but follows from the data: 10 with DigitsDataModule; leave it out, or choose data
 that fit.
 $ fit SMALL --ckpt_path=last
-Nothing to go on from: .../run/checkpoints/last.ckpt does not exist (the first checkpoint is written after the first
+Nothing to resume: .../run/checkpoints/last.ckpt does not exist (the first checkpoint is written after the first
 epoch); start with lightning-sym fit without --ckpt_path, or give another --run_dir or a file as --ckpt_path.
 $ test SMALL
 Nothing to test: .../run/checkpoints/last.ckpt does not exist; run lightning-sym fit with these options first, or give

@@ -91,7 +91,7 @@ def test_a_sentence_names_the_whole_path():
     nested = "Parser key \"members\": Expected a <class 'int'>. Got value: NestedArg(key='foo', val='3')"
     expected = "There is no option 'model.members.foo': 'model.members' names no class that could have it."
     assert says(nested, "--model=ZooTask", "--model.members.foo=3") == expected
-    early = "Option 'model.members' comes before the class that has it; put --config, or the class, in front of it."
+    early = "Option 'model.members' comes before the class that has it; put --config, or the class, before it."
     assert says("Option 'members' is not accepted", "--model.members=3") == early
     assert says("unrecognized arguments: members=3", "--model.members=3") == early
     assert "mean 'checkpoint.save_top_k'?" in says("Key 'x' is not expected", "--checkpoint.save_topk=3")

@@ -146,7 +146,7 @@ def test_an_interrupted_recipe_interrupts_the_run(calls, capsys):
     with pytest.raises(SystemExit) as stop:
         make(REQUIRED, Namespace())
     assert stop.value.code == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; the same command resumes" in capsys.readouterr().err
 
 
 def test_a_folder_of_one_recipe_is_not_made_by_another(tmp_path):

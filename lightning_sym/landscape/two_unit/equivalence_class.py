@@ -79,7 +79,7 @@ class TwoUnitClass:
 
     @property
     def local_minima(self) -> dict[str, float]:
-        """Distances J at which a search from default initial weights gets stuck, by the dead unit."""
+        """Values of J where a search from default initial weights gets stuck, by the dead unit."""
         minima = {
             "negative side lost": self.moments.negative * self._q**2,
             "positive side lost": self.moments.positive * self._p**2,
@@ -145,13 +145,13 @@ class TwoUnitClass:
         return slopes(centre + coefficients.double() @ basis.T) - self.target.to(coefficients.device)
 
     def quadric(self, plane: WeightPlane) -> PlaneQuadric:
-        """Return the surface in which a 3-plane cuts the 3-dimensional stratum of a same-sign class.
+        """Return the intersection of a 3-plane with the 3-dimensional stratum of a same-sign class.
 
         Args:
             plane: Plane of dimension 3 in R^4.
 
         Returns:
-            The surface, with its throat and the epsilon at which its topology changes.
+            The surface, with its throat and the epsilon of its change of topology.
 
         Raises:
             ValueError: If the class is not of same sign, or the plane not of dimension 3 in R^4.

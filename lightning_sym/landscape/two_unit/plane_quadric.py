@@ -1,4 +1,4 @@
-"""The quadric in which a 3-plane cuts the large stratum of a same-sign class of the two-unit network."""
+"""The intersection of a 3-plane with the large stratum of a same-sign class of the two-unit network, a quadric."""
 
 import math
 

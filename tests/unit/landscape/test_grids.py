@@ -174,7 +174,7 @@ def test_the_estimate_of_memory_is_a_limit():
     place, grid = small(dimension=3), Grid(3, 5, 1.0)
     says = "2000^3 = 8000000000 points need about 179 GiB, above limit_bytes (2 GiB)"
     too_large(says, *place, Grid(3, 2000, 1.0))
-    too_large("pass limit_bytes=None to go on", *place, grid, limit_bytes=1000)
+    too_large("pass limit_bytes=None", *place, grid, limit_bytes=1000)
     assert evaluate_grid(*place, grid, limit_bytes=None).shape == (5, 5, 5)
 
 

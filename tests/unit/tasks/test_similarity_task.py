@@ -338,5 +338,5 @@ def test_sites_and_numbers_that_are_not_there_are_one_sentence(matching_zoo, set
 
 
 def test_data_that_do_not_come_as_they_are_are_refused(matching_zoo):
-    with pytest.raises(TypeError, match=r"needs a datamodule of .*, whose inputs come as they are"):
+    with pytest.raises(TypeError, match=r"needs a datamodule of .*, which yields each input once"):
         fits.fit(SimilarityTask(str(matching_zoo)), fits.Given(torch.randn(20, 1, 8, 8), torch.eye(10).repeat(2, 1)))
