@@ -203,7 +203,7 @@ def test_probes_are_ridge_regressions_that_are_tested_on_other_samples():
             with_labels, torch.zeros(40), says="the classes of the 40 inputs, integers of shape [40], got torch.float32"
         ),
         refused(with_labels, torch.zeros(3, dtype=torch.int64), says="got torch.int64 [3]"),
-        refused(with_labels, torch.zeros(40, dtype=torch.int64), inputs=None, says="give both, or neither"),
+        refused(with_labels, torch.zeros(40, dtype=torch.int64), inputs=None, says="pass both, or neither"),
     ],
 )
 def test_refused_arguments(change):

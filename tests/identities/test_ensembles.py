@@ -141,7 +141,7 @@ def test_predictions_of_shuffled_data_are_refused():
         def __iter__(self):
             return iter(next(data))
 
-    refused(log_probabilities, [nn.Linear(3, 2)] * 2, Shuffled(), says="not the same").values[0]()
+    refused(log_probabilities, [nn.Linear(3, 2)] * 2, Shuffled(), says="change between passes").values[0]()
 
 
 GOOD = predicted(2, 3)
