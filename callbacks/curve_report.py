@@ -35,28 +35,28 @@ _MARGIN = 0.2
 class CurveReport(RunReport):
     """Report the results of a :class:`lightning_sym.tasks.CurveTask`.
 
-    At the end of the fit, loss and accuracy are evaluated along every curve that was kept, along the straight line
-    between its ends, and along the straight line after matching, on training images (without augmentation) and test
-    images; and on a grid of the plane through the ends and the bend of some curves. The statistics of batch norms are
-    measured anew at every point, both ends included. With several processes each evaluates its share of the images.
+    At the end of the fit, loss and accuracy are evaluated on training images (without augmentation) and test images.
+    The paths are every kept curve, the linear path between its endpoints, and the linear path after matching. The loss
+    is also evaluated on a grid of the plane through the endpoints and the bend of some curves. Batch norm statistics
+    are recomputed at every point, endpoints included. Processes share the images.
 
     On rank 0, in ``results``: ``summary.csv`` and ``.json`` (highest, mean, barrier, length, by path; means over
     pairs), ``curves.csv`` and ``.json`` (the same of each pair), ``points.csv`` and ``.json`` (all places),
-    ``planes.csv`` and ``.json``, ``along.png`` and ``planes.png`` (in TensorBoard under ``figures/CurveReport``), and
-    each curve as ``curve-<first>-<second>-<kind>.safetensors``, for :func:`lightning_sym.connectivity.load_curve`.
-    Logged are ``barrier/<split>_loss/<path>`` and ``details/highest/<split>_loss/<path>``. A table is printed, with the
-    places of all files.
+    ``planes.csv`` and ``.json``, ``along.png`` and ``planes.png`` (in TensorBoard under ``figures/CurveReport``). Each
+    curve is written as ``curve-<first>-<second>-<kind>.safetensors``, for
+    :func:`lightning_sym.connectivity.load_curve`. Logged are ``barrier/<split>_loss/<path>`` and
+    ``details/highest/<split>_loss/<path>``. A table is printed, with the places of all files.
 
     Args:
-        points: Number of places of a path, equally spaced, both ends included. >= 2. With fewer than 61 the highest may
+        points: Number of places of a path, equally spaced, endpoints included. >= 2. With fewer than 61 the highest may
             be missed.
         train_batches: How many batches (of ``eval_batch_size`` images) of the training split are used per process, >=
             1; None for all.
-        matching: How the second network is matched for the straight line after matching; None leaves it out. If the
-            task has matched its ends, that is shown, and this is not used.
-        planes: Of how many pairs the planes are evaluated, the first ones. >= 0.
+        matching: Method that matches the second network for the linear path after matching; None leaves it out.
+            Unused if the task has matched its endpoints; their path is then shown.
+        planes: Number of pairs with an evaluated plane, the first ones. >= 0.
         plane_points: Points of a plane's grid along each axis. >= 2.
-        plane_images: How many training images the planes are evaluated on, the first ones. >= 1.
+        plane_images: Number of training images for the planes, the first ones. >= 1.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:
@@ -170,7 +170,7 @@ class CurveReport(RunReport):
     def _plane(
         self, name: str, curve: Curve, network: nn.Module, task: CurveTask, data: InMemoryDataModule
     ) -> MeasuredPlane | None:
-        """Return the loss in the plane of a curve; None if it has stayed a straight line."""
+        """Return the loss in the plane of a curve; None if it is still a straight line."""
         try:
             plane = curve.plane()
         except ValueError:
@@ -198,7 +198,7 @@ def _on_cpu(curve: Curve) -> Curve:
 def _surface_losses(
     network: nn.Module, plane: WeightPlane, coefficients: Tensor, inputs: Tensor, labels: Tensor
 ) -> Tensor:
-    """Return the cross-entropy at points of a plane, which the processes share out; ``inf`` if it is not finite."""
+    """Return the cross-entropy at points of a plane; processes share the points; ``inf`` if not finite."""
 
     def losses(outputs: Tensor, targets: Tensor) -> Tensor:
         repeated = targets.expand(outputs.shape[:2])
@@ -229,6 +229,6 @@ def _recalibrated_losses(
     for index in range(len(coefficients)):
         try:
             found.append(float(curve_losses(network, place, [index], batches, loss=loss).loss))
-        except ValueError:  # far out weights, or what comes of them, may overflow
+        except ValueError:  # far out, weights or activations may overflow
             found.append(math.inf)
     return torch.tensor(found, dtype=torch.float64)

@@ -13,14 +13,18 @@ from lightning_sym.tasks import DissectionTask
 
 
 class DissectionReport(RunReport):
-    """Dissect the networks of a :class:`lightning_sym.tasks.DissectionTask` and say what was found.
+    """Dissect the networks of a :class:`lightning_sym.tasks.DissectionTask` and report the results.
 
-    With several processes each looks at its share of the images. On rank 0, in ``results``: ``changes.csv`` and
-    ``.json`` (each quantity in the networks' own basis, and how much it changes to the end of the path, with an
-    interval over members), ``summary`` (means over members in each basis), ``bases`` (of each network and basis),
-    ``units`` (what each unit detects in the network's own basis) and ``dissection.png`` (in TensorBoard under
-    ``figures/DissectionReport``). The changes are logged as ``dissection/<zoo>/change_of_<quantity>``. A table is
-    printed.
+    Processes share the images. Rank 0 writes to ``results``:
+
+    - ``changes.csv`` and ``.json``: each quantity in the networks' own basis, and its change to the end of the path,
+      with an interval over members
+    - ``summary``: means over members in each basis
+    - ``bases``: the quantities of each network and basis
+    - ``units``: the concept of each unit in the network's own basis
+    - ``dissection.png`` (in TensorBoard under ``figures/DissectionReport``)
+
+    The changes are logged as ``dissection/<zoo>/change_of_<quantity>``. A table is printed.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.

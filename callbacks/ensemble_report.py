@@ -27,24 +27,24 @@ _OF_CURVES = ("curves", "kinds", "member", "model_zoo")
 class EnsembleReport(RunReport):
     """Score ensembles of the networks that a fit has trained.
 
-    At the end of a fit of a :class:`lightning_sym.tasks.ZooTask` its kept members are an ensemble. At that of a
-    :class:`lightning_sym.tasks.CurveTask`, of each curve, points equally spaced on it, and its two ends alone; and all
-    members of the zoo. Other zoos may stand beside these, such as the snapshots that
-    :class:`lightning_sym.callbacks.FastGeometricEnsemble` leaves. Predictions are means of probabilities on the test
-    data (docs/theory/ensembles.md, 2). Statistics of batch norms are measured anew on the training data, for all
-    networks. With several processes each takes its share of the data.
+    After a fit of a :class:`lightning_sym.tasks.ZooTask`, its kept members form an ensemble. After a fit of a
+    :class:`lightning_sym.tasks.CurveTask`, the ensembles are equally spaced points of each curve, its two endpoints,
+    and all members of the zoo. Other zoos can be added for comparison, such as the snapshots of
+    :class:`lightning_sym.callbacks.FastGeometricEnsemble`. Predictions are means of probabilities on the test data
+    (docs/theory/ensembles.md, 2). Batch norm statistics of all networks are recomputed on the training data. Processes
+    share the data.
 
     On rank 0, in ``results``: ``ensembles.csv`` and ``.json`` (accuracy, loss, calibration and diversity of every
     ensemble), ``added.csv`` and ``.json`` (the same as members are added), ``ensembles.png`` (in TensorBoard under
     ``figures/EnsembleReport``). Logged are ``ensemble/<accuracy or loss>/<kind>``; a table is printed.
 
     Args:
-        points: Number of points of a curve, both ends included. >= 2.
-        zoos: Folders of other zoos, by what they are called in tables and figures; default none.
-        train_batches: How many batches of the training data statistics of batch norms are measured with, per process,
-            >= 1; None for all.
+        points: Number of points of a curve, endpoints included. >= 2.
+        zoos: Folders of other zoos, by their names in tables and figures; default none.
+        train_batches: Number of batches of the training data for batch norm statistics, per process, >= 1; None for
+            all.
         bins: Bins of the calibration error. >= 1.
-        allow: Packages of your own whose networks those zoos may hold, see ``ModelZoo.open``.
+        allow: Your packages that define networks of those zoos, see ``ModelZoo.open``.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:
@@ -77,8 +77,8 @@ class EnsembleReport(RunReport):
         """Check the task and the data, and open the other zoos.
 
         Raises:
-            TypeError: If the task lacks what is needed, or the data are not of ``lightning_sym.datamodules``.
-            FileNotFoundError: If a zoo is not there.
+            TypeError: If the task lacks a required attribute, or the data are not of ``lightning_sym.datamodules``.
+            FileNotFoundError: If a zoo does not exist.
             ValueError: If the task trains no classifiers, or neither curves nor the members of a zoo.
         """
         super().setup(trainer, pl_module, stage)
@@ -93,7 +93,7 @@ class EnsembleReport(RunReport):
             )
 
     def measure(self, trainer: Trainer, task: Any, data: ImageDataModule) -> tuple[list[MeasuredEnsemble], str]:
-        """Score all ensembles; to be called on every rank."""
+        """Score all ensembles; call it on every rank."""
         splits = splits_of(trainer, task, self.train_batches)
         train = EqualBatches(splits.pop("train"))
         ((split, judged),) = splits.items()
@@ -138,7 +138,7 @@ class EnsembleReport(RunReport):
 
 
 def _along(curve: Curve, network: nn.Module, points: int, where: dict[str, Any]) -> Iterator[nn.Module]:
-    """Yield one network, with the weights of one point after the other."""
+    """Yield one network with the weights of each point in turn."""
     scratch = copy.deepcopy(network).to(**where)
     write = curve.writer(scratch)
     for place in torch.linspace(0, 1, points, dtype=torch.float64).tolist():
@@ -147,7 +147,7 @@ def _along(curve: Curve, network: nn.Module, points: int, where: dict[str, Any])
 
 
 def _with_states(network: nn.Module, states: Any, where: dict[str, Any]) -> Iterator[nn.Module]:
-    """Yield one network, with one state after the other."""
+    """Yield one network with each state in turn."""
     for state in states:
         scratch = copy.deepcopy(network).to(**where)
         scratch.load_state_dict(state)

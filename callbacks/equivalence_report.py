@@ -43,17 +43,22 @@ _MOST_LOSSES = 3
 
 
 class EquivalenceReport(RunReport):
-    r"""Report a search with :class:`lightning_sym.tasks.EquivalenceTask` found, and draw planes through it.
+    r"""Report a search with :class:`lightning_sym.tasks.EquivalenceTask`, and draw planes through the found points.
 
-    At the end of the search, for each grid: an orthonormal basis of the plane through the found points, J on the grid,
-    the set ``J < epsilon`` with its numbers (fraction, Betti numbers, volume exponent, at which epsilon found points
-    join), and the pictures of GENNI. Where there is an exact answer, as for two ReLU units, it is drawn beside them.
-    With fewer points than a plane needs, the planes that can be drawn are, and the notes say what was missing.
+    Each grid has an orthonormal basis of the plane through the found points. J is evaluated on it. The set
+    ``J < epsilon`` is described by its fraction, Betti numbers, volume exponent, and the epsilon that joins found
+    points. Figures are those of GENNI, compared with the exact class if it is known, as for two ReLU units. If the
+    points do not suffice for all planes, the others are drawn, and the notes list the missing points.
 
-    In ``results``: ``candidates.csv`` (all candidates and what became of them), ``points.csv`` (found points: J, R,
-    distance to the teacher's orbit, coordinates), ``sets.csv`` and ``.json`` (a row for each grid),
-    ``found.safetensors`` (weights, bases, centres), ``grid-<points>-<m>d.safetensors`` (J on the grid), and figures,
-    which are in TensorBoard under ``figures/EquivalenceReport`` too, with 3D sets as meshes: ``search.png``,
+    Files in ``results``:
+
+    - ``candidates.csv``: all candidates and their outcomes
+    - ``points.csv``: J, R, distance to the teacher's orbit and coordinates of the found points
+    - ``sets.csv`` and ``.json``: a row for each grid
+    - ``found.safetensors``: weights, bases and centres
+    - ``grid-<points>-<m>d.safetensors``: J on the grid
+
+    Figures are also in TensorBoard under ``figures/EquivalenceReport``, with 3D sets as meshes: ``search.png``,
     ``surface-...png``, ``contour-...png``, ``set-...png``, ``isosurface-...png``, ``betti-...png``, ``umap-...png``.
 
     A grid that was interrupted is continued by ``--ckpt_path last``. Grids are shared out over processes.
@@ -61,10 +66,10 @@ class EquivalenceReport(RunReport):
     Args:
         grids: The grids; default ``m = 2`` with 101 and ``m = 3`` with 51 points per axis.
         epsilon: Bound of J of the sets, > 0, in the unit of ``epsilon_unit``.
-        epsilon_unit: ``"J0"``, the J of the zero function on the inputs of the grid, or ``"J"``: as it is.
-        through: What the planes go through: ``"search"``, the found points, that with the lowest J first; ``"orbit"``,
+        epsilon_unit: ``"J0"``, the J of the zero function on the inputs of the grid, or ``"J"``: J itself.
+        through: Points that span the planes: ``"search"``, the found points, that with the lowest J first; ``"orbit"``,
             the teacher and random images of it under its symmetry group; ``"mixed"``, found points and images in turn.
-        inputs: How many of the inputs of the search J is taken of, >= 1.
+        inputs: Number of the search's inputs for J, >= 1.
         precision: Precision of the network on the grid: ``"double"``, which pieces and holes near a threshold need,
             or ``"single"``, twice as fast.
         limit_seconds: Longest time that one grid may be estimated to take; None for no limit.
@@ -119,11 +124,11 @@ class EquivalenceReport(RunReport):
     # ---- checks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check what can be known before there is a teacher.
+        """Check the settings that do not depend on the teacher.
 
         Raises:
             ImportError: If an embedding is asked for, and umap-learn is not installed.
-            TypeError: If the task lacks what the report needs, or the data are of another kind.
+            TypeError: If the task lacks a required attribute, or the data are of another kind.
             ValueError: If a grid goes through more points than the search looks for.
         """
         super().setup(trainer, pl_module, stage)
@@ -169,13 +174,13 @@ class EquivalenceReport(RunReport):
     # ---- work
 
     def measure(self, trainer: Trainer, task: EquivalenceTask, data: InputDataModule) -> Any:
-        """Evaluate all grids; return them and why others are missing."""
+        """Evaluate all grids; return them and the reasons for missing ones."""
         task.on_train_end()  # Lightning calls it after those of callbacks
         teacher, inputs, targets, scale = self._teacher_on_inputs(task, trainer.strategy.root_device)
         surface = LossSurface(teacher, inputs, targets, dtype=inputs.dtype)
 
         def on_grid(plane: WeightPlane, grid: Grid, name: str) -> NDArray[np.float64]:
-            # Named for what it is a part of: what another search left here is not gone on with.
+            # Named for its grid and plane, so that a grid of another search is not resumed.
             key = hashlib.sha256(repr((grid, plane.centre.tolist(), plane.basis.tolist())).encode()).hexdigest()[:12]
             with self.progress(trainer, f"J on the {name} grid") as progress:
                 return evaluate_grid(
@@ -252,7 +257,7 @@ class EquivalenceReport(RunReport):
         )
 
     def publish(self, trainer: Trainer, results: RunResults) -> None:
-        """Write and draw everything, in place of what a search left that was replaced or gone on with other grids."""
+        """Write and draw everything; delete files of a replaced search, or of this search with other grids."""
         stale = [*self.path.glob(".grid-*.partial*"), *self.path.glob("grid-*.safetensors"), self.path / "beside.png"]
         for leftover in [*stale, *(path for kind in _FIGURES for path in self.path.glob(f"{kind}-*.png"))]:
             leftover.unlink(missing_ok=True)
@@ -314,7 +319,7 @@ class EquivalenceReport(RunReport):
 
 
 def _what_to_change(task: EquivalenceTask, through: Through) -> str:
-    """Say what points are missing, and how there would be more."""
+    """Describe the missing points and how to obtain more."""
     if through == "orbit":
         return "the teacher's symmetry group has no more independent images; take smaller dimensions"
     entries = task.all_outcomes().values()

@@ -30,34 +30,37 @@ from lightning_sym.zoo import rebuild_manifest, write_member
 class MatchingReport(RunReport):
     """Report the results of a :class:`lightning_sym.tasks.MatchingTask`.
 
-    At the end of the fit, loss and accuracy are evaluated on the straight line between the two networks of every
-    pair, before (``unmatched``) and after matching by each method, on training images (without augmentation) and test
-    images. Networks with batch norms are evaluated twice: with interpolated running statistics, and with statistics
-    measured anew on training images at every point, both ends included. With several processes each evaluates its
-    share of the images.
+    At the end of the fit, loss and accuracy are evaluated on training images (without augmentation) and test images.
+    The paths are the linear paths between the networks of every pair, before (``unmatched``) and after matching by each
+    method. Networks with batch norms are evaluated twice: with interpolated running statistics, and with statistics
+    recomputed on training images at every point, endpoints included. Processes share the images.
 
-    On rank 0, in ``results``: ``summary.csv`` and ``.json`` (barriers per method: mean and standard deviation over
-    pairs, bootstrap interval over models), ``barriers.csv`` and ``.json`` (the same per pair, and the distances of the
-    weights), ``curves.csv`` and ``.json`` (all that was evaluated), ``interpolation.png`` and ``barriers.png`` (in
-    TensorBoard under ``figures/MatchingReport``), ``symmetry.txt`` and ``.json``: the networks' symmetry group (in
-    TensorBoard as text). The mean barriers are logged as ``barrier/<split>_loss/<method>`` and
-    ``barrier/<split>_accuracy/<method>``, for batch norms those with recalibrated statistics. A table is printed, with
-    the places of all files. Tables also have the change of the second network's outputs on test images, and where a
-    method changes its function (``soft_maps``), what is printed says so beside the method's name, with what became of
-    its loss and accuracy.
+    Rank 0 writes to ``results``:
 
-    The mean of the two networks of each pair, by the method whose mean has the lowest validation loss (training loss if
-    there are no validation data), is a member of the zoo ``results/merged``: the first pair is member 0. Its batch
-    norms are measured anew. ``merged.csv`` and ``.json`` say what the means are worth. With a ``loss`` of the task's
-    own, that is the loss of all this, and there are accuracies if there are classes.
+    - ``summary.csv`` and ``.json``: barriers per method, with mean and standard deviation over pairs, and bootstrap
+      interval over models
+    - ``barriers.csv`` and ``.json``: the barriers of each pair, and the distances of the weights
+    - ``curves.csv`` and ``.json``: all evaluated points
+    - ``interpolation.png`` and ``barriers.png`` (in TensorBoard under ``figures/MatchingReport``)
+    - ``symmetry.txt`` and ``.json``: the networks' symmetry group (in TensorBoard as text)
+
+    The mean barriers are logged as ``barrier/<split>_loss/<method>`` and ``barrier/<split>_accuracy/<method>``, for
+    batch norms those with recalibrated statistics. A table is printed, with the places of all files. Tables also have
+    the change of the second network's outputs on test images. If a method changes the network's function
+    (``soft_maps``), the printed table marks the method and lists the new loss and accuracy.
+
+    The average of the networks of each pair is a member of the zoo ``results/merged``: the first pair is member 0. Of
+    all methods, that with the lowest validation loss of the pair's average is chosen (training loss without validation
+    data). Batch norm statistics are recomputed. ``merged.csv`` and ``.json`` hold losses and accuracies of the
+    averages. If the task has a ``loss``, every reported loss is that loss; accuracies require classes.
 
     Args:
-        points: Number of points of a line, equally spaced, both ends included. >= 2.
+        points: Number of points of a line, equally spaced, endpoints included. >= 2.
         train_batches: How many batches (of ``eval_batch_size`` images) of the training split are used per process, >=
             1; None for all.
         recalibrate: ``"both"``: networks with batch norms are evaluated without and with recalibrated statistics.
             ``"auto"``: only with. Nothing changes for other networks.
-        merge: Whether to leave the means of matched networks.
+        merge: Whether to write the averages of matched networks.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:
@@ -88,7 +91,7 @@ class MatchingReport(RunReport):
         super().__init__(dirpath)
 
     def measure(self, trainer: Trainer, task: MatchingTask, data: InMemoryDataModule) -> Any:
-        """Evaluate all lines and means; return barriers, the distances of the ends, and means with their weights."""
+        """Evaluate all lines and means; return barriers, distances of endpoints, and averages with their weights."""
         device = trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
         loaders: dict[str, Iterable[tuple[Tensor, Tensor]]] = {
             "train": data.curvature_dataloader(),
@@ -175,7 +178,7 @@ class MatchingReport(RunReport):
     def _write(
         self, task: MatchingTask, data: InMemoryDataModule, means: Sequence[tuple[MergedPair, dict[str, Tensor]]]
     ) -> None:
-        """Write the means as members of a zoo, in place of those of an earlier run."""
+        """Write the averages as members of a zoo; delete those of an earlier run."""
         folder, zoo = self.path / MERGED, task.model_zoo
         for old in folder.glob("member-*.safetensors"):
             old.unlink()

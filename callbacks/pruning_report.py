@@ -19,13 +19,19 @@ class PruningReport(RunReport):
 
     At the end of the fit every network is measured once more on all training data: one above its threshold is an error.
 
-    On rank 0, in ``results``: ``summary.csv`` and ``.json`` (what is left of each network, its loss beside the
-    threshold, test error, and the same of its twin that was pruned by magnitude), ``steps.csv`` and ``.json`` (what was
-    removed, when), ``magnitude.csv`` and ``.json`` (the twins, by width), ``widths.csv`` and ``.json`` (units of every
-    axis group), ``pruning.png`` (in TensorBoard under ``figures/PruningReport``). Beside it, in ``pruned``, every
-    network as a zoo of one member with its number: ``pruned/member-0000/epsilon-0.01``. The numbers of units and the
-    test errors are logged as ``details/pruning/units/member-0`` and ``details/pruning/test_error/member-0``, the
-    lowest number of units as ``pruning/units``. A table is printed.
+    Rank 0 writes to ``results``:
+
+    - ``summary.csv`` and ``.json``: units, loss, threshold and test error of each pruned network, and the same of its
+      twin pruned by magnitude
+    - ``steps.csv`` and ``.json``: the units removed in each step
+    - ``magnitude.csv`` and ``.json``: the twins, by width
+    - ``widths.csv`` and ``.json``: units of every axis group
+    - ``pruning.png`` (in TensorBoard under ``figures/PruningReport``)
+
+    The folder ``pruned`` next to ``results`` has every network as a zoo of one member with its index, for example
+    ``pruned/member-0000/epsilon-0.01``. The numbers of units and the test errors are logged as
+    ``details/pruning/units/member-0`` and ``details/pruning/test_error/member-0``, the lowest number of units as
+    ``pruning/units``. A table is printed.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -80,7 +86,7 @@ class PruningReport(RunReport):
         return results
 
     def _write(self, task: RashomonPruning, data: InMemoryDataModule) -> None:
-        """Write every network as a zoo of its own: each is another architecture."""
+        """Write every network as a separate zoo, as architectures differ."""
         for job, (number, _) in enumerate(task.jobs):
             small, pruning, last = task.pruned(job), task.prunings[job], task.prunings[job].history[-1]
             metrics: dict[str, dict[str, float]] = {"train": {"loss": last.loss}}

@@ -20,19 +20,19 @@ from lightning_sym.zoo import versions
 
 
 class AfterFit(Callback, ABC):
-    """Base of callbacks that work when a fit has ended, and leave files in the folder of the run.
+    """Base of callbacks that write files to the folder of the run when a fit has ended.
 
-    That is done once, when training has ended: also where a run that was killed after its last epoch is resumed and has
-    nothing to train. Nothing is done in a trial (``fast_dev_run``).
+    They work once, when training has ended, also if a run that was killed after its last epoch is resumed. Nothing is
+    done in a trial (``fast_dev_run``).
 
     Args:
         dirpath: Folder of the files; default ``folder`` in the run's folder.
 
     Attributes:
-        needs: Names of what the task must have; any task that has it will do. What is set after the constructor must be
-            declared in the class of the task.
-        example: A task that has it, for the message to those that do not.
-        data_type: The data that can be given; None for any.
+        needs: Names of the attributes that a task of any class must have. Attributes set after the constructor must be
+            declared in the class.
+        example: A task that has them, for error messages.
+        data_type: Required type of the data; None for any.
         folder: Name of the folder of the files.
     """
 
@@ -55,11 +55,11 @@ class AfterFit(Callback, ABC):
 
     @property
     def active(self) -> bool:
-        """Whether this run leaves something behind: a fit, and no trial."""
+        """Whether this run writes files: a fit, and no trial."""
         return self._path is not None
 
     def data(self, trainer: Trainer) -> Any:
-        """Return the datamodule as what it is.
+        """Return the datamodule with its type checked.
 
         Raises:
             TypeError: If it is not of ``data_type``.
@@ -72,13 +72,13 @@ class AfterFit(Callback, ABC):
 
     @abstractmethod
     def conclude(self, trainer: Trainer, task: Any, data: Any) -> None:
-        """Do what is to be done at the end; called on every rank."""
+        """Write the files at the end of a fit; called on every rank."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the task and the data.
 
         Raises:
-            TypeError: If the task lacks what is needed, or the data are not of ``lightning_sym.datamodules``.
+            TypeError: If the task lacks a required attribute, or the data are not of ``lightning_sym.datamodules``.
             ValueError: If processes of the run have other settings.
         """
         self._path, self._concluded = None, False
@@ -91,25 +91,24 @@ class AfterFit(Callback, ABC):
         self._path = Path(self.dirpath) if self.dirpath else self._run / self.folder
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do what is to be done at the end."""
+        """Conclude the fit, if it is no trial."""
         if self.active:
             with said_if_long(trainer, f"{type(self).__name__} works"):
                 self.conclude(trainer, pl_module, self.data(trainer))
             self._concluded = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same for a run that was killed after its last epoch: resumed, it has no training to end."""
+        """Conclude a run that was killed after its last epoch: resumed, it has no training to end."""
         if not self._concluded:
             self.on_train_end(trainer, pl_module)
 
 
 class RunReport(AfterFit):
-    """Base of callbacks that say at the end of a fit what it found: tables, figures, and a summary on the terminal.
+    """Base of callbacks that report the results of a fit: tables, figures, and a summary on the terminal.
 
-    A subclass evaluates what it needs in :meth:`measure`, on every rank, and makes of it
-    :class:`lightning_sym.reports.RunResults` in :meth:`report`, on rank 0; these are written, drawn, sent to loggers
-    and, after the progress bar has gone, printed. That is done once, when training has ended: also where a run that was
-    killed after its last epoch is resumed and has nothing to train. Nothing is done in a trial (``fast_dev_run``).
+    A subclass evaluates networks in :meth:`measure`, on every rank. On rank 0, :meth:`report` converts the measurements
+    to :class:`lightning_sym.reports.RunResults`. These are written, drawn, sent to loggers and, after the progress bar
+    has closed, printed. As in :class:`AfterFit`, this happens once, and not in a trial (``fast_dev_run``).
 
     Figures are in TensorBoard under ``figures/<class>/<name>``.
 
@@ -122,11 +121,11 @@ class RunReport(AfterFit):
     Attributes:
         declared: Tables, columns and charts of the report. With it :meth:`measure` returns rows by the name of the
             table, and :meth:`report` need not be written.
-        needs: Names of what the task must have; any task that has it will do. What is set after the constructor must be
-            declared in the class of the task.
-        example: A task that has it, for the message to those that do not.
-        data_type: The data that the report can be given.
-        results: What :meth:`report` returned; None before that, and on ranks other than 0.
+        needs: Names of the attributes that a task of any class must have. Attributes set after the constructor must be
+            declared in the class.
+        example: A task that has them, for error messages.
+        data_type: Required type of the data.
+        results: Results of :meth:`report`; None before its call, and on ranks other than 0.
     """
 
     declared: ClassVar[Report | None] = None
@@ -150,7 +149,7 @@ class RunReport(AfterFit):
             trainer: Trainer of the run.
             task: The task.
             data: The datamodule.
-            measured: What :meth:`measure` returned.
+            measured: Measurements returned by :meth:`measure`.
 
         """
         assert self.declared is not None
@@ -162,14 +161,14 @@ class RunReport(AfterFit):
 
     @contextmanager
     def progress(self, trainer: Trainer, title: str) -> Iterator[Callable[[int, int], None] | None]:
-        """Show how far some work is, on rank 0, where there is a progress bar.
+        """Show the progress of some work, on rank 0, if there is a progress bar.
 
         Args:
             trainer: Trainer of the run.
-            title: Beside the bar.
+            title: Label of the bar.
 
         Yields:
-            What to call with the number of steps done and of all; or None.
+            Function of the number of completed steps and of all steps; or None.
         """
         if not trainer.is_global_zero or trainer.progress_bar_callback is None:
             yield None
@@ -190,7 +189,7 @@ class RunReport(AfterFit):
         on_first_rank(trainer, publish)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary, after the progress bar has gone."""
+        """Print the summary, after the progress bar has closed."""
         super().on_fit_end(trainer, pl_module)
         if self.active and self.results is not None:
             self.results.show(Console(), self.path, self._run)

@@ -17,16 +17,19 @@ from lightning_sym.tasks import RotationTask
 class RotationReport(RunReport):
     """Report the results of a :class:`lightning_sym.tasks.RotationTask`.
 
-    At the end of the fit, and only then, the members and the rotated networks are evaluated on the test split: of each
-    the weights that were kept. With several processes each evaluates its share of the images.
+    At the end of the fit, and only then, the kept weights of members and rotated networks are evaluated on the test
+    split. Processes share the images.
 
-    On rank 0, in ``results``: ``penalties.csv`` and ``.json`` (every member, site, kind and repeat: accuracies and
-    penalties on validation and test images), ``summary.csv`` and ``.json`` (per site and kind: mean, standard deviation
-    over repeats, a bootstrap interval over members, or over repeats if there is one member, and how far the penalty is
-    above that of the group, member by member), and ``rotation_penalty.png``, in TensorBoard under
-    ``figures/RotationReport``. Mean penalties are logged as ``test_penalty/<site>/<kind>`` and
-    ``test_penalty/<kind>``, and that of ``group`` (the first kind if it is not there) beside the hyperparameters. A
-    table is printed, with the places of all files.
+    Rank 0 writes to ``results``:
+
+    - ``penalties.csv`` and ``.json``: accuracies and penalties on validation and test images, for every member, site,
+      kind and repeat
+    - ``summary.csv`` and ``.json``, per site and kind: mean, standard deviation over repeats, bootstrap interval over
+      members (or repeats of a single member), and excess of the penalty over that of the group, by member
+    - ``rotation_penalty.png`` (in TensorBoard under ``figures/RotationReport``)
+
+    Mean penalties are logged as ``test_penalty/<site>/<kind>`` and ``test_penalty/<kind>``. The penalty of ``group``
+    (of the first kind without it) is shown with the hyperparameters. A table is printed, with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.

@@ -16,13 +16,12 @@ from lightning_sym.tasks import SimilarityOfZoosTask
 class SimilarityOfZoosReport(RunReport):
     """Report the results of a :class:`lightning_sym.tasks.SimilarityOfZoosTask`.
 
-        On rank 0, in ``results``: ``summary.csv`` and ``.json``, ``pairs.csv`` and ``.json``, ``channels.csv`` and
-    XX
-        TensorBoard under ``figures/SimilarityOfZoosReport``), with the interval for the mean over pairs. A table is
-        printed, with the places of all files.
+    On rank 0, in ``results``: ``summary.csv`` and ``.json``, ``pairs.csv`` and ``.json``, ``channels.csv`` and
+    ``.json``, and ``zoos.png`` (in TensorBoard under ``figures/SimilarityOfZoosReport``), with the interval for the
+    mean over pairs. A table is printed, with the places of all files.
 
     Args:
-            dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
     """
 
     needs = ("parts", "split", "seed")

@@ -15,13 +15,17 @@ from lightning_sym.tasks import SimilarityTask
 class SimilarityReport(RunReport):
     """Report the results of a :class:`lightning_sym.tasks.SimilarityTask`.
 
-    On rank 0, in ``results``: ``summary.csv`` and ``.json`` (each layer with the same layer of the other network, or
-    where these have different numbers of layers with the most similar one: mean and standard deviation over pairs,
-    bootstrap interval over models; the same of untrained networks, of shuffled images, and of the difference to the
-    untrained), ``matrices.csv`` and ``.json`` (all layers with all), ``pairs.csv`` and ``.json`` (each pair),
-    ``channels.csv`` and ``.json`` (live channels of each network), ``heat_maps.png`` and ``depth.png`` (in TensorBoard
-    under ``figures/SimilarityReport``). The means over layers are logged as ``similarity_mean/<measure>``. A table is
-    printed, with the places of all files.
+    Rank 0 writes to ``results``:
+
+    - ``summary.csv`` and ``.json``: each layer with the same layer of the other network, or with the most similar one
+      if the numbers of layers differ. Columns: mean and standard deviation over pairs, bootstrap interval over models;
+      the same of untrained networks, of shuffled images, and of the difference to the untrained
+    - ``matrices.csv`` and ``.json``: all layers with all
+    - ``pairs.csv`` and ``.json``: each pair
+    - ``channels.csv`` and ``.json``: live channels of each network
+    - ``heat_maps.png`` and ``depth.png`` (in TensorBoard under ``figures/SimilarityReport``)
+
+    The means over layers are logged as ``similarity_mean/<measure>``. A table is printed, with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -61,7 +65,7 @@ def found_by(task: SimilarityTask) -> Similarities:
 
 
 def zoos_of(task: SimilarityTask) -> dict[str, Any]:
-    """Return where the compared networks are from."""
+    """Return the origin of the compared networks."""
     both = len(task.zoos) == 1  # zoos of the members of a pair
     return {
         name: {

@@ -19,13 +19,13 @@ from lightning_sym.symmetry import trace_symmetry
 
 
 class SpectrumReport(RunReport):
-    """Say how sharp the networks are that a fit has trained, and how much of it is a matter of their symmetry.
+    """Report the sharpness of trained networks, raw and modulo symmetry.
 
-    At the end of the fit, of the kept weights of every member that was not stopped: the largest eigenvalue, trace and
-    Frobenius norm of the Hessian of the task's loss on the training data (not augmented, in eval mode): of the network
-    as it is, of the balanced member of its orbit, and of that across the orbit, which rescaling cannot change
-    (docs/theory/spectra.md, 6.1); and the density of the spectrum there. Everything in float64; with several processes
-    each takes its share of the data.
+    At the end of the fit, every member that was not stopped is evaluated at its kept weights. The quantities are the
+    largest eigenvalue, trace and Frobenius norm of the Hessian of the task's loss. The loss is that of the training
+    data, not augmented, in eval mode. Each quantity is measured at the network, at the balanced point of its orbit, and
+    at that point across the orbit, where rescaling has no effect (docs/theory/spectra.md, 6.1). The density of the
+    spectrum across the orbit is estimated too. All values are float64; processes share the data.
 
     On rank 0, in ``results``: ``sharpness.csv`` and ``.json`` (a row per member and measure), ``spectrum.csv`` and
     ``.json`` (nodes and weights of the densities), ``spectrum.png`` and ``sharpness.png`` (in TensorBoard under
@@ -35,8 +35,8 @@ class SpectrumReport(RunReport):
         steps: Steps of Lanczos's method for the density. >= 1.
         probes: Random vectors for the density. >= 1.
         trace_probes: Random vectors for traces and norms. >= 2.
-        tolerance: Of the largest eigenvalues' residuals, relative to them. In (0, 1).
-        train_batches: How many batches of the training data are used per process, >= 1; None for all.
+        tolerance: Bound of residuals relative to the largest eigenvalues. In (0, 1).
+        train_batches: Number of batches of the training data per process, >= 1; None for all.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:

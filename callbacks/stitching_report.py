@@ -18,9 +18,9 @@ from lightning_sym.tasks import StitchingTask
 class StitchingReport(RunReport):
     """Report the results of a :class:`lightning_sym.tasks.StitchingTask`.
 
-    At the end of the fit, and only then, the stitched networks are evaluated on the test split: of each the weights
-    that were kept. If there is a :class:`lightning_sym.callbacks.BatchNormRecalibration`, all of them, whatever their
-    family, are evaluated with statistics measured anew as it says, and as training left them too.
+    At the end of the fit, and only then, the kept weights of the stitched networks are evaluated on the test split.
+    With a :class:`lightning_sym.callbacks.BatchNormRecalibration`, networks of all families are evaluated twice: with
+    its recomputed statistics and with those of training.
 
     On rank 0, in ``results``: ``penalties.csv`` and ``.json`` (every pair, site and family), ``summary.csv`` and
     ``.json`` (means over pairs, standard deviation, bootstrap interval over models), ``penalties.png``: penalty against
@@ -33,8 +33,8 @@ class StitchingReport(RunReport):
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, eq. 4.3 and figures of section 4, whose error bars are standard
-        deviations over pairs that are not independent.
+        Godfrey et al. (2022), arXiv:2205.14258, eq. 4.3 and figures of section 4. Their error bars are standard
+        deviations over dependent pairs.
     """
 
     needs = (

@@ -16,17 +16,17 @@ from lightning_sym.reports.walk import walk_results
 from lightning_sym.tasks import EquivalenceTask
 
 _CHAIN_STEPS, _CHAIN_BURN_IN = 2000, 400  # of each Langevin chain
-_ORBIT_POINTS = 100  # of a walk at which the distance to the orbit is measured
+_ORBIT_POINTS = 100  # points of a walk with a measured distance to the orbit
 
 
 class WalkReport(RunReport):
-    r"""Walk from the teacher through weights that compute exactly its function, and see how large their class is.
+    r"""Walk from the teacher through weights that compute exactly its function, and measure the size of their class.
 
-    At the end of a search with :class:`lightning_sym.tasks.EquivalenceTask`: a walk along the level set ``J = 0`` on
-    some inputs (a step along the tangent, then Gauss-Newton back to the set), with the distance to the teacher's orbit
-    under its symmetry group: if that stays 0, the walk saw nothing but the group; if it grows, the class is larger.
-    And, if ``chains`` is not 0, Langevin chains at low temperature, whose mean J tells the learning coefficient: half
-    the codimension of the class at a regular point.
+    At the end of a search with :class:`lightning_sym.tasks.EquivalenceTask`, the walk follows the level set ``J = 0``
+    on some inputs: a step along the tangent, then Gauss-Newton back to the set. It records the distance to the
+    teacher's orbit under its symmetry group: if that stays 0, the walk saw only the group; if it grows, the class is
+    larger. If ``chains`` is not 0, Langevin chains run at low temperature. Their mean J gives the learning coefficient:
+    half the codimension of the class at a regular point.
 
     In ``results``: ``walk.csv`` and ``.json`` (a row for each point), ``walk.safetensors`` (its weights), ``walk.png``,
     in TensorBoard as ``figures/WalkReport/walk`` too. Everything is done on rank 0, in float64.
@@ -80,7 +80,7 @@ class WalkReport(RunReport):
         self.seed = seed
 
     def report(self, trainer: Trainer, task: EquivalenceTask, data: InputDataModule, measured: None) -> RunResults:
-        """Walk, and return where that led."""
+        """Walk, and return the results."""
         task.to(trainer.strategy.root_device)
         teacher = task.copy_of_teacher().to(device=trainer.strategy.root_device, dtype=torch.float64)
         inputs = first_inputs(task.sample_inputs(), self.inputs).double()

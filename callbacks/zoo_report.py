@@ -19,10 +19,10 @@ class ZooReport(RunReport):
     """Report the results of a :class:`lightning_sym.tasks.ZooTask`.
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
-    split, per member), ``results/validation_curves.png`` and ``confusion.png`` (both in TensorBoard too, under
-    ``figures/ZooReport``, and the mean test accuracy, ``test/accuracy``, beside the hyperparameters), and a table on
-    the terminal with the places of all files. With another loss than the cross-entropy there are losses in place of
-    accuracies, and no confusion.
+    split, per member), ``results/validation_curves.png`` and ``confusion.png`` (in TensorBoard under
+    ``figures/ZooReport``). TensorBoard shows the mean test accuracy, ``test/accuracy``, with the hyperparameters. A
+    table on the terminal lists the places of all files. Losses other than the cross-entropy are reported without
+    accuracies and confusion.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.

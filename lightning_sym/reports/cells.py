@@ -13,8 +13,7 @@ from rich.table import Table
 from lightning_sym._tags import details
 
 Row = Mapping[str, Any]
-# What fits on a terminal that nobody has made wider; how long words and lines of headings may be there, the longest
-# that fit.
+# Default width of a terminal; the greatest length of words and lines of headings at this width.
 _WIDTH = 80
 _HEADING = 12
 _LENGTHS = [*((_WIDTH, heading) for heading in (_WIDTH, 24, 16, _HEADING)), *((n, _HEADING) for n in range(76, 15, -4))]
@@ -125,7 +124,7 @@ def spread_cell(
     """Return a cell such as ``1.2 ± 0.3``, with an interval in brackets on a second line.
 
     Args:
-        text: Returns a number as it is printed.
+        text: Formats a number for printing.
         mean: The number.
         std: Its standard deviation; None if there is none.
         low: Lower end of an interval for the mean; None if there is none.

@@ -51,7 +51,7 @@ _DOTS = Chart(
     columns=2, size=(4.0, 2.0), legend="",
 )  # fmt: skip
 _MOST_UNITS = 8
-# Beside results, which depend on the machine and on what else it does.
+# No results: these numbers depend on the machine and its load.
 _OF_MACHINE = ("time/", "memory/")
 
 Values = Mapping[str, Mapping[str, float]]  # by run, by name of the number
@@ -143,8 +143,8 @@ def compare_runs(
     Args:
         runs: At least two. Values do not depend on their order; the other groups are compared with the first one.
         metrics: Patterns such as ``"test/*"``: which numbers to compare, also of those that were logged, or which
-            columns of the table. Default: what reports said at the end, without details, or of runs without reports
-            what was logged last; of a table all columns with numbers.
+            columns of the table. Default: the reports' final numbers without details, or for runs without reports
+            the last logged values; for a table all columns with numbers.
         table: Name of a table of results, to compare its rows; None for the runs' own numbers.
         ignore: Patterns of options that make no difference, as seeds make none.
 
@@ -236,7 +236,7 @@ def _is_result(name: str) -> bool:
 
 
 def _cells(runs: Sequence[FinishedRun], table: str, metrics: Sequence[str]) -> tuple[Values, dict[str, str]]:
-    """Return the numbers in a table of each run, by what tells its rows apart and by column."""
+    """Return the numbers in a table of each run, by distinguishing values of the row and by column."""
     tables = {run.name: run.table(table) for run in runs}
     every = [found["rows"] for found in tables.values()]
     columns = [name for name in (every[0][0] if every[0] else {}) if all(name in row for rows in every for row in rows)]
@@ -332,7 +332,7 @@ def difference_interval(values: Sequence[float], others: Sequence[float], level:
     Returns:
         Lower and upper end. Values that are all the same have an interval of no length.
     """
-    if len(set(values)) == len(set(others)) == 1:  # for which there are no degrees of freedom
+    if len(set(values)) == len(set(others)) == 1:  # no degrees of freedom
         return values[0] - others[0], values[0] - others[0]
     parts = [float(np.var(own, ddof=1)) / len(own) for own in (values, others)]
     freedom = sum(parts) ** 2 / sum(p**2 / (len(o) - 1) for p, o in zip(parts, (values, others), strict=True))

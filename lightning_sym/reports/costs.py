@@ -108,7 +108,7 @@ def cost_table(costs: RunCosts, what: str) -> ResultTable:
     """Return a row for each part and one for all.
 
     Args:
-        costs: Measured similarities.
+        costs: Measured times.
         what: Description of the run.
     """
     rows = [
@@ -125,10 +125,10 @@ def sharing_table(costs: RunCosts, devices: int, network: Network | None = None)
     r"""Estimate the cost of the run on several devices like this one, by strategy.
 
     With ``ddp`` a process takes every ``N``-th batch: :math:`\lceil S / N \rceil` steps of an epoch, each followed by a
-    ring all-reduce of the gradients, :math:`2 (N - 1) / N \cdot G / b + 2 (N - 1) \ell` seconds, which nothing
-    overlaps; validation and what callbacks do after epochs take an ``N``-th. With ``ddp_members`` a process has
-    :math:`\lceil M / N \rceil` of ``M`` members, and steps, validation and callbacks take that share; weights of the
-    others are sent at the end. The start, the rest of an epoch, and what comes after training take as long as on one.
+    ring all-reduce of the gradients. It takes :math:`2 (N - 1) / N \cdot G / b + 2 (N - 1) \ell` seconds, without
+    overlap. Validation and callbacks after epochs take an ``N``-th. With ``ddp_members`` a process has
+    :math:`\lceil M / N \rceil` of ``M`` members. Steps, validation and callbacks take that share; weights of the
+    others are sent at the end. The start, the rest of an epoch, and the work after training take as long as on one.
 
     Args:
         costs: Times measured on one device.

@@ -35,9 +35,9 @@ UNITS = {
     "tolerance": "eigenvalues of smaller magnitude are counted: relative to the largest, or absolute",
     "density": "of eigenvalues, smoothed with Gaussians of standard deviation width; one over eigenvalues",
 }
-# Points at which a density is written.
+# Number of points of a written density.
 _GRID = 400
-# Tolerances whose counts are drawn.
+# Tolerances of the counts in the figure.
 _COUNTED = (1e-3, 1e-6)
 
 

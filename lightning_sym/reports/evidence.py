@@ -69,7 +69,7 @@ def evidence_results(
 
     Args:
         records: A mapping for each update and network: ``epoch``, ``member`` if there are several, the four terms of
-            the evidence per datum, ``seconds``, and ``paths``: by path ``layer``, ``parameters`` and what is in
+            the evidence per datum, ``seconds``, and ``paths``: by path ``layer``, ``parameters`` and the entries of
             ``OF_PATHS``.
         last: The last record of each network that was not stopped, by number.
         tested: Test scores of each network: ``loss`` and maybe ``accuracy``.

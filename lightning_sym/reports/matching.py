@@ -43,9 +43,9 @@ UNITS = {
 _BARRIERS = ("loss_barrier", "loss_barrier_mean", "accuracy_barrier", "accuracy_barrier_mean")
 _NAMES = {method: look["label"] for method, look in LOOKS.items()}
 _SUFFIXES = {NO_NORM: "", AS_IS: ", statistics as they are", RECALIBRATED: ", statistics recalibrated"}
-# A larger relative change of outputs is said wherever the method is named; rounding stays far below.
+# A larger relative change of outputs is noted with the method's name; rounding errors are far smaller.
 _CHANGED = 1e-3
-# What the terminal's table and the bars show: split, quantity, factor, heading, unit.
+# Columns of the terminal's table and the bars: split, quantity, factor, heading, unit.
 _SHOWN = (
     ("train", "loss_barrier", 1.0, "train loss", "nats"),
     ("test", "loss_barrier", 1.0, "test loss", "nats"),
@@ -133,7 +133,7 @@ def matching_results(
         for name in ("loss", "accuracy")
         if row["batch_norm"] == last and f"{name}_barrier" in row
     }
-    least = "barrier/test_loss/least"  # one name for the main figure of all runs, whatever methods they compare
+    least = "barrier/test_loss/least"  # one name for the main figure of all runs, for any methods
     numbers[least] = min(value for name, value in numbers.items() if name.startswith("barrier/test_loss/"))
     facts = {
         **picked(symmetry, "dimension", "log10_permutations", "signs"),

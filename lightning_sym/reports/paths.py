@@ -42,8 +42,8 @@ def path_chart(
     Args:
         rows: Rows with ``t``, ``loss`` and maybe ``accuracy``.
         group: Column that names the lines.
-        by: Columns: a pair of panels, loss and accuracy, for each combination of their values. The last one stands side
-            by side.
+        by: Columns: a pair of panels, loss and accuracy, for each combination of their values. Panels that differ
+            in the last one are adjacent.
         title: Title of the chart.
         panel: Title of a panel.
         loss: Name of the loss; None for the cross-entropy.

@@ -106,7 +106,7 @@ class PrunedMember:
 
     @property
     def units(self) -> list[int]:
-        """How many units were left after each step."""
+        """Number of units after each step."""
         left = [sum(self.sizes.values())]
         for step in self.history[1:]:
             left.append(left[-1] - len(step.units))

@@ -19,10 +19,10 @@ class Column:
 
     Attributes:
         name: Its name; several names with commas between them share one unit.
-        unit: The unit, or what the numbers mean.
+        unit: The unit, or the meaning of the numbers.
         heading: Heading on the terminal; empty for columns that are only in the files.
         text: How a cell is printed: a format, or a function of the row.
-        factor: Multiplies what is printed, for example 100 for percent.
+        factor: Factor of the printed numbers, for example 100 for percent.
         number: Name of a final number: text with columns in braces, such as ``barrier/{split}_loss/{path}``. Rows with
             the same name are averaged. Empty for none.
     """
@@ -81,13 +81,13 @@ def final_numbers(columns: Sequence[Column], rows: Sequence[Row]) -> dict[str, f
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a report says about its rows.
+    """Declaration of a report: its tables, columns and charts.
 
     Attributes:
-        tables: What the rows of each table are, in a few words, by the name of its files.
+        tables: Short description of the rows of each table, by the name of its files.
         columns: Columns of all tables.
         charts: Charts by the name of the file.
-        title: Title of the table on the terminal; ``{title}`` stands for that of the report.
+        title: Title of the table on the terminal; ``{title}`` is replaced by that of the report.
         shown: Name of the table that is printed and that has the final numbers; default the first one.
         layout: How the printed table is laid out, see :func:`lightning_sym.reports.cells.text_table`.
         headline: Name of the main one of the final numbers; default the first one.
@@ -116,9 +116,9 @@ class Report:
         Args:
             rows: Rows by the name of the table; a table that is missing is left out. Rows of other names are for
                 charts only.
-            title: What the report is about.
+            title: Subject of the report.
             about: Everything needed to make the tables again.
-            **further: Fields of :class:`RunResults`, in place of those that are made here; ``figures`` come after
+            **further: Fields of :class:`RunResults`, which replace those made here; ``figures`` are appended to
                 those of the charts.
         """
         there = {name: own for name, own in rows.items() if own}

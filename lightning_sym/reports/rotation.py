@@ -59,7 +59,7 @@ def rotation_results(
     """Report the penalty of rotating units.
 
     Args:
-        networks: What is known of each before it is tested: ``name``, ``member``, ``site``, ``kind``, ``repeat`` and
+        networks: Facts about each before the test: ``name``, ``member``, ``site``, ``kind``, ``repeat`` and
             ``epoch``.
         evaluations: By split (``"test"``, and ``"val"`` if there is one): ``accuracy``, ``loss``, ``penalty`` and
             ``member_accuracy`` (of the network that was not rotated) of each network.
@@ -106,7 +106,7 @@ def rotation_rows(
 
 
 def rotation_summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return, for each site and kind, mean, spread and interval, and how far the mean is above that of the group."""
+    """Return mean, spread and interval for each site and kind, and the excess of the mean over that of the group."""
     by_key: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in rows:
         own = by_key.setdefault((row["site"], row["kind"]), {})
@@ -147,7 +147,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def mean_interval(values: Sequence[Sequence[float]]) -> tuple[float | None, float | None, str]:
-    """Return the bootstrap interval of the mean, and over what: members; of one member repeats.
+    """Return the bootstrap interval of the mean and the resampled unit: members, or repeats of one member.
 
     None for two members, or two repeats of one: resamples of two are only these two and their mean.
 

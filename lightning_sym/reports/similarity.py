@@ -133,7 +133,7 @@ def similarity_of_zoos_results(
     """Report the similarity of the networks of each zoo by layer, with the null values.
 
     Args:
-        found: What was measured, by the names of the zoos.
+        found: Measured similarities, by the names of the zoos.
         title: For the table and the figure.
         about: Everything needed to make the tables again.
     """
@@ -180,7 +180,7 @@ def _of_zoos(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]
 
 
 def matrix_rows(found: Similarities) -> list[dict[str, Any]]:
-    """Return the similarity of each layer of the first with each of the second, beside the nulls, over pairs."""
+    """Return the similarity of each layer of the first with each of the second and the nulls, over pairs."""
     rows = []
     for measure in found.values:
         kinds = found.kinds(measure)

@@ -45,17 +45,17 @@ _BATCH = 100  # images that a network sees at a time
 
 
 class SimilarityMeter:
-    """Measures how similar networks of one architecture are, layer by layer, on a fixed set of inputs.
+    """Measure the similarity of networks of one architecture, layer by layer, on a fixed set of inputs.
 
     Several processes share out the inputs and find the same numbers up to rounding, but for CKA with
-    ``estimator="minibatch"``, which depends on the batches. Layers are taken one after the other: of each there are at
-    once the features of all networks on this process's inputs, and one forward pass for each network and layer.
+    ``estimator="minibatch"``, which depends on the batches. Layers are measured one by one: each needs one
+    forward pass per network, and memory for the features of all networks on this process's inputs.
 
     Args:
-        network: The architecture; left as it is. No random number is drawn.
-        inputs: What it is called with, the same on every process. Shape ``[N, ...]``.
+        network: The architecture; it is not modified. No random number is drawn.
+        inputs: Inputs of the network, the same on every process. Shape ``[N, ...]``.
         measures: The measures; None for linear CKA and, if the network can be traced, ``group``.
-        sites: Names of the modules whose outputs are compared; ``"all"``: the outputs of all activations.
+        sites: Names of the modules with compared outputs; ``"all"``: the outputs of all activations.
         reference: Another network to be compared with, of any architecture with as many sites.
         device: Where to measure; default where the network is.
 
@@ -135,10 +135,10 @@ class SimilarityMeter:
 
         Args:
             states: The members' parameters and buffers now, by number.
-            starts: Likewise at the start.
+            starts: The same at the start.
 
         Returns:
-            By what is compared with, shape ``[links, measures, sites]``, float64; NaN where a network's features are
+            Similarities by link, shape ``[links, measures, sites]``, float64; NaN where a network's features are
             not finite.
         """
         links = self.links(list(states))
@@ -212,7 +212,7 @@ def with_weights(network: nn.Module, state: State, source: str) -> nn.Module:
     """Return a copy of a network with other weights.
 
     Args:
-        network: Left as it is.
+        network: Architecture; it is not modified.
         state: All parameters and buffers of its state dict, by name.
         source: Where they are from, for the message.
 
@@ -265,7 +265,7 @@ def _sites(network: nn.Module, sites: Sequence[str] | str) -> list[str]:
 
 
 def _matching_sites(reference: nn.Module, sites: Sequence[str]) -> list[str]:
-    """Return the sites of the reference: those of the same names, or else as many of its own."""
+    """Return the sites of the reference: those of the same names, or else as many others."""
     if set(sites) <= dict(reference.named_modules()).keys():
         return list(sites)
     found = _sites(reference, "all")
@@ -277,7 +277,7 @@ def _matching_sites(reference: nn.Module, sites: Sequence[str]) -> list[str]:
     return found
 
 
-# ---- what is logged and written
+# ---- logged and written results
 
 
 def monitor_scalars(

@@ -62,7 +62,7 @@ def spectrum_results(members: Mapping[int, MemberSpectrum], *, title: str, about
     """Report the sharpness of networks and the part of it that depends on the point of the orbit.
 
     Args:
-        members: What was measured, by number; at least one.
+        members: Measured spectra, by index of the member; at least one.
         title: For the table and the figures.
         about: Everything needed to make the tables again.
     """

@@ -56,7 +56,7 @@ def stitching_results(
     """Report the penalties of stitched networks.
 
     Args:
-        networks: What is known of each before it is tested: ``name``, ``lower``, ``upper`` (numbers of the members),
+        networks: Facts about each before the test: ``name``, ``lower``, ``upper`` (numbers of the members),
             ``site``, ``target_site``, ``place``, ``family``, ``trained``, ``batch_norm`` (whether the upper part has
             batch norms), ``ports``, ``dimension``, ``sparsity``, ``epoch``, ``val_accuracy`` and ``val_loss``.
         evaluations: By kind of statistics (``"as is"``, ``"recalibrated"``): ``accuracy``, ``loss`` and ``penalty`` of
@@ -220,12 +220,12 @@ def _map_name(summary: Sequence[Row], family: str) -> str:
     return "penalties" if len(unique(summary, "family")) == 1 else f"penalties_{word}"
 
 
-# By how much a larger family may lose more, as a mean over sites, by the chance of which images are tested.
+# Largest excess penalty of a larger family, as a mean over sites, that the choice of test images can explain.
 _BY_CHANCE = 0.01
 
 
 def _undertrained(final: Sequence[Row], epochs: int | None) -> Iterator[str]:
-    """Yield a line for each family that loses more than one which it contains, as no end of its training could."""
+    """Yield a line for each family that loses more than a family it contains: its training has not converged."""
     penalties: dict[str, dict[str, float]] = {}
     for row in final:
         if row["trained"]:

@@ -56,11 +56,11 @@ class GroupKind(NamedTuple):
 
 
 class SymmetryMeter:
-    """Measures weights of one architecture, on a copy of the network in float64.
+    """Measure weights of one architecture, on a copy of the network in float64.
 
     Args:
-        network: Left as it is; no random number is drawn.
-        example: What it is called with; it may be nested, and on any device.
+        network: The network; it is not modified, and no random number is drawn.
+        example: Example inputs of the network; may be nested, and on any device.
 
     Attributes:
         symmetry: The symmetry of the network.
@@ -108,11 +108,11 @@ class SymmetryMeter:
 
     @torch.no_grad()
     def start(self, state: Mapping[str, Tensor], *, distance: bool = True) -> dict[str, Any]:
-        """Return the start, to compare later weights with.
+        """Return the quantities at the start, for comparison with later weights.
 
         Args:
             state: Parameters and buffers, by name.
-            distance: Whether distances will be measured, for which the weights are kept.
+            distance: Whether to keep the weights, for distances.
         """
         self._load(state)
         sides = balance(self.symmetry, self._copy)
@@ -130,7 +130,7 @@ class SymmetryMeter:
 
         Args:
             state: Parameters and buffers, by name.
-            start: What :meth:`start` returned.
+            start: Result of :meth:`start`.
             forms: The start in each gauge; None for no distances.
         """
         measured = self._load(state)

@@ -20,17 +20,17 @@ from lightning_sym.reports.cells import Row, finite, text_table
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Rows, the units of their columns, and everything that is needed to make them again.
+    """Rows, the units of their columns, and everything needed to make them again.
 
     Attributes:
         name: The files are named for it: ``name.csv`` and ``name.json``.
         what: Short description of the rows.
         rows: One mapping for each row, all with the same keys in the same order; None and numbers, text and booleans.
         units: Units of the columns, by name.
-        about: Seeds, settings, versions, fingerprints, ...: what JSON can hold.
+        about: Seeds, settings, versions, fingerprints and other values that JSON can hold.
 
     Example:
-        >>> ResultTable("steps", "what each step costs", [{"step": 1, "time": 0.25}], {"time": "s"}).columns
+        >>> ResultTable("steps", "cost of each step", [{"step": 1, "time": 0.25}], {"time": "s"}).columns
         ['step', 'time']
     """
 
@@ -52,7 +52,7 @@ class ResultTable:
             folder: Made if it is not there.
 
         Raises:
-            OSError: If the folder cannot be written to; no part of a file is left behind.
+            OSError: If the folder cannot be written to; no partial file remains.
         """
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=self.columns, lineterminator="\n")
@@ -79,14 +79,14 @@ class RunResults:
         tables: Written to the folder of results.
         figures: Names and figures, which become ``<name>.png``; an iterator may draw each when it is asked for.
         files: Further files by name.
-        texts: Text for TensorBoard, by tag, shown as it is laid out.
+        texts: Preformatted text for TensorBoard, by tag.
         numbers: Final numbers for the loggers, by tag.
         headline: Name of the run's main number, one of ``numbers``: it is shown with the hyperparameters in
             TensorBoard. None if there is none.
         shown: Printed on the terminal; the first of the tables if None.
         notes: Lines below it, with markup of rich.
-        places: The most important files, by what they are in a word of at most seven letters: names in the folder of
-            results, or paths of others.
+        places: The most important files, by a label of at most seven letters: names in the folder of results, or
+            paths of others.
     """
 
     tables: Sequence[ResultTable]

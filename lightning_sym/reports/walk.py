@@ -56,10 +56,10 @@ def walk_results(
 
     Args:
         walk: The walk, the teacher first.
-        places: Steps at which the distance to the teacher's orbit was measured. Shape ``[k]``, int64.
+        places: Steps with a measured distance to the teacher's orbit. Shape ``[k]``, int64.
         orbit: These distances.
         samples: Langevin chains near the teacher; None for none.
-        title: What the class is of.
+        title: Name of the equivalence class.
         teacher: Facts about it.
         settings: Settings of the walk and the chains.
         about: Everything else needed to make the table again.
