@@ -68,7 +68,7 @@ CHART = Chart(
         _panel("participation", "participation ratio, median"),
         _panel("class_variance", "variance explained by class, mean"),
     ],
-    "What units mean in rotated bases: {title}",
+    "Meaning of units in rotated bases: {title}",
 )
 
 
@@ -269,7 +269,7 @@ def _shown(summary: Sequence[Row], changes: Sequence[Row], title: str) -> Table:
                 lines.append([f"{zoo}\n{network}", *(_cell(own[network, quantity]) for quantity in _SHOWN)])
         lines.append(None)
     columns = ["zoo", "interpretable\nunits", "distinct\nconcepts", "kurtosis", "variance\nby class"]
-    return text_table(f"Units in their own basis, and what random rotations change: {title}", columns, lines)
+    return text_table(f"Units in their own basis, and their changes under random rotations: {title}", columns, lines)
 
 
 def _of_rotations(changes: Sequence[Row]) -> list[Row]:

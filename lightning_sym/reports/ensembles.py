@@ -27,7 +27,7 @@ def _panel(quantity: str, label: str, factor: float = 1) -> Panel:
 REPORT = Report(
     {"ensembles": "ensembles of networks", "added": "ensembles of networks, as their members are added"},
     [
-        Column("kind", "what the ensemble is made of", "ensemble"),
+        Column("kind", "source of the ensemble", "ensemble"),
         Column("members", "number of networks in the ensemble, the first ones", "size", "g"),
         Column("accuracy", "fraction of samples, 0 to 1", "accuracy", ".2f", 100, "ensemble/accuracy/{kind}"),
         Column("loss", "mean negative log probability of the right class, nats", "loss", ".4f", 1, _LOSS + "{kind}"),

@@ -35,7 +35,7 @@ UNITS = {
     "output_change": "relative change of the second network's outputs by matching, on test inputs, unitless: root mean "
     "square of the change over that of the outputs; 0 up to rounding where the method keeps the function",
     "t": "place on the line, 0 (first network) to 1 (second network)",
-    "batch_norm": f"running statistics on the line: interpolated ({AS_IS!r}), measured anew at every point "
+    "batch_norm": f"running statistics on the line: interpolated ({AS_IS!r}), recomputed at every point "
     f"({RECALIBRATED!r}), or no batch norm in the network ({NO_NORM!r})",
     "low, high": "95 % percentile interval for the mean over pairs, from 2000 bootstrap samples of the models",
     "std": "standard deviation over pairs, sample form",

@@ -8,7 +8,7 @@ from lightning_sym.reports.paths import path_chart
 from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
-    "loss": "mean over the test data; batch norms of means are measured anew",
+    "loss": "mean over the test data; batch norms of means are recomputed",
     "accuracy": "fraction of inputs, 0 to 1",
     "loss_barrier": "largest loss on the line from the first checkpoint above the straight line between its ends",
     "accuracy_barrier": "the same of the accuracy, positive where the line is worse",

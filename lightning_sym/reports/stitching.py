@@ -36,7 +36,7 @@ UNITS = {
     "dimension": "degrees of freedom of the map, over all ports",
     "sparsity": "fraction of entries of the map that are at most 1e-3, over all ports",
     "epoch": "epoch whose weights were kept, counted from 0: that with the best validation accuracy",
-    "batch_norm": f"running statistics of the upper part: as training left them ({AS_IS!r}), measured anew on "
+    "batch_norm": f"running statistics of the upper part: as training left them ({AS_IS!r}), recomputed on "
     f"training images ({RECALIBRATED!r}), or no batch norm above the cut ({NO_NORM!r})",
     "low, high": "95 % percentile interval for the mean over pairs, from 2000 bootstrap samples of the models",
     "std": "standard deviation over pairs, sample form",
@@ -261,7 +261,7 @@ def _legend(summary: Sequence[Row]) -> str:
         text += " ± standard deviation"
     text += "; * not trained"
     if any(row["batch_norm"] == RECALIBRATED for row in summary):
-        text += "; batch norm statistics as training left them (as is) and measured anew (recalibrated)"
+        text += "; batch norm statistics as training left them (as is) and recomputed (recalibrated)"
     return text
 
 

@@ -288,7 +288,7 @@ def _chart(kinds: Mapping[str, GroupKind], title: str, *, dead: bool) -> Chart:
     )
     panels = [
         epoch_panel("Imbalance, 0 = balanced", ratio, of_groups("imbalance"), bottom=0),
-        epoch_panel("Change of what gradient flow conserves", change, of_groups("drift"), bottom=0),
+        epoch_panel("Change of the quantities conserved by gradient flow", change, of_groups("drift"), bottom=0),
         epoch_panel("Distance to the start", "relative to the norm at the start", *distances, bottom=0),
         epoch_panel("Dead units", "number of units, mean over members", of_groups("dead"), bottom=0),
     ]

@@ -105,7 +105,7 @@ class RunResults:
         units = {name: unit for table in self.tables for name, unit in table.units.items()}
         rows = [{"number": name, "value": finite(value)} for name, value in self.numbers.items()]
         of_numbers = {name: unit for name in self.numbers if (unit := _unit(name, units))}
-        return ResultTable("numbers", "what the run ended with", rows, of_numbers, {"headline": self.headline})
+        return ResultTable("numbers", "final numbers of the run", rows, of_numbers, {"headline": self.headline})
 
     def show(self, console: Console, folder: Path, run: Path) -> None:
         """Print the summary: a table, the notes, and where the files are.

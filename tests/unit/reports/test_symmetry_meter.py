@@ -148,7 +148,7 @@ def test_tables_have_a_row_for_every_point_member_and_group():
     ((name, figure),) = found.figures
     titles = [
         "Imbalance, 0 = balanced",
-        "Change of what gradient flow conserves",
+        "Change of the quantities conserved by gradient flow",
         "Distance to the start",
         "Dead units",
     ]
