@@ -56,7 +56,7 @@ def together(optimizer=Whole, **settings):
         refused(EquivalenceTask, NETWORK, milestones=[0.0], says="each of milestones must be a number > 0"),
         refused(EquivalenceTask, NETWORK, max_rounds=2, says="needs round_steps"),
         refused(EquivalenceTask, NETWORK, member=1, says="member 1 is of a zoo"),
-        refused(EquivalenceTask, NETWORK, zoo="somewhere", teacher=3, says="both say"),
+        refused(EquivalenceTask, NETWORK, zoo="somewhere", teacher=3, says="both name"),
         refused(EquivalenceTask, None, says="Give network"),
         *(refused(EquivalenceTask, NETWORK, teacher=teacher, says="seed >= 0") for teacher in (-1, 3.5)),
         refused(EquivalenceTask, NETWORK, optimizer=torch.optim.LBFGS, says="LBFGS"),
