@@ -145,7 +145,7 @@ def test_the_dimension_is_the_nullity(name):
     _, symmetry = traced(name)
     assert sorted(cell.size for cell in symmetry.structure.gained) == FORMS[name][3]
     assert symmetry.dimension == symmetry.nullity
-    assert not any("matrices mix these" in note or "leaves out" in note for note in symmetry.notes)
+    assert not any("matrices also mix these" in note or "leaves out" in note for note in symmetry.notes)
     # Of all signs of a unit, those that flip all of its weights but no gain are matrices.
     assert symmetry.log_order < symmetry.log10_permutations * math.log(10) + symmetry.signs * math.log(2)
     row = max(symmetry.table(), key=lambda row: row["dimension"] * ("between gains" in row["type"]))

@@ -50,7 +50,7 @@ FURTHER = {
 FREER = (
     "incoming or outgoing numbers", "nothing reads", "biases could take up", "reads units more than once",
     "of which only the sum counts", "share its running mean", "scales could undo", "no scale in common",
-    "by zero, whose weights", "invertible matrices mix these",
+    "by zero, whose weights", "invertible matrices also mix these",
 )  # fmt: skip
 # Where such a note is wrong.
 ALARMS: dict[str, str] = {}

@@ -391,7 +391,7 @@ SMALL = {"shape": [1, 8, 8], "samples": 8, "batch_size": 4, "val_samples": 4}
         (lambda: search(points=6), lambda: EquivalenceReport([]),
          "6 independent points do not fit into the 4 weights", {}),
         *((functools.partial(frozen_later, teacher=teacher, execution=execution), lambda: EquivalenceReport([]),
-           "frozen, or freed, after it was made", {}) for teacher in (0, MIXED) for execution in ("loop", "vmap")),
+           "frozen, or freed, after its construction", {}) for teacher in (0, MIXED) for execution in ("loop", "vmap")),
         (lambda: alone(MyrtleCNN(**MYRTLE)), lambda: line(through=["search", "mixed"]),
          "moves running statistics of batch norms", SMALL),
         (lambda: alone(MultiLayerPerceptron([], **LINEAR)), lambda: line(through=["orbit"]),
