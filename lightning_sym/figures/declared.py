@@ -92,7 +92,7 @@ class Panel:
         by: Columns: one panel for each combination of their values, in the order of the rows.
         log: Logarithmic axes: ``"x"``, ``"y"`` or ``"xy"``. Heights that are not positive are left out.
         bottom: Lower end of the vertical axis; None for that of the data.
-        top: Upper end.
+        top: Upper end; a function makes it of a row.
         levels: Horizontal lines by their label; a function makes them of a row.
         whole: Whether places are whole numbers, such as epochs.
         flat: Whether to swap the axes, for long names of places.
@@ -107,7 +107,7 @@ class Panel:
     by: Sequence[str] = ()
     log: str = ""
     bottom: float | None = None
-    top: float | None = None
+    top: float | Callable[[Row], float | None] | None = None
     levels: Mapping[str, float] | Callable[[Row], Mapping[str, float]] = field(default_factory=dict)
     whole: bool = False
     flat: bool = False
@@ -230,8 +230,8 @@ def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Fig
     for axes, (panel, row, rows), found in zip(places, split, series, strict=True):
         ticks = dict.fromkeys(one[marks.x] for index, marks in enumerate(panel.marks) for one in rows[index])
         _draw(axes, panel, row, found, list(ticks) if any(isinstance(tick, str) for tick in ticks) else [])
-    for axes, (panel, *_) in zip(places, split, strict=True):
-        _end(axes, panel)
+    for axes, (panel, row, _) in zip(places, split, strict=True):
+        _end(axes, panel, row)
     _once(places, columns)
     pointed = [(axes, found) for axes, (panel, *_), found in zip(places, split, series, strict=True) if panel.points]
     if pointed:
@@ -392,12 +392,13 @@ def _scale(axes: Axes, panel: Panel, every: Sequence[_Series]) -> None:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#7f7f7f")
 
 
-def _end(axes: Axes, panel: Panel) -> None:
+def _end(axes: Axes, panel: Panel, row: Row) -> None:
     """Set the ends of the axis of heights, when everything is drawn: panels may share it."""
-    if panel.bottom is not None or panel.top is not None:
+    top = panel.top(row) if callable(panel.top) else panel.top
+    if panel.bottom is not None or top is not None:
         low, high = axes.get_xlim() if panel.flat else axes.get_ylim()
         low = low if panel.bottom is None else panel.bottom
-        ends = low, high + 0.03 * (high - low) if panel.top is None else panel.top
+        ends = low, high + 0.03 * (high - low) if top is None else top
         (axes.set_xlim if panel.flat else axes.set_ylim)(ends)
 
 

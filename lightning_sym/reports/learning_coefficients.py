@@ -1,6 +1,7 @@
 """Learning coefficients by chains, or the reasons for refusal: rows, tables and figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ _TRACES = Chart(
                 Marks("mean", "step_of_chain", label="... after the burn-in", look={"color": "#0072b2", "lw": 2.4},
                       where=lambda row: row["step_of_chain"] >= row["burn_in"]),
             ],
-            "{name}", "step", "nβ (L - L₀)", ["name"], bottom=0,
+            "{name}", "step", "nβ (L - L₀)", ["name"], bottom=0, top=lambda row: row["top"],
             levels=lambda row: {} if row.get("exact") is None else {"exact": row["exact"]},
         )
     ],
@@ -217,10 +218,23 @@ def _figures(
     else:
         yield from _AT_THE_END.named(name, named, title)
     drawn = {row["network"]: row for row in last}
+    ended = [row for row in traces if row.get("epoch") == rows[-1].get("epoch")]
+    means = {network: [row["mean"] for row in ended if row["network"] == network] for network in drawn}
+    # Chains that diverge would hide the others.
+    levels = {
+        network: row.get("exact") or median(mean for mean in means[network] if mean is not None)
+        for network, row in drawn.items()
+        if any(mean is not None for mean in means[network])
+    }
     panels = [
-        {**row, "name": _said(own), "burn_in": own["burn_in"] * own["draw_every"]}
-        for row in traces
-        if row.get("epoch") == rows[-1].get("epoch") and (own := drawn[row["network"]])
+        {
+            **row,
+            "name": _said(own),
+            "burn_in": own["burn_in"] * own["draw_every"],
+            "top": 3 * level if (level := levels.get(row["network"], 0.0)) > 0 else None,
+        }
+        for row in ended
+        if (own := drawn[row["network"]])
     ]
     most = unique(panels, "name")[:_MOST_PANELS]
     yield from _TRACES.named(f"{name}_traces", [row for row in panels if row["name"] in most], title)
