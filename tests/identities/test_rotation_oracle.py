@@ -157,6 +157,6 @@ def test_a_value_that_is_read_twice_is_rotated_for_both():
 
 def test_sites_that_cannot_be_rotated_are_refused():
     source, images = cut_of(Stream)
-    assert_refused(lambda: rotate_by_group(source, "activation2", images, generator()), says="changes the values before")
+    assert_refused(lambda: rotate_by_group(source, "activation2", images, generator()), says="changes the values")
     source, images = cut_of(Early)
     assert_refused(lambda: rotate_by_group(source, "activation1", images, generator()), says="The symmetry group does")
