@@ -226,16 +226,15 @@ def _figures(
         for network, row in drawn.items()
         if any(mean is not None for mean in means[network])
     }
-    panels = [
-        {
-            **row,
-            "name": _said(own),
-            "burn_in": own["burn_in"] * own["draw_every"],
-            "top": 3 * level if (level := levels.get(row["network"], 0.0)) > 0 else None,
-        }
-        for row in ended
-        if (own := drawn[row["network"]])
-    ]
+    panels = []
+    for row in (row for row in ended if row["network"] in drawn):
+        own, level = drawn[row["network"]], levels.get(row["network"], 0.0)
+        top = 3 * min(level, 1e30) if level > 0 else None
+        heights = {key: row[key] for key in row if key == "mean" or key.startswith("chain_")}
+        if top is not None:  # beyond the axis, and small enough to be drawn
+            heights = {key: None if value is None else min(value, 10 * top) for key, value in heights.items()}
+        burn_in = own["burn_in"] * own["draw_every"]
+        panels.append({**row, **heights, "name": _said(own), "burn_in": burn_in, "top": top})
     most = unique(panels, "name")[:_MOST_PANELS]
     yield from _TRACES.named(f"{name}_traces", [row for row in panels if row["name"] in most], title)
 
