@@ -321,7 +321,7 @@ def measure_eigenvalues(sizes: Sizes, rounds: int, device: str, dense: bool) -> 
             order = math.log(seconds[high] / seconds[low]) / math.log(high / low)
             seconds[size] = seconds[high] * (size / high) ** order
             how = (
-                f"NOT TIMED but extrapolated from {low} and {high}, between which its time grows as the size to the "
+                f"NOT TIMED but extrapolated from {low} and {high}: time grows as the size to the "
                 f"power {order:.2f} (--dense times it)"
             )
         plain = seconds[size]

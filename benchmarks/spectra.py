@@ -147,7 +147,7 @@ def _top(published: Published, operator, rounds: int) -> dict:
         return abs(value / exact - 1)
 
     own = error(ours())
-    # The published one with its tolerance, and with the largest one at which it is as accurate as ours.
+    # Time the published one at its default tolerance, and at the largest tolerance with our accuracy.
     tolerance = next(t for t in (1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6, 1e-6) if error(published.top(t)) <= own)
     variants = {"plain": partial(published.top, tolerance), "published tolerance": published.top, "ours": ours}
     errors = error(published.top(tolerance)), error(published.top()), own

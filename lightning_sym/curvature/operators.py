@@ -491,7 +491,7 @@ class CurvatureOperator(SymmetricOperator):
                 wrong |= (value - mean).abs() > digits * (alone[counted].abs().mean() + digits)
             if wrong.any():
                 raise ValueError(
-                    f"loss must be the mean over samples, in which each counts alike, and of {int(counted.sum())} "
+                    f"loss must be the mean over samples with equal weights, and of {int(counted.sum())} "
                     f"samples it is {float(value):.4g} where the mean of their losses is {float(mean):.4g}, or its "
                     "gradient is another one; divide sums by the number of samples, without class weights and without "
                     "means over what some samples have more of."

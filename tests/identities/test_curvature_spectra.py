@@ -175,7 +175,7 @@ def test_samples_that_the_loss_ignores_do_not_count(name, kind) -> None:
 @pytest.mark.parametrize("name", NO_MEANS)
 def test_a_loss_that_is_no_mean_is_refused_in_whichever_batch(name) -> None:
     loss, y = NO_MEANS[name]
-    with pytest.raises(ValueError, match="in which each counts alike") as error:
+    with pytest.raises(ValueError, match="with equal weights") as error:
         of_labels(loss, y)
     assert str(error.value).count(". ") == 0
 
@@ -194,10 +194,10 @@ def test_a_loss_that_is_no_mean_is_refused_where_no_batch_shows_it(name, size) -
     y = torch.arange(3).repeat_interleave(size)
     x, _ = samples(len(y))
     data = list(zip(x.split(size), y.split(size), strict=True))  # one sample each, or all of one class
-    with pytest.raises(ValueError, match="in which each counts alike"):
+    with pytest.raises(ValueError, match="with equal weights"):
         CurvatureOperator(small(), data, ALONE[name])
     if "sum" in name:
-        with pytest.raises(ValueError, match="in which each counts alike"):
+        with pytest.raises(ValueError, match="with equal weights"):
             CurvatureOperator(small(), data[:1], ALONE[name])
 
 
@@ -211,7 +211,7 @@ def test_samples_of_other_shapes_are_compared_among_themselves() -> None:
     for loss in each:
         assert CurvatureOperator(network, data, loss).samples == 40
     data[30][1][:, 0] = 0
-    with pytest.raises(ValueError, match="in which each counts alike"):
+    with pytest.raises(ValueError, match="with equal weights"):
         CurvatureOperator(network, data, each[1])
 
 

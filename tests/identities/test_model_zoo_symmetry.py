@@ -40,7 +40,7 @@ HARMLESS = (
 # The reasons, as notes give them.
 TIED = "embeddings are tied, or values before and behind a gain are added up"
 HEADS = "meets numbers that tell units apart"  # linear biases, masks of windows, factors of one head's widths
-PLACES = "units that stand at different places meet"  # rotary pairs, and tables of relative positions
+PLACES = "combines units at different positions"  # rotary pairs, and tables of relative positions
 TOGETHER = "8 signs that only act together with others are left out"
 CHOSEN = "units are chosen by their values"  # groups of experts
 EQUAL = f"{CHOSEN}, of which several may be equal"  # and experts behind the mask of their groups
@@ -50,7 +50,7 @@ OVERLAP = "labels on axes that overlap only in part meet"  # attention over chan
 ONE_AXIS = "two labelled axes became one"
 RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
 NORMED = (
-    "multiplies the outputs of two layer norms, whose gains and biases may change together with what they norm, too: "
+    "multiplies the outputs of two layer norms: their gains, biases and inputs may change together, in "
     "one dimension, two with biases, that depend on the weights"
 )
 # What they mean, for the guide.

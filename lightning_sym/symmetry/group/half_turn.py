@@ -94,8 +94,7 @@ class HalfTurn(Additive):
         if self.size:
             some = "" if turns.odd.all() else f" ({int((~turns.odd).sum())} of them in even numbers only)"
             yield (
-                f"half turns, {self.size} of sines and cosines, whole numbers of which biases take up{some}: "
-                + listed(list(turns.biases))
+                f"half turns, {self.size} of sines and cosines, absorbed by biases{some}: " + listed(list(turns.biases))
             )
 
     def concerned(self, wanted: Wanted) -> bool:

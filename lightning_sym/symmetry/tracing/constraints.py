@@ -214,7 +214,7 @@ class Constraints:
         one, two = self._agree(one, two)
         apart = one.tag != two.tag
         if apart.any():
-            met, why = np.r_[one.atom[apart], two.atom[apart]], "units that stand at different places meet"
+            met, why = np.r_[one.atom[apart], two.atom[apart]], "combines units at different positions"
             self.fix_units(met, counted(why, one.atom[apart], "place"))
         different = one.atom != two.atom
         if different.any():

@@ -141,8 +141,8 @@ class Products(Contractions):
         if self._are_normed(x, y, *terms):
             where = self.constants.capture.modules.get(node, "forward")
             self.system.blind[
-                f"{name_of(node)} in {where}: multiplies the outputs of two layer norms, whose gains and biases may "
-                "change together with what they norm, too: one dimension, two with biases, that depend on the weights"
+                f"{name_of(node)} in {where}: multiplies the outputs of two layer norms: their gains, biases and "
+                "inputs may change together, in one dimension, two with biases, that depend on the weights"
             ] = None
         result = self.contract(x, y, equation, node)
         return self._with_bias(result, argument(node, 2, "bias"), node) if name_of(node) == "linear" else result
