@@ -190,6 +190,11 @@ def class_of(node: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
+def arguments_of(node: Any) -> dict[str, Any]:
+    """Return the arguments of the class that a node of a tree names."""
+    return {key: value for key, value in node.items() if key != _CLASS} if isinstance(node, Mapping) else {}
+
+
 def classes(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Tree]]:
     """Yield every class that is named: its dotted path, its name, and its options; options that are text may be none.
 

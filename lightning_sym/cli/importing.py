@@ -1,8 +1,5 @@
 """``lightning-sym import``: checkpoints from elsewhere become members of a zoo."""
 
-import functools
-import importlib
-import inspect
 import json
 import os
 import shlex
@@ -15,8 +12,9 @@ import torch
 import lightning_sym.datamodules
 import lightning_sym.networks
 from lightning_sym._text import nearest
-from lightning_sym.cli.given import class_of, merge, read_given, separated
+from lightning_sym.cli.given import arguments_of, class_of, merge, read_given, separated
 from lightning_sym.connectivity import curve_losses
+from lightning_sym.models import construct
 from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.cells import counted
 from lightning_sym.tasks import SquaredDistance
@@ -62,11 +60,12 @@ def import_members(args: Sequence[str]) -> None:
     missing = [name for name in ("network", "out") if not class_of(given.get(name))]
     if missing or not files:
         raise ValueError(f"Missing: {', '.join(f'--{name}' for name in missing) or 'a file'}. {USAGE}")
-    network = as_network(construct(given["network"], lightning_sym.networks, "network"))
+    kind, arguments = class_of(given["network"]), arguments_of(given["network"])
+    network = as_network(construct(kind, arguments, lightning_sym.networks, "network"))
     prefix = None if given.get("prefix") is None else str(given["prefix"])
     data, identity, metrics = None, None, None
     if given.get("data") is not None:
-        data = construct(given["data"], lightning_sym.datamodules, "data")()
+        data = construct(class_of(given["data"]), arguments_of(given["data"]), lightning_sym.datamodules, "data")()
         identity = data.identity()
         metrics = [
             _metrics(network, fit_weights(read_weights(file), network, prefix=prefix, source=file), data)
@@ -81,65 +80,10 @@ def _as_options(name: str, node: Any) -> str:
     """Return the options that name a class with its arguments, as a shell takes them; without a class nothing."""
     if not class_of(node):
         return ""
-    arguments = {key: value for key, value in node.items() if key != "class_path"} if isinstance(node, Mapping) else {}
+    arguments = arguments_of(node)
     written = {f"--{name}": class_of(node)}
     written |= {f"--{name}.{key}": arg if isinstance(arg, str) else json.dumps(arg) for key, arg in arguments.items()}
     return "".join(f" {option} {shlex.quote(value)}" for option, value in written.items())
-
-
-def construct(node: Any, known: Any, option: str) -> functools.partial[Any]:
-    """Return a factory of the class that the command line names, with its arguments.
-
-    Args:
-        node: The class, or its path (``class_path``) with its arguments.
-        known: Module to search for a class without its path.
-        option: The option that named it, for errors.
-
-    Raises:
-        ValueError: If there is no such class, or it does not take the arguments.
-    """
-    path = class_of(node)
-    module, _, name = path.rpartition(".")
-    try:
-        room = importlib.import_module(module) if module else known
-    except ModuleNotFoundError as error:
-        if "is not a package" in str(error):
-            raise ValueError(
-                f"{path} is not at the top level of a module, where it could be found again; move it there."
-            ) from None
-        raise ValueError(
-            f"There is no module {error.name!r}, which {path} needs; its folder has to be on PYTHONPATH, as in "
-            "PYTHONPATH=. lightning-sym ..."
-        ) from None
-    found = getattr(room, name, None)
-    if not callable(found):
-        near = nearest(name, [known for known in dir(room) if not known.startswith("_")])
-        raise ValueError(f"There is no class {path!r}.{near}")
-    arguments = {key: value for key, value in node.items() if key != "class_path"} if isinstance(node, Mapping) else {}
-    _check_arguments(found, name, arguments, option)
-    return functools.partial(found, **arguments)
-
-
-def _check_arguments(found: Any, name: str, arguments: Mapping[str, Any], option: str) -> None:
-    """Check the arguments of a constructor by name: it takes all that were given, and none is missing."""
-    takes = inspect.signature(found).parameters
-    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
-    for argument in arguments:
-        if argument not in takes and not any_name:
-            near = nearest(argument, takes) or f" It takes {', '.join(takes) or 'none'}."
-            raise ValueError(f"{name} has no argument {argument!r}.{near}")
-    for parameter in takes.values():
-        given, star = parameter.name in arguments, parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        needed = parameter.default is inspect.Parameter.empty and not star
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD or not (given or needed):
-            continue
-        if star or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise ValueError(
-                f"{name} takes {'*' * star}{parameter.name} by its position only, and options have names; write a "
-                f"function that takes it by name and returns {name}(...), and give that as --{option}."
-            )
-        if not given:
-            raise ValueError(f"{name} needs the argument {parameter.name!r}; give --{option}.{parameter.name}.")
 
 
 def _metrics(network: Network, state: Mapping[str, torch.Tensor], data: Any) -> dict[str, dict[str, float]]:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sym._files import write_atomically
-from lightning_sym.cli.given import class_of, read_own, shape_of, whole
+from lightning_sym.cli.given import arguments_of, class_of, read_own, shape_of, whole
 
 USAGE = (
     "usage: lightning-sym merge {ZOO | FOLDER FOLDER | A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...]} "
     "--out FILE.safetensors [--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] "
     "[--recalibrate] [--align-only]"
 )
-NEEDS = "lightning_sym.cli.models"  # imports PyTorch
+NEEDS = "lightning_sym.models"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Aligns checkpoints of one network (by permutations of units, and by scales, signs and matrices where the network allows
@@ -143,9 +143,8 @@ def run(asked: Asked) -> None:
     from rich.console import Console
 
     import lightning_sym.datamodules
-    from lightning_sym.cli.importing import construct
-    from lightning_sym.cli.models import build_model, example_of
-    from lightning_sym.connectivity import merge_checkpoints
+    from lightning_sym.merging import merge_checkpoints
+    from lightning_sym.models import build_model, construct, example_of
     from lightning_sym.reports.merging import merging_results
     from lightning_sym.tasks import SquaredDistance
 
@@ -161,9 +160,11 @@ def run(asked: Asked) -> None:
         model = _built(functools.partial(_of_zoo, architecture))
     else:
         name = class_of(asked.network)
-        arguments = {key: value for key, value in _arguments(asked.network).items() if key != "class_path"}
+        arguments = arguments_of(asked.network)
         model = _built(functools.partial(build_model, name, arguments))
-    data = None if asked.data is None else construct(asked.data, lightning_sym.datamodules, "data")()
+    data = None
+    if asked.data is not None:
+        data = construct(class_of(asked.data), arguments_of(asked.data), lightning_sym.datamodules, "data")()
     loss = SquaredDistance() if getattr(data, "regression", False) else None
     if data is not None and asked.shape is None:
         inputs: Any = next(iter(data.test_dataloader()))[0][:2]
@@ -208,10 +209,6 @@ def run(asked: Asked) -> None:
     console.print(f"  report  {asked.report}", highlight=False, soft_wrap=True)
 
 
-def _arguments(node: Any) -> Mapping[str, Any]:
-    return node if isinstance(node, Mapping) else {}
-
-
 def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any], str | None]:
     """Return the checkpoints, also those in folders, and the network that the folders name.
 
@@ -245,7 +242,7 @@ def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any], str | 
 
 def _of_zoo(architecture: Mapping[str, Any], *, meta: bool) -> Any:
     """Build the network of a zoo."""
-    from lightning_sym.cli.models import Model
+    from lightning_sym.models import Model
     from lightning_sym.networks import build
     from lightning_sym.symmetry import without_weights
 

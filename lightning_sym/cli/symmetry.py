@@ -1,6 +1,6 @@
 """``lightning-sym symmetry``: the table of a network's symmetries, of any model by its name.
 
-This module reads the options without importing torch; :mod:`lightning_sym.cli.models` builds the model.
+This module reads the options without importing torch; :mod:`lightning_sym.models` builds the model.
 """
 
 import json
@@ -17,7 +17,7 @@ from lightning_sym.cli.given import read_own, shape_of, whole
 USAGE = (
     "usage: lightning-sym symmetry NETWORK [--input SHAPE] [--tokens NUMBER] [--output NAME] [--meta] [--out FILE.json]"
 )
-NEEDS = "lightning_sym.cli.models"  # imports PyTorch
+NEEDS = "lightning_sym.models"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Finds the changes of weights that leave a network's function alone, tries random ones, and prints a table.
@@ -104,7 +104,7 @@ def run(asked: Asked) -> None:
     """
     import torch
 
-    from lightning_sym.cli.models import build_model, example_of
+    from lightning_sym.models import build_model, example_of
     from lightning_sym.symmetry import trace_symmetry
 
     if asked.out is not None and asked.out.is_dir():

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_sym.connectivity import MergedCheckpoints
+from lightning_sym.merging import MergedCheckpoints
 from lightning_sym.reports.paths import path_chart
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -23,7 +23,7 @@ def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str |
     """Make the tables and the figure of merged checkpoints.
 
     Args:
-        found: By :func:`lightning_sym.connectivity.merge_checkpoints`.
+        found: By :func:`lightning_sym.merging.merge_checkpoints`.
         about: Everything needed to make the result again.
         loss: Name of the loss; None for the cross-entropy.
     """

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_sym.connectivity import Adapter, merge_adapters
+from lightning_sym.merging import Adapter, merge_adapters
 from lightning_sym.symmetry.low_rank import LowRank, difference, mean_factors, mean_product
 
 TINY = 1e-10

@@ -14,7 +14,7 @@ from orbit_cases import EXACT, difference, function_change, made, member
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_sym.connectivity import Merged, merge
+from lightning_sym.merging import Merged, merge
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import (
     ActivationMoments,

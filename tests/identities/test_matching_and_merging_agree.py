@@ -9,8 +9,9 @@ from architectures import OURS
 from helpers import one_in, randomize_statistics
 from torch import nn
 
-from lightning_sym.connectivity import average, merge
+from lightning_sym.connectivity import average
 from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.merging import merge
 from lightning_sym.symmetry import orbit_distance, parameter_distance, trace_symmetry, weight_matching
 
 pytestmark = pytest.mark.long

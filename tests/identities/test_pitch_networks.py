@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sym.connectivity import merge_checkpoints
-from lightning_sym.connectivity.equality import equality, rounding_of
+from lightning_sym.merging import merge_checkpoints
+from lightning_sym.merging.equality import equality, rounding_of
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 
 pytestmark = pytest.mark.slow

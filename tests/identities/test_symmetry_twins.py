@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.optim import swa_utils
 
-from lightning_sym.connectivity import merge
+from lightning_sym.merging import merge
 from lightning_sym.symmetry import (
     Symmetry,
     activation_matching,

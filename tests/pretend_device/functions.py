@@ -25,6 +25,7 @@ from lightning_sym import connectivity, curvature, landscape, networks, symmetry
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.ensembles import ensemble_scores, log_probabilities
 from lightning_sym.landscape.pruning import mean_loss
+from lightning_sym.merging import merge
 from lightning_sym.networks import MultiLayerPerceptron, Network
 from lightning_sym.population import LoopPopulation, VmapPopulation
 from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork
@@ -197,8 +198,8 @@ def matching_by_activations(side):
 def merging(side):
     group, *networks = pair(side)
     merged = [
-        connectivity.merge(group, networks),
-        connectivity.merge(group, networks, method="activations", batches=[(side.x, side.y)]),
+        merge(group, networks),
+        merge(group, networks, method="activations", batches=[(side.x, side.y)]),
     ]
     return [side.outputs(one.network) for one in merged]
 

@@ -25,11 +25,12 @@ from helpers import assert_refused, one_in, randomize_statistics
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_sym.connectivity import MergedCheckpoints, average, merge_checkpoints
-from lightning_sym.connectivity.checkpoints import Checkpoint
+from lightning_sym.connectivity import average
 from lightning_sym.connectivity.interpolation import mean_tensors
-from lightning_sym.connectivity.network_files import NetworkFiles, give_back_memory
 from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.merging import MergedCheckpoints, merge_checkpoints
+from lightning_sym.merging.checkpoint import Checkpoint
+from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
 from lightning_sym.symmetry import Symmetry, trace_symmetry, without_weights
 from lightning_sym.symmetry import files as symmetry_files

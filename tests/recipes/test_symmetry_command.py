@@ -11,8 +11,8 @@ import torch
 from commands import call, succeed
 from torch import nn
 
-from lightning_sym.cli.models import build_model, example_of
 from lightning_sym.cli.symmetry import read_options
+from lightning_sym.models import build_model, example_of
 from lightning_sym.networks import LeNet5
 from lightning_sym.symmetry import trace_symmetry
 

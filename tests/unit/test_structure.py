@@ -41,6 +41,7 @@ LEVELS = [
     {"networks"},
     {"symmetry", "curvature", "weights"},
     {"stitching", "connectivity", "landscape", "similarity", "dissection", "ensembles", "zoo", "population"},
+    {"merging", "models"},
     {"reports", "figures"},
     {"_loading"},
     {"tasks", "datamodules"},

@@ -1,141 +1,32 @@
 """Read checkpoints, align or average their networks, and write the result."""
 
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_sym._documents import load_json
-from lightning_sym.connectivity.equality import Equality, equality, rounding_of
-from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses, mean_tensors
-from lightning_sym.connectivity.merging import merge
-from lightning_sym.connectivity.network_files import NetworkFiles, with_tensors
+from lightning_sym.connectivity.interpolation import Barrier, Loss, mean_tensors
+from lightning_sym.merging.alignment import merge
+from lightning_sym.merging.checkpoint import Checkpoint, check_configurations, model_files
+from lightning_sym.merging.equality import Equality, equality, rounding_of
+from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
+from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry.base import Symmetry, unchecked
-from lightning_sym.symmetry.files import Shards, is_temporary, named_for, write_moved, write_new
+from lightning_sym.symmetry.files import is_temporary
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
-from lightning_sym.symmetry.proof import all_finite, change, double, double_copies, double_copy, outputs_of
+from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
-from lightning_sym.weights import fit_weights, read_weights
 
 METHODS = ("weights", "activations")
-_PLAIN, _ALIGNED = "mean as they are", "mean, aligned"  # names of weight averages
-Data = Iterable[Sequence[Tensor]]
 # Matches are found from weights; inverting their matrices loses far less precision than this.
 _UNCHANGED = 1e-8
-# Files of a model that are not copied: weights in other files and formats, training states, descriptions of weights.
-_NOT_COPIED = (
-    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf"),
-    *("trainer_state.json", "readme.md", "*.tmp"),
-)
-# Settings of a configuration that are independent of the architecture.
-_NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures")
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A checkpoint and its network.
-
-    Attributes:
-        file: The file, or the index of several.
-        network: Network with the checkpoint's weights, in evaluation mode; in double precision if the file is, else in
-            single precision.
-        shards: Layout on disk; None if the file is not safetensors.
-        dtypes: The type of each floating tensor in the file, by the network's names.
-    """
-
-    file: Path
-    network: nn.Module
-    shards: Shards | None
-    dtypes: Mapping[str, torch.dtype]
-
-    @classmethod
-    def read(
-        cls, file: str | Path, network: nn.Module, prefix: str | None = None, copies: NetworkFiles | None = None
-    ) -> "Checkpoint":
-        """Read a checkpoint into a copy of a network.
-
-        Tensors stay in the memory-mapped file, except those of another type, which are converted.
-
-        Args:
-            file: A state dict, a Lightning checkpoint, a file of safetensors or the index of several.
-            network: Network for the weights; may be without weights, on torch's meta device. Not changed.
-            prefix: Prefix of the weights' names, where several prefixes fit.
-            copies: Storage for converted tensors; None for memory.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If it is damaged, not finite, or has another configuration.
-            OSError: If there is no space for converted tensors.
-        """
-        file = Path(file)
-        shards = Shards(file) if file.suffix in (".json", ".safetensors") else None
-        tensors = read_weights(file, mapped=True) if shards is None else shards.read_all()
-        state = fit_weights(tensors, network, prefix=prefix, source=str(file))
-        floating = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
-        for name, tensor in floating.items():
-            if not all_finite(tensor):
-                raise ValueError(f"{file} holds {name} with values that are not finite; expected finite weights.")
-        exact = bool(floating) and all(tensor.dtype == torch.float64 for tensor in floating.values())
-        names = first_names(network)
-        held: dict[str, Tensor] = {}
-        for name, tensor in state.items():
-            held.setdefault(names[name], tensor)
-        types = {
-            name: torch.float64 if exact and own.is_floating_point() else own.dtype
-            for name, own in state_tensors(network).items()
-        }
-        others = ((name, own.to(types[name])) for name, own in held.items() if own.dtype != types[name])
-        held |= (copies if copies is not None else NetworkFiles()).placed(others)
-        found = with_tensors(network, held).eval()
-        dtypes = {name: tensor.dtype for name, tensor in floating.items()}
-        return cls(file, found.double() if exact else found, shards, dtypes)
-
-    def write(self, network: nn.Module, out: str | Path) -> Path:
-        """Write another network's weights in this checkpoint's form: names, types, shards and metadata.
-
-        Checkpoints other than safetensors become one safetensors file with the network's names. If ``out`` is a folder,
-        the other files of a transformers model (configuration, tokenizer) are copied.
-
-        Args:
-            network: Network of this checkpoint's architecture.
-            out: As :func:`merge_checkpoints` takes it.
-
-        Returns:
-            The written file or index.
-
-        Raises:
-            ValueError: If a number exceeds the range of its type. No file remains.
-            OSError: If it cannot be written. No file remains.
-        """
-        out = Path(out)
-        model_files = [] if out.suffix == ".safetensors" else _model_files(self.file)
-        tensors = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
-        names = first_names(network)
-        if self.shards is None:
-            held = {name: tensors[name] for name in network.state_dict() if names.get(name) == name}
-            types = {name: self.dtypes.get(name, tensor.dtype) for name, tensor in held.items()}
-            return _write_into_folder(held, types, out, model_files) if model_files else write_new(held, types, out)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        needed = [name for name, _ in network.named_parameters()]
-        named = named_for(self.shards, shapes, names, needed, ())
-
-        def moved(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-            for name in weights:
-                if name in moving:
-                    yield name, tensors[name]
-
-        moving = {name for name in named.values() if tensors[name].is_floating_point()}
-        return write_moved(self.shards, named, moved, moving, out, model_files)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +85,7 @@ def merge_checkpoints(
 ) -> MergedCheckpoints:
     """Align checkpoints of one network up to its symmetry, and write their average.
 
-    The symmetry is traced on the network and verified numerically, and :func:`lightning_sym.connectivity.merge` aligns
+    The symmetry is traced on the network and verified numerically, and :func:`lightning_sym.merging.merge` aligns
     the networks. Before anything is written, each aligned network is run to verify that its function is unchanged.
 
     Args:
@@ -232,7 +123,7 @@ def merge_checkpoints(
     _check_out(Path(out), written)
     if recalibrate and not batch_norms(network):
         raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
-    _check_configurations(paths)
+    check_configurations(paths)
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
     names = _distinct_names(paths)
     checkpoints, converted = _of_one_type(
@@ -266,11 +157,11 @@ def merge_checkpoints(
         recalibrate_batch_norm(aligned.result, statistics)
     losses, barriers, elements, result = None, None, aligned.elements, aligned.result
     if data is not None:
-        evaluated = _Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
+        evaluated = Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
         losses = evaluated.losses(names, networks, result, align_only)
         barriers = evaluated.barriers(networks, aligned.networks, method)
-        notes += _warnings(losses, barriers, method, align_only)
-        if not align_only and aligned.moves and losses[_PLAIN][0] < losses[_ALIGNED][0]:
+        notes += warnings_of(losses, barriers, method, align_only)
+        if not align_only and aligned.moves and losses[PLAIN][0] < losses[ALIGNED][0]:
             elements = tuple(symmetry.identity() for _ in networks)
             result = copies.copy(networks[0], mean_tensors(networks))
             if recalibrate and statistics is not None:
@@ -312,7 +203,7 @@ def _check_arguments(
 def _check_out(out: Path, written: Path) -> None:
     """Check, before any computation, that a result in the form of a file can be written."""
     several, folder = written.suffix == ".json", out.suffix != ".safetensors"
-    if (several and not folder) or (folder and not several and not _model_files(written)):
+    if (several and not folder) or (folder and not several and not model_files(written)):
         expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
         raise ValueError(f"out is {out}; expected {expected}.")
     # A killed run leaves only hidden files, which do not interfere.
@@ -320,61 +211,9 @@ def _check_out(out: Path, written: Path) -> None:
         raise ValueError(f"{out} exists already; expected {'an empty' if folder else 'a new'} path.")
 
 
-def _configuration_of(file: Path) -> dict[str, Any] | None:
-    """Return the transformers configuration in a checkpoint's folder; None if there is none."""
-    try:
-        content = load_json((file.parent / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and "model_type" in content else None
-
-
-def _model_files(file: Path) -> list[Path]:
-    """Return the files of a transformers model in its checkpoint's folder, without weights."""
-    if _configuration_of(file) is None:
-        return []
-    files = (path for path in sorted(file.parent.iterdir()) if path.is_file() and not path.name.startswith("."))
-    return [path for path in files if not any(fnmatch(path.name.lower(), own) for own in _NOT_COPIED)]
-
-
-def _write_into_folder(
-    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path, model_files: Sequence[Path]
-) -> Path:
-    """Write tensors and copies of other files into a folder, completely or not at all."""
-    there = out.exists()
-    try:
-        found = write_new(tensors, types, out / "model.safetensors")
-        for path in model_files:
-            shutil.copyfile(path, out / path.name)
-    except BaseException:
-        for name in ("model.safetensors", *(path.name for path in model_files)):
-            (out / name).unlink(missing_ok=True)
-        if not there and out.exists():
-            out.rmdir()
-        raise
-    return found
-
-
 def _existing(folder: Path) -> Path:
     """Return the folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.parents) if path.is_dir())
-
-
-def _check_configurations(files: Sequence[Path]) -> None:
-    """Check that the transformers configurations in the checkpoints' folders agree."""
-    found: list[tuple[Path, dict[str, Any]]] = []
-    for path in dict.fromkeys(file.parent / "config.json" for file in files):
-        content = _configuration_of(path)
-        if content is not None:
-            found.append((path, {key: value for key, value in content.items() if key not in _NOT_ARCHITECTURE}))
-    for path, content in found[1:]:
-        first, own = found[0]
-        for key in sorted(own.keys() | content.keys()):
-            if own.get(key) != content.get(key):
-                raise ValueError(
-                    f"{path} states {key}: {content.get(key)!r}, but {first} {own.get(key)!r}; expected checkpoints "
-                    "of one configuration."
-                )
 
 
 def _of_one_type(
@@ -401,27 +240,6 @@ def _call(inputs: Any, dtype: torch.dtype) -> Call:
     """Return the example, with floating tensors in the dtype of the weights."""
     call = Call.of(inputs)
     return call if dtype != torch.float64 else Call(*double(tuple(call)))
-
-
-class Inputs:
-    """Batches with inputs in the dtype of a network; can be iterated as often as the given batches.
-
-    Args:
-        batches: Batches that begin with the inputs.
-        dtype: Dtype of floating inputs.
-        equal: Leave out batches smaller than the first: batch norm statistics would give their inputs more weight.
-    """
-
-    def __init__(self, batches: Data, dtype: torch.dtype, *, equal: bool = False) -> None:
-        self._batches, self._dtype, self._equal = batches, dtype, equal
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        """Yield the batches in order."""
-        size = None
-        for inputs, *others in self._batches:
-            size = len(inputs) if size is None else size
-            if len(inputs) == size or not self._equal:
-                yield [inputs.to(self._dtype) if inputs.is_floating_point() else inputs, *others]
 
 
 # ---- alignment and evaluation
@@ -539,107 +357,3 @@ def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bo
     if batch_norms(result) and not settled:
         notes.append("the batch norm statistics are averages and match no network (--recalibrate)")
     return (*notes, *symmetry.notes)
-
-
-def _warnings(
-    losses: Mapping[str, tuple[float, float | None]],
-    barriers: Mapping[str, Sequence[Barrier]],
-    method: str,
-    align_only: bool,
-) -> tuple[str, ...]:
-    """Warn if the result is better without alignment on these data."""
-    if align_only:
-        before, after = barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
-        what = "the barrier on these data is lower"
-    else:
-        before, after = losses[_PLAIN][0], losses[_ALIGNED][0]
-        what = "no network was aligned, as the loss of the average on these data is lower"
-    if not before < after:
-        return ()
-    other = "activations" if method == "weights" else "weights"
-    return (
-        f"{what} without alignment ({before:.4g}; aligned {after:.4g}); try --method {other}, or checkpoints that were "
-        "trained longer or are wider",
-    )
-
-
-class _Readable(nn.Module):
-    """A network with a single output tensor: the logits, if there are several outputs."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return Call.of(inputs).outputs_of(self.network)[0]
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """Settings of the evaluation.
-
-    Attributes:
-        data: Test batches.
-        statistics: Batches for the statistics of batch norms.
-        loss: Function of outputs and targets.
-        points: Number of points on a linear path.
-        progress: Whether to show progress bars.
-        copies: Storage for new networks.
-    """
-
-    data: Inputs
-    statistics: Inputs | None
-    loss: Loss | None
-    points: int
-    progress: bool
-    copies: NetworkFiles
-
-    def losses(
-        self, names: Sequence[str], networks: Sequence[nn.Module], result: nn.Module, align_only: bool
-    ) -> dict[str, tuple[float, float | None]]:
-        """Return loss and accuracy of the networks, and of their averages with recomputed batch norm statistics."""
-        found = self._found(networks, names, recalibrate=False)
-        if align_only:
-            return found | self._found([result], [f"{names[1]}, aligned"], recalibrate=False)
-        means = [self.copies.copy(networks[0], mean_tensors(networks)), result]
-        return found | self._found(means, [_PLAIN, _ALIGNED], recalibrate="auto")
-
-    def _found(
-        self, networks: Sequence[nn.Module], names: Sequence[str], *, recalibrate: bool | Literal["auto"]
-    ) -> dict[str, tuple[float, float | None]]:
-        scratch = _Readable(self.copies.copy(networks[0], state_tensors(networks[0]).items()))
-
-        def place(number: float) -> None:
-            scratch.network.load_state_dict(networks[int(number)].state_dict())
-
-        curve = curve_losses(
-            scratch,
-            place,
-            list(range(len(networks))),
-            self.data,
-            loss=self.loss,
-            recalibrate=recalibrate,
-            recalibration_data=self.statistics,
-        )
-        accuracies = [None] * len(names) if curve.accuracy is None else curve.accuracy.tolist()
-        return dict(zip(names, zip(curve.loss.tolist(), accuracies, strict=True), strict=True))
-
-    def barriers(
-        self, networks: Sequence[nn.Module], aligned: Sequence[nn.Module], method: str
-    ) -> dict[str, list[Barrier]]:
-        """Return the barriers from the first network to each other one, before and after alignment."""
-        return {
-            name: [self._barrier(own[0], other) for other in own[1:]]
-            for name, own in (("unmatched", networks), (method, aligned))
-        }
-
-    def _barrier(self, a: nn.Module, b: nn.Module) -> Barrier:
-        return barrier(
-            _Readable(a),
-            _Readable(b),
-            self.data,
-            points=self.points,
-            loss=self.loss,
-            recalibration_data=self.statistics,
-            progress=self.progress,
-        )

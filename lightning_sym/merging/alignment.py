@@ -11,7 +11,7 @@ from torch import nn
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches
 from lightning_sym.connectivity.interpolation import mean_tensors
-from lightning_sym.connectivity.network_files import NetworkFiles
+from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.element import Element

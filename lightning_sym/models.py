@@ -1,6 +1,7 @@
 """Models of other libraries by their names: built without downloads, and without running code that a file names."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 import lightning_sym.networks
 from lightning_sym._documents import load_json
 from lightning_sym._text import nearest
-from lightning_sym.cli.importing import construct
 from lightning_sym.symmetry import Call, without_weights
 
 # Two samples: an axis of one would broadcast.
@@ -168,12 +168,66 @@ def _of_timm(name: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int
 def _of_class(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
     if path.endswith(".json") or os.sep in path:
         raise ValueError(f"{path} is no class; expected transformers:{path} for the configuration of a model.")
-    make = construct({"class_path": path, **arguments}, lightning_sym.networks, "network")
+    make = construct(path, arguments, lightning_sym.networks, "network")
     with _refusing(path):
         network = make()
     if not isinstance(network, nn.Module):
         raise ValueError(f"{path} makes a {type(network).__name__}; expected a network (a torch.nn.Module).")
     return network, network.image_shape() if isinstance(network, lightning_sym.networks.Network) else None
+
+
+def construct(path: str, arguments: Mapping[str, Any], known: Any, option: str) -> functools.partial[Any]:
+    """Return a factory of a class by its path, with its arguments.
+
+    Args:
+        path: The class; without dots a name in ``known``.
+        arguments: Its arguments by name.
+        known: Module to search for a class without its path.
+        option: The option that named it, for errors.
+
+    Raises:
+        ValueError: If there is no such class, or it does not take the arguments.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        room = importlib.import_module(module) if module else known
+    except ModuleNotFoundError as error:
+        if "is not a package" in str(error):
+            raise ValueError(
+                f"{path} is not at the top level of a module, where it could be found again; move it there."
+            ) from None
+        raise ValueError(
+            f"There is no module {error.name!r}, which {path} needs; its folder has to be on PYTHONPATH, as in "
+            "PYTHONPATH=. lightning-sym ..."
+        ) from None
+    found = getattr(room, name, None)
+    if not callable(found):
+        near = nearest(name, [known for known in dir(room) if not known.startswith("_")])
+        raise ValueError(f"There is no class {path!r}.{near}")
+    _check_arguments(found, name, arguments, option)
+    return functools.partial(found, **arguments)
+
+
+def _check_arguments(found: Any, name: str, arguments: Mapping[str, Any], option: str) -> None:
+    """Check the arguments of a constructor by name: it takes all that were given, and none is missing."""
+    takes = inspect.signature(found).parameters
+    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    for argument in arguments:
+        if argument not in takes and not any_name:
+            near = nearest(argument, takes) or f" It takes {', '.join(takes) or 'none'}."
+            raise ValueError(f"{name} has no argument {argument!r}.{near}")
+    for parameter in takes.values():
+        given, star = parameter.name in arguments, parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        needed = parameter.default is inspect.Parameter.empty and not star
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD or not (given or needed):
+            continue
+        if star or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise ValueError(
+                f"{name} takes {'*' * star}{parameter.name} by its position only, and options have names; write a "
+                f"function that takes it by name and returns {name}(...), and give that as --{option}."
+            )
+        if not given:
+            raise ValueError(f"{name} needs the argument {parameter.name!r}; give --{option}.{parameter.name}.")
 
 
 # transformers.

@@ -1,0 +1,141 @@
+"""Losses and barriers of merged networks."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses, mean_tensors
+from lightning_sym.merging.network_files import NetworkFiles
+from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import state_tensors
+
+PLAIN, ALIGNED = "mean as they are", "mean, aligned"  # names of weight averages
+Data = Iterable[Sequence[Tensor]]
+
+
+class Inputs:
+    """Batches with inputs in the dtype of a network; can be iterated as often as the given batches.
+
+    Args:
+        batches: Batches that begin with the inputs.
+        dtype: Dtype of floating inputs.
+        equal: Leave out batches smaller than the first: batch norm statistics would give their inputs more weight.
+    """
+
+    def __init__(self, batches: Data, dtype: torch.dtype, *, equal: bool = False) -> None:
+        self._batches, self._dtype, self._equal = batches, dtype, equal
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        """Yield the batches in order."""
+        size = None
+        for inputs, *others in self._batches:
+            size = len(inputs) if size is None else size
+            if len(inputs) == size or not self._equal:
+                yield [inputs.to(self._dtype) if inputs.is_floating_point() else inputs, *others]
+
+
+class _Readable(nn.Module):
+    """A network with a single output tensor: the logits, if there are several outputs."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return Call.of(inputs).outputs_of(self.network)[0]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Settings of the evaluation.
+
+    Attributes:
+        data: Test batches.
+        statistics: Batches for the statistics of batch norms.
+        loss: Function of outputs and targets.
+        points: Number of points on a linear path.
+        progress: Whether to show progress bars.
+        copies: Storage for new networks.
+    """
+
+    data: Inputs
+    statistics: Inputs | None
+    loss: Loss | None
+    points: int
+    progress: bool
+    copies: NetworkFiles
+
+    def losses(
+        self, names: Sequence[str], networks: Sequence[nn.Module], result: nn.Module, align_only: bool
+    ) -> dict[str, tuple[float, float | None]]:
+        """Return loss and accuracy of the networks, and of their averages with recomputed batch norm statistics."""
+        found = self._found(networks, names, recalibrate=False)
+        if align_only:
+            return found | self._found([result], [f"{names[1]}, aligned"], recalibrate=False)
+        means = [self.copies.copy(networks[0], mean_tensors(networks)), result]
+        return found | self._found(means, [PLAIN, ALIGNED], recalibrate="auto")
+
+    def _found(
+        self, networks: Sequence[nn.Module], names: Sequence[str], *, recalibrate: bool | Literal["auto"]
+    ) -> dict[str, tuple[float, float | None]]:
+        scratch = _Readable(self.copies.copy(networks[0], state_tensors(networks[0]).items()))
+
+        def place(number: float) -> None:
+            scratch.network.load_state_dict(networks[int(number)].state_dict())
+
+        curve = curve_losses(
+            scratch,
+            place,
+            list(range(len(networks))),
+            self.data,
+            loss=self.loss,
+            recalibrate=recalibrate,
+            recalibration_data=self.statistics,
+        )
+        accuracies = [None] * len(names) if curve.accuracy is None else curve.accuracy.tolist()
+        return dict(zip(names, zip(curve.loss.tolist(), accuracies, strict=True), strict=True))
+
+    def barriers(
+        self, networks: Sequence[nn.Module], aligned: Sequence[nn.Module], method: str
+    ) -> dict[str, list[Barrier]]:
+        """Return the barriers from the first network to each other one, before and after alignment."""
+        return {
+            name: [self._barrier(own[0], other) for other in own[1:]]
+            for name, own in (("unmatched", networks), (method, aligned))
+        }
+
+    def _barrier(self, a: nn.Module, b: nn.Module) -> Barrier:
+        return barrier(
+            _Readable(a),
+            _Readable(b),
+            self.data,
+            points=self.points,
+            loss=self.loss,
+            recalibration_data=self.statistics,
+            progress=self.progress,
+        )
+
+
+def warnings_of(
+    losses: Mapping[str, tuple[float, float | None]],
+    barriers: Mapping[str, Sequence[Barrier]],
+    method: str,
+    align_only: bool,
+) -> tuple[str, ...]:
+    """Warn if the result is better without alignment on these data."""
+    if align_only:
+        before, after = barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
+        what = "the barrier on these data is lower"
+    else:
+        before, after = losses[PLAIN][0], losses[ALIGNED][0]
+        what = "no network was aligned, as the loss of the average on these data is lower"
+    if not before < after:
+        return ()
+    other = "activations" if method == "weights" else "weights"
+    return (
+        f"{what} without alignment ({before:.4g}; aligned {after:.4g}); try --method {other}, or checkpoints that were "
+        "trained longer or are wider",
+    )
