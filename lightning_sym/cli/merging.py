@@ -1,4 +1,4 @@
-"""``lightning-sym merge``: align checkpoints of one network by its symmetry and average their weights.
+"""``lightning-sym merge``: align checkpoints of one network by its symmetry, and merge their weights.
 
 This module reads the options without importing torch.
 """
@@ -6,52 +6,67 @@ This module reads the options without importing torch.
 import contextlib
 import functools
 import io
+import re
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_sym._files import write_atomically
+from lightning_sym._text import nearest
 from lightning_sym.cli.given import arguments_of, class_of, read_own, shape_of, whole
 
 USAGE = (
-    "usage: lightning-sym merge {ZOO | FOLDER FOLDER | A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...]} "
-    "--out FILE.safetensors [--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] "
-    "[--recalibrate] [--align-only]"
+    "usage: lightning-sym merge {MODEL MODEL ... | ZOO | CONFIG.yml} --out OUT [--base MODEL] [--method METHOD] "
+    "[--weight 0.5,0.3] [--align auto|weights|activations|none] [--network NETWORK] [--data DATAMODULE]"
 )
 NEEDS = "lightning_sym.models"  # imports PyTorch
 HELP = f"""{USAGE}
 
 Aligns checkpoints of one network (by permutations of units, and by scales, signs and matrices where the network allows
-them), checks that each function is unchanged, and writes the weight average.
+them), checks that each function is unchanged, and writes the merged network. Networks in one order, as fine-tunes of
+one parent, are not changed.
 
-  A B C ...            state dicts, Lightning checkpoints, .safetensors, or the index of several shards
-                       (model.safetensors.index.json); nothing in them is run
-  ZOO                  the folder of a zoo: all of its members; the zoo records their network
-  FOLDER               a model of transformers: config.json, and model.safetensors, its index or pytorch_model.bin
-  --network NETWORK    torchvision:resnet18, timm:NAME, transformers:path/to/config.json, or a class by its full path
-                       (lightning_sym's: by its name)
-  --network.ARGUMENT   an argument of that class
-  --out FILE           a new .safetensors; if A is an index or a FOLDER, a new folder, with the other files of A's.
-                       Names, types, shards are those of A. A report is written to FILE-report
-  --data DATAMODULE    losses, barriers and a figure; needed for activations and recalibration
-  --data.ARGUMENT      an argument of that class
-  --method             weights (default), or activations: units belong together that are active on the same inputs
-  --recalibrate        recompute the batch norm statistics of the average
-  --align-only         write B, aligned to A, its function unchanged; no average
+  MODEL                a state dict, Lightning checkpoint, .safetensors, an index of shards, or a folder of transformers
+                       (config.json beside weights); FOLDER+ADAPTER for a LoRA adapter on it; nothing in them is run
+  ZOO                  the folder of a zoo: all of its members
+  CONFIG.yml           a configuration of mergekit whose models are local, in place of the options of the method
+  --out OUT            a new .safetensors; if the base or else the first model is an index or a folder, a new folder, with
+                       its other files. Names, types, shards are those of that model. A report is written to OUT-report
+
+  --method METHOD      linear (default), slerp, nuslerp, karcher, multislerp, task_arithmetic, ties, dare_linear,
+                       dare_ties, breadcrumbs, breadcrumbs_ties, della, della_linear, model_stock, passthrough
+  --base MODEL         differences from it are merged; needed by the methods from task_arithmetic to model_stock
+  --weight 0.5,0.3     of each model, or one number for all; likewise --density, --gamma, --epsilon, --scale
+  --lambda 1           factor of the merged differences; --normalize true|false, --t 0.5 likewise
+  --align              auto (default): weights, where that helps; weights or activations: search in any case; none
+  --align-only         write the second model, aligned to the first, its function unchanged; nothing is merged
+  --recalibrate        recompute the batch norm statistics of the result
+  --ignore PATTERN     leave out tensors by name, as 'ema.*'; several patterns with commas
+  --out-dtype bfloat16 type of the result
+  --rank 8             rank of a merged adapter
+
+  --network NETWORK    for files: torchvision:resnet18, timm:NAME, transformers:path/to/config.json, or a class by its
+                       full path (lightning_sym's: by its name); --network.ARGUMENT for its arguments
+  --data DATAMODULE    losses, barriers and a figure; needed for activations and recalibration; --data.ARGUMENT
   --points 11          points on the linear path between two networks
   --prefix PREFIX      prefix of the weights' names, if several fit
   --input 3,224,224    shape of one input, without the batch; default: from the data or the model
   --tokens 1000        the input is integers below 1000
-  --seed 0             of the matching
+  --seed 0             of the matching and of random masks
 
 Nothing is downloaded. timm and transformers: pip install 'lightning_sym[hf]'."""
-_FLAGS = ("align-only", "recalibrate")
-# Files of a transformers model, in the search order of from_pretrained.
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-_OPTIONS = ("network", "out", "data", "method", "points", "prefix", "input", "tokens", "seed", *_FLAGS)
+WAYS = ("auto", "weights", "activations", "none")
+_FLAGS = ("align-only", "no-align", "recalibrate")
+# Settings of the methods, by their names in Python; the method checks their values.
+_SETTINGS = {name: name for name in ("weight", "density", "gamma", "epsilon", "scale", "normalize", "t")}
+_SETTINGS["lambda"] = "lambda_"
+_FORMULA = ("method", "base", *_SETTINGS)
+_OPTIONS = (
+    *("network", "out", "data", "align", "points", "prefix", "input", "tokens", "seed", "ignore", "out-dtype", "rank"),
+    *(*_FORMULA, *_FLAGS),
+)
 
 
 @dataclass(frozen=True)
@@ -59,37 +74,54 @@ class Asked:
     """Options of the command.
 
     Attributes:
-        files: The checkpoints, and folders of zoos.
-        network: The class or the model, with its arguments; None for that of a zoo.
+        files: The checkpoints, folders and zoos, or one configuration.
         out: Where the result goes.
-        data: The class of the data with its arguments; None for none.
-        method: "weights" or "activations".
+        network: The class or the model, with its arguments; None for that of a folder.
+        base: The base; None for none.
+        method: Name of the method.
+        settings: Settings of the method, as in Python.
+        align: "auto", "weights", "activations" or "none"; None for that of the configuration, or "auto".
         align_only: Whether to write the second network, aligned to the first.
         recalibrate: Whether to recompute batch norm statistics.
+        ignore: Patterns of names of tensors to leave out.
+        out_dtype: Type of the result.
+        rank: Rank of a merged adapter.
+        data: The class of the data with its arguments; None for none.
         points: Number of points on a linear path.
         prefix: Prefix of the names of the weights.
         shape: Shape of one input.
         tokens: The input is integers below this number.
-        seed: Seed of the matching.
+        seed: Seed of the matching and of masks; None for that of the configuration, or 0.
     """
 
     files: tuple[str, ...]
-    network: Any
     out: Path
-    data: Any
-    method: str
-    align_only: bool
-    recalibrate: bool
-    points: int
-    prefix: str | None
-    shape: tuple[int, ...] | None
-    tokens: int | None
-    seed: int
+    network: Any = None
+    base: str | None = None
+    method: str = "linear"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    align: str | None = None
+    align_only: bool = False
+    recalibrate: bool = False
+    ignore: tuple[str, ...] = ()
+    out_dtype: str | None = None
+    rank: int | None = None
+    data: Any = None
+    points: int = 11
+    prefix: str | None = None
+    shape: tuple[int, ...] | None = None
+    tokens: int | None = None
+    seed: int | None = None
 
     @property
     def report(self) -> Path:
         """The folder of the report."""
         return self.out.with_name(f"{self.out.name.removesuffix('.safetensors')}-report")
+
+    @property
+    def configuration(self) -> str | None:
+        """The file of the configuration; None for options."""
+        return self.files[0] if len(self.files) == 1 and self.files[0].endswith((".yml", ".yaml")) else None
 
 
 def read_options(args: Sequence[str]) -> Asked:
@@ -102,32 +134,56 @@ def read_options(args: Sequence[str]) -> Asked:
         ValueError: If an option is not known, missing or has a wrong value, or there are not enough checkpoints.
     """
     given, files = read_own("merge", args, _OPTIONS, _FLAGS)
-    zoos = [file for file in files if Path(file).is_dir()]
+    folders = [file for file in files if Path(file.partition("+")[0]).is_dir() or Path(file).is_dir()]
+    configured = len(files) == 1 and files[0].endswith((".yml", ".yaml"))
     for name in ("network", "out"):
-        if not class_of(given.get(name)) and not (name == "network" and name not in given and zoos):
+        if not class_of(given.get(name)) and not (name == "network" and name not in given and (folders or configured)):
             raise ValueError(f"Missing: --{name}.")
     for name in _FLAGS:
         if given.get(name, True) is not True:
             raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
-    method = given.get("method", "weights")
-    if method not in ("weights", "activations"):
-        raise ValueError(f"--method takes weights or activations, got {method!r}.")
-    if len(files) < 2 and not zoos:
+    align = "none" if "no-align" in given else given.get("align")
+    if align is not None and align not in WAYS:
+        raise ValueError(f"--align takes {', '.join(WAYS)}, got {align!r}.{nearest(str(align), WAYS)}")
+    if "no-align" in given and given.get("align", "none") != "none":
+        raise ValueError(f"--no-align and --align {given['align']} contradict each other; leave one of them out.")
+    method = given.get("method", "linear")
+    if method in ("weights", "activations"):
+        raise ValueError(f"{method} says how to align, not how to merge: --align {method}.")
+    if configured and (twice := [name for name in _FORMULA if name in given]):
+        raise ValueError(f"--{twice[0]} is set by {files[0]}; change it there.")
+    if len(files) < 2 and not (folders or configured or "base" in given):
         raise ValueError(f"Expected two or more checkpoints, got {', '.join(files) or 'none'}.")
     return Asked(
         files=tuple(files),
-        network=given.get("network"),
         out=Path(str(given["out"])),
-        data=given.get("data"),
-        method=method,
+        network=given.get("network"),
+        base=None if given.get("base") is None else str(given["base"]),
+        method=str(method),
+        settings={own: _values(given[name]) for name, own in _SETTINGS.items() if name in given},
+        align=align,
         align_only="align-only" in given,
         recalibrate="recalibrate" in given,
+        ignore=tuple(re.split(r"\s*,\s*", str(given["ignore"]))) if "ignore" in given else (),
+        out_dtype=None if given.get("out-dtype") is None else str(given["out-dtype"]),
+        rank=whole(given, "rank", 1),
+        data=given.get("data"),
         points=whole(given, "points", 2, 11),
         prefix=None if given.get("prefix") is None else str(given["prefix"]),
         shape=shape_of(given["input"]) if "input" in given else None,
         tokens=whole(given, "tokens", 1),
-        seed=whole(given, "seed", 0, 0),
+        seed=whole(given, "seed", 0),
     )
+
+
+def _values(given: Any) -> Any:
+    """Return numbers that were written with commas as a list; other values as they are."""
+    if not isinstance(given, str) or "," not in given:
+        return given
+    try:
+        return [float(part) for part in given.split(",")]
+    except ValueError:
+        return given
 
 
 def run(asked: Asked) -> None:
@@ -140,57 +196,58 @@ def run(asked: Asked) -> None:
         ValueError: If something does not fit; nothing is written then.
         OSError: If a file is missing or cannot be written.
     """
-    from rich.console import Console
-
     import lightning_sym.datamodules
-    from lightning_sym.merging import merge_checkpoints
-    from lightning_sym.models import build_model, construct, example_of
-    from lightning_sym.reports.merging import merging_results
+    from lightning_sym.merging import MergeConfig, merge_checkpoints
+    from lightning_sym.models import build_model, built, construct, example_of
     from lightning_sym.tasks import SquaredDistance
 
     if asked.report.exists():
-        raise ValueError(f"{asked.report} is there already; expected a place without an earlier report.")
-    files, architecture, configured = _members(asked.files)
-    arguments: dict[str, Any]
-    if asked.network is None and configured is not None:
-        name, arguments = f"transformers:{configured}", {}
-        model = _built(functools.partial(build_model, name, arguments))
-    elif asked.network is None:
-        name, arguments = architecture["class_path"], architecture.get("init_args", {})
-        model = _built(functools.partial(_of_zoo, architecture))
-    else:
-        name = class_of(asked.network)
-        arguments = arguments_of(asked.network)
-        model = _built(functools.partial(build_model, name, arguments))
+        raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
+    config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
     data = None
     if asked.data is not None:
         data = construct(class_of(asked.data), arguments_of(asked.data), lightning_sym.datamodules, "data")()
     loss = SquaredDistance() if getattr(data, "regression", False) else None
+    options: dict[str, Any] = {
+        "align_only": asked.align_only,
+        "data": None if data is None else data.test_dataloader(),
+        "train": None if data is None else data.curvature_dataloader(),
+        "loss": loss,
+        "points": asked.points,
+        "prefix": asked.prefix,
+        "progress": sys.stderr.isatty(),
+    }
+    given = {"align": asked.align, "ignore": asked.ignore, "out_dtype": asked.out_dtype, "seed": asked.seed}
+    given |= {"recalibrate": asked.recalibrate}
+    options |= {name: value for name, value in given.items() if value}
+    about: dict[str, Any] = {"seed": asked.seed or 0}
+    if asked.network is not None:
+        about |= {"network": class_of(asked.network), "arguments": arguments_of(asked.network)}
+        model = built(functools.partial(build_model, about["network"], about["arguments"]))
+        options |= {"network": model.network}
     if data is not None and asked.shape is None:
-        inputs: Any = next(iter(data.test_dataloader()))[0][:2]
-    else:
-        inputs = example_of(model, asked.shape, asked.tokens)
-    with _named(model.name, data):
-        found = merge_checkpoints(
-            files,
-            asked.out,
-            network=model.network,
-            inputs=inputs,
-            method=asked.method,  # type: ignore[arg-type]
-            align_only=asked.align_only,
-            recalibrate=asked.recalibrate,
-            data=None if data is None else data.test_dataloader(),
-            train=None if data is None else data.curvature_dataloader(),
-            loss=loss,
-            points=asked.points,
-            prefix=asked.prefix,
-            seed=asked.seed,
-            progress=sys.stderr.isatty(),
-        )
-    about = {"network": name, "arguments": arguments, "seed": asked.seed}
+        options["inputs"] = next(iter(data.test_dataloader()))[0][:2]
+    elif asked.network is not None:
+        options["inputs"] = example_of(model, asked.shape, asked.tokens)
+    with _named(about.get("network", asked.files[0]), data):
+        if config is not None:
+            found = config.run(asked.out, **options)
+        else:
+            found = merge_checkpoints(
+                asked.files, asked.out, base=asked.base, method=asked.method, **options, **asked.settings
+            )
     if data is not None:
         about["data"] = data.identity()
-    results = merging_results(found, about, None if loss is None else "mean squared distance")
+    _report(asked, found, about, None if loss is None else "mean squared distance")
+
+
+def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None) -> None:
+    """Write the report, and print its tables and notes."""
+    from rich.console import Console
+
+    from lightning_sym.reports.merging import merging_results
+
+    results = merging_results(found, dict(about), loss)
     for table in results.tables:
         table.write(asked.report)
     for name, figure in results.figures:
@@ -200,85 +257,13 @@ def run(asked: Asked) -> None:
     for name, content in results.files.items():
         write_atomically(asked.report / name, content)
     console = Console(width=80)
-    for table in results.tables[:2]:
+    for table in results.tables:
         if table.name != "curves":
             table.show(console)
     for note in results.notes:
         console.print(f"  {note}", highlight=False, markup=False)
     console.print(f"  weights {found.out}", highlight=False, soft_wrap=True)
     console.print(f"  report  {asked.report}", highlight=False, soft_wrap=True)
-
-
-def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any], str | None]:
-    """Return the checkpoints, also those in folders, and the network that the folders name.
-
-    Returns:
-        The files; the architecture of the first zoo (empty without one); the first folder of a model of transformers.
-    """
-    from lightning_sym.zoo import MANIFEST, ModelZoo
-
-    files: list[str] = []
-    architecture: Mapping[str, Any] = {}
-    configured = None
-    for name in given:
-        if not Path(name).is_dir():
-            files.append(name)
-            continue
-        weights = [path for path in (Path(name) / one for one in _WEIGHTS) if path.is_file()]
-        if (Path(name) / "config.json").is_file() and weights:
-            files.append(str(weights[0]))
-            configured = configured or name
-        elif (Path(name) / MANIFEST).exists() or any(Path(name).glob("member-*.safetensors")):
-            zoo = ModelZoo.open(name)
-            files += [str(zoo.path / member.file) for member in zoo]
-            architecture = architecture or zoo.architecture
-        else:
-            raise ValueError(
-                f"{name} is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model "
-                f"(config.json and {', '.join(_WEIGHTS)}); expected one of them, or checkpoints."
-            )
-    return files, architecture, None if architecture else configured
-
-
-def _of_zoo(architecture: Mapping[str, Any], *, meta: bool) -> Any:
-    """Build the network of a zoo."""
-    from lightning_sym.models import Model
-    from lightning_sym.networks import build
-    from lightning_sym.symmetry import without_weights
-
-    path = architecture["class_path"]
-    try:
-        with without_weights() if meta else contextlib.nullcontext():
-            network = build(architecture)
-    except ValueError as error:
-        raise ValueError(f"{str(error).rstrip('.')}; give --network with its arguments.") from error
-    return Model(path, "", network.eval(), network.image_shape())
-
-
-def _built(build: Callable[..., Any]) -> Any:
-    """Build a model, without memory for its weights where all that it has besides them is there nevertheless."""
-    import torch
-
-    for meta in (True, False):
-        torch.manual_seed(0)
-        with warnings.catch_warnings(), contextlib.suppress(Exception) if meta else contextlib.nullcontext():
-            warnings.simplefilter("ignore")
-            model = build(meta=meta)
-            if not meta or _needs_no_values(model.network):
-                return model
-    raise AssertionError("the second attempt returns or raises")
-
-
-def _needs_no_values(network: Any) -> bool:
-    """Return whether only parameters of a network are without values, and a state dict fills them all."""
-    from torch import Tensor, nn
-    from torch.utils import _pytree as pytree
-
-    from lightning_sym.symmetry.tracing.capture import first_names
-
-    held = (leaf for module in network.modules() for leaf in pytree.tree_leaves(vars(module)))
-    others = (leaf for leaf in held if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
-    return not any(tensor.is_meta for tensor in others) and network.state_dict().keys() <= first_names(network).keys()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from lightning_sym.symmetry.proof import change, double, double_copies, double_c
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 
-METHODS = ("weights", "activations")
+WAYS = ("auto", "weights", "activations", "none")
 # Matches are found from weights; inverting their matrices loses far less precision than this.
 _UNCHANGED = 1e-8
 
@@ -35,32 +35,42 @@ class MergedCheckpoints:
 
     Attributes:
         out: The file or index that was written.
-        files: The checkpoints.
-        method: "weights" or "activations".
-        align_only: Whether the second checkpoint was aligned to the first, instead of averaged with it.
+        names: Short names of the networks: the reference first.
+        files: Their files.
+        settings: The method and its settings.
+        align: How the networks were aligned: "auto", "weights", "activations" or "none".
+        align_only: Whether the second checkpoint was aligned to the first, instead of merged with it.
+        has_base: Whether the reference is a base, whose differences from the others are merged.
         symmetry: The symmetry of the network.
-        elements: One per checkpoint: the group element that aligned it.
-        distances: For each but the first: Euclidean distance of its parameters to those of the first before and after
-            alignment.
-        equal: For each but the first, whether it equals the first, before and after the match, to the rounding of the
-            files.
+        elements: One per network: the group element that aligned it.
+        reasons: One per network: why it was left unchanged; "" if it was aligned, or is the reference.
+        distances: For each but the reference: Euclidean distance of its parameters to those of the reference before and
+            after alignment.
+        equal: For each but the reference, whether it equals the reference, before and after the match, to the rounding
+            of the files.
         largest_change: Largest relative change of an output by alignment, in float64.
-        losses: By name: of each checkpoint, of the average without alignment, and of the average after alignment (of
-            the aligned second one with ``align_only``). Loss, and accuracy or None. None without data.
-        barriers: On the linear paths from the first to each other one, "unmatched" and by the method. None without
+        tally: Cosines of differences, shares of dropped numbers and sign conflicts, of methods with a base.
+        losses: By name: of each network, of the result without alignment, and of the result (of the aligned second one
+            with ``align_only``). Loss, and accuracy or None. None without data.
+        barriers: On the linear paths from the reference to each other one, "unmatched" and "aligned". None without
             data.
         notes: Omissions and their reasons.
     """
 
     out: Path
+    names: tuple[str, ...]
     files: tuple[Path, ...]
-    method: str
+    settings: MergeSettings
+    align: str
     align_only: bool
+    has_base: bool
     symmetry: Symmetry
     elements: tuple[Element, ...]
+    reasons: tuple[str, ...]
     distances: tuple[tuple[float, float], ...]
     equal: tuple[tuple[Equality, Equality], ...]
     largest_change: float
+    tally: Tally
     losses: Mapping[str, tuple[float, float | None]] | None = None
     barriers: Mapping[str, Sequence[Barrier]] | None = None
     notes: tuple[str, ...] = field(default=())
@@ -70,11 +80,15 @@ def merge_checkpoints(
     files: Sequence[str | Path],
     out: str | Path,
     *,
-    network: nn.Module,
-    inputs: Any,
-    method: Literal["weights", "activations"] = "weights",
+    network: nn.Module | None = None,
+    inputs: Any = None,
+    base: str | Path | None = None,
+    method: str | MergeSettings = "linear",
+    align: Literal["auto", "weights", "activations", "none"] = "auto",
     align_only: bool = False,
     recalibrate: bool = False,
+    ignore: Sequence[str] = (),
+    out_dtype: str | None = None,
     data: Data | None = None,
     train: Data | None = None,
     loss: Loss | None = None,
@@ -82,31 +96,45 @@ def merge_checkpoints(
     prefix: str | None = None,
     seed: int = 0,
     progress: bool = False,
+    description: str | None = None,
+    **settings: Any,
 ) -> MergedCheckpoints:
-    """Align checkpoints of one network up to its symmetry, and write their average.
+    """Align checkpoints of one network up to its symmetry, merge them, and write the result.
 
-    The symmetry is traced on the network and verified numerically, and :func:`lightning_sym.merging.merge` aligns
-    the networks. Before anything is written, each aligned network is run to verify that its function is unchanged.
+    The reference is the base, or else the first checkpoint: the others are aligned to it (:func:`align`), and the
+    result has its names, types and shards. The symmetry is traced on the network. Before anything is written, each
+    aligned network is run to verify that its function is unchanged.
 
     Args:
-        files: At least two (two with ``align_only``): state dicts, Lightning checkpoints, safetensors or the index of
-            several. All of one architecture and in the same types.
-        out: A path ending in ``.safetensors``, or a folder if the first checkpoint (with ``align_only`` the second) is
-            an index, or has a transformers ``config.json`` in its folder; the model's other files are then copied.
-            Existing files are not replaced.
-        network: Network for the weights, with any weights. Not changed.
-        inputs: Example inputs: an input, a tuple of positional arguments, or a :class:`Call`.
-        method: "weights", or "activations", which needs ``train``.
+        files: At least two (two with ``align_only``; methods with a base need one): state dicts, Lightning checkpoints,
+            safetensors, the index of several, folders of models of transformers, zoos (all members), or
+            ``FOLDER+ADAPTER`` for a model with a LoRA adapter. All of one architecture.
+        out: A path ending in ``.safetensors``, or a folder if the reference (with ``align_only`` the second checkpoint)
+            is an index or the folder of a model; the model's other files are then copied. Existing files are not
+            replaced.
+        network: Network for the weights, with any weights. Not changed. None: as the folder of the reference describes
+            it.
+        inputs: Example inputs: an input, a tuple of positional arguments, or a :class:`Call`. None: drawn for the
+            network of the folder.
+        base: The checkpoint whose differences from ``files`` are merged, for methods that need one. It may be one of
+            ``files``.
+        method: Name of a method (:data:`METHODS`), or a method with its settings.
+        align: "auto": by weights, where that brings them nearer; networks in one order are not changed. "weights" and
+            "activations" (which needs ``train``) force the search. "none" merges the networks as they are.
         align_only: Write the second checkpoint with the permutation and scales of the first, the same function, instead
-            of the average.
-        recalibrate: Recompute the batch norm statistics of the average; needs ``train``.
+            of merging them.
+        recalibrate: Recompute the batch norm statistics of the result; needs ``train``.
+        ignore: Patterns of names of tensors that are left out, or copied from the reference.
+        out_dtype: Type of the result's tensors, such as "bfloat16", in place of the reference's commonest type.
         data: Test batches ``(inputs, targets)`` that can be read several times, for losses and barriers.
         train: Training batches for activations and for batch norm statistics. None: ``data``.
         loss: As for :func:`lightning_sym.connectivity.barrier`.
         points: Number of points on a linear path, both endpoints included, >= 2.
         prefix: Prefix of the weights' names, where several prefixes fit.
-        seed: Seed of the matching.
+        seed: Seed of the matching and of random masks.
         progress: Whether to show progress bars.
+        description: Text of the result's README.md about its settings, such as a configuration in YAML.
+        **settings: Settings of the method, each one value, or one per checkpoint; see :meth:`MergeSettings.of`.
 
     Returns:
         The result, with losses and barriers if there are data.
@@ -117,94 +145,105 @@ def merge_checkpoints(
             No file remains.
         OSError: If the result cannot be written. No file remains.
     """
-    paths, train = [Path(file) for file in files], data if train is None else train
-    _check_arguments(paths, method, align_only, recalibrate, train)
-    written = paths[1] if align_only else paths[0]  # determines the form of the result
+    train = data if train is None else train
+    asked = Sources.of(files, base, "linear" if align_only else method, settings, seed)
+    _check_arguments(asked, align, align_only, recalibrate, train)
+    written = asked.found[1 if align_only else 0]  # determines the form of the result
     _check_out(Path(out), written)
+    if network is None:
+        model = model_of(asked.found[0])
+        network, inputs = model.network, example_of(model) if inputs is None else inputs
     if recalibrate and not batch_norms(network):
         raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
-    check_configurations(paths)
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
-    names = _distinct_names(paths)
-    checkpoints, converted = _of_one_type(
-        [Checkpoint.read(file, network, prefix, copies) for file in paths], names, copies
-    )
+    checkpoints, notes = _read_all(asked, network, prefix, copies, ignore)
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
     example = _call(inputs, dtype)
-    with double_copies(copies.placed):
-        symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
-        statistics = None if train is None else Inputs(train, dtype, equal=True)
-        with unchecked():  # all are copies of one network, and aligned networks are run below
-            aligned = _aligned(symmetry, networks, method, statistics, seed, progress, copies, align_only)
-            largest = max(_change_of(symmetry, e, own) for e, own in zip(aligned.elements, networks, strict=True))
-            equal = tuple(
-                _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(paths))
-            )
-    allowed = max(symmetry.tolerance, _UNCHANGED)
-    if not largest <= allowed:
-        raise ValueError(
-            f"an aligned network changes an output by {largest:.1e} (expected {allowed:.1e} at most), so that nothing "
-            "was written; please report the architecture."
+    statistics = None if train is None else Inputs(train, dtype, equal=True)
+    with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
+        symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, check=False, **example.keywords)
+        aligned = alignment.align(
+            symmetry,
+            networks,
+            how="weights" if align_only and align == "auto" else align,
+            batches=statistics,
+            seed=seed,
+            copies=copies,
+            rounds=not (asked.has_base or align_only),
+            progress=progress,
         )
-    distances = tuple(
-        (parameter_distance(networks[0], own), parameter_distance(aligned.networks[0], moved))
-        for own, moved in zip(networks[1:], aligned.networks[1:], strict=True)
-    )
-    left = [f"{name} {reason}: unchanged" for name, reason in zip(names, aligned.reasons, strict=True) if reason]
-    notes = (*left, *converted, *_notes(symmetry, network, data, recalibrate or align_only))
-    if recalibrate and statistics is not None:
-        recalibrate_batch_norm(aligned.result, statistics)
-    losses, barriers, elements, result = None, None, aligned.elements, aligned.result
+        largest = _check_unchanged(symmetry, aligned, networks)
+        equal = tuple(
+            _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
+        )
+    notes = (*_reasons(asked, aligned), *notes, *_notes(symmetry, network, data, recalibrate or align_only))
+    merged = asked.merged(aligned.networks)
+    tensors: Mapping[str, Tensor] = state_tensors(aligned.networks[1]) if align_only else merged
+    losses, barriers = None, None
+    if recalibrate or data is not None:
+        result = copies.copy(networks[0], tensors.items())
+        if recalibrate and statistics is not None:
+            recalibrate_batch_norm(result, statistics)
+        tensors = state_tensors(result)
     if data is not None:
         evaluated = Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
-        losses = evaluated.losses(names, networks, result, align_only)
-        barriers = evaluated.barriers(networks, aligned.networks, method)
-        notes += warnings_of(losses, barriers, method, align_only)
-        if not align_only and aligned.moves and losses[PLAIN][0] < losses[ALIGNED][0]:
-            elements = tuple(symmetry.identity() for _ in networks)
-            result = copies.copy(networks[0], mean_tensors(networks))
+        plain = copies.copy(networks[0], asked.merged(networks).items())
+        losses = evaluated.losses(asked.names, networks, plain, result, align_only)
+        barriers = evaluated.barriers(networks, aligned.networks)
+        notes += warnings_of(losses, barriers, align, align_only)
+        if not align_only and aligned.moved and losses[PLAIN][0] < losses[ALIGNED][0]:
+            aligned, merged = aligned.undone(networks), asked.merged(networks)
             if recalibrate and statistics is not None:
-                recalibrate_batch_norm(result, statistics)
-    return MergedCheckpoints(
-        out=checkpoints[1 if align_only else 0].write(result, out),
-        files=tuple(paths),
-        method=method,
+                recalibrate_batch_norm(plain, statistics)
+            tensors = state_tensors(plain)
+    found = MergedCheckpoints(
+        out=Path(out),
+        names=asked.names,
+        files=tuple(one.file for one in asked.found),
+        settings=asked.settings,
+        align=align,
         align_only=align_only,
+        has_base=asked.has_base,
         symmetry=symmetry,
-        elements=elements,
-        distances=distances,
+        elements=aligned.elements,
+        reasons=aligned.reasons,
+        distances=aligned.distances[1:],
         equal=equal,
         largest_change=largest,
+        tally=merged.tally,
         losses=losses,
         barriers=barriers,
-        notes=(*_equality_notes(names, [after for _, after in equal]), *notes),
+        notes=(*_equality_notes(asked.names, [after for _, after in equal]), *notes),
     )
+    readme = card_of(found, asked, description)
+    place = checkpoints[1 if align_only else 0].write(tensors, out, out_dtype=out_dtype, readme=readme)
+    return replace(found, out=place)
 
 
 # ---- inputs
 
 
-def _check_arguments(
-    files: Sequence[Path], method: str, align_only: bool, recalibrate: bool, train: Data | None
-) -> None:
-    if len(files) < 2 or (align_only and len(files) > 2):
-        expected = "two" if align_only else "at least two"
-        raise ValueError(f"files must be {expected} checkpoints{' to align' * align_only}, got {len(files)}.")
-    if method not in METHODS:
-        raise ValueError(f"method must be 'weights' or 'activations', got {method!r}.")
+def _check_arguments(asked: Sources, align: str, align_only: bool, recalibrate: bool, train: Data | None) -> None:
+    if align not in WAYS:
+        raise ValueError(f"align must be one of {', '.join(WAYS)}, got {align!r}.{nearest(align, WAYS)}")
+    if align_only and (len(asked.found) != 2 or asked.has_base or align == "none"):
+        raise ValueError(
+            f"align_only writes the second of two checkpoints, aligned to the first; got {len(asked.found)} checkpoints"
+            f"{', and align=none' * (align == 'none')}."
+        )
     if align_only and recalibrate:
-        raise ValueError("recalibrate needs an average, but align_only writes none; leave one of them out.")
-    for needed, what in ((method == "activations", "method='activations'"), (recalibrate, "recalibrate")):
+        raise ValueError("recalibrate needs a merged network, but align_only writes none; leave one of them out.")
+    for needed, what in ((align == "activations", "align='activations'"), (recalibrate, "recalibrate")):
         if needed and train is None:
             raise ValueError(f"{what} needs data to run the networks on; pass data (--data).")
 
 
-def _check_out(out: Path, written: Path) -> None:
+def _check_out(out: Path, written: Found) -> None:
     """Check, before any computation, that a result in the form of a file can be written."""
-    several, folder = written.suffix == ".json", out.suffix != ".safetensors"
-    if (several and not folder) or (folder and not several and not model_files(written)):
-        expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
+    several, folder = written.file.suffix == ".json", out.suffix != ".safetensors"
+    if (several and not folder) or (folder and not several and written.folder is None):
+        expected = f"a folder for the shards of {written.file.name}" if several else "a file that ends in .safetensors"
         raise ValueError(f"out is {out}; expected {expected}.")
     # A killed run leaves only hidden files, which do not interfere.
     if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
@@ -236,74 +275,65 @@ def _of_one_type(
     return list(checkpoints), notes
 
 
+def _read_all(
+    asked: Sources, network: nn.Module, prefix: str | None, copies: NetworkFiles, ignore: Sequence[str]
+) -> tuple[list[Checkpoint], list[str]]:
+    """Read all checkpoints, with their adapters, in one type; also return notes."""
+    found, notes = [], []
+    for name, one in zip(asked.names, asked.found, strict=True):
+        own = Checkpoint.read(one.file, network, prefix, copies, ignore)
+        if one.adapter is not None:
+            adapted = with_adapter(state_tensors(own.network), Adapter.load(one.adapter))
+            own = replace(own, network=with_tensors(own.network, copies.placed(adapted.items())).eval())
+        found.append(own)
+        notes += [f"{name}: {note}" for note in own.notes]
+    checkpoints, converted = _of_one_type(found, asked.names, copies)
+    return checkpoints, [*notes, *converted]
+
+
 def _call(inputs: Any, dtype: torch.dtype) -> Call:
     """Return the example, with floating tensors in the dtype of the weights."""
     call = Call.of(inputs)
     return call if dtype != torch.float64 else Call(*double(tuple(call)))
 
 
-# ---- alignment and evaluation
+# ---- alignment
 
 
-@dataclass(frozen=True)
-class _Aligned:
-    """Aligned networks.
+def _check_unchanged(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module]) -> float:
+    """Return the largest relative change of an output of a moved network.
 
-    Attributes:
-        elements: The group element that aligned each network.
-        found: The match of each network, used or not.
-        networks: The aligned networks.
-        result: The network to write.
-        reasons: Why a network was left unchanged, or "".
+    Raises:
+        ValueError: If it is larger than the tolerance of the symmetry.
     """
-
-    elements: tuple[Element, ...]
-    found: tuple[Element, ...]
-    networks: Sequence[nn.Module]
-    result: nn.Module
-    reasons: tuple[str, ...]
-
-    @property
-    def moves(self) -> bool:
-        """Whether a network was changed."""
-        return not all(self.reasons[1:])
-
-
-def _aligned(
-    symmetry: Symmetry,
-    networks: Sequence[nn.Module],
-    method: Literal["weights", "activations"],
-    batches: Data | None,
-    seed: int,
-    progress: bool,
-    copies: NetworkFiles,
-    align_only: bool,
-) -> _Aligned:
-    """Align networks to the first one, and return them with their average or the second one."""
-    if align_only:
-        match = _match(symmetry, networks, method, batches, seed, progress)
-        elements, result = (symmetry.identity(), match.element), copies.keep(match.network)
-        return _Aligned(elements, elements, [networks[0], result], result, ("", ""))
-    merged = merge(symmetry, networks, method=method, batches=batches, seed=seed, files=copies)
-    aligned = [
-        own if merged.reasons[number] or not number else symmetry.act(element, copies.keep(own), inplace=True)
-        for number, (element, own) in enumerate(zip(merged.elements, networks, strict=True))
-    ]
-    return _Aligned(merged.elements, merged.found, aligned, merged.network, merged.reasons)
+    changes = (
+        _change_of(symmetry, element, network)
+        for element, network, moved in zip(aligned.elements, networks, aligned.networks, strict=True)
+        if moved is not network
+    )
+    largest = max(changes, default=0.0)
+    allowed = max(symmetry.tolerance, _UNCHANGED)
+    if not largest <= allowed:
+        raise ValueError(
+            f"an aligned network changes an output by {largest:.1e} (expected {allowed:.1e} at most), so that nothing "
+            "was written; please report the architecture."
+        )
+    return largest
 
 
-def _match(
-    symmetry: Symmetry, networks: Sequence[nn.Module], method: str, batches: Data | None, seed: int, progress: bool
-) -> Match:
-    a, b = networks
-    if method == "activations":
-        assert batches is not None
-        return activation_matching(symmetry, a, b, batches, seed=seed)
-    return weight_matching(symmetry, a, b, seed=seed, progress=progress)
+def _reasons(asked: Sources, aligned: Alignment) -> list[str]:
+    """Say which networks were left unchanged, and which units do not have the order of the base."""
+    notes = [f"{name} {reason}: unchanged" for name, reason in zip(asked.names, aligned.reasons, strict=True) if reason]
+    if asked.has_base:
+        moved = [name for name, reason in list(zip(asked.names, aligned.reasons, strict=True))[1:] if not reason]
+        if moved:
+            notes.append(f"{', '.join(moved)}: units have another order than in {asked.names[0]}: does not seem to come "
+                         "from this base")
+    return notes
 
 
 def _compare_with_first(
-    symmetry: Symmetry, checkpoints: Sequence[Checkpoint], number: int, aligned: _Aligned, seed: int
+    symmetry: Symmetry, checkpoints: Sequence[Checkpoint], number: int, aligned: Alignment, seed: int
 ) -> tuple[Equality, Equality]:
     """Test whether a checkpoint equals the first one, before and after the match."""
     first, other = checkpoints[0], checkpoints[number]
@@ -322,12 +352,6 @@ def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> floa
         symmetry.act(element, exact, inplace=True)
         after = [outputs_of(exact, call) for call in examples]
     return max((change(old, new) for old, new in zip(before, after, strict=True)), default=0.0)
-
-
-def _distinct_names(files: Sequence[Path]) -> list[str]:
-    """Return the names of files, numbered where two share a name."""
-    names = [file.name for file in files]
-    return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
 def _equality_notes(names: Sequence[str], equal: Sequence[Equality]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
-PLAIN, ALIGNED = "mean as they are", "mean, aligned"  # names of weight averages
+PLAIN, ALIGNED = "merged as they are", "merged, aligned"  # names of merged networks
 Data = Iterable[Sequence[Tensor]]
 
 
@@ -69,14 +69,26 @@ class Evaluation:
     copies: NetworkFiles
 
     def losses(
-        self, names: Sequence[str], networks: Sequence[nn.Module], result: nn.Module, align_only: bool
+        self,
+        names: Sequence[str],
+        networks: Sequence[nn.Module],
+        plain: nn.Module,
+        result: nn.Module,
+        align_only: bool,
     ) -> dict[str, tuple[float, float | None]]:
-        """Return loss and accuracy of the networks, and of their averages with recomputed batch norm statistics."""
+        """Return loss and accuracy of the networks, and of merged ones with recomputed batch norm statistics.
+
+        Args:
+            names: Names of the networks.
+            networks: The networks as they are.
+            plain: They merged without alignment.
+            result: They merged after alignment, or the second one, aligned.
+            align_only: Whether the result is the second one.
+        """
         found = self._found(networks, names, recalibrate=False)
         if align_only:
             return found | self._found([result], [f"{names[1]}, aligned"], recalibrate=False)
-        means = [self.copies.copy(networks[0], mean_tensors(networks)), result]
-        return found | self._found(means, [PLAIN, ALIGNED], recalibrate="auto")
+        return found | self._found([plain, result], [PLAIN, ALIGNED], recalibrate="auto")
 
     def _found(
         self, networks: Sequence[nn.Module], names: Sequence[str], *, recalibrate: bool | Literal["auto"]
@@ -99,12 +111,12 @@ class Evaluation:
         return dict(zip(names, zip(curve.loss.tolist(), accuracies, strict=True), strict=True))
 
     def barriers(
-        self, networks: Sequence[nn.Module], aligned: Sequence[nn.Module], method: str
+        self, networks: Sequence[nn.Module], aligned: Sequence[nn.Module]
     ) -> dict[str, list[Barrier]]:
         """Return the barriers from the first network to each other one, before and after alignment."""
         return {
             name: [self._barrier(own[0], other) for other in own[1:]]
-            for name, own in (("unmatched", networks), (method, aligned))
+            for name, own in (("unmatched", networks), ("aligned", aligned))
         }
 
     def _barrier(self, a: nn.Module, b: nn.Module) -> Barrier:
@@ -122,20 +134,20 @@ class Evaluation:
 def warnings_of(
     losses: Mapping[str, tuple[float, float | None]],
     barriers: Mapping[str, Sequence[Barrier]],
-    method: str,
+    align: str,
     align_only: bool,
 ) -> tuple[str, ...]:
     """Warn if the result is better without alignment on these data."""
     if align_only:
-        before, after = barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
+        before, after = barriers["unmatched"][0].loss_barrier, barriers["aligned"][0].loss_barrier
         what = "the barrier on these data is lower"
     else:
         before, after = losses[PLAIN][0], losses[ALIGNED][0]
-        what = "no network was aligned, as the loss of the average on these data is lower"
+        what = "no network was aligned, as the loss on these data is lower"
     if not before < after:
         return ()
-    other = "activations" if method == "weights" else "weights"
+    other = "weights" if align == "activations" else "activations"
     return (
-        f"{what} without alignment ({before:.4g}; aligned {after:.4g}); try --method {other}, or checkpoints that were "
+        f"{what} without alignment ({before:.4g}; aligned {after:.4g}); try --align {other}, or checkpoints that were "
         "trained longer or are wider",
     )

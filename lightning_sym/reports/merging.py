@@ -8,14 +8,17 @@ from lightning_sym.reports.paths import path_chart
 from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
-    "loss": "mean over the test data; batch norms of means are recomputed",
+    "loss": "mean over the test data; batch norms of merged networks are recomputed",
     "accuracy": "fraction of inputs, 0 to 1",
-    "loss_barrier": "largest loss on the line from the first checkpoint above the straight line between its ends",
+    "loss_barrier": "largest loss on the line from the reference above the straight line between its ends",
     "accuracy_barrier": "the same of the accuracy, positive where the line is worse",
-    "distance": "Euclidean distance of the parameters to those of the first checkpoint",
-    "equal": "whether outputs and all slices of tensors are those of the first checkpoint, to rounding; if aligned: "
+    "distance": "Euclidean distance of the parameters to those of the reference",
+    "equal": "whether outputs and all slices of tensors are those of the reference, to rounding; if aligned: "
     "up to symmetry",
-    "t": "place on the line, 0 (first checkpoint) to 1 (the other one)",
+    "t": "place on the line, 0 (reference) to 1 (the other one)",
+    "dropped": "fraction of the numbers of its difference from the base that are dropped, 0 to 1",
+    "cosine": "of its difference from the base and that of the network after it",
+    "conflicts": "fraction of the numbers at which kept differences have both signs, 0 to 1",
 }
 
 
@@ -31,13 +34,16 @@ def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str |
         **about,
         "files": [str(file) for file in found.files],
         "out": str(found.out),
-        "method": found.method,
+        "method": found.settings.method.name,
+        "align": found.align,
         "align_only": found.align_only,
         "largest_change": found.largest_change,
         "symmetry": {"dimension": found.symmetry.dimension, "fingerprint": found.symmetry.fingerprint},
         "notes": list(found.notes),
     }
-    tables = [ResultTable("lines", "from the first checkpoint to each other one", list(_lines(found)), UNITS, about)]
+    tables = [ResultTable("lines", "from the reference to each other one", list(_lines(found)), UNITS, about)]
+    if found.has_base:
+        tables.append(ResultTable("differences", "from the base", list(_differences(found)), UNITS, about))
     if found.losses is not None:
         rows = [{"weights": name, "loss": own, "accuracy": acc} for name, (own, acc) in found.losses.items()]
         tables.insert(0, ResultTable("networks", "on the test data", rows, UNITS, about))
@@ -54,19 +60,27 @@ def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str |
 
 
 def _lines(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
-    for number, file in enumerate(found.files[1:]):
-        for place, name in enumerate(("unmatched", found.method)):
+    for number, other in enumerate(found.names[1:]):
+        for place, name in enumerate(("unmatched", "aligned")):
             distance, equal = found.distances[number][place], found.equal[number][place].answer == "equal"
-            row: dict[str, Any] = {"to": file.name, "alignment": name, "distance": distance, "equal": equal}
+            row: dict[str, Any] = {"to": other, "alignment": name, "distance": distance, "equal": equal}
             if found.barriers is not None:
                 barrier = found.barriers[name][number]
                 row |= {"loss_barrier": barrier.loss_barrier, "accuracy_barrier": barrier.accuracy_barrier}
             yield row
 
 
+def _differences(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
+    names, tally = found.names[1:], found.tally
+    for number, name in enumerate(names):
+        after = (number + 1) % len(names)
+        row = {"network": name, "dropped": float(tally.masked[number]), "conflicts": float(tally.conflicts)}
+        yield row | {"after": names[after], "cosine": float(tally.cosines[number, after])}
+
+
 def _points(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
     for name, own in (found.barriers or {}).items():
-        for file, barrier in zip(found.files[1:], own, strict=True):
+        for other, barrier in zip(found.names[1:], own, strict=True):
             accuracies = [None] * len(barrier.t) if barrier.accuracy is None else barrier.accuracy.tolist()
             for t, loss, accuracy in zip(barrier.t.tolist(), barrier.loss.tolist(), accuracies, strict=True):
-                yield {"to": file.name, "alignment": name, "t": t, "loss": loss, "accuracy": accuracy}
+                yield {"to": other, "alignment": name, "t": t, "loss": loss, "accuracy": accuracy}

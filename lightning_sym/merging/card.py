@@ -1,0 +1,79 @@
+"""README.md of a merged model: the models, the method and its settings."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from lightning_sym.merging.sources import Sources
+
+
+def configuration_of(asked: Sources, align: str, out_dtype: str | None) -> str:
+    """Return the configuration in YAML that merges the same models in the same way.
+
+    Args:
+        asked: The models and the method.
+        align: How the models are aligned.
+        out_dtype: Type of the result; None for that of the reference.
+    """
+    settings = asked.settings
+    models = [
+        {"model": asked.found[place].given, "parameters": {name: own.given for name, own in each.items()}}
+        for place, each in zip(asked.models, settings.per_model, strict=True)
+    ]
+    content: dict[str, Any] = {"merge_method": settings.method.name, "models": models}
+    if asked.has_base:
+        content["base_model"] = asked.found[0].given
+    content["parameters"] = {name: own.given for name, own in settings.shared.items()}
+    content |= {"align": align, "seed": settings.seed} | ({} if out_dtype is None else {"out_dtype": out_dtype})
+    return yaml.safe_dump(_without_defaults(content), sort_keys=False)
+
+
+def card_of(asked: Sources, reasons: Sequence[str], configuration: str, title: str) -> str:
+    """Return the text of README.md.
+
+    Args:
+        asked: The models and the method.
+        reasons: Why networks were left unchanged by the alignment, or "".
+        configuration: The settings, in YAML.
+        title: Name of the merged model.
+    """
+    method = asked.settings.method
+    rows = [
+        f"| {one.given} | {'base' if asked.has_base and not place else 'model'} | {_state(place, reason)} |"
+        for place, (one, reason) in enumerate(zip(asked.found, reasons, strict=True))
+    ]
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            f"Merged by lightning_sym with the method `{method.name}` ({method.source}).",
+            "",
+            "| model | role | alignment |",
+            "|---|---|---|",
+            *rows,
+            "",
+            "```yaml",
+            configuration.rstrip(),
+            "```",
+            "",
+        ]
+    )
+
+
+def _state(place: int, reason: str) -> str:
+    """Describe the alignment of a model."""
+    return "reference" if not place else f"unchanged: {reason}" if reason else "aligned to the reference"
+
+
+def _without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping without empty parts."""
+    if not isinstance(content, Mapping):
+        return content
+    found = {}
+    for name, value in content.items():
+        own = [_without_defaults(one) for one in value] if isinstance(value, list) else value
+        own = _without_defaults(own) if isinstance(own, Mapping) else own
+        if own not in ({}, None):
+            found[name] = own
+    return found

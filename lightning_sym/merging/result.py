@@ -1,0 +1,76 @@
+"""The merged network, one tensor at a time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from lightning_sym.merging.methods import Tally, merge_tensors
+from lightning_sym.merging.parameters import Layers, MergeSettings
+from lightning_sym.networks.batch_norm import batch_norms
+from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class MergedTensors(Mapping[str, Tensor]):
+    """The floating tensors of a merged network by their first names; each is computed when it is read.
+
+    Statistics of batch norms are weighted means in every method: sums of differences can make a variance negative.
+
+    Args:
+        settings: The method and its settings.
+        networks: The networks in the order of the settings, of one architecture. Not changed.
+        reference: Network whose names and types the result has.
+        has_base: Whether the reference is the base of the method.
+
+    Attributes:
+        tally: Sums over the tensors that have been read.
+    """
+
+    def __init__(
+        self, settings: MergeSettings, networks: Sequence[nn.Module], reference: nn.Module, *, has_base: bool
+    ) -> None:
+        self.tally = Tally()
+        self._settings, self._has_base = settings, has_base
+        self._states, self._reference = [state_tensors(network) for network in networks], state_tensors(reference)
+        self._names = [name for name, tensor in self._reference.items() if tensor.is_floating_point()]
+        self._layers, self._statistics = Layers(self._names), _statistics_of(reference)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Compute a tensor, in the type of the reference."""
+        tensors, own = [state[name].detach() for state in self._states], self._reference[name].detach()
+        if name in self._statistics:
+            shares = _shares(self._settings, name, self._layers, has_base=self._has_base)
+            merged = merge_tensors("linear", [*tensors, own], weight=shares)
+        else:
+            base = own if self._has_base else None
+            merged = self._settings.merged(name, tensors, base, self._layers, self.tally)
+        return merged.to(own.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _shares(settings: MergeSettings, name: str, layers: Layers, *, has_base: bool) -> list[float]:
+    """Return the share of each network, and of the base, in the statistics of batch norms, none negative."""
+    shared = {key: setting.at(name, layers) for key, setting in settings.shared.items()}
+    weights = [own["weight"].at(name, layers) if "weight" in own else 1.0 for own in settings.per_model]
+    if "t" in shared:
+        weights = [1 - shared["t"], shared["t"]]
+    positive = [max(weight, 0.0) for weight in weights]
+    total = sum(positive)
+    if not has_base:
+        return [*(positive if total else [1.0] * len(positive)), 0.0]
+    adds_up = "lambda" in shared and not shared["normalize"]  # to the factor of the sum of differences
+    factor = max(shared.get("lambda", 1.0), 0.0) * (total if adds_up else float(total > 0))
+    factor = min(factor, 1.0)
+    return [*(factor * weight / (total or 1.0) for weight in positive), 1 - factor]
+
+
+def _statistics_of(network: nn.Module) -> set[str]:
+    """Return the first names of the statistics of batch norms."""
+    names = first_names(network)
+    return {names[f"{place}.{own}".lstrip(".")] for place in batch_norms(network) for own in _STATISTICS}
