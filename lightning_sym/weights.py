@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_sym.networks import Network, WrappedNetwork
+from lightning_sym.symmetry.files import read_index
 
 _DEEPEST = 32  # nesting depth of dictionaries; a state dict within a checkpoint needs three
 _LISTED = 10  # names in a message
@@ -35,7 +36,7 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
 
     Args:
         file: A file of ``torch.save`` or ``safetensors``: a state dict, a Lightning checkpoint, or any nesting of
-            dictionaries with tensors.
+            dictionaries with tensors; or the index of several (``pytorch_model.bin.index.json``).
         mapped: Whether to map the file into memory, if possible, instead of reading it (safetensors files are always
             mapped); do not change the file then.
 
@@ -49,6 +50,9 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
     file = Path(file)
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {file.absolute()}; pass a .pt, .ckpt or .safetensors file.")
+    if file.suffix == ".json":
+        parts = [read_weights(file.parent / part, mapped=mapped) for part in sorted(set(read_index(file).values()))]
+        return {name: tensor for part in parts for name, tensor in part.items()}
     if file.suffix == ".safetensors":
         try:
             return dict(load_file(file))
@@ -183,14 +187,15 @@ class Fit:
         names: For each tensor of the file that the network holds, its name in ``network.state_dict()``. Tied weights
             may be in the file several times.
         ignored: Names in ``network.state_dict()`` that the patterns match.
-        others: The file's other tensors: constants of the architecture, ignored tensors, tensors without the prefix.
+        extras: The file's other tensors under the prefix, which are ignored or constants of the architecture; by their
+            names in the file, their names in the network.
         notes: Choices that were made.
     """
 
     tensors: Mapping[str, Tensor]
     names: Mapping[str, str]
     ignored: tuple[str, ...]
-    others: tuple[str, ...]
+    extras: Mapping[str, str]
     notes: tuple[str, ...]
 
 
@@ -292,7 +297,11 @@ def match_weights(
         tensors=state,
         names=held,
         ignored=tuple(own + name for name in wanted if names.leaves_out(name)),
-        others=tuple(key for key in tensors if key not in held),
+        extras={
+            key: own + names.lead + place.removeprefix(names.start)
+            for place, key in names.keys.items()
+            if place.startswith(names.start) and key not in held
+        },
         notes=notes,
     )
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from lightning_sym.connectivity.interpolation import Barrier, Loss, mean_tensors
 from lightning_sym.merging.alignment import merge
-from lightning_sym.merging.checkpoint import Checkpoint, check_configurations, model_files
+from lightning_sym.merging.checkpoint import Checkpoint
 from lightning_sym.merging.equality import Equality, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
+from lightning_sym.merging.folders import check_configurations, configuration_in
 from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry.base import Symmetry, unchecked
@@ -23,6 +24,7 @@ from lightning_sym.symmetry.matching.weights import Match, parameter_distance, w
 from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import state_tensors
 
 METHODS = ("weights", "activations")
 # Matches are found from weights; inverting their matrices loses far less precision than this.
@@ -123,7 +125,7 @@ def merge_checkpoints(
     _check_out(Path(out), written)
     if recalibrate and not batch_norms(network):
         raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
-    check_configurations(paths)
+    differing = check_configurations([written, *paths])
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
     names = _distinct_names(paths)
     checkpoints, converted = _of_one_type(
@@ -152,7 +154,7 @@ def merge_checkpoints(
         for own, moved in zip(networks[1:], aligned.networks[1:], strict=True)
     )
     left = [f"{name} {reason}: unchanged" for name, reason in zip(names, aligned.reasons, strict=True) if reason]
-    notes = (*left, *converted, *_notes(symmetry, network, data, recalibrate or align_only))
+    notes = (*left, *differing, *converted, *_notes(symmetry, network, data, recalibrate or align_only))
     if recalibrate and statistics is not None:
         recalibrate_batch_norm(aligned.result, statistics)
     losses, barriers, elements, result = None, None, aligned.elements, aligned.result
@@ -167,7 +169,7 @@ def merge_checkpoints(
             if recalibrate and statistics is not None:
                 recalibrate_batch_norm(result, statistics)
     return MergedCheckpoints(
-        out=checkpoints[1 if align_only else 0].write(result, out),
+        out=checkpoints[1 if align_only else 0].write(state_tensors(result), out),
         files=tuple(paths),
         method=method,
         align_only=align_only,
@@ -203,7 +205,7 @@ def _check_arguments(
 def _check_out(out: Path, written: Path) -> None:
     """Check, before any computation, that a result in the form of a file can be written."""
     several, folder = written.suffix == ".json", out.suffix != ".safetensors"
-    if (several and not folder) or (folder and not several and not model_files(written)):
+    if (several and not folder) or (folder and not several and configuration_in(written.parent) is None):
         expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
         raise ValueError(f"out is {out}; expected {expected}.")
     # A killed run leaves only hidden files, which do not interfere.
