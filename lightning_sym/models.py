@@ -5,7 +5,8 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import lightning_sym.networks
 from lightning_sym._documents import load_json
 from lightning_sym._text import nearest
 from lightning_sym.symmetry import Call, without_weights
+from lightning_sym.symmetry.tracing.capture import first_names
+from lightning_sym.zoo import ModelZoo
 
 # Two samples: an axis of one would broadcast.
 _BATCH = 2
@@ -230,7 +234,62 @@ def _check_arguments(found: Any, name: str, arguments: Mapping[str, Any], option
             raise ValueError(f"{name} needs the argument {parameter.name!r}; give --{option}.{parameter.name}.")
 
 
+def build_light(build: Callable[..., Model]) -> Model:
+    """Build a model without memory for its weights if a checkpoint fills all that it has, else with it.
+
+    Args:
+        build: Takes ``meta``, as :func:`build_model` does.
+
+    Raises:
+        ValueError: As the function does.
+    """
+    for meta in (True, False):
+        torch.manual_seed(0)
+        with warnings.catch_warnings(), contextlib.suppress(Exception) if meta else contextlib.nullcontext():
+            warnings.simplefilter("ignore")
+            model = build(meta=meta)
+            if not meta or _needs_no_values(model.network):
+                return model
+    raise AssertionError("the second attempt returns or raises")
+
+
+def _needs_no_values(network: nn.Module) -> bool:
+    """Return whether only parameters of a network are without values, and a state dict fills them all."""
+    held = (leaf for module in network.modules() for leaf in pytree.tree_leaves(vars(module)))
+    others = (leaf for leaf in held if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
+    return not any(tensor.is_meta for tensor in others) and network.state_dict().keys() <= first_names(network).keys()
+
+
+def model_of_zoo(folder: str | Path, *, meta: bool = False) -> Model:
+    """Build the network of a zoo with random weights.
+
+    Args:
+        folder: The zoo.
+        meta: Whether to build it without memory for its weights.
+
+    Raises:
+        ValueError: If it is no zoo, or its network cannot be built.
+    """
+    architecture = ModelZoo.open(folder).architecture
+    path = architecture["class_path"]
+    try:
+        with without_weights() if meta else contextlib.nullcontext():
+            network = lightning_sym.networks.build(architecture)
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}; give --network with its arguments.") from error
+    return Model(path, "", network.eval(), network.image_shape())
+
+
 # transformers.
+
+
+def with_defaults(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the defaults of entries that it lacks; unchanged if transformers does not know it."""
+    try:
+        found = _configuration(_library("transformers"), content, "config.json").to_dict()
+    except (ValueError, KeyError):
+        return content
+    return {**content, **found}
 
 
 def _of_transformers(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:

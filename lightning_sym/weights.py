@@ -1,10 +1,14 @@
 """Weights from other sources: state dicts, Lightning checkpoints and safetensors, matched to a network."""
 
 import pickle
+import pickletools
 import re
+import struct
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_sym.networks import Network, WrappedNetwork
+from lightning_sym.symmetry.files import read_index
 
 _DEEPEST = 32  # nesting depth of dictionaries; a state dict within a checkpoint needs three
+_LISTED = 10  # names in a message
+# Parts of names that torch.compile, FSDP and activation checkpointing add.
+_WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Names of the first BERT, which transformers reads as the new ones.
+_OLD = re.compile(r"(?<=LayerNorm\.)(?:gamma|beta)$")
+_NEW = {"gamma": "weight", "beta": "bias"}
+# Prefixes of averages of weights beside the weights of the last step.
+_AVERAGE = re.compile(r"(?<![a-z])(?:ema|swa|shadow|averaged?)(?![a-z])")
 
 
 def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]:
@@ -23,7 +36,7 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
 
     Args:
         file: A file of ``torch.save`` or ``safetensors``: a state dict, a Lightning checkpoint, or any nesting of
-            dictionaries with tensors.
+            dictionaries with tensors; or the index of several (``pytorch_model.bin.index.json``).
         mapped: Whether to map the file into memory, if possible, instead of reading it (safetensors files are always
             mapped); do not change the file then.
 
@@ -37,6 +50,9 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
     file = Path(file)
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {file.absolute()}; pass a .pt, .ckpt or .safetensors file.")
+    if file.suffix == ".json":
+        parts = [read_weights(file.parent / part, mapped=mapped) for part in sorted(set(read_index(file).values()))]
+        return {name: tensor for part in parts for name, tensor in part.items()}
     if file.suffix == ".safetensors":
         try:
             return dict(load_file(file))
@@ -48,14 +64,13 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
             archive = zipfile.is_zipfile(file)
             if program := _program(file) if archive else "":
                 raise _ProgramError(program)
-            # torch can only map archives.
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and archive)
+            with torch.serialization.safe_globals(_SCALARS):  # torch can only map archives
+                content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and archive)
     except OSError:
         raise
     except _ProgramError as program:
         raise ValueError(
-            f"{file} holds a program of {program}, and is not opened, because that could run code; save the "
-            "state_dict() of the module in a trusted environment, and pass that file."
+            f"{file} is {program}: save module.state_dict() in a trusted environment, and pass that file."
         ) from None
     except Exception as error:  # any error of the unpickler on foreign bytes
         if isinstance(error, pickle.UnpicklingError) and _is_whole(file):
@@ -73,23 +88,70 @@ def _program(archive: Path) -> str:
     with zipfile.ZipFile(archive) as opened:
         names = {name.partition("/")[2] for name in opened.namelist()}
     if "constants.pkl" in names:
-        return "TorchScript (torch.jit.save)"
-    return "torch.export" if "archive_format" in names else ""
+        return "TorchScript"
+    return "a program of torch.export" if "archive_format" in names else ""
+
+
+class _Dtype:
+    """Stands for ``numpy.dtype`` while a file is read: a name and a byte order, without any code of numpy."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        self.name, self.order = name, "="
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        self.order = str(state[1])
+
+
+def _scalar(dtype: _Dtype, data: bytes) -> float | int | bool:
+    """Stand for ``numpy.core.multiarray.scalar`` while a file is read: return a number of Python."""
+    code = _CODES.get(dtype.name) if isinstance(dtype, _Dtype) else None
+    if code is None or not isinstance(data, bytes) or struct.calcsize(code) != len(data):
+        raise pickle.UnpicklingError("GLOBAL numpy.core.multiarray.scalar of another type than numbers")
+    number: float | int | bool = struct.unpack(f"{'>' if dtype.order == '>' else '<'}{code}", data)[0]
+    return number
+
+
+# Types of numpy, and their codes in struct.
+_CODES = {"f2": "e", "f4": "f", "f8": "d", "b1": "?"} | {
+    f"{kind}{size}": code.upper() if kind == "u" else code
+    for kind in "iu"
+    for size, code in ((1, "b"), (2, "h"), (4, "i"), (8, "q"))
+}
+# What a file may name besides tensors and plain values. Numpy's own functions could unpickle arrays of objects.
+_SCALARS: list[Any] = [
+    (_scalar, "numpy.core.multiarray.scalar"),
+    (_scalar, "numpy._core.multiarray.scalar"),
+    (_Dtype, "numpy.dtype"),
+]
 
 
 def _more_than_tensors(file: Path, error: str) -> str:
     """Return the message for a file with objects, from the unpickler's error."""
     found = re.search(r"GLOBAL ([\w.]+)", error)
-    if found and found[1].startswith("numpy."):
+    name = found[1] if found else ""
+    if name.startswith("numpy."):
         return (
-            f"{file} holds numbers of numpy ({found[1]}) as well as tensors, and is not opened; save them as float(x) "
-            "or torch.as_tensor(x)."
+            f"{file} holds arrays of numpy ({name}) as well as tensors, and is not opened; save them as "
+            "torch.as_tensor(x)."
         )
-    named = found[1] if found else "a whole module"
-    return (
-        f"{file} holds more than tensors and plain values, such as {named}, and is not opened, because that could run "
-        "code; save network.state_dict() in a trusted environment, and pass that file."
-    )
+    todo = "and is not opened, because that could run code; save module.state_dict() in a trusted environment, and"
+    if found and _is_at_the_top(file, name):
+        return f"{file} is a whole module ({name}), {todo} pass that file."
+    such = f", such as {name}," * bool(found)
+    return f"{file} holds more than tensors and plain values{such} {todo} pass that file."
+
+
+def _is_at_the_top(file: Path, name: str) -> bool:
+    """Return whether a pickle begins with an object of the named class, without running anything."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            inner = next((one for one in archive.namelist() if one.endswith("/data.pkl")), None)
+            content = b"" if inner is None else archive.read(inner)
+    else:
+        content = file.read_bytes()
+    opcodes = pickletools.genops(content)
+    first = next((own for own in opcodes if own[0].name not in ("PROTO", "FRAME")), None)
+    return first is not None and first[0].name == "GLOBAL" and str(first[1]).replace(" ", ".") == name
 
 
 def _is_whole(file: Path) -> bool:
@@ -116,21 +178,56 @@ def flat_weights(content: object, source: str = "The state dict") -> dict[str, T
     return tensors
 
 
+@dataclass(frozen=True)
+class Fit:
+    """A file's tensors as a network holds them.
+
+    Attributes:
+        tensors: Tensors by the names of ``network.state_dict()``.
+        names: For each tensor of the file that the network holds, its name in ``network.state_dict()``. Tied weights
+            may be in the file several times.
+        ignored: Names in ``network.state_dict()`` that the patterns match.
+        extras: The file's other tensors under the prefix, which are ignored or constants of the architecture; by their
+            names in the file, their names in the network.
+        notes: Choices that were made.
+    """
+
+    tensors: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    ignored: tuple[str, ...]
+    extras: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
 def fit_weights(
     tensors: Mapping[str, Tensor], network: nn.Module, *, prefix: str | None = None, source: str = "The state dict"
 ) -> dict[str, Tensor]:
-    """Match tensors to a network's parameters and buffers, under its own names.
+    """Match tensors to a network's parameters and buffers, under its own names, as :func:`match_weights` does."""
+    return dict(match_weights(tensors, network, prefix=prefix, source=source).tensors)
+
+
+def match_weights(
+    tensors: Mapping[str, Tensor],
+    network: nn.Module,
+    *,
+    prefix: str | None = None,
+    source: str = "The state dict",
+    ignore: Sequence[str] | None = None,
+) -> Fit:
+    """Match tensors to a network's parameters and buffers.
 
     Args:
         tensors: Tensors by name. Names may have a prefix, such as ``"model."`` of a Lightning module's attribute or
-            ``"module."`` of ``DataParallel``; tensors without the prefix are ignored. Batch counts
-            (``num_batches_tracked``) may be missing, as may all but one name of tied weights, as in safetensors.
+            ``"module."`` of ``DataParallel``; tensors without the prefix are ignored. They may also lack the prefix of
+            a backbone in the network, as in checkpoints of transformers. Wrappers such as ``torch.compile`` may add
+            their names anywhere. Batch counts (``num_batches_tracked``) may be missing, as may all but one name of
+            tied weights, as in safetensors.
         network: The network; not changed.
-        prefix: The prefix. None: the only one that fits.
+        prefix: The prefix. None: the only one that fits; with ``ignore``, the only one that is not named after an
+            average of weights (``model.`` before ``model_ema.``), with a note.
         source: Source of the tensors, for messages.
-
-    Returns:
-        Tensors by the names of ``network.state_dict()``, with the network's shapes.
+        ignore: Patterns of names, in the file or the network, of tensors that may be surplus or missing. A missing one
+            keeps the network's value. None: no tensor may be, and messages do not propose it.
 
     Raises:
         ValueError: If the names match under no prefix or under several, if there are surplus tensors, or if shapes or
@@ -143,44 +240,184 @@ def fit_weights(
     if not needed:
         raise ValueError(f"{kind} has no parameters and thus no weights to read.")
     tied = {name: names for name, names in _tied(wanted).items() if name in needed}
-    if prefix is None:
-        found = [name[: len(name) - len(end)] for end in tied[needed[0]] for name in tensors if name.endswith(end)]
-        candidates = [start for start in dict.fromkeys(found) if not start or start.endswith(".")]
-    else:
-        candidates = [f"{prefix.rstrip('.')}." if prefix else ""]
-    fitting = [
-        start for start in candidates if all(any(start + one in tensors for one in names) for names in tied.values())
-    ]
+    keys = _without_wrappers(tensors)
+    places = {name: place for place, name in _without_wrappers(wanted).items()}
+    patterns = tuple(ignore or ())
+    found = [_Names(start, lead, keys, places, tied, patterns) for start, lead in _starts(keys, places, tied, prefix)]
+    fitting = [one for one in found if not one.missing]
+    fitting = [one for one in fitting if not one.lead] or fitting
+    notes: tuple[str, ...] = ()
     if not fitting:
-        raise ValueError(_missing(tensors, needed, candidates[0] if candidates else "", kind, source))
+        closest = min(found, key=lambda one: len(one.missing), default=None)
+        raise ValueError(_missing(tensors, needed, closest, kind, source, proposing=ignore is not None))
     if len(fitting) > 1:
-        raise ValueError(
-            f"{source} holds weights of {kind} under several prefixes ({', '.join(map(repr, fitting))}); choose one as "
-            "prefix (--prefix)."
-        )
-    (start,) = fitting
-    surplus = [name for name in tensors if name.startswith(start) and name.removeprefix(start) not in wanted]
+        starts = ", ".join(repr(one.start) for one in fitting)
+        plain = [one for one in fitting if not _AVERAGE.search(one.start)]
+        if ignore is None or len(plain) != 1:
+            raise ValueError(
+                f"{source} holds weights of {kind} under several prefixes ({starts}); choose one as prefix (--prefix)."
+            )
+        fitting = plain
+        notes = (f"{source} holds weights under {starts}: {plain[0].start!r} was read; --prefix chooses another",)
+    (names,) = fitting
+    surplus = _surplus(tensors, module, names, patterns)
     if surplus:
-        raise ValueError(
-            f"{source} holds {surplus[0]!r}, which {kind} has not; pass the arguments that the network was built with."
+        proposal = (
+            f"leave them out with --ignore {_pattern(surplus, tensors.keys() - {*surplus})}, or "
+            if ignore is not None
+            else ""
         )
-    for names in tied.values():
-        first, *others = (start + one for one in names if start + one in tensors)
-        if other := next((one for one in others if not torch.equal(tensors[one], tensors[first])), None):
+        raise ValueError(
+            f"{source} holds {_listed(surplus)}, which {kind} has not; {proposal}pass the arguments that the network "
+            "was built with."
+        )
+    for one in tied.values():
+        first, *others = [key for name in one if (key := names.key(name)) is not None] or [""]
+        if other := next((key for key in others if not torch.equal(tensors[key], tensors[first])), None):
             raise ValueError(
                 f"{source} holds other values of {other!r} than of {first!r}, which are tied in {kind}; pass the "
                 "arguments that the network was built with."
             )
-    held = {name: next(one for one in names if start + one in tensors) for name, names in tied.items()}
-    tensors = {**tensors, **{start + name: tensors[start + one] for name, one in held.items()}}
-    for name in needed:
-        if tensors[start + name].shape != wanted[name].shape:
+    state = {own + name: value.detach() for name, value in wanted.items()}
+    for name in wanted:
+        key = next((names.key(one) for one in tied.get(name, [name]) if names.key(one) is not None), None)
+        if key is None:
+            continue
+        if tensors[key].shape != wanted[name].shape:
+            if names.leaves_out(name):
+                continue
             raise ValueError(
-                f"{source} holds {start + name!r} of shape {list(tensors[start + name].shape)}, but {kind} has it of "
-                f"shape {list(wanted[name].shape)}; pass the arguments that the network was built with."
+                f"{source} holds {key!r} of shape {list(tensors[key].shape)}, but {kind} has it of shape "
+                f"{list(wanted[name].shape)}; pass the arguments that the network was built with."
             )
-        check_numbers_alike(tensors[start + name], wanted[name], start + name, source)
-    return {own + name: tensors.get(start + name, value.detach()) for name, value in wanted.items()}
+        check_numbers_alike(tensors[key], wanted[name], key, source)
+        state[own + name] = tensors[key]
+    held = {key: own + name for name in wanted if (key := names.key(name)) is not None}
+    return Fit(
+        tensors=state,
+        names=held,
+        ignored=tuple(own + name for name in wanted if names.leaves_out(name)),
+        extras={
+            key: own + names.lead + place.removeprefix(names.start)
+            for place, key in names.keys.items()
+            if place.startswith(names.start) and key not in held
+        },
+        notes=notes,
+    )
+
+
+class _Names:
+    """The names of a network's tensors in a file, under one prefix.
+
+    Args:
+        start: Prefix of the names in the file.
+        lead: Prefix of the network's names that the file lacks.
+        keys: Names in the file, by their names without wrappers.
+        places: Names without wrappers, by the network's names.
+        tied: The network's names of each tensor that is needed.
+        patterns: Patterns of ignored names.
+
+    Attributes:
+        missing: Names in the file of needed tensors that it lacks.
+    """
+
+    def __init__(
+        self,
+        start: str,
+        lead: str,
+        keys: Mapping[str, str],
+        places: Mapping[str, str],
+        tied: Mapping[str, Sequence[str]],
+        patterns: Sequence[str],
+    ) -> None:
+        self.start, self.lead, self.keys, self.places, self.patterns = start, lead, keys, places, patterns
+        self.missing = [
+            self.expected(name)
+            for name, names in tied.items()
+            if not any(self.key(one) is not None for one in names) and not self.leaves_out(name)
+        ]
+
+    def expected(self, name: str) -> str:
+        """Return the name in the file of one of the network's tensors."""
+        return self.start + self.places.get(name, name).removeprefix(self.lead)
+
+    def key(self, name: str) -> str | None:
+        """Return the same if the file holds it."""
+        return self.keys.get(self.expected(name))
+
+    def leaves_out(self, name: str) -> bool:
+        """Return whether a tensor of the network is ignored."""
+        return any(fnmatch(own, one) for one in self.patterns for own in (name, self.expected(name)))
+
+
+def _without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Return names by the same without those of wrappers and older libraries; by themselves if that is ambiguous."""
+    names = list(names)
+    found = {_OLD.sub(lambda old: _NEW[old[0]], _WRAPPER.sub("", name)): name for name in names}
+    return found if len(found) == len(names) else {name: name for name in names}
+
+
+def _starts(
+    keys: Mapping[str, str], places: Mapping[str, str], tied: Mapping[str, Sequence[str]], prefix: str | None
+) -> list[tuple[str, str]]:
+    """Return candidates of a prefix in the file, and of one in the network that the file lacks."""
+    if prefix is not None:
+        return [(_WRAPPER.sub("", f"{prefix.rstrip('.')}.") if prefix else "", "")]
+    for names in tied.values():  # the first tensor may be missing
+        found: dict[tuple[str, str], None] = {}
+        for place in (places[name] for name in names):
+            parts = place.split(".")
+            for depth in range(min(len(parts), 3)):
+                lead = "".join(f"{part}." for part in parts[:depth])
+                end = place.removeprefix(lead)
+                shorter = {own.removeprefix(lead) for own in places.values()} if lead else places
+                if len(shorter) == len(places):  # else two tensors would have one name
+                    starts = [key.removesuffix(end) for key in keys if key.endswith(end)]
+                    found |= {(start, lead): None for start in starts if not start or start.endswith(".")}
+        if found:
+            return list(found)
+    return []
+
+
+def _surplus(tensors: Mapping[str, Tensor], module: nn.Module, names: _Names, patterns: Sequence[str]) -> list[str]:
+    """Return the tensors of a file that the network lacks, without ignored ones and constants of the architecture."""
+    held = {names.expected(name) for name in names.places}
+    constants = {names.expected(name): value for name, value in module.named_buffers(remove_duplicate=False)}
+    # Of transformers: regular expressions for names in checkpoints of older versions.
+    known = [str(one) for one in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
+
+    def is_constant(place: str, key: str) -> bool:
+        own, found = constants.get(place), tensors[key]
+        if own is None or own.shape != found.shape:
+            return any(re.search(one, place) for one in known)
+        # Rounding to 16 bits may have changed it.
+        return own.is_meta or torch.allclose(own.double(), found.double(), rtol=1e-2, atol=1e-6)
+
+    return [
+        key
+        for place, key in names.keys.items()
+        if place.startswith(names.start) and place not in held
+        if not any(fnmatch(key, one) or fnmatch(place.removeprefix(names.start), one) for one in patterns)
+        if not is_constant(place, key)
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first ten names and the number of the others."""
+    more = len(names) - _LISTED
+    return ", ".join(map(repr, names[:_LISTED])) + (f" and {more} other{'s' * (more > 1)}" if more > 0 else "")
+
+
+def _pattern(names: Sequence[str], others: Iterable[str]) -> str:
+    """Return patterns for names that match no others, as an option takes them."""
+    parts = [name.split(".") for name in others]
+    starts = {".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1)}
+    found: dict[str, None] = {}
+    for name in names:
+        part = name.split(".")
+        depth = next((one for one in range(1, len(part)) if ".".join(part[:one]) not in starts), len(part))
+        found[".".join(part[:depth]) + ".*" * (depth < len(part))] = None
+    return f"'{','.join(list(found)[:_LISTED])}'"
 
 
 def check_numbers_alike(found: Tensor, wanted: Tensor, name: str, source: str) -> None:
@@ -274,9 +511,16 @@ def _tensors(content: object, path: str = "", depth: int = 0, *, source: str) ->
                 yield from _tensors(value, f"{path}.{name}" if path else name, depth + 1, source=source)
 
 
-def _missing(tensors: Mapping[str, Tensor], needed: list[str], start: str, kind: str, source: str) -> str:
-    name = next(name for name in needed if start + name not in tensors)
+def _missing(
+    tensors: Mapping[str, Tensor], needed: list[str], closest: _Names | None, kind: str, source: str, *, proposing: bool
+) -> str:
+    missing = needed if closest is None else closest.missing
+    proposal = ""
+    if proposing and closest is not None and 2 * len(missing) < len(needed):
+        others = {closest.expected(name) for name in needed} - {*missing}
+        proposal = f", or leave them out with --ignore {_pattern(missing, others)}"
     return (
-        f"{source} does not hold {start + name!r} of {kind}; it holds {', '.join(map(repr, list(tensors)[:3]))}"
-        f"{'...' if len(tensors) > 3 else ''}; pass the class and the arguments that the network was built with."
+        f"{source} does not hold {_listed(missing)} of {kind}; it holds {', '.join(map(repr, list(tensors)[:3]))}"
+        f"{'...' if len(tensors) > 3 else ''}; pass the class and the arguments that the network was built with"
+        f"{proposal}."
     )

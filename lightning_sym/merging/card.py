@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from lightning_sym.merging.parameters import Setting
 from lightning_sym.merging.sources import Sources
 
 
@@ -18,15 +19,15 @@ def configuration_of(asked: Sources, align: str, out_dtype: str | None) -> str:
     """
     settings = asked.settings
     models = [
-        {"model": asked.found[place].given, "parameters": {name: own.given for name, own in each.items()}}
+        {"model": asked.found[place].given, "parameters": {name: _value(own) for name, own in each.items()}}
         for place, each in zip(asked.models, settings.per_model, strict=True)
     ]
     content: dict[str, Any] = {"merge_method": settings.method.name, "models": models}
     if asked.has_base:
         content["base_model"] = asked.found[0].given
-    content["parameters"] = {name: own.given for name, own in settings.shared.items()}
+    content["parameters"] = {name: _value(own) for name, own in settings.shared.items()}
     content |= {"align": align, "seed": settings.seed} | ({} if out_dtype is None else {"out_dtype": out_dtype})
-    return yaml.safe_dump(_without_defaults(content), sort_keys=False)
+    return yaml.safe_dump(_without_empty(content), sort_keys=False)
 
 
 def card_of(asked: Sources, reasons: Sequence[str], configuration: str, title: str) -> str:
@@ -66,14 +67,23 @@ def _state(place: int, reason: str) -> str:
     return "reference" if not place else f"unchanged: {reason}" if reason else "aligned to the reference"
 
 
-def _without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
+def _value(setting: Setting) -> Any:
+    """Return a setting as a configuration states it."""
+    values = [numbers[0] if len(numbers) == 1 else list(numbers) for _, numbers in setting.entries]
+    if [part for part, _ in setting.entries] == [None]:
+        return values[0]
+    parts = [{} if part is None else {"filter": part} for part, _ in setting.entries]
+    return [{**part, "value": value} for part, value in zip(parts, values, strict=True)]
+
+
+def _without_empty(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping without empty parts."""
     if not isinstance(content, Mapping):
         return content
     found = {}
     for name, value in content.items():
-        own = [_without_defaults(one) for one in value] if isinstance(value, list) else value
-        own = _without_defaults(own) if isinstance(own, Mapping) else own
+        own = [_without_empty(one) for one in value] if isinstance(value, list) else value
+        own = _without_empty(own) if isinstance(own, Mapping) else own
         if own not in ({}, None):
             found[name] = own
     return found

@@ -1,9 +1,10 @@
-"""A checkpoint with its network, and its files and folder."""
+"""Checkpoints: found, read with a network, and written with new weights."""
 
+import functools
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,129 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._documents import load_json
+from lightning_sym._text import unknown
+from lightning_sym.merging.folders import CONFIGURATION, WEIGHTS, configuration_in, configured_as, files_beside
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
-from lightning_sym.symmetry.files import Shards, named_for, write_moved, write_new
+from lightning_sym.models import Model, build_light, build_model, model_of_zoo
+from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
 from lightning_sym.symmetry.proof import all_finite
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
-from lightning_sym.weights import fit_weights, read_weights
+from lightning_sym.weights import match_weights, read_weights
+from lightning_sym.zoo import MANIFEST, ModelZoo
 
-# Files of a model that are not copied: weights in other files and formats, training states, descriptions of weights.
-_NOT_COPIED = (
-    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf"),
-    *("trainer_state.json", "readme.md", "*.tmp"),
-)
-# Settings of a configuration that are independent of the architecture.
-_NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures")
+_FLOATING = {str(dtype)[6:]: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+_ADAPTER = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The weights of one input.
+
+    Attributes:
+        given: Its name, as it was given; of a zoo the path of a member.
+        file: The file with the weights, or the index of several; of an adapter alone, the adapter's.
+        folder: The folder with config.json; None without one.
+        configuration: Content of that file.
+        adapter: Folder of an adapter of low rank, to add to the weights; None for none.
+    """
+
+    given: str
+    file: Path
+    folder: Path | None = None
+    configuration: Mapping[str, Any] | None = None
+    adapter: Path | None = None
+
+
+def find_checkpoints(path: str | Path) -> list[Found]:
+    """Find the weights that a path names.
+
+    Args:
+        path: A file; a folder with ``config.json`` and weights; a zoo; a folder with ``adapter_config.json``; or two
+            paths of a model and an adapter, ``MODEL+ADAPTER``.
+
+    Returns:
+        One input; of a zoo each member.
+
+    Raises:
+        ValueError: If there are no weights.
+    """
+    given, place = str(path), Path(path)
+    if place.name == CONFIGURATION and place.is_file():
+        place = place.parent
+    if place.is_file():
+        configuration = configuration_in(place.parent)
+        return [Found(given, place, place.parent if configuration else None, configuration)]
+    if place.is_dir():
+        return _in_folder(given, place)
+    for end in (number for number in reversed(range(len(given))) if given[number] == "+"):
+        model, adapter = Path(given[:end]), Path(given[end + 1 :])
+        if model.exists() and adapter.is_dir():
+            _adapter_weights(adapter)
+            found = find_checkpoints(model)
+            if len(found) != 1 or found[0].adapter is not None:
+                raise ValueError(f"{given} adds an adapter to {model}; expected one model before the +.")
+            return [Found(given, found[0].file, found[0].folder, found[0].configuration, adapter)]
+    raise ValueError(
+        f"There is no file or folder {given}; expected a checkpoint, the folder of a model, a zoo, or MODEL+ADAPTER. "
+        "Nothing is downloaded."
+    )
+
+
+def _in_folder(given: str, folder: Path) -> list[Found]:
+    configuration = configuration_in(folder)
+    if configuration and (weights := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)):
+        return [Found(given, weights, folder, configuration)]
+    if (folder / MANIFEST).exists() or any(folder.glob("member-*.safetensors")):
+        zoo = ModelZoo.open(folder)
+        return [Found(str(zoo.path / member.file), zoo.path / member.file) for member in zoo]
+    if (folder / _ADAPTER).is_file():
+        return [Found(given, _adapter_weights(folder), adapter=folder)]
+    inner = sorted(path.name for path in folder.iterdir() if path.is_dir() and configuration_in(path) is not None)
+    hint = f" It holds {', '.join(inner[:3])}: give one of them." if inner else ""
+    raise ValueError(
+        f"{given} is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model "
+        f"({CONFIGURATION} and {', '.join(WEIGHTS)}); expected one of them, or checkpoints.{hint}"
+    )
+
+
+def _adapter_weights(folder: Path) -> Path:
+    weights = next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if weights is None or not (folder / _ADAPTER).is_file():
+        raise ValueError(f"{folder} is no adapter; expected a folder with {_ADAPTER} and {_ADAPTER_WEIGHTS[0]}.")
+    return weights
+
+
+def model_of(found: Found, *, weights: bool = False) -> Model:
+    """Build the network of an input, from its configuration or its zoo.
+
+    Args:
+        found: The input.
+        weights: Whether it needs memory for (random) weights. Without, it has none where a checkpoint fills them all.
+
+    Raises:
+        ValueError: If nothing says what the network is, or it cannot be built.
+    """
+    if found.folder is not None and found.configuration is not None:
+        if "model_type" in found.configuration:
+            build = functools.partial(build_model, f"transformers:{found.folder}")
+        else:
+            build = functools.partial(build_model, *_of_timm(found.configuration))
+    elif found.adapter is None and (found.file.parent / MANIFEST).exists():
+        build = functools.partial(model_of_zoo, found.file.parent)
+    else:
+        what = (
+            "is an adapter, without its model: give MODEL+ADAPTER, or" if found.adapter else "does not say its network:"
+        )
+        raise ValueError(f"{found.given} {what} give --network.")
+    return build(meta=False) if weights else build_light(build)
+
+
+def _of_timm(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of a model of timm, from the configuration that it saves."""
+    entries = ("num_classes", "global_pool")
+    arguments = {key: configuration[key] for key in entries if configuration.get(key) is not None}
+    return f"timm:{configuration['architecture']}", {**arguments, **configuration.get("model_args", {})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +147,31 @@ class Checkpoint:
             single precision.
         shards: Layout on disk; None if the file is not safetensors.
         dtypes: The type of each floating tensor in the file, by the network's names.
+        stored: The tensors in the file, by their names there, mapped into memory where possible.
+        names: For each tensor in the file that the network has, the first name in the network.
+        extras: For each of the file's other tensors under the same prefix, its name without the prefix.
+        ignored: First names of the network's tensors that patterns leave out.
+        notes: Choices that were made.
     """
 
     file: Path
     network: nn.Module
     shards: Shards | None
     dtypes: Mapping[str, torch.dtype]
+    stored: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    extras: Mapping[str, str]
+    ignored: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def read(
-        cls, file: str | Path, network: nn.Module, prefix: str | None = None, copies: NetworkFiles | None = None
+        cls,
+        file: str | Path,
+        network: nn.Module,
+        prefix: str | None = None,
+        copies: NetworkFiles | None = None,
+        ignore: Sequence[str] = (),
     ) -> "Checkpoint":
         """Read a checkpoint into a copy of a network.
 
@@ -56,6 +182,8 @@ class Checkpoint:
             network: Network for the weights; may be without weights, on torch's meta device. Not changed.
             prefix: Prefix of the weights' names, where several prefixes fit.
             copies: Storage for converted tensors; None for memory.
+            ignore: Patterns of names, in the file or the network, of tensors that may be surplus or missing. A missing
+                one has the value of ``network``.
 
         Raises:
             FileNotFoundError: If there is no such file.
@@ -63,11 +191,19 @@ class Checkpoint:
             OSError: If there is no space for converted tensors.
         """
         file = Path(file)
-        shards = Shards(file) if file.suffix in (".json", ".safetensors") else None
+        shards = Shards(file) if _is_safetensors(file) else None
         tensors = read_weights(file, mapped=True) if shards is None else shards.read_all()
-        state = fit_weights(tensors, network, prefix=prefix, source=str(file))
+        fit = match_weights(tensors, network, prefix=prefix, source=str(file), ignore=ignore)
+        state = fit.tensors
+        if empty := next((name for name, tensor in state.items() if tensor.is_meta), None):
+            raise ValueError(
+                f"{file} does not hold {empty}, which is ignored, but the network needs a value of it to be run; give "
+                "the checkpoint that has it first."
+            )
         floating = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
         for name, tensor in floating.items():
+            if tensor.dtype not in _FLOATING.values():
+                raise ValueError(f"{file} holds {name} as {tensor.dtype}; expected numbers of 16 bits or more.")
             if not all_finite(tensor):
                 raise ValueError(f"{file} holds {name} with values that are not finite; expected finite weights.")
         exact = bool(floating) and all(tensor.dtype == torch.float64 for tensor in floating.values())
@@ -81,95 +217,156 @@ class Checkpoint:
         }
         others = ((name, own.to(types[name])) for name, own in held.items() if own.dtype != types[name])
         held |= (copies if copies is not None else NetworkFiles()).placed(others)
-        found = with_tensors(network, held).eval()
-        dtypes = {name: tensor.dtype for name, tensor in floating.items()}
-        return cls(file, found.double() if exact else found, shards, dtypes)
+        result = with_tensors(network, held).eval()
+        return cls(
+            file=file,
+            network=result.double() if exact else result,
+            shards=shards,
+            dtypes={name: tensor.dtype for name, tensor in floating.items()},
+            stored=tensors,
+            names={key: names[name] for key, name in fit.names.items()},
+            extras=fit.extras,
+            ignored=frozenset(names[name] for name in fit.ignored),
+            notes=fit.notes,
+        )
 
-    def write(self, network: nn.Module, out: str | Path) -> Path:
-        """Write another network's weights in this checkpoint's form: names, types, shards and metadata.
+    def write(
+        self,
+        tensors: Mapping[str, Tensor],
+        out: str | Path,
+        *,
+        out_dtype: str | torch.dtype | None = None,
+        readme: str | None = None,
+    ) -> Path:
+        """Write other weights in this checkpoint's form: names, types, shards and metadata.
 
-        Checkpoints other than safetensors become one safetensors file with the network's names. If ``out`` is a folder,
-        the other files of a transformers model (configuration, tokenizer) are copied.
+        Checkpoints other than safetensors become safetensors: with the network's names, or, in the folder of a model,
+        with their own. If ``out`` is a folder, the other files of the model (configuration, tokenizer) are copied.
+        A folder appears by one rename.
 
         Args:
-            network: Network of this checkpoint's architecture.
-            out: As :func:`merge_checkpoints` takes it.
+            tensors: New floating tensors by the network's first names. Each is read once, when it is written. Tensors
+                that are ignored or absent, and integers, are copied from this checkpoint.
+            out: A path that ends in ``.safetensors``, or else a new folder.
+            out_dtype: Another type for the tensors of the commonest type, such as ``"bfloat16"``, also stated in the
+                configuration.
+            readme: Text of a ``README.md`` in the folder; None for no such file.
 
         Returns:
             The written file or index.
 
         Raises:
-            ValueError: If a number exceeds the range of its type. No file remains.
+            ValueError: If a number exceeds the range of its type, or ``out`` does not suit. No file remains.
             OSError: If it cannot be written. No file remains.
         """
-        out = Path(out)
-        beside = [] if out.suffix == ".safetensors" else model_files(self.file)
-        tensors = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
-        names = first_names(network)
+        out, dtype = Path(out), _type_named(out_dtype)
+        planned = self._planned(tensors, dtype)
+        if out.suffix == ".safetensors":
+            if len(planned) > 1:
+                raise ValueError(f"out is the file {out}, and the checkpoint has several; expected a folder.")
+            for file, own in planned.items():
+                write_single(out, own, self._metadata(file))
+            return out
+        with new_folder(out) as scratch:
+            write_files(scratch, planned, {file: self._metadata(file) for file in planned})
+            written = self._write_index(scratch, planned) or next(iter(planned))
+            for name, path in files_beside(self.file.parent).items():
+                target = scratch / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if name == CONFIGURATION and dtype is not None:
+                    target.write_text(configured_as(path.read_text(encoding="utf-8"), dtype), encoding="utf-8")
+                else:
+                    shutil.copyfile(path, target)
+            if readme is not None:
+                (scratch / "README.md").write_text(readme, encoding="utf-8")
+        return out / written
+
+    def _planned(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, dict[str, Planned]]:
+        """Return what to write, by file and by name in the file."""
+        rows = list(self._rows())
+        counts: dict[torch.dtype, int] = {}
+        for _, _, _, tensor in rows:
+            if tensor.is_floating_point():
+                counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+        commonest = max(counts, key=lambda one: counts[one], default=None)
+        planned: dict[str, dict[str, Planned]] = {}
+        for file, key, name, tensor in rows:
+            moved = name in tensors and name not in self.ignored and tensor.is_floating_point()
+            planned.setdefault(file, {})[key] = Planned(
+                shape=tuple(tensor.shape),
+                dtype=dtype if dtype is not None and tensor.dtype == commonest else tensor.dtype,
+                read=functools.partial(tensors.__getitem__, name) if moved else functools.partial(_same, tensor),
+                shared=name if moved else None,
+            )
+        return planned
+
+    def _rows(self) -> Iterator[tuple[str, str, str, Tensor]]:
+        """Yield file and name there, the network's first name or "", and the old tensor of everything to write."""
+        if self.shards is not None:
+            for key, stored in self.shards.tensors.items():
+                yield stored.file.name, key, self.names.get(key, ""), self.stored[key]
+            return
+        files = self._files_of_pickles()
+        if configuration_in(self.file.parent) is not None:
+            first = {name: key for key, name in reversed(self.names.items())}  # ties are written once
+            first |= {name: key for key, name in self.names.items() if f".{name}".endswith(f".{key}")}
+            for key, tensor in self.stored.items():
+                name = self.names.get(key, "")
+                if name and first[name] == key:
+                    yield files[key], key if f".{name}".endswith(f".{key}") else name, name, tensor
+                elif key in self.extras:
+                    yield files[key], self.extras[key], "", tensor
+            return
+        (file,) = set(files.values())
+        keys = {name: key for key, name in reversed(self.names.items())}
+        own, names = state_tensors(self.network), first_names(self.network)
+        for name in self.network.state_dict():
+            if names.get(name) == name:
+                old = self.stored[keys[name]] if name in keys else own[name].to(self.dtypes.get(name, own[name].dtype))
+                yield file, name, name, old
+        for key, name in self.extras.items():
+            yield file, name, "", self.stored[key]
+
+    def _files_of_pickles(self) -> dict[str, str]:
+        """Return the file of safetensors for each tensor of a pickle, or of several."""
+        if self.file.suffix != ".json":
+            return dict.fromkeys(self.stored, "model.safetensors")
+        placed = load_json(self.file.read_text(encoding="utf-8"))["weight_map"]
+        return {key: f"{Path(file).stem.replace('pytorch_model', 'model')}.safetensors" for key, file in placed.items()}
+
+    def _metadata(self, file: str) -> dict[str, str]:
+        """Return the metadata in the header of a file."""
         if self.shards is None:
-            held = {name: tensors[name] for name in network.state_dict() if names.get(name) == name}
-            types = {name: self.dtypes.get(name, tensor.dtype) for name, tensor in held.items()}
-            return _write_into_folder(held, types, out, beside) if beside else write_new(held, types, out)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        needed = [name for name, _ in network.named_parameters()]
-        named = named_for(self.shards, shapes, names, needed, ())
+            return {}
+        header = next((path for path in self.shards.files if path.name == file), self.shards.files[0])
+        return self.shards.metadata(header)
 
-        def moved(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-            for name in weights:
-                if name in moving:
-                    yield name, tensors[name]
-
-        moving = {name for name in named.values() if tensors[name].is_floating_point()}
-        return write_moved(self.shards, named, moved, moving, out, beside)
-
-
-def _configuration_of(file: Path) -> dict[str, Any] | None:
-    """Return the transformers configuration in a checkpoint's folder; None if there is none."""
-    try:
-        content = load_json((file.parent / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and "model_type" in content else None
+    def _write_index(self, folder: Path, planned: Mapping[str, Mapping[str, Planned]]) -> str | None:
+        """Write the index of several files, and return its name; None for one file."""
+        if self.file.suffix != ".json":
+            return None
+        content = load_json(self.file.read_text(encoding="utf-8"))
+        total = sum(own.size for tensors in planned.values() for own in tensors.values())
+        content["metadata"] = {**(content.get("metadata") or {}), "total_size": total}
+        content["weight_map"] = {key: file for file, tensors in planned.items() for key in sorted(tensors)}
+        name = self.file.name.replace("pytorch_model.bin", "model.safetensors")
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return name
 
 
-def model_files(file: Path) -> list[Path]:
-    """Return the files of a transformers model in its checkpoint's folder, without weights."""
-    if _configuration_of(file) is None:
-        return []
-    files = (path for path in sorted(file.parent.iterdir()) if path.is_file() and not path.name.startswith("."))
-    return [path for path in files if not any(fnmatch(path.name.lower(), own) for own in _NOT_COPIED)]
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
-def _write_into_folder(
-    tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path, model_files: Sequence[Path]
-) -> Path:
-    """Write tensors and copies of other files into a folder, completely or not at all."""
-    there = out.exists()
-    try:
-        found = write_new(tensors, types, out / "model.safetensors")
-        for path in model_files:
-            shutil.copyfile(path, out / path.name)
-    except BaseException:
-        for name in ("model.safetensors", *(path.name for path in model_files)):
-            (out / name).unlink(missing_ok=True)
-        if not there and out.exists():
-            out.rmdir()
-        raise
+def _is_safetensors(file: Path) -> bool:
+    """Return whether a file is safetensors, or an index, but for one of pickles."""
+    return file.suffix == ".safetensors" or (file.suffix == ".json" and not file.name.endswith(".bin.index.json"))
+
+
+def _type_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = _FLOATING.get(dtype.removeprefix("torch."))
+    if found is None:
+        raise ValueError(unknown("out_dtype", dtype, _FLOATING))
     return found
-
-
-def check_configurations(files: Sequence[Path]) -> None:
-    """Check that the transformers configurations in the checkpoints' folders agree."""
-    found: list[tuple[Path, dict[str, Any]]] = []
-    for path in dict.fromkeys(file.parent / "config.json" for file in files):
-        content = _configuration_of(path)
-        if content is not None:
-            found.append((path, {key: value for key, value in content.items() if key not in _NOT_ARCHITECTURE}))
-    for path, content in found[1:]:
-        first, own = found[0]
-        for key in sorted(own.keys() | content.keys()):
-            if own.get(key) != content.get(key):
-                raise ValueError(
-                    f"{path} states {key}: {content.get(key)!r}, but {first} {own.get(key)!r}; expected checkpoints "
-                    "of one configuration."
-                )

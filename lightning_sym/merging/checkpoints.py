@@ -155,6 +155,7 @@ def merge_checkpoints(
         network, inputs = model.network, example_of(model) if inputs is None else inputs
     if recalibrate and not batch_norms(network):
         raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
+    differing = check_configurations([written.file, *(one.file for one in asked.found)])
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
     checkpoints, notes = _read_all(asked, network, prefix, copies, ignore)
     networks = [own.network for own in checkpoints]
@@ -177,7 +178,7 @@ def merge_checkpoints(
         equal = tuple(
             _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
         )
-    notes = (*_reasons(asked, aligned), *notes, *_notes(symmetry, network, data, recalibrate or align_only))
+    notes = (*_reasons(asked, aligned), *differing, *notes, *_notes(symmetry, network, data, recalibrate or align_only))
     merged = asked.merged(aligned.networks)
     tensors: Mapping[str, Tensor] = state_tensors(aligned.networks[1]) if align_only else merged
     losses, barriers = None, None
@@ -216,9 +217,11 @@ def merge_checkpoints(
         barriers=barriers,
         notes=(*_equality_notes(asked.names, [after for _, after in equal]), *notes),
     )
-    readme = card_of(found, asked, description)
-    place = checkpoints[1 if align_only else 0].write(tensors, out, out_dtype=out_dtype, readme=readme)
-    return replace(found, out=place)
+    card = card_of(asked, aligned.reasons, description or configuration_of(asked, align, out_dtype), Path(out).name)
+    place = checkpoints[1 if align_only else 0].write(
+        tensors, out, out_dtype=out_dtype, readme=None if align_only else card
+    )
+    return replace(found, out=place, notes=(*found.notes, *merged.tally.notes))
 
 
 # ---- inputs

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import math
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -68,7 +70,7 @@ class Shards:
         self.index = path if path.name.endswith(".json") else None
         if not path.is_file():
             raise ValueError(f"There is no file {path}; expected a checkpoint in safetensors, or the index of several.")
-        placed = {} if self.index is None else _read_index(path)
+        placed = {} if self.index is None else read_index(path)
         self.files = [path] if self.index is None else sorted({path.parent / file for file in placed.values()})
         self.tensors: dict[str, Stored] = {}
         for file in self.files:
@@ -86,6 +88,11 @@ class Shards:
             tensor: Tensor = file.get_tensor(stored.key)
         return tensor
 
+    def metadata(self, file: Path) -> dict[str, str]:
+        """Return the metadata in the header of one of the files."""
+        with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
+            return dict(opened.metadata() or {})
+
     def read_all(self) -> dict[str, Tensor]:
         """Return all tensors, by name, as memory maps of the files."""
         found: dict[str, Tensor] = {}
@@ -96,8 +103,12 @@ class Shards:
         return found
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """Read the file name of each tensor from an index."""
+def read_index(path: Path) -> dict[str, str]:
+    """Read the file name of each tensor from an index.
+
+    Raises:
+        ValueError: If it is no index, or a file is missing or outside its folder.
+    """
     try:
         content = load_json(path.read_text(encoding="utf-8"))
     except ValueError:  # neither text nor JSON
@@ -227,7 +238,6 @@ def write_moved(
     moved: Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]],
     moving: Container[str],
     out: str | Path,
-    beside: Sequence[Path] = (),
 ) -> Path:
     """Write a checkpoint with new numbers; names, order, dtypes, shards and metadata stay the same.
 
@@ -237,7 +247,6 @@ def write_moved(
         moved: Yields the transformed tensors, in the given order.
         moving: Names of the tensors to transform.
         out: A folder, or, for a single file, the new file.
-        beside: Other files to copy into the folder.
 
     Returns:
         The path of the new index, or of the single file.
@@ -251,7 +260,7 @@ def write_moved(
     if to_file and shards.index is not None:
         raise ValueError(f"out is the file {out}, and the checkpoint has several; expected a folder.")
     folder = out.parent if to_file else out
-    targets = {file: out if to_file else folder / file.name for file in (*shards.files, *beside)}
+    targets = {file: out if to_file else folder / file.name for file in shards.files}
     index = None if shards.index is None else folder / shards.index.name
     if there := next((path for path in (*targets.values(), index) if path is not None and path.exists()), None):
         raise ValueError(f"{there} is there already; expected a folder without it.")
@@ -282,8 +291,8 @@ def write_moved(
                     else:
                         _write(new, _next(results, name, stored, shards))
                         written[name] = (scratch / file.name, begin)
-        for other in (*beside, *([shards.index] if shards.index is not None else [])):
-            shutil.copyfile(other, scratch / other.name)
+        if shards.index is not None:
+            shutil.copyfile(shards.index, scratch / shards.index.name)
         if at_once:
             scratch.rename(folder)
         else:
@@ -303,43 +312,134 @@ def write_moved(
     return index if index is not None else targets[shards.files[0]]
 
 
-def write_new(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path) -> Path:
-    """Write tensors into a new safetensors file, one after the other.
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to write.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type in the file.
+        read: Computes it, in any floating type if the file's is floating.
+        shared: A name that tensors with the same numbers have in common: only the first is computed. None for none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    shared: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder for files; it becomes ``out`` by one rename, or vanishes after an error.
 
     Args:
-        tensors: The tensors by name.
-        types: The dtype of each in the file.
-        out: The file.
-
-    Returns:
-        The file.
+        out: A path without a file or folder, or with an empty folder.
 
     Raises:
-        ValueError: If a number does not fit its dtype, or the format has no such dtype. No file remains.
+        ValueError: If there is a file, or a folder with files.
         OSError: If it cannot be written. No file remains.
     """
-    if name := next((name for name, dtype in types.items() if dtype not in _TYPES), None):
-        raise ValueError(f"{name} is of type {types[name]}, which files of safetensors do not hold.")
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    order, end = sorted(tensors, key=lambda name: -types[name].itemsize), 0  # so that each begins where its type may
-    for name in order:
-        begin, end = end, end + tensors[name].numel() * types[name].itemsize
-        header[name] = {"dtype": _TYPES[types[name]], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-
-    def write(file: BinaryIO) -> None:
-        file.write(len(head).to_bytes(8, "little") + head)
-        for name in order:
-            _write(file, _fitting(tensors[name].cpu(), types[name], name))
-
-    made = [path for path in out.parents if not path.exists()]
+    if out.exists() and not (out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
+        raise ValueError(f"{out} is there already; expected a new or an empty folder.")
+    # An own file system cannot be replaced by a rename.
+    inside = out.exists() and (out.is_mount() or any(out.iterdir()))
+    base = out if inside else out.absolute().parent
+    made = [path for path in (base, *base.parents) if not path.exists()]
+    scratch = base / f".{out.name}.{secrets.token_hex(8)}.tmp"
     try:
-        write_atomically(out, write)
+        scratch.mkdir(parents=True)
+        yield scratch
+        if inside:
+            for path in sorted(scratch.iterdir(), key=lambda one: (one.name == "config.json", one.name)):
+                path.rename(out / path.name)  # the configuration last, as readers open it first
+            scratch.rmdir()
+        else:
+            if out.exists():
+                out.rmdir()
+            scratch.rename(out)
+    except BaseException as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        _remove(made)
+        if isinstance(error, OSError):
+            raise not_written(out, error) from error
+        raise
+
+
+def write_files(
+    folder: Path, files: Mapping[str, Mapping[str, Planned]], metadata: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Write tensors into files of safetensors, each tensor computed once, one after the other.
+
+    Args:
+        folder: The folder.
+        files: The tensors of each file, by name.
+        metadata: Entries of each file's header beside the tensors.
+
+    Raises:
+        ValueError: If a number does not fit its dtype, or the format has no such dtype.
+        OSError: If they cannot be written.
+    """
+    places: dict[str, tuple[Path, int, torch.dtype]] = {}
+    for file, tensors in files.items():
+        with (folder / file).open("xb") as opened:
+            _write_file(opened, tensors, metadata.get(file, {}), places)
+            opened.flush()
+            os.fsync(opened.fileno())
+
+
+def write_single(out: Path, tensors: Mapping[str, Planned], metadata: Mapping[str, str]) -> None:
+    """Write tensors into a new file of safetensors, completely or not at all; as :func:`write_files` does."""
+    made = [path for path in out.absolute().parents if not path.exists()]
+    try:
+        write_atomically(out, lambda file: _write_file(file, tensors, metadata, {}))
     except BaseException:
         _remove(made)
         raise
-    return out
+
+
+def _write_file(
+    file: BinaryIO,
+    tensors: Mapping[str, Planned],
+    metadata: Mapping[str, str],
+    places: dict[str, tuple[Path, int, torch.dtype]],
+) -> None:
+    """Write one file; ``places`` holds file, offset and type of the first tensors with shared names, and grows."""
+    if name := next((name for name, own in tensors.items() if own.dtype not in _TYPES), None):
+        raise ValueError(f"{name} is of type {tensors[name].dtype}, which files of safetensors do not hold.")
+    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
+    order, end = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize), 0  # so that each begins at its type
+    for name in order:
+        begin, end = end, end + tensors[name].size
+        header[name] = {
+            "dtype": _TYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    file.write(len(head).to_bytes(8, "little") + head)
+    for name in order:
+        own = tensors[name]
+        if own.shared in places:
+            file.flush()
+            twin, begin, dtype = places[own.shared]
+            with twin.open("rb") as opened:
+                opened.seek(begin)
+                content = bytearray(opened.read(math.prod(own.shape) * dtype.itemsize))
+            tensor = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        else:
+            tensor = own.read().detach().cpu()
+            if own.shared is not None:
+                places[own.shared] = Path(file.name), 8 + len(head) + header[name]["data_offsets"][0], own.dtype
+        if tensor.numel() != math.prod(own.shape):
+            raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(own.shape)}.")
+        _write(file, _fitting(tensor, own.dtype, name))
 
 
 def _remove(folders: Iterable[Path]) -> None:
@@ -360,7 +460,10 @@ def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Convert a tensor to another dtype; its numbers must stay finite."""
     tensor = tensor.to(dtype)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales.")
+        raise ValueError(
+            f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales, or a type of "
+            "larger range."
+        )
     return tensor
 
 

@@ -35,6 +35,7 @@ from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
 from lightning_sym.symmetry import Symmetry, trace_symmetry, without_weights
 from lightning_sym.symmetry import files as symmetry_files
 from lightning_sym.symmetry.proof import double_copies
+from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import ModelZoo
 
 pytestmark = pytest.mark.long
@@ -320,7 +321,8 @@ def test_all_but_matching_needs_the_memory_of_a_few_tensors() -> None:
         with double_copies(copies.placed):
             symmetry = trace_symmetry(one.network, torch.randn(2, 512))
         mean = copies.copy(one.network, mean_tensors([one.network, two.network]))
-        one.write(symmetry.act(symmetry.sample(), mean, inplace=True, check=False), Path("m.safetensors"))
+        moved = symmetry.act(symmetry.sample(), mean, inplace=True, check=False)
+        one.write(state_tensors(moved), Path("m.safetensors"))
 
     symmetry_of_perceptron()  # what tracing imports is no part of it
     # Three networks, two of them in double precision for a while, and what the tracing keeps.

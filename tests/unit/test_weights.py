@@ -116,19 +116,50 @@ class Touch:
         return (Path("harm").touch, ())
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, np.int64, np.uint8, np.bool_])
+@pytest.mark.parametrize("new", [True, False])
+def test_scalars_of_numpy_beside_a_state_dict_are_read(kind, new):
+    network = Plain()
+    torch.save(
+        {"state_dict": network.state_dict(), "best": kind(1), "all": [kind(0)]},
+        "numpy.pt",
+        _use_new_zipfile_serialization=new,
+    )
+    found = fit_weights(read_weights("numpy.pt"), network)
+    assert all(torch.equal(found[name], tensor) for name, tensor in network.state_dict().items())
+
+
+def test_scalars_of_numpy_run_nothing():
+    import numpy._core.multiarray as multiarray
+
+    class Scalar:
+        def __init__(self, dtype, data):
+            self.parts = dtype, data
+
+        def __reduce__(self):
+            return multiarray.scalar, self.parts
+
+    for number, (dtype, data) in enumerate(
+        ((np.dtype(object), Touch()), (np.dtype("f4"), b"1"), (np.dtype("V8"), b""))
+    ):
+        torch.save({"state_dict": Plain().state_dict(), "best": Scalar(dtype, data)}, f"{number}.pt")
+        assert_refused(read_weights, f"{number}.pt", says="and is not opened")
+    assert not Path("harm").exists()
+
+
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
         ("absent.pt", "There is no file"),
-        ("whole.pt", "holds more than tensors and plain values"),
+        ("whole.pt", "is a whole module (my_networks.Plain), and is not opened, because that could run code"),
         ("harm.pt", "holds more than tensors and plain values"),
         ("words.pt", "is damaged or truncated, or no file of torch.save"),
         ("half.pt", "is damaged or truncated, or no file of torch.save"),
         ("half_of_old.pt", "is damaged or truncated, or no file of torch.save"),
         ("words.safetensors", "is damaged, or no safetensors file"),
         ("list.pt", "holds no tensors by name"),
-        ({"hidden.weight": torch.zeros(4, 64)}, "does not hold 'hidden.bias' of Plain; it holds 'hidden.weight'"),
-        ({"other": torch.zeros(2)}, "does not hold 'hidden.weight' of Plain"),
+        ({"hidden.weight": torch.zeros(4, 64)}, "does not hold 'hidden.bias', 'norm.weight', "),
+        ({"other": torch.zeros(2)}, "does not hold 'hidden.weight', 'hidden.bias', 'norm.weight'"),
         (Plain(5).state_dict(), ("of shape [5, 64], but Plain has it of shape [4, 64]", "pass the arguments")),
         (Plain().state_dict() | {"extra": torch.zeros(2)}, "holds 'extra', which Plain has not"),
         ({"a": Plain().state_dict(), "b": Plain().state_dict()}, "several prefixes ('a.', 'b.'); choose one"),
@@ -138,9 +169,10 @@ class Touch:
         (Plain().state_dict() | {"norm.running_mean": torch.ones(4).bool()}, "'norm.running_mean' as torch.bool"),
         (Plain().state_dict() | {"hidden.bias": torch.ones(4, device="meta")}, "without its numbers"),
         ("sparse.pt", "as a tensor that is torch.sparse_coo; save hidden.weight.to_dense() instead"),
-        ("script.pt", "holds a program of TorchScript (torch.jit.save), and is not opened"),
+        ("script.pt", "is TorchScript: save module.state_dict() in a trusted environment, and pass that file."),
         ("itself.pt", "holds dictionaries in dictionaries, 32 deep or without end"),
-        ("numpy.pt", ("holds numbers of numpy (numpy", "save them as float(x)")),
+        ("numpy.pt", ("holds arrays of numpy (numpy", "save them as torch.as_tensor(x)")),
+        ("objects.pt", ("holds arrays of numpy (numpy", "save them as torch.as_tensor(x)")),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_anything_is_written(weights, says):
@@ -148,7 +180,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(weights, says):
     Path("harm.pt").write_bytes(pickle.dumps({"a": Touch()}))
     torch.save([torch.zeros(2)], "list.pt")
     torch.save(Plain().state_dict() | {"hidden.weight": torch.eye(4, 64).to_sparse()}, "sparse.pt")
-    torch.save({"state_dict": Plain().state_dict(), "best": np.float32(0.5)}, "numpy.pt")
+    torch.save({"state_dict": Plain().state_dict(), "best": np.ones(2)}, "numpy.pt")
+    torch.save({"state_dict": Plain().state_dict(), "best": np.array([Touch()], dtype=object)}, "objects.pt")
     itself = Plain().state_dict()
     itself["itself"] = itself
     torch.save(itself, "itself.pt")

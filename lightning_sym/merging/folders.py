@@ -1,0 +1,154 @@
+"""Folders of models: configuration, weights, and the files beside them."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_sym._documents import load_json
+from lightning_sym.models import with_defaults
+
+# Files with the weights of a model, in the search order of from_pretrained.
+WEIGHTS = (*("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),)
+CONFIGURATION = "config.json"
+# Files of a model that are not copied: weights in other files and formats, descriptions of weights, training states.
+_NOT_COPIED = (
+    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ot"),
+    *("*.onnx", "*.onnx_data", "*.tflite", "*.npz", "*.pkl", "*.distcp", "adapter_config.json", "readme.md", "*.tmp"),
+    *("trainer_state.json", "optimizer*", "scheduler*", "rng_state*", "events.out.tfevents*", "zero_to_fp32.py"),
+)
+_FOLDERS_NOT_COPIED = ("checkpoint-*", "global_step*", "runs", "onnx", "openvino", "original", "__pycache__")
+# Settings of a configuration that are independent of the architecture.
+_NOT_ARCHITECTURE = (
+    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "problem_type", "finetuning_task"),
+    *("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "gradient_checkpointing", "_attn_implementation_autoset"),
+    *("unsloth_version", "id2label", "label2id", "pretrained_cfg"),
+)
+
+
+def configuration_in(folder: Path) -> dict[str, Any] | None:
+    """Return the configuration of the model in a folder; None if there is none."""
+    try:
+        content = load_json((folder / CONFIGURATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    known = isinstance(content, dict) and ("model_type" in content or "architecture" in content)  # transformers, timm
+    return content if known else None
+
+
+def files_beside(folder: Path) -> dict[str, Path]:
+    """Return the files of a model in its folder, without weights, by their names relative to the folder."""
+    return {} if configuration_in(folder) is None else dict(_copied(folder))
+
+
+def _copied(folder: Path, start: str = "") -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.iterdir()):
+        name = path.name.lower()
+        if name.startswith("."):
+            continue
+        if path.is_dir():
+            if not path.is_symlink() and not any(fnmatch(name, own) for own in _FOLDERS_NOT_COPIED):
+                yield from _copied(path, f"{start}{path.name}/")
+        elif path.is_file() and not any(fnmatch(name, own) for own in _NOT_COPIED):
+            yield start + path.name, path
+
+
+def configured_as(content: str, dtype: torch.dtype) -> str:
+    """Return the text of a configuration with another type of the weights."""
+    name = str(dtype).removeprefix("torch.")
+
+    def changed(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {
+            key: name if key in ("torch_dtype", "dtype") and isinstance(entry, str) else changed(entry)
+            for key, entry in part.items()
+        }
+
+    return json.dumps(changed(load_json(content)), indent=2, ensure_ascii=False) + "\n"
+
+
+def check_configurations(files: Sequence[Path]) -> tuple[str, ...]:
+    """Check that the configurations in the checkpoints' folders are of one architecture.
+
+    Args:
+        files: The checkpoints, the reference first.
+
+    Returns:
+        Notes on differing chat templates, tokenizers and names of labels.
+
+    Raises:
+        ValueError: If the configurations differ in vocabulary or architecture.
+    """
+    folders = [folder for folder in dict.fromkeys(file.parent for file in files) if configuration_in(folder)]
+    notes: list[str] = []
+    for folder in folders[1:]:
+        _check_architecture(folders[0], folder)
+        for what, read in _COMPARED:
+            if (theirs := read(folder)) is not None and theirs != read(folders[0]):
+                notes.append(f"the {what} of {folder} and {folders[0]} differ: those of {folders[0]} are taken")
+    return tuple(notes)
+
+
+def _check_architecture(first: Path, other: Path) -> None:
+    contents = [configuration_in(folder) or {} for folder in (first, other)]
+
+    def differing() -> list[str]:
+        keys = sorted(contents[0].keys() | contents[1].keys())
+        return [key for key in keys if key not in _NOT_ARCHITECTURE and contents[0].get(key) != contents[1].get(key)]
+
+    if differing():  # versions of transformers write other sets of entries
+        contents = [with_defaults(content) for content in contents]
+    for key in differing():
+        ours, theirs = contents[0].get(key), contents[1].get(key)
+        if key == "vocab_size":
+            raise ValueError(
+                f"{other} has a vocabulary of {theirs} and {first} one of {ours}; give both one size first, with "
+                f"resize_token_embeddings({min(ours, theirs)}) and save_pretrained of transformers."
+            )
+        raise ValueError(
+            f"{other / CONFIGURATION} states {key}: {theirs!r}, but {first / CONFIGURATION} {ours!r}; expected "
+            "checkpoints of one configuration."
+        )
+
+
+def _json_in(folder: Path, name: str) -> Any:
+    try:
+        content = load_json((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _chat_template(folder: Path) -> Any:
+    """Return the chat template of a folder, where older and newer versions of transformers have it."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return _json_in(folder, "tokenizer_config.json").get("chat_template") or _json_in(
+            folder, "chat_template.json"
+        ).get("chat_template")
+
+
+def _labels(folder: Path) -> Any:
+    return _json_in(folder, CONFIGURATION).get("id2label")
+
+
+def _tokens(folder: Path) -> Any:
+    """Return the number of each token."""
+    content = _json_in(folder, "tokenizer.json")
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return None if vocabulary is None else (vocabulary, [(one.get("id"), one.get("content")) for one in added or ()])
+
+
+_COMPARED: tuple[tuple[str, Callable[[Path], Any]], ...] = (
+    ("chat templates", _chat_template),
+    ("tokens", _tokens),
+    ("names of the labels", _labels),
+)
