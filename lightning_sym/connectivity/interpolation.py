@@ -19,6 +19,7 @@ from lightning_sym.networks.modes import evaluating
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+PART = 1 << 18  # numbers of a tensor that are converted at a time
 
 
 def interpolate(a: nn.Module, b: nn.Module, t: float) -> nn.Module:
@@ -107,14 +108,44 @@ def mean_tensors(networks: Sequence[nn.Module], weights: Sequence[float] | None 
         check_same_structure(networks[0], network)
     first, *others = [_floating(network) for network in networks]
 
-    def mean_of(name: str, target: Tensor) -> Tensor:
-        dtype = torch.promote_types(target.dtype, wide(target.device))
-        mean = torch.zeros_like(target, dtype=dtype)
-        for weight, tensors in zip(given, (first, *others), strict=True):
-            mean.add_(tensors[name].to(target.device, dtype), alpha=weight / total)
-        return mean.to(target.dtype)
+    shares = [weight / total for weight in given]
+    return (
+        (name, weighted_sum([target, *(tensors[name] for tensors in others)], shares)) for name, target in first.items()
+    )
 
-    return ((name, mean_of(name, target)) for name, target in first.items())
+
+def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weighted sum of tensors, accumulated in double precision and rounded once.
+
+    Args:
+        tensors: At least one, floating or complex, of one shape; moved to the device of the first.
+        coefficients: One number for each, unitless.
+        dtype: Dtype of the result; None for that of the first tensor.
+
+    Returns:
+        Shape of each tensor. Beyond the result, memory for :data:`PART` numbers is used.
+    """
+    first = tensors[0]
+    result = torch.empty(first.shape, dtype=dtype or first.dtype, device=first.device)
+    exact = torch.promote_types(result.dtype, wide(first.device))
+    flat, into = [tensor.detach().reshape(-1) for tensor in tensors], result.view(-1)
+    for part in parts(first.numel()):
+        total = torch.zeros_like(into[part], dtype=exact)
+        for coefficient, tensor in zip(coefficients, flat, strict=True):
+            total.add_(tensor[part].to(first.device, exact), alpha=coefficient)
+        into[part] = total
+    return result
+
+
+def parts(numbers: int, unit: int = 1) -> Iterator[slice]:
+    """Yield slices of a flat tensor, each of about :data:`PART` numbers, so that temporary copies stay small.
+
+    Args:
+        numbers: Size of the tensor.
+        unit: Numbers that stay together; every slice has a multiple of them.
+    """
+    step = max(1, unit, PART // max(1, unit) * unit)
+    return (slice(start, min(start + step, numbers)) for start in range(0, numbers, step))
 
 
 @dataclass(frozen=True, eq=False)
