@@ -6,23 +6,30 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_sym.connectivity.interpolation import Barrier, Loss, mean_tensors
-from lightning_sym.merging.alignment import merge
-from lightning_sym.merging.checkpoint import Checkpoint, check_configurations, model_files
+from lightning_sym._text import nearest
+from lightning_sym.connectivity.interpolation import Barrier, Loss
+from lightning_sym.merging.adapters import Adapter, with_adapter
+from lightning_sym.merging.alignment import Alignment, align as aligned_networks
+from lightning_sym.merging.card import card_of, configuration_of
+from lightning_sym.merging.checkpoint import Checkpoint, Found, model_of
 from lightning_sym.merging.equality import Equality, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
-from lightning_sym.merging.network_files import NetworkFiles
+from lightning_sym.merging.folders import check_configurations
+from lightning_sym.merging.methods import Tally
+from lightning_sym.merging.network_files import NetworkFiles, with_tensors
+from lightning_sym.merging.parameters import MergeSettings
+from lightning_sym.merging.sources import Sources
+from lightning_sym.models import example_of
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.files import is_temporary
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.matching.activations import activation_matching
-from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import state_tensors
 
 WAYS = ("auto", "weights", "activations", "none")
 # Matches are found from weights; inverting their matrices loses far less precision than this.
@@ -163,16 +170,17 @@ def merge_checkpoints(
     example = _call(inputs, dtype)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
-        symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, check=False, **example.keywords)
-        aligned = alignment.align(
+        symmetry = trace_symmetry(
+            networks[0], *example.positional, output=example.output, check=False, **example.keywords
+        )
+        aligned = aligned_networks(
             symmetry,
             networks,
             how="weights" if align_only and align == "auto" else align,
             batches=statistics,
             seed=seed,
             copies=copies,
-            rounds=not (asked.has_base or align_only),
-            progress=progress,
+            max_rounds=1 if asked.has_base or align_only else 20,
         )
         largest = _check_unchanged(symmetry, aligned, networks)
         equal = tuple(
@@ -194,7 +202,7 @@ def merge_checkpoints(
         barriers = evaluated.barriers(networks, aligned.networks)
         notes += warnings_of(losses, barriers, align, align_only)
         if not align_only and aligned.moved and losses[PLAIN][0] < losses[ALIGNED][0]:
-            aligned, merged = aligned.undone(networks), asked.merged(networks)
+            aligned, merged = _undone(symmetry, aligned, networks), asked.merged(networks)
             if recalibrate and statistics is not None:
                 recalibrate_batch_norm(plain, statistics)
             tensors = state_tensors(plain)
@@ -322,6 +330,13 @@ def _check_unchanged(symmetry: Symmetry, aligned: Alignment, networks: Sequence[
             "was written; please report the architecture."
         )
     return largest
+
+
+def _undone(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module]) -> Alignment:
+    """Return the alignment that leaves all networks as they are."""
+    elements = tuple(symmetry.identity() for _ in networks)
+    reasons = tuple(reason or "was not aligned, as the loss is lower" * bool(n) for n, reason in enumerate(aligned.reasons))
+    return replace(aligned, elements=elements, networks=tuple(networks), reasons=reasons)
 
 
 def _reasons(asked: Sources, aligned: Alignment) -> list[str]:
