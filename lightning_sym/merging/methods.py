@@ -306,7 +306,8 @@ def _with_task_vectors(method: MergeMethod, group: _Group) -> Tensor:
     sparsify, base, densities = method.sparsify, group.base, group.each.get("density", ())
     assert base is not None
     masks = [sparsify(group, model) if sparsify and own < 1 else None for model, own in enumerate(densities)]
-    device, exact = base.device, wide(base.device)
+    device = group.tensors[0].device
+    exact = wide(device)
     weights = torch.tensor(group.each["weight"], dtype=exact, device=device)[:, None]
     if group.shared["normalize"] and not method.elect:
         weights = torch.tensor(group.shares(), dtype=exact, device=device)[:, None]
@@ -327,139 +328,126 @@ def _with_task_vectors(method: MergeMethod, group: _Group) -> Tensor:
             if group.shared["normalize"]:
                 divisor = (weights * agree).sum(0)
                 vectors /= torch.where(divisor == 0, 1.0, divisor)
-        result[part] = base[part].to(exact) + scaling * vectors.sum(0)
+        result[part] = base[part].to(device, exact) + scaling * vectors.sum(0)
     return result
 
 
 # The table.
 
-_WEIGHT = {"weight": 1.0}
+_DEFAULTS = {"weight": 1.0, "density": 1.0, "gamma": 0.01, "epsilon": 0.15, "scale": 1.0, "lambda": 1.0}
+
+
+def _own(*names: str) -> dict[str, float]:
+    return {name: _DEFAULTS[name] for name in names}
 
 
 def _task(
     name: str,
     summary: str,
     source: str,
-    sparsify: Callable[[_Group, int], tuple[Tensor, float]] | None,
+    sparsify: Callable[[_Group, int], tuple[Tensor, float]] | None = None,
+    more: Sequence[str] = (),
     *,
     elect: bool = False,
     normalize: bool = False,
-    **own: float,
 ) -> MergeMethod:
-    density = {} if sparsify is None else {"density": 1.0}
+    settings, shared = _own("weight", *more), {"lambda": 1.0, "normalize": normalize}
     return MergeMethod(
-        name,
-        summary,
-        source,
-        "needed",
-        per_model={**_WEIGHT, **density, **own},
-        shared={"lambda": 1.0, "normalize": normalize},
-        sparsify=sparsify,
-        elect=elect,
+        name, summary, source, "needed", per_model=settings, shared=shared, sparsify=sparsify, elect=elect
     )
 
 
-_TRIMMED, _CRUMBS = partial(_by_magnitude, least=1), partial(_by_magnitude, least=0)
-METHODS: Mapping[str, MergeMethod] = MappingProxyType(
-    {
-        method.name: method
-        for method in (
-            MergeMethod(
-                "linear",
-                "weighted mean",
-                "2203.05482",
-                "unused",
-                per_model=_WEIGHT,
-                shared={"normalize": True},
-                coefficients=_linear,
-            ),
-            MergeMethod(
-                "slerp",
-                "point t on the arc from the first model to the second",
-                "Shoemake (1985), Animating rotation with quaternion curves",
-                "unused",
-                2,
-                2,
-                shared={"t": 0.5},
-                coefficients=lambda group: _slerp(group, float(group.shared["t"] or 0.0), _PARALLEL),
-            ),
-            MergeMethod(
-                "nuslerp",
-                "slerp at the share of the second weight; with a base, of task vectors",
-                "mergekit",
-                "optional",
-                2,
-                2,
-                per_model=_WEIGHT,
-                coefficients=lambda group: _slerp(group, group.shares()[1], _EQUAL),
-            ),
-            MergeMethod(
-                "karcher",
-                "mean direction on the sphere, iterated, times the mean norm",
-                "Karcher (1977), Riemannian center of mass",
-                "unused",
-                per_model=_WEIGHT,
-                coefficients=partial(_direction, steps=_STEPS),
-            ),
-            MergeMethod(
-                "multislerp",
-                "direction of the mean of unit vectors, times the mean norm; with a base, of task vectors",
-                "mergekit",
-                "optional",
-                per_model=_WEIGHT,
-                coefficients=partial(_direction, steps=0),
-            ),
-            _task("task_arithmetic", "base plus weighted task vectors", "2212.04089", None),
-            _task(
-                "ties",
-                "task vectors without small numbers; only the elected sign is averaged",
-                "2306.01708",
-                _TRIMMED,
-                elect=True,
-                normalize=True,
-            ),
-            _task("dare_linear", "task vectors with random numbers dropped, rescaled", "2311.03099", _at_random),
-            _task("dare_ties", "as dare_linear, with an elected sign", "2311.03099", _at_random, elect=True),
-            _task("breadcrumbs", "task vectors without small numbers and outliers", "2312.06795", _CRUMBS, gamma=0.01),
-            _task(
-                "breadcrumbs_ties",
-                "as breadcrumbs, with an elected sign",
-                "2312.06795",
-                _CRUMBS,
-                elect=True,
-                gamma=0.01,
-            ),
-            _task(
-                "della",
-                "small numbers dropped with higher probability, with an elected sign",
-                "2406.11617",
-                _by_rank,
-                elect=True,
-                normalize=True,
-                epsilon=0.15,
-            ),
-            _task("della_linear", "as della, without election", "2406.11617", _by_rank, epsilon=0.15),
-            MergeMethod(
-                "model_stock",
-                "base plus the mean task vector, as long as the cosines of the task vectors suggest",
-                "2403.19522",
-                "needed",
-                2,
-                coefficients=_stock,
-            ),
-            MergeMethod(
-                "passthrough",
-                "one model, times scale",
-                "mergekit",
-                "unused",
-                1,
-                1,
-                per_model={"scale": 1.0},
-                coefficients=lambda group: group.each["scale"],
-            ),
-        )
-    }
+_LARGEST = (partial(_by_magnitude, least=1), ["density"])
+_CRUMBS = (partial(_by_magnitude, least=0), ["density", "gamma"])
+_DARE, _DELLA = (_at_random, ["density"]), (_by_rank, ["density", "epsilon"])
+_TABLE = (
+    MergeMethod(
+        "linear",
+        "weighted mean",
+        "2203.05482",
+        "unused",
+        per_model=_own("weight"),
+        shared={"normalize": True},
+        coefficients=_linear,
+    ),
+    MergeMethod(
+        "slerp",
+        "point t of the arc from the first model to the second",
+        "Shoemake (1985), Animating rotation with quaternion curves",
+        "unused",
+        2,
+        2,
+        shared={"t": 0.5},
+        coefficients=lambda group: _slerp(group, float(group.shared["t"] or 0.0), _PARALLEL),
+    ),
+    MergeMethod(
+        "nuslerp",
+        "slerp at the second weight's share; with a base, of task vectors",
+        "mergekit",
+        "optional",
+        2,
+        2,
+        per_model=_own("weight"),
+        coefficients=lambda group: _slerp(group, group.shares()[1], _EQUAL),
+    ),
+    MergeMethod(
+        "karcher",
+        "mean direction on the sphere, iterated, times the mean norm",
+        "Karcher (1977), Riemannian center of mass and mollifier smoothing",
+        "unused",
+        per_model=_own("weight"),
+        coefficients=partial(_direction, steps=_STEPS),
+    ),
+    MergeMethod(
+        "multislerp",
+        "direction of the mean of unit vectors, times the mean norm; with a base, of task vectors",
+        "mergekit",
+        "optional",
+        per_model=_own("weight"),
+        coefficients=partial(_direction, steps=0),
+    ),
+    _task("task_arithmetic", "base plus weighted task vectors", "2212.04089"),
+    _task(
+        "ties",
+        "the largest numbers of task vectors, averaged where the elected sign agrees",
+        "2306.01708",
+        *_LARGEST,
+        elect=True,
+        normalize=True,
+    ),
+    _task("dare_linear", "random numbers of task vectors, rescaled", "2311.03099", *_DARE),
+    _task("dare_ties", "as dare_linear, where the elected sign agrees", "2311.03099", *_DARE, elect=True),
+    _task("breadcrumbs", "task vectors without the largest and the smallest numbers", "2312.06795", *_CRUMBS),
+    _task("breadcrumbs_ties", "as breadcrumbs, where the elected sign agrees", "2312.06795", *_CRUMBS, elect=True),
+    _task(
+        "della",
+        "as della_linear, averaged where the elected sign agrees",
+        "2406.11617",
+        *_DELLA,
+        elect=True,
+        normalize=True,
+    ),
+    _task("della_linear", "random numbers of task vectors, large ones with higher probability", "2406.11617", *_DELLA),
+    MergeMethod(
+        "model_stock",
+        "base plus a share of the mean task vector, from the cosines of task vectors",
+        "2403.19522",
+        "needed",
+        2,
+        coefficients=_stock,
+    ),
+    MergeMethod(
+        "passthrough",
+        "one model times scale",
+        "mergekit",
+        "unused",
+        1,
+        1,
+        per_model=_own("scale"),
+        coefficients=lambda group: group.each["scale"],
+    ),
 )
+METHODS: Mapping[str, MergeMethod] = MappingProxyType({method.name: method for method in _TABLE})
 _LATER = ("sce", "nearswap", "arcee_fusion")
 
 
@@ -479,7 +467,7 @@ def merge_method(name: str) -> MergeMethod:
 
 
 _RANGES = {"density": "in (0, 1]", "gamma": "in [0, 1)", "epsilon": "in [0, 0.5)"}
-_DEFAULTS = {"weight": 1.0, "density": 1.0, "gamma": 0.01, "epsilon": 0.15, "scale": 1.0}
+_FINITE = "in (-inf, inf)"
 
 
 def merge_tensors(
@@ -529,56 +517,53 @@ def merge_tensors(
     Raises:
         ValueError: If the tensors do not fit each other or the method, or a setting is out of its range.
     """
-    method = method if isinstance(method, MergeMethod) else merge_method(method)
-    tensors = list(tensors)
-    _check_counts(method, len(tensors), base is not None)
-    given = {"weight": weight, "density": density, "gamma": gamma, "epsilon": epsilon, "scale": scale}
-    each = {key: _each(key, value, len(tensors)) for key, value in given.items()}
-    shared = {"lambda": lambda_, "normalize": normalize, "t": t}
-    for key, values in each.items():
-        if key not in method.per_model and any(value != _DEFAULTS[key] for value in values):
-            raise ValueError(f"{method.name} has no {key}, got {given[key]!r}; leave it out.")
-    for key, value in shared.items():
-        if key not in method.shared and value not in (None, *([1.0] if key == "lambda" else [])):
-            raise ValueError(f"{method.name} has no {key}, got {value!r}; leave it out.")
-    settings = (
-        {key: each[key] for key in method.per_model},
-        {key: default if shared[key] is None else shared[key] for key, default in method.shared.items()},
-    )
-    check_numbers("in (-inf, inf)", **{k: v for k, v in settings[1].items() if k != "normalize"})
-
-    def merged(name: str, own: list[Tensor], origin: Tensor | None) -> Tensor:
-        first = own[0] if origin is None else origin
-        if any(other.shape != first.shape for other in own):
-            shapes = ", ".join(str(list(other.shape)) for other in own)
-            raise ValueError(f"{name or 'The tensors'} must have one shape, got {shapes} and {list(first.shape)}.")
-        if first.is_complex() and method.coefficients is _linear:
-            dtype = first.dtype
-        elif all(other.is_floating_point() for other in [first, *own]):
-            dtype = _dtype([first, *own])
-        else:
-            raise ValueError(f"{name or 'The tensors'} must be floating, got {', '.join(str(o.dtype) for o in own)}.")
-        flat = [tensor.detach().reshape(-1) for tensor in own]
-        start = None if origin is None else origin.detach().reshape(-1)
-        group = _Group(flat, start, first.shape, *settings, seed, name, tally)
-        if method.coefficients is None:
-            return _with_task_vectors(method, group).to(own[0].device).reshape(first.shape)
-        found = method.coefficients(group)
-        if start is not None:
-            flat, found = [*flat, start], [*found, 1 - math.fsum(found)]
-        return weighted_sum(flat, found, dtype).reshape(first.shape)
-
-    if isinstance(tensors[0], Tensor):
-        return merged(name, tensors, base)
-    results = {}
-    for key, first in (tensors[0] if base is None else base).items():
-        if missing := [str(number) for number, own in enumerate(tensors) if key not in own]:
+    chosen = method if isinstance(method, MergeMethod) else merge_method(method)
+    models = list(tensors)
+    _check_counts(chosen, len(models), base is not None)
+    each = {"weight": weight, "density": density, "gamma": gamma, "epsilon": epsilon, "scale": scale}
+    settings = _settings(chosen, len(models), each, {"lambda": lambda_, "normalize": normalize, "t": t})
+    first = models[0] if base is None else base
+    if isinstance(first, Tensor):
+        return _merged(chosen, models, base, *settings, seed, name, tally)
+    result: dict[str, Tensor] = {}
+    for key, reference in first.items():
+        if missing := [str(number) for number, own in enumerate(models) if key not in own]:
             raise ValueError(f"{key} is missing in model {', '.join(missing)}; expected the same names in all.")
-        whole = not (first.is_floating_point() or first.is_complex())
-        results[key] = (
-            first if whole else merged(key, [own[key] for own in tensors], None if base is None else base[key])
-        )
-    return results
+        if reference.is_floating_point() or reference.is_complex():
+            origin = None if base is None else reference
+            result[key] = _merged(chosen, [own[key] for own in models], origin, *settings, seed, key, tally)
+        else:
+            result[key] = reference
+    return result
+
+
+def _merged(
+    method: MergeMethod,
+    tensors: Sequence[Tensor],
+    base: Tensor | None,
+    each: Mapping[str, Sequence[float]],
+    shared: Mapping[str, float | bool | None],
+    seed: int,
+    name: str,
+    tally: Tally | None,
+) -> Tensor:
+    """Merge the tensors of one name."""
+    given = [*tensors, *([] if base is None else [base])]
+    says = name or "The tensors"
+    if len({tensor.shape for tensor in given}) > 1:
+        raise ValueError(f"{says} must have one shape, got {', '.join(str(list(own.shape)) for own in given)}.")
+    dtype = _dtype(given)
+    if method.coefficients is _linear and tensors[0].is_complex():
+        dtype = tensors[0].dtype
+    elif not all(tensor.is_floating_point() for tensor in given):
+        raise ValueError(f"{says} must be floating, got {', '.join(str(own.dtype) for own in given)}.")
+    flat = [tensor.detach().reshape(-1) for tensor in given]
+    origin = None if base is None else flat[-1]
+    group = _Group(flat[: len(tensors)], origin, tensors[0].shape, each, shared, seed, name, tally)
+    if method.coefficients is None:
+        return _with_task_vectors(method, group).reshape(group.shape)
+    found = [*method.coefficients(group)]
+    return weighted_sum(flat, found if base is None else [*found, 1 - math.fsum(found)], dtype).reshape(group.shape)
 
 
 def _check_counts(method: MergeMethod, count: int, based: bool) -> None:
@@ -590,14 +575,32 @@ def _check_counts(method: MergeMethod, count: int, based: bool) -> None:
         raise ValueError(f"{method.name} {says}.")
 
 
-def _each(key: str, value: float | Sequence[float], count: int) -> list[float]:
-    """Return a setting as one number for each model."""
-    values = [value] * count if isinstance(value, int | float) else list(value)
-    if len(values) != count:
-        raise ValueError(f"{key} must be one number, or one for each of {count} models, got {len(values)}.")
-    for own in values:
-        check_numbers(_RANGES.get(key, "in (-inf, inf)"), **{key: own})
-    return [float(own) for own in values]
+def _settings(
+    method: MergeMethod,
+    count: int,
+    each: Mapping[str, float | Sequence[float]],
+    shared: Mapping[str, float | bool | None],
+) -> tuple[dict[str, list[float]], dict[str, float | bool | None]]:
+    """Return the settings of each model and of the merge, checked.
+
+    Raises:
+        ValueError: If one is out of its range, has another number of values, or the method does not have it.
+    """
+    found = {}
+    for key, given in each.items():
+        values = [given] * count if isinstance(given, int | float) else list(given)
+        if len(values) != count:
+            raise ValueError(f"{key} must be one number, or one for each of {count} models, got {len(values)}.")
+        for value in values:
+            check_numbers(_RANGES.get(key, _FINITE), **{key: value})
+        found[key] = [float(value) for value in values]
+    unused: dict[str, object] = {key: each[key] for key, own in found.items() if set(own) != {_DEFAULTS[key]}}
+    unused |= {key: own for key, own in shared.items() if own not in (None, _DEFAULTS.get(key))}
+    for key in unused.keys() - method.per_model.keys() - method.shared.keys():
+        raise ValueError(f"{method.name} has no {key}, got {unused[key]!r}; leave it out.")
+    merge = {key: default if shared[key] is None else shared[key] for key, default in method.shared.items()}
+    check_numbers(_FINITE, **{key: value for key, value in merge.items() if key != "normalize"})
+    return {key: found[key] for key in method.per_model}, merge
 
 
 def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
