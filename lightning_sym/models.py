@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ from lightning_sym._documents import load_json
 from lightning_sym._text import nearest
 from lightning_sym.symmetry import Call, without_weights
 from lightning_sym.symmetry.tracing.capture import first_names
-from lightning_sym.zoo import ModelZoo
+from lightning_sym.zoo import MANIFEST, ModelZoo
 
 # Two samples: an axis of one would broadcast.
 _BATCH = 2
@@ -260,16 +260,29 @@ def _needs_no_values(network: nn.Module) -> bool:
     return not any(tensor.is_meta for tensor in others) and network.state_dict().keys() <= first_names(network).keys()
 
 
-def model_of_zoo(folder: str | Path, *, meta: bool = False) -> Model:
-    """Build the network of a zoo with random weights.
+def model_in(folder: str | Path, arguments: Mapping[str, Any] | None = None, *, meta: bool = False) -> Model:
+    """Build the model of a folder with random weights.
 
     Args:
-        folder: The zoo.
+        folder: A folder with the ``config.json`` of transformers or timm, or a zoo.
+        arguments: Entries that replace those of the configuration, by name. A zoo has none.
         meta: Whether to build it without memory for its weights.
 
     Raises:
-        ValueError: If it is no zoo, or its network cannot be built.
+        ValueError: If it is no such folder, or its network cannot be built.
     """
+    file = Path(folder) / "config.json"
+    if file.is_file():
+        content = _read_json(file)
+        if "architecture" in content and "model_type" not in content:
+            given = {key: content[key] for key in ("num_classes", "global_pool") if content.get(key) is not None}
+            given |= content.get("model_args") or {}
+            return build_model(f"timm:{content['architecture']}", {**given, **(arguments or {})}, meta=meta)
+        return build_model(f"transformers:{folder}", arguments, meta=meta)
+    if not (Path(folder) / MANIFEST).exists():
+        raise ValueError(f"{folder} names no network; expected the folder of a model (with config.json), or a zoo.")
+    if arguments:
+        raise ValueError(f"{folder} is a zoo, whose network has its arguments; got {', '.join(arguments)}.")
     architecture = ModelZoo.open(folder).architecture
     path = architecture["class_path"]
     try:
@@ -292,6 +305,36 @@ def with_defaults(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, **found}
 
 
+def names_in_network(network: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Return the names that transformers gives to a checkpoint's tensors when it reads them into one of its models.
+
+    Args:
+        network: Any network; the names of others than those of transformers stay.
+        keys: Names in the checkpoint.
+
+    Raises:
+        ValueError: If it joins several tensors into one.
+    """
+    keys = list(keys)
+    if not type(network).__module__.startswith("transformers."):
+        return {key: key for key in keys}
+    _library("transformers")
+    loading = importlib.import_module("transformers.core_model_loading")
+    mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(network)
+    changes = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+    joins = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+    found, held = {}, network.state_dict().keys()
+    for key in sorted(keys):
+        name = functools.reduce(lambda own, change: change.rename_source_key(own)[0], changes, key)
+        if name not in held and any(one.rename_source_key(name)[0] in held for one in joins):
+            raise ValueError(
+                f"transformers joins {key!r} with other tensors as it reads {type(network).__name__}; write them "
+                "joined, with save_pretrained(..., save_original_format=False)."
+            )
+        found[key] = name
+    return {key: found[key] for key in keys}
+
+
 def _of_transformers(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
     content = {**_read_configuration(Path(path)), **arguments}
     transformers = _library("transformers")
@@ -307,6 +350,14 @@ def _of_transformers(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, t
 def _read_configuration(path: Path) -> dict[str, Any]:
     """Read the file of a configuration, or ``config.json`` in its folder."""
     file = path / "config.json" if path.is_dir() else path
+    content = _read_json(file)
+    if not isinstance(content.get("model_type"), str):
+        raise ValueError(f"{file} names no model_type; expected the configuration of a model of transformers.")
+    return content
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read the file of a configuration."""
     try:
         content = load_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -316,7 +367,7 @@ def _read_configuration(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:  # neither text nor JSON
         raise ValueError(f"{file} is not JSON ({error}); expected the configuration of a model.") from None
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+    if not isinstance(content, dict):
         raise ValueError(f"{file} names no model_type; expected the configuration of a model of transformers.")
     return content
 

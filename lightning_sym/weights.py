@@ -24,9 +24,6 @@ _DEEPEST = 32  # nesting depth of dictionaries; a state dict within a checkpoint
 _LISTED = 10  # names in a message
 # Parts of names that torch.compile, FSDP and activation checkpointing add.
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# Names of the first BERT, which transformers reads as the new ones.
-_OLD = re.compile(r"(?<=LayerNorm\.)(?:gamma|beta)$")
-_NEW = {"gamma": "weight", "beta": "bias"}
 # Prefixes of averages of weights beside the weights of the last step.
 _AVERAGE = re.compile(r"(?<![a-z])(?:ema|swa|shadow|averaged?)(?![a-z])")
 
@@ -189,6 +186,7 @@ class Fit:
         ignored: Names in ``network.state_dict()`` that the patterns match.
         extras: The file's other tensors under the prefix, which are ignored or constants of the architecture; by their
             names in the file, their names in the network.
+        prefix: Prefix of the names in the file.
         notes: Choices that were made.
     """
 
@@ -196,6 +194,7 @@ class Fit:
     names: Mapping[str, str]
     ignored: tuple[str, ...]
     extras: Mapping[str, str]
+    prefix: str
     notes: tuple[str, ...]
 
 
@@ -302,6 +301,7 @@ def match_weights(
             for place, key in names.keys.items()
             if place.startswith(names.start) and key not in held
         },
+        prefix=names.start,
         notes=notes,
     )
 
@@ -351,9 +351,9 @@ class _Names:
 
 
 def _without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Return names by the same without those of wrappers and older libraries; by themselves if that is ambiguous."""
+    """Return names by the same without those of wrappers; by themselves if that is ambiguous."""
     names = list(names)
-    found = {_OLD.sub(lambda old: _NEW[old[0]], _WRAPPER.sub("", name)): name for name in names}
+    found = {_WRAPPER.sub("", name): name for name in names}
     return found if len(found) == len(names) else {name: name for name in names}
 
 

@@ -25,7 +25,8 @@ Finds the changes of weights that leave a network's function alone, tries random
 NETWORK is one of
   torchvision:resnet50                  a model of torchvision, with random weights
   timm:vit_tiny_patch16_224             a model of timm
-  transformers:path/to/config.json      a model of transformers, by its configuration (a file, or a folder that has one)
+  transformers:path/to/config.json      a model of transformers, by its configuration
+  path/to/folder                        the same in a folder with config.json, also of timm; or a zoo
   mypkg.nets.MyNet                      your class, with --network.width 8 for its arguments
 
   --input 3,224,224   shape of one input, without the batch (of tokens: 16); default: from the model
@@ -104,7 +105,7 @@ def run(asked: Asked) -> None:
     """
     import torch
 
-    from lightning_sym.models import build_model, example_of
+    from lightning_sym.models import build_model, example_of, model_in
     from lightning_sym.symmetry import trace_symmetry
 
     if asked.out is not None and asked.out.is_dir():
@@ -112,7 +113,8 @@ def run(asked: Asked) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes contain what matters
-        model = build_model(asked.network, asked.arguments, meta=asked.meta)
+        build = model_in if Path(asked.network).is_dir() else build_model
+        model = build(asked.network, asked.arguments, meta=asked.meta)
         example = example_of(model, asked.shape, asked.tokens)
         symmetry = trace_symmetry(model.network, example.positional, output=asked.output, **example.keywords)
     symmetry.notes = (*model.notes, *symmetry.notes)

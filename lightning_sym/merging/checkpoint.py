@@ -15,7 +15,7 @@ from lightning_sym._documents import load_json
 from lightning_sym._text import unknown
 from lightning_sym.merging.folders import CONFIGURATION, WEIGHTS, configuration_in, configured_as, files_beside
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
-from lightning_sym.models import Model, build_light, build_model, model_of_zoo
+from lightning_sym.models import Model, build_light, model_in, names_in_network
 from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
 from lightning_sym.symmetry.proof import all_finite
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
@@ -115,26 +115,12 @@ def model_of(found: Found, *, weights: bool = False) -> Model:
     Raises:
         ValueError: If nothing says what the network is, or it cannot be built.
     """
-    if found.folder is not None and found.configuration is not None:
-        if "model_type" in found.configuration:
-            build = functools.partial(build_model, f"transformers:{found.folder}")
-        else:
-            build = functools.partial(build_model, *_of_timm(found.configuration))
-    elif found.adapter is None and (found.file.parent / MANIFEST).exists():
-        build = functools.partial(model_of_zoo, found.file.parent)
-    else:
-        what = (
-            "is an adapter, without its model: give MODEL+ADAPTER, or" if found.adapter else "does not say its network:"
-        )
-        raise ValueError(f"{found.given} {what} give --network.")
+    folder = found.folder or (found.file.parent if (found.file.parent / MANIFEST).exists() else None)
+    if folder is None:
+        what = "is an adapter without its model: give MODEL+ADAPTER" if found.adapter else "does not say its network"
+        raise ValueError(f"{found.given} {what}; expected that, or --network.")
+    build = functools.partial(model_in, folder)
     return build(meta=False) if weights else build_light(build)
-
-
-def _of_timm(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of a model of timm, from the configuration that it saves."""
-    entries = ("num_classes", "global_pool")
-    arguments = {key: configuration[key] for key in entries if configuration.get(key) is not None}
-    return f"timm:{configuration['architecture']}", {**arguments, **configuration.get("model_args", {})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +136,7 @@ class Checkpoint:
         stored: The tensors in the file, by their names there, mapped into memory where possible.
         names: For each tensor in the file that the network has, the first name in the network.
         extras: For each of the file's other tensors under the same prefix, its name without the prefix.
+        prefix: Prefix of the names in the file that the network's names lack.
         ignored: First names of the network's tensors that patterns leave out.
         notes: Choices that were made.
     """
@@ -161,6 +148,7 @@ class Checkpoint:
     stored: Mapping[str, Tensor]
     names: Mapping[str, str]
     extras: Mapping[str, str]
+    prefix: str = ""
     ignored: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
@@ -193,7 +181,11 @@ class Checkpoint:
         file = Path(file)
         shards = Shards(file) if _is_safetensors(file) else None
         tensors = read_weights(file, mapped=True) if shards is None else shards.read_all()
-        fit = match_weights(tensors, network, prefix=prefix, source=str(file), ignore=ignore)
+        renamed = {name: key for key, name in names_in_network(network, tensors).items()}
+        fit = match_weights(
+            {name: tensors[key] for name, key in renamed.items()}, network,
+            prefix=prefix, source=str(file), ignore=ignore,
+        )  # fmt: skip
         state = fit.tensors
         if empty := next((name for name, tensor in state.items() if tensor.is_meta), None):
             raise ValueError(
@@ -224,8 +216,13 @@ class Checkpoint:
             shards=shards,
             dtypes={name: tensor.dtype for name, tensor in floating.items()},
             stored=tensors,
-            names={key: names[name] for key, name in fit.names.items()},
-            extras=fit.extras,
+            # Of tied tensors, the one with the first name comes first.
+            names={
+                renamed[key]: names[name]
+                for key, name in sorted(fit.names.items(), key=lambda one: names[one[1]] != one[1])
+            },
+            extras={renamed[key]: name for key, name in fit.extras.items()},
+            prefix=fit.prefix,
             ignored=frozenset(names[name] for name in fit.ignored),
             notes=fit.notes,
         )
@@ -307,25 +304,20 @@ class Checkpoint:
                 yield stored.file.name, key, self.names.get(key, ""), self.stored[key]
             return
         files = self._files_of_pickles()
-        if configuration_in(self.file.parent) is not None:
-            first = {name: key for key, name in reversed(self.names.items())}  # ties are written once
-            first |= {name: key for key, name in self.names.items() if f".{name}".endswith(f".{key}")}
-            for key, tensor in self.stored.items():
-                name = self.names.get(key, "")
-                if name and first[name] == key:
-                    yield files[key], key if f".{name}".endswith(f".{key}") else name, name, tensor
-                elif key in self.extras:
-                    yield files[key], self.extras[key], "", tensor
+        keys = {name: key for key, name in reversed(self.names.items())}  # ties are written once
+        if configuration_in(self.file.parent) is not None and not self.prefix:
+            for name, key in keys.items():
+                yield files[key], key, name, self.stored[key]
+            for key in self.extras:
+                yield files[key], key, "", self.stored[key]
             return
-        (file,) = set(files.values())
-        keys = {name: key for key, name in reversed(self.names.items())}
         own, names = state_tensors(self.network), first_names(self.network)
         for name in self.network.state_dict():
             if names.get(name) == name:
                 old = self.stored[keys[name]] if name in keys else own[name].to(self.dtypes.get(name, own[name].dtype))
-                yield file, name, name, old
+                yield files[keys[name]] if name in keys else min(files.values()), name, name, old
         for key, name in self.extras.items():
-            yield file, name, "", self.stored[key]
+            yield files[key], name, "", self.stored[key]
 
     def _files_of_pickles(self) -> dict[str, str]:
         """Return the file of safetensors for each tensor of a pickle, or of several."""

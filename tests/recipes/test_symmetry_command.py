@@ -15,6 +15,7 @@ from lightning_sym.cli.symmetry import read_options
 from lightning_sym.models import build_model, example_of
 from lightning_sym.networks import LeNet5
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.zoo import ModelZoo
 
 NETS = """
 from pathlib import Path
@@ -259,6 +260,19 @@ def test_transformers_by_configuration(content: dict[str, Any], inputs: list[lis
     result = succeed("symmetry", saved(**content), "--out=table.json")
     assert "checked with 2 random elements" in result.out
     assert json.loads(Path("table.json").read_text())["inputs"] == inputs
+
+
+def test_folders_of_models_and_zoos() -> None:
+    pytest.importorskip("transformers")
+    Path("model").mkdir()
+    Path("model", "config.json").write_text(json.dumps(LLAMA))
+    assert succeed("symmetry", "model").out == succeed("symmetry", "transformers:model").out
+    network = LeNet5()
+    ModelZoo.add("zoo", [network], network=network)
+    assert succeed("symmetry", "zoo").out == succeed("symmetry", "LeNet5").out
+    Path("none").mkdir()
+    assert "none names no network; expected the folder of a model" in call("symmetry", "none").error
+    assert "zoo is a zoo, whose network has its arguments" in call("symmetry", "zoo", "--network.width=3").error
 
 
 def test_arguments_inputs_and_meta_of_transformers() -> None:
