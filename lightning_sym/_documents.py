@@ -38,6 +38,24 @@ class LimitedLoader(yaml.SafeLoader):
         return node
 
 
+class StrictLoader(LimitedLoader):
+    """Read YAML and refuse duplicate keys, which would silently lose a value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping.
+
+        Raises:
+            ConstructorError: If a key is duplicate.
+        """
+        found: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in found:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+                found.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_yaml(text: str, source: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
     """Parse YAML within limits.
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from lightning_sym._documents import load_yaml
+from lightning_sym._documents import StrictLoader, load_yaml
 from lightning_sym._text import nearest
 from lightning_sym.cli.catalogue import shipped_options
-from lightning_sym.cli.given import StrictLoader, merge, read_given, standing_alone, unknown_option, without_value
+from lightning_sym.cli.given import merge, read_given, standing_alone, unknown_option, without_value
 from lightning_sym.recipes import recipe_names, recipe_path
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sym._documents import LimitedLoader, load_yaml
+from lightning_sym._documents import load_yaml
 from lightning_sym._text import initials, nearest
 
 Tree = dict[str, Any]
@@ -164,24 +164,6 @@ def merge(trees: Sequence[Tree]) -> Tree:
     for tree in trees:
         _merge(merged, tree)
     return merged
-
-
-class StrictLoader(LimitedLoader):
-    """Read YAML and refuse duplicate keys, which would silently lose a value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping.
-
-        Raises:
-            ConstructorError: If a key is duplicate.
-        """
-        found: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in found:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
-                found.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def class_of(node: Any) -> str:

@@ -32,7 +32,8 @@ class Layers:
 
     The L layers are numbered i = 0, ..., L-1 by first appearance and have depth i / (L-1); a single layer has depth 1.
     Tensors before the first layer have depth 0, tensors after the last one depth 1, and tensors between two layers
-    the depth of the one before. So it was in mergekit 0.0.4; mergekit 0.1.5 gives tensors after the last layer depth 0.
+    the depth of the one before. Earlier versions of mergekit do the same; 0.1.5 gives depth 0 to tensors after the
+    last layer.
 
     Args:
         names: Names of the tensors, in the order of the network.
