@@ -32,7 +32,7 @@ one parent, are not changed.
                        (config.json beside weights); FOLDER+ADAPTER for a LoRA adapter on it; nothing in them is run
   ZOO                  the folder of a zoo: all of its members
   CONFIG.yml           a configuration of mergekit whose models are local, in place of the options of the method
-  --out OUT            a new .safetensors; if the base or else the first model is an index or a folder, a new folder, with
+  --out OUT            a new .safetensors; or a new folder, if the base (else the first model) is an index or a folder, with
                        its other files. Names, types, shards are those of that model. A report is written to OUT-report
 
   --method METHOD      linear (default), slerp, nuslerp, karcher, multislerp, task_arithmetic, ties, dare_linear,
@@ -198,7 +198,7 @@ def run(asked: Asked) -> None:
     """
     import lightning_sym.datamodules
     from lightning_sym.merging import MergeConfig, merge_checkpoints
-    from lightning_sym.models import build_model, built, construct, example_of
+    from lightning_sym.models import build_light, build_model, construct, example_of
     from lightning_sym.tasks import SquaredDistance
 
     if asked.report.exists():
@@ -223,7 +223,7 @@ def run(asked: Asked) -> None:
     about: dict[str, Any] = {"seed": asked.seed or 0}
     if asked.network is not None:
         about |= {"network": class_of(asked.network), "arguments": arguments_of(asked.network)}
-        model = built(functools.partial(build_model, about["network"], about["arguments"]))
+        model = build_light(functools.partial(build_model, about["network"], about["arguments"]))
         options |= {"network": model.network}
     if data is not None and asked.shape is None:
         options["inputs"] = next(iter(data.test_dataloader()))[0][:2]

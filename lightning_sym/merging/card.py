@@ -26,6 +26,8 @@ def configuration_of(asked: Sources, align: str, out_dtype: str | None) -> str:
     if asked.has_base:
         content["base_model"] = asked.found[0].given
     content["parameters"] = {name: _value(own) for name, own in settings.shared.items()}
+    if "normalize" in settings.shared:
+        content["parameters"]["normalize"] = bool(content["parameters"]["normalize"])
     content |= {"align": align, "seed": settings.seed} | ({} if out_dtype is None else {"out_dtype": out_dtype})
     return yaml.safe_dump(_without_empty(content), sort_keys=False)
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_sym._text import nearest
 from lightning_sym.connectivity.interpolation import Barrier, Loss
-from lightning_sym.merging.adapters import Adapter, with_adapter
-from lightning_sym.merging.alignment import Alignment, align as aligned_networks
+from lightning_sym.merging.alignment import Alignment
+from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
 from lightning_sym.merging.checkpoint import Checkpoint, Found, model_of
 from lightning_sym.merging.equality import Equality, equality, rounding_of
@@ -104,6 +104,7 @@ def merge_checkpoints(
     seed: int = 0,
     progress: bool = False,
     description: str | None = None,
+    notes: Sequence[str] = (),
     **settings: Any,
 ) -> MergedCheckpoints:
     """Align checkpoints of one network up to its symmetry, merge them, and write the result.
@@ -141,6 +142,7 @@ def merge_checkpoints(
         seed: Seed of the matching and of random masks.
         progress: Whether to show progress bars.
         description: Text of the result's README.md about its settings, such as a configuration in YAML.
+        notes: Notes to report beside those of the merge.
         **settings: Settings of the method, each one value, or one per checkpoint; see :meth:`MergeSettings.of`.
 
     Returns:
@@ -164,7 +166,7 @@ def merge_checkpoints(
         raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
     differing = check_configurations([written.file, *(one.file for one in asked.found)])
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
-    checkpoints, notes = _read_all(asked, network, prefix, copies, ignore)
+    checkpoints, converted = _read_all(asked, network, prefix, copies, ignore)
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
     example = _call(inputs, dtype)
@@ -186,7 +188,8 @@ def merge_checkpoints(
         equal = tuple(
             _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
         )
-    notes = (*_reasons(asked, aligned), *differing, *notes, *_notes(symmetry, network, data, recalibrate or align_only))
+    settled = recalibrate or align_only
+    notes = (*_reasons(asked, aligned), *notes, *differing, *converted, *_notes(symmetry, network, data, settled))
     merged = asked.merged(aligned.networks)
     tensors: Mapping[str, Tensor] = state_tensors(aligned.networks[1]) if align_only else merged
     losses, barriers = None, None
@@ -294,6 +297,8 @@ def _read_all(
     for name, one in zip(asked.names, asked.found, strict=True):
         own = Checkpoint.read(one.file, network, prefix, copies, ignore)
         if one.adapter is not None:
+            from lightning_sym.merging.adapters import Adapter, with_adapter
+
             adapted = with_adapter(state_tensors(own.network), Adapter.load(one.adapter))
             own = replace(own, network=with_tensors(own.network, copies.placed(adapted.items())).eval())
         found.append(own)
@@ -335,18 +340,18 @@ def _check_unchanged(symmetry: Symmetry, aligned: Alignment, networks: Sequence[
 def _undone(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module]) -> Alignment:
     """Return the alignment that leaves all networks as they are."""
     elements = tuple(symmetry.identity() for _ in networks)
-    reasons = tuple(reason or "was not aligned, as the loss is lower" * bool(n) for n, reason in enumerate(aligned.reasons))
+    first, *others = aligned.reasons
+    reasons = (first, *(reason or "has the lower loss unaligned" for reason in others))
     return replace(aligned, elements=elements, networks=tuple(networks), reasons=reasons)
 
 
 def _reasons(asked: Sources, aligned: Alignment) -> list[str]:
-    """Say which networks were left unchanged, and which units do not have the order of the base."""
-    notes = [f"{name} {reason}: unchanged" for name, reason in zip(asked.names, aligned.reasons, strict=True) if reason]
-    if asked.has_base:
-        moved = [name for name, reason in list(zip(asked.names, aligned.reasons, strict=True))[1:] if not reason]
-        if moved:
-            notes.append(f"{', '.join(moved)}: units have another order than in {asked.names[0]}: does not seem to come "
-                         "from this base")
+    """Describe the networks that were left unchanged, and those with another order of units than the base."""
+    pairs = list(zip(asked.names, aligned.reasons, strict=True))
+    notes = [f"{name} {reason}: unchanged" for name, reason in pairs if reason]
+    moved = [name for name, reason in pairs[1:] if not reason]
+    if asked.has_base and moved:
+        notes.append(f"{', '.join(moved)} moved: does not seem to come from the base {asked.names[0]}")
     return notes
 
 

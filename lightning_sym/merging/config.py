@@ -123,7 +123,7 @@ class MergeConfig:
         return {
             "files": self.models,
             "base": self.base,
-            "settings": self.settings,
+            "method": self.settings,
             "align": self.align,
             "ignore": self.ignore,
             "out_dtype": self.out_dtype,
@@ -148,17 +148,12 @@ class MergeConfig:
                 f"{self.file} names the datamodule {self.data['class_path']}, which only the command builds; pass its "
                 "batches as data."
             )
-        given = {**self.arguments(), **others}
-        if "network" not in given:
-            given = {**self._network(), **given}
+        text = self.file.read_text(encoding="utf-8")
+        given = {**self.arguments(), "description": text, "notes": self.notes, **others}
+        if self.network is not None and "network" not in given:
+            model = build_model(self.network["class_path"], self.network["init_args"])
+            given = {"network": model.network, "inputs": example_of(model), **given}
         return merge_checkpoints(given.pop("files"), out, **given)
-
-    def _network(self) -> dict[str, Any]:
-        """Build the network, and inputs for it."""
-        reference = self.base or self.models[0]
-        named = self.network or {"class_path": f"transformers:{reference}", "init_args": {}}
-        model = build_model(named["class_path"], named["init_args"])
-        return {"network": model.network, "inputs": example_of(model)}
 
 
 # ---- the file

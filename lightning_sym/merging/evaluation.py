@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses, mean_tensors
+from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses
 from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
@@ -110,9 +110,7 @@ class Evaluation:
         accuracies = [None] * len(names) if curve.accuracy is None else curve.accuracy.tolist()
         return dict(zip(names, zip(curve.loss.tolist(), accuracies, strict=True), strict=True))
 
-    def barriers(
-        self, networks: Sequence[nn.Module], aligned: Sequence[nn.Module]
-    ) -> dict[str, list[Barrier]]:
+    def barriers(self, networks: Sequence[nn.Module], aligned: Sequence[nn.Module]) -> dict[str, list[Barrier]]:
         """Return the barriers from the first network to each other one, before and after alignment."""
         return {
             name: [self._barrier(own[0], other) for other in own[1:]]

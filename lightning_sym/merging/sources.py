@@ -104,5 +104,5 @@ def _without(value: Any, among: Sequence[int], count: int) -> Any:
 def _distinct_names(found: Sequence[Found]) -> list[str]:
     """Return the names of folders or files, numbered where two share a name."""
     names = [one.file.name if one.folder is None else one.folder.resolve().name for one in found]
-    names = [name if one.adapter is None else f"{name}+{one.adapter.name}" for name, one in zip(names, found, strict=True)]
+    names = [name + (f"+{one.adapter.name}" if one.adapter else "") for name, one in zip(names, found, strict=True)]
     return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
