@@ -32,7 +32,7 @@ one parent, are not changed.
                        (config.json beside weights); FOLDER+ADAPTER for a LoRA adapter on it; nothing in them is run
   ZOO                  the folder of a zoo: all of its members
   CONFIG.yml           a configuration of mergekit whose models are local, in place of the options of the method
-  --out OUT            a new .safetensors; or a new folder, if the base (else the first model) is an index or a folder, with
+  --out OUT            a new .safetensors; a new folder if the base (else the first model) is an index or a folder, with
                        its other files. Names, types, shards are those of that model. A report is written to OUT-report
 
   --method METHOD      linear (default), slerp, nuslerp, karcher, multislerp, task_arithmetic, ties, dare_linear,

@@ -33,7 +33,7 @@ class MergedTensors(Mapping[str, Tensor]):
         self.tally = Tally()
         self._settings, self._has_base = settings, has_base
         self._states, self._reference = [state_tensors(network) for network in networks], state_tensors(reference)
-        self._names = [name for name, tensor in self._reference.items() if tensor.is_floating_point()]
+        self._names = {name: None for name, tensor in self._reference.items() if tensor.is_floating_point()}
         self._layers, self._statistics = Layers(self._names), _statistics_of(reference)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -46,6 +46,9 @@ class MergedTensors(Mapping[str, Tensor]):
             base = own if self._has_base else None
             merged = self._settings.merged(name, tensors, base, self._layers, self.tally)
         return merged.to(own.dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
