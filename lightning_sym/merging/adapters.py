@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA) in `peft`'s files: balance, match and average them."""
+"""Low-rank adapters (LoRA) in `peft`'s files: balance and match them, merge them, and add them to a network."""
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +16,10 @@ from torch import Tensor
 
 from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
+from lightning_sym._random import seeded
+from lightning_sym._text import unknown
+from lightning_sym.merging.methods import METHODS as FORMULAS
+from lightning_sym.merging.methods import merge_tensors
 from lightning_sym.symmetry.low_rank import Gauge, LowRank, difference, mean_factors, mean_product
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -23,6 +27,11 @@ _START = "base_model.model."
 # Factors A and B of a layer; the bias of B is not a factor and stays unchanged.
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 METHODS = ("product", "aligned", "factors")
+Combine: TypeAlias = Callable[[str, list[Tensor]], Tensor]
+# Sides of a product above which its singular vectors are approximated.
+_LARGE = 1024
+# Initialisations that change the weights of the network as well.
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,12 +272,12 @@ def check_same_network(adapters: Sequence[Adapter], *, ranks: bool = False) -> N
 
 @dataclass(frozen=True, eq=False)
 class MergedAdapters:
-    """The average of adapters.
+    """Merged adapters.
 
     Attributes:
-        adapter: The average, with the configuration of the first adapter except for ranks.
-        errors: For each module and each method ("product", "aligned", "factors") the Frobenius distance of its result
-            from the mean product, relative to the norm of that mean.
+        adapter: The result, with the configuration of the first adapter except for ranks.
+        errors: For each module the Frobenius distance of the result from the exact merged product, relative to the norm
+            of that. Means have the errors of all three ways ("product", "aligned", "factors"), other methods their own.
         method: The method of ``adapter``.
     """
 
@@ -277,10 +286,10 @@ class MergedAdapters:
     method: str
 
     def __str__(self) -> str:
-        width = max(map(len, [*self.errors, "module"]))
-        rows = [f"{'module':{width}}  " + "  ".join(f"{name:>9}" for name in METHODS)]
+        width, columns = max(map(len, [*self.errors, "module"])), list(next(iter(self.errors.values())))
+        rows = [f"{'module':{width}}  " + "  ".join(f"{name:>9}" for name in columns)]
         rows += [
-            f"{module:{width}}  " + "  ".join(f"{own[name]:9.2e}" for name in METHODS)
+            f"{module:{width}}  " + "  ".join(f"{own[name]:{max(9, len(name))}.2e}" for name in columns)
             for module, own in self.errors.items()
         ]
         return "\n".join(rows)
@@ -289,25 +298,31 @@ class MergedAdapters:
 def merge_adapters(
     adapters: Sequence[Adapter],
     *,
-    method: Literal["product", "aligned", "factors"] = "product",
+    method: str | Combine = "product",
     rank: int | None = None,
     weights: Sequence[float] | None = None,
+    **settings: Any,
 ) -> MergedAdapters:
-    """Average adapters of one network.
+    """Merge adapters of one network.
 
-    The exact target is the mean of the products ``s B A``, which has a larger rank. The errors of all three methods
-    of reducing it are returned.
+    The exact target is the mean of the products ``s B A``, or another formula of them; its rank is larger.
 
     Args:
         adapters: At least one, for the same modules; ranks and scalings may differ.
-        method: "product": truncated singular value decomposition of the mean product, which is optimal for its rank.
-            "aligned": mean of the factors, balanced and rotated to those of the first adapter. "factors": mean of the
-            factors in their given gauges, for comparison; it depends on the gauges.
-        rank: Rank of the result, >= 1, for "product"; default: for each module the largest rank of an adapter.
-        weights: One number >= 0 per adapter; they are divided by their sum. None: equal weights.
+        method: "product" or "linear": truncated singular value decomposition of the mean product, which is optimal for
+            its rank. "aligned": mean of the factors, balanced and rotated to those of the first adapter. "factors":
+            mean of the factors in their given gauges, for comparison; it depends on the gauges. Any other of
+            :data:`lightning_sym.merging.methods.METHODS`: the formula for products, with zero as the base, truncated.
+            A function of a weight's name and the products: the same for its result.
+        rank: Rank of the result, >= 1, not for "aligned" and "factors"; default: for each module the largest rank of an
+            adapter.
+        weights: One number per adapter; for means >= 0, and divided by their sum. None: equal weights.
+        **settings: Of the formula, as for :func:`lightning_sym.merging.methods.merge_tensors`.
 
     Returns:
-        The average and the errors. Tensors other than factors (biases, whole modules) are averaged directly.
+        The result and the errors. Biases of B are merged like products, and whole modules are averaged. Above 1024
+        rows and columns, the singular vectors of a sparsified sum are approximated by subspace iteration; the error is
+        that of the result.
 
     Raises:
         ValueError: If the adapters do not match, or an argument is out of its range.
@@ -315,31 +330,68 @@ def merge_adapters(
     adapters = list(adapters)
     if not adapters:
         raise ValueError("adapters must have at least one adapter, got none.")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
-    if rank is not None and not (isinstance(rank, int) and rank >= 1 and method == "product"):
-        raise ValueError(f"rank must be an integer >= 1 and needs method='product', got {rank!r} and {method!r}.")
+    way = "product" if method == "linear" and not settings else method
+    if not (callable(way) or way in METHODS or way in FORMULAS):
+        raise ValueError(unknown("method", way, [*METHODS, *FORMULAS]))
+    if way in METHODS and settings:
+        raise ValueError(f"{way} has no {next(iter(settings))}; leave it out, or choose another method.")
+    if rank is not None and not (isinstance(rank, int) and rank >= 1 and way not in ("aligned", "factors")):
+        raise ValueError(
+            f"rank must be an integer >= 1 and needs a method that truncates, got {rank!r} and {method!r}."
+        )
     given = [1.0] * len(adapters) if weights is None else list(map(float, weights))
-    if len(given) != len(adapters) or not all(math.isfinite(w) and w >= 0 for w in given) or not sum(given) > 0:
-        raise ValueError(f"weights must be {len(adapters)} numbers >= 0 with a sum above 0, got {weights}.")
-    shares = [weight / math.fsum(given) for weight in given]
+    if len(given) != len(adapters) or not all(map(math.isfinite, given)):
+        raise ValueError(f"weights must be {len(adapters)} finite numbers, got {weights}.")
     check_same_network(adapters)
-    results, errors = {}, {}
+    combine = None if way in METHODS else way if callable(way) else _formula(way, weights, settings)
+    if combine is None and (min(given) < 0 or not sum(given) > 0):
+        raise ValueError(f"weights must be {len(adapters)} numbers >= 0 with a sum above 0, got {weights}.")
+    label = str(getattr(way, "__name__", way))
+    results: dict[str, LowRank] = {}
+    errors: dict[str, dict[str, float]] = {}
     for module in adapters[0].products:
         products = [own.products[module] for own in adapters]
         most = max(own.rank for own in products)
-        exact = mean_product(products, shares)
-        padded = [own.padded(most) for own in products]
-        found = {
-            "product": exact.truncated(rank or most),
-            "aligned": mean_factors(_aligned(padded), shares),
-            "factors": mean_factors(padded, shares),
-        }
-        norm = exact.norm
-        errors[module] = {name: difference(own, exact) / norm if norm else 0.0 for name, own in found.items()}
-        results[module] = found[method]
+        if combine is None:
+            shares = [weight / math.fsum(given) for weight in given]
+            exact = mean_product(products, shares)
+            padded = [own.padded(most) for own in products]
+            found = {
+                "product": exact.truncated(rank or most),
+                "aligned": mean_factors(_aligned(padded), shares),
+                "factors": mean_factors(padded, shares),
+            }
+            norm, distances = exact.norm, {name: difference(own, exact) for name, own in found.items()}
+        else:
+            whole = combine(f"{module.removeprefix(_START)}.weight", [own.product for own in products])
+            found = {label: _truncated(whole, products, rank or most)}
+            norm, distances = float(whole.norm()), {label: float((found[label].product - whole).norm())}
+        errors[module] = {name: distance / norm if norm else 0.0 for name, distance in distances.items()}
+        results[module] = found[label]
     adapter = adapters[0].with_products(results)
-    return MergedAdapters(replace(adapter, tensors=_others_averaged(adapter, adapters, shares)), errors, method)
+    return MergedAdapters(replace(adapter, tensors=_others_merged(adapter, adapters, given, combine)), errors, label)
+
+
+def _formula(name: str, weights: Sequence[float] | None, settings: Mapping[str, Any]) -> Combine:
+    """Return a merge method as a function of a name and differences from zero."""
+    more = dict(settings) if weights is None else {**settings, "weight": weights}
+
+    def combine(place: str, products: list[Tensor]) -> Tensor:
+        base = torch.zeros_like(products[0]) if FORMULAS[name].base == "needed" else None
+        return merge_tensors(name, products, base=base, name=place, **more)
+
+    return combine
+
+
+def _truncated(matrix: Tensor, products: Sequence[LowRank], rank: int) -> LowRank:
+    """Return the nearest product of a rank to a matrix that was computed from products."""
+    basis = torch.linalg.qr(torch.cat([own.up for own in products], 1)).Q
+    if (matrix - basis @ (basis.T @ matrix)).norm() > 1e-9 * matrix.norm():  # not a linear combination
+        if min(matrix.shape) <= _LARGE:
+            return LowRank(matrix, torch.eye(matrix.shape[1], dtype=matrix.dtype)).truncated(rank)
+        with seeded(0):
+            basis = torch.svd_lowrank(matrix, q=min(2 * rank + 16, *matrix.shape), niter=4)[0]
+    return LowRank(basis, basis.T @ matrix).truncated(rank)
 
 
 def _aligned(products: Sequence[LowRank]) -> list[LowRank]:
@@ -348,20 +400,139 @@ def _aligned(products: Sequence[LowRank]) -> list[LowRank]:
     return [first, *(own.aligned(first) for own in others)]
 
 
-def _others_averaged(merged: Adapter, adapters: Sequence[Adapter], shares: Sequence[float]) -> dict[str, Tensor]:
-    """Return a merged adapter's tensors, with averages of those that are not factors."""
+def _others_merged(
+    merged: Adapter, adapters: Sequence[Adapter], weights: Sequence[float], combine: Combine | None
+) -> dict[str, Tensor]:
+    """Return a merged adapter's tensors: biases of B like products, whole modules averaged."""
     tensors, factors = dict(merged.tensors), {name for names in merged._names.values() for name in names}
     names = dict.fromkeys(name for own in adapters for name in own.tensors)
     for name in names:
         if name in factors:
             continue
-        found = [own.added(name) for own in adapters]
-        if any(value is None for value in found) or len({value.shape for value in found if value is not None}) > 1:
+        held = [value for own in adapters if (value := own.added(name)) is not None]
+        if len(held) < len(adapters) or len({value.shape for value in held}) > 1:
             raise ValueError(f"{name} is missing in an adapter or has another shape there; expected the same tensors.")
-        mean = torch.stack([share * value for share, value in zip(shares, found, strict=True) if value is not None])
-        unit = merged.added(name)
-        assert unit is not None
-        module = name.removesuffix(".lora_B.bias")
-        scaling = merged.scaling(module) if name.endswith(".lora_B.bias") else 1.0
-        tensors[name] = (mean.sum(0) / scaling).to(merged.tensors[name].dtype)
+        if name.endswith(".lora_B.bias"):
+            module = name.removesuffix(".lora_B.bias")
+            place = f"{module.removeprefix(_START)}.bias"
+            mean = merge_tensors("linear", held, weight=weights) if combine is None else combine(place, held)
+            mean = mean / merged.scaling(module)
+        else:
+            mean = merge_tensors("linear", held, weight=weights, name=name)
+        tensors[name] = mean.to(merged.tensors[name].dtype)
     return tensors
+
+
+# Adapters on a network.
+
+
+def with_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> Mapping[str, Tensor]:
+    """Return a network's tensors with an adapter added, as after ``merge_and_unload`` of ``peft``.
+
+    Products are added to weights (transposed for embeddings and where a layer stores its weight transposed, as
+    GPT-2's do), biases of B to biases; whole modules replace those of the network. Names may differ by a prefix, as
+    between a network with and without its head.
+
+    Args:
+        tensors: The network's tensors by name; it may load them when asked.
+        adapter: The adapter.
+
+    Returns:
+        Tensors of the same names. Changed ones are computed when asked, in float64, and returned in float32 or the
+        tensor's wider dtype, so that small changes of 16-bit weights are not rounded away.
+
+    Raises:
+        ValueError: If the adapter changes tensors that are not there, or its initialisation changed the network too; at
+            access, if a shape does not fit.
+    """
+    start = adapter.config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_BASE):
+        raise ValueError(
+            f"{adapter.source} has init_lora_weights {start!r}, which changed the weights of the network as well; "
+            "convert it to plain LoRA with peft first."
+        )
+    changes: dict[str, list[Callable[[Tensor], Tensor]]] = {}
+    transposed, factors = bool(adapter.config.get("fan_in_fan_out")), set(sum(adapter._names.values(), ()))
+    # Whole tensors first: peft also saves a changed embedding without its product.
+    for name in sorted(adapter.tensors.keys() - factors, key=lambda name: "lora_" in name):
+        added = adapter.added(name)
+        if added is None or ".original_module." in name:
+            continue
+        if name.endswith(".lora_B.bias"):
+            changes.setdefault(_path(name.replace(".lora_B.", ".")), []).append(partial(torch.add, added))
+        else:
+            changes.setdefault(_path(name), []).append(partial(_replaced, added, name))
+    for module, own in adapter.products.items():
+        turned = transposed or "lora_embedding" in adapter._names[module][0]
+        path = _path(f"{module}.weight")
+        changes.setdefault(path, []).append(partial(_plus_product, own, turned, path))
+    places = _places(list(changes), tensors)
+    names = set(tensors)  # asks for no tensor
+    if missing := [path for path, place in places.items() if place not in names]:
+        others = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"{adapter.source} changes {', '.join(missing[:3])}{others}, which the network does not have; expected the "
+            "network that it was trained on."
+        )
+    return _Changed(tensors, {place: changes[path] for path, place in places.items()})
+
+
+def _path(name: str) -> str:
+    """Return the network's name of a tensor, without the parts that peft inserts."""
+    return re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", name.removeprefix(_START))
+
+
+def _places(paths: Sequence[str], tensors: Iterable[str]) -> dict[str, str]:
+    """Return the network's names for an adapter's: with the prefix, added or left out, that fits most of them."""
+    names, first = set(tensors), paths[0]
+    more = [name.removesuffix(first) for name in names if name.endswith(f".{first}")]
+    less = [first[: place + 1] for place, sign in enumerate(first) if sign == "."]
+    prefixes = [("", ""), *((own, "") for own in sorted(more)), *(("", own) for own in less)]
+    found = [{path: add + path.removeprefix(cut) for path in paths} for add, cut in prefixes]
+    return min(found, key=lambda places: len(set(places.values()) - names))
+
+
+class _Changed(Mapping[str, Tensor]):
+    """Tensors of a network, some of them changed when asked."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], changes: Mapping[str, Sequence[Callable[[Tensor], Tensor]]]
+    ) -> None:
+        self._tensors, self._changes = tensors, changes
+
+    def __getitem__(self, name: str) -> Tensor:
+        own = self._tensors[name]
+        if name not in self._changes:
+            return own
+        found = own.double()
+        for change in self._changes[name]:
+            found = change(found)
+        return found.to(torch.promote_types(own.dtype, torch.float32))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors  # without computing it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _plus_product(own: LowRank, transposed: bool, name: str, weight: Tensor) -> Tensor:
+    """Add a product to a weight; for convolutions, its columns are the kernel."""
+    sides = (own.up.shape[0], own.down.shape[1])
+    # Only square weights leave a choice: the configuration of a network with both kinds of layers says one.
+    if weight.ndim == 2 and weight.shape == sides[::-1] and (transposed or sides[0] != sides[1]):
+        return weight + own.product.T
+    if weight.shape[:1] != sides[:1] or weight.numel() != sides[0] * sides[1]:
+        raise ValueError(f"{name} has shape {list(weight.shape)} in the network; the adapter expects {list(sides)}.")
+    return weight + own.product.reshape(weight.shape)
+
+
+def _replaced(value: Tensor, name: str, tensor: Tensor) -> Tensor:
+    if value.shape != tensor.shape:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)} in the network and {list(value.shape)} in the adapter."
+        )
+    return value

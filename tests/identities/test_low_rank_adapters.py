@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_sym.merging import Adapter, merge_adapters
+from lightning_sym.merging.adapters import Adapter, merge_adapters, with_adapter
+from lightning_sym.merging.methods import METHODS, merge_tensors
 from lightning_sym.symmetry.low_rank import LowRank, difference, mean_factors, mean_product
 
 TINY = 1e-10
@@ -245,6 +246,179 @@ def test_an_adapter_that_was_never_trained() -> None:
     assert fresh.matched(other).products[f"{START}layers.0.q_proj"].norm == 0
 
 
+# ---- merge methods
+
+
+def formula(name: str, products: list[Tensor], place: str, **settings: Any) -> Tensor:
+    base = torch.zeros_like(products[0]) if METHODS[name].base == "needed" else None
+    return merge_tensors(name, products, base=base, name=place, **settings)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_method_acts_on_products(method: str) -> None:
+    count = METHODS[method].most or 3
+    shared = tensors(9)  # of positive cosine, for model_stock
+    moved = [{name: shared[name] + 0.5 * own for name, own in tensors(seed).items()} for seed in range(count)]
+    adapters = [Adapter(config(), own) for own in moved]
+    given = {"density": 0.5, "weight": [0.5, 0.3, 0.9][:count], "t": 0.3, "scale": 0.7}
+    own = {key: given[key] for key in given if {key} & {*METHODS[method].per_model, *METHODS[method].shared}}
+    weights = own.pop("weight", None)
+    whole = merge_adapters(adapters, method=method, rank=7, weights=weights, **own)
+    cut = merge_adapters(adapters, method=method, weights=weights, **own)
+    for name in NAMES:
+        products = [adapter.products[START + name].product for adapter in adapters]
+        settings = own if weights is None else {**own, "weight": weights}
+        exact = formula(method, products, f"{name}.weight", **settings)
+        found = whole.adapter.products[START + name].product
+        torch.testing.assert_close(found, exact, rtol=0, atol=TINY)
+        # Nothing of rank 2 is nearer, and the error is said.
+        values = torch.linalg.svdvals(exact)
+        label = "product" if method == "linear" else method
+        error = float(values[2:].norm() / values.norm())
+        assert cut.errors[START + name][label] == pytest.approx(error, abs=1e-9)
+        distance = float((cut.adapter.products[START + name].product - exact).norm() / exact.norm())
+        assert distance == pytest.approx(error, abs=1e-9)
+    assert label in str(cut)
+
+
+def test_a_function_may_merge_products_and_biases(tmp_path: Path) -> None:
+    bias = f"{START}layers.0.q_proj.lora_B.bias"
+    held = [{**tensors(seed), bias: torch.full((7,), seed + 1.0).double()} for seed in range(2)]
+    adapters = [Adapter(config(), held[0]), Adapter(config(lora_alpha=2), held[1])]
+    asked = []
+
+    def difference_of(name: str, products: list[Tensor]) -> Tensor:
+        asked.append(name)
+        return products[0] - products[1]
+
+    merged = merge_adapters(adapters, method=difference_of, rank=4)
+    assert asked == [*(f"{name}.weight" for name in NAMES), "layers.0.q_proj.bias"]
+    assert max(row["difference_of"] for row in merged.errors.values()) < TINY
+    module = START + "layers.0.q_proj"
+    assert torch.allclose(
+        merged.adapter.tensors[bias] * merged.adapter.scaling(module), torch.full((7,), 4.0 - 2).double()
+    )
+
+
+def test_large_products_are_truncated_nearly_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {f"{START}up.lora_A.weight": (2, 80), f"{START}up.lora_B.weight": (60, 2)}
+    adapters = [
+        Adapter(config(), {name: torch.randn(shape, generator=generator).double() for name, shape in shapes.items()})
+        for _ in range(2)
+    ]
+    exact = merge_adapters(adapters, method="ties", density=0.3).errors[f"{START}up"]["ties"]
+    monkeypatch.setattr("lightning_sym.merging.adapters._LARGE", 10)
+    near = merge_adapters(adapters, method="ties", density=0.3).errors[f"{START}up"]["ties"]
+    assert exact <= near < exact * 1.001
+
+
+# ---- on a network
+
+NETWORK = {"layers.0.q_proj": (7, 5), "layers.0.up_proj": (6, 9), "layers.1.q_proj": (7, 5)}
+
+
+def network(seed: int = 9, prefix: str = "", dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    held = {f"{prefix}{name}.weight": torch.randn(shape, generator=generator) for name, shape in NETWORK.items()}
+    return {**{name: own.to(dtype) for name, own in held.items()}, f"{prefix}steps": torch.tensor(3)}
+
+
+@pytest.mark.parametrize("own", ["", "model.", "base."])
+@pytest.mark.parametrize("theirs", ["", "model.", "base.model."])
+def test_products_are_added_under_any_prefix(own: str, theirs: str) -> None:
+    if own and theirs and own != theirs:
+        return  # neither is the other with a prefix
+    adapter = Adapter(config(**PATTERNS), {
+        name.replace(START, START + theirs): tensor for name, tensor in tensors(0, ranks=RANKS).items()
+    })  # fmt: skip
+    before = network(prefix=own)
+    after = with_adapter(before, adapter)
+    assert list(after) == list(before)
+    for name, scaling in zip(NAMES, [8 / 3, 1.0, 5 / 3], strict=True):
+        a, b = (adapter.tensors[f"{START}{theirs}{name}.lora_{which}.weight"] for which in "AB")
+        place = f"{own}{name}.weight"
+        torch.testing.assert_close(after[place], before[place] + scaling * b @ a, rtol=0, atol=TINY)
+    assert after[f"{own}steps"] is before[f"{own}steps"]
+
+
+def test_tensors_are_changed_when_asked_and_small_changes_stay() -> None:
+    class Asked(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            asked.append(name)
+            return super().__getitem__(name)
+
+    asked: list[str] = []
+    small = {name: 1e-5 * tensor if "lora_B" in name else tensor for name, tensor in tensors(0).items()}
+    before = network(dtype=torch.bfloat16)
+    after = with_adapter(Asked(before), Adapter(config(), small))
+    assert "layers.0.q_proj.weight" in after
+    assert asked == []
+    for name in NAMES:
+        found = after[f"{name}.weight"]
+        exact = before[f"{name}.weight"].double() + Adapter(config(), small).products[START + name].product
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, exact.float(), rtol=0, atol=0)
+        assert not torch.equal(found.bfloat16().float(), found)
+    assert asked == [f"{name}.weight" for name in NAMES]
+
+
+def test_layers_of_all_kinds_and_whole_tensors() -> None:
+    torch.manual_seed(0)
+    shapes = {
+        "embed.lora_embedding_A": (2, 11),
+        "embed.lora_embedding_B": (5, 2),
+        "conv.lora_A.weight": (2, 3, 3, 3),
+        "conv.lora_B.weight": (4, 2, 1, 1),
+        "conv.lora_B.bias": (4,),
+        "turned.lora_A.weight": (2, 6),
+        "turned.lora_B.weight": (8, 2),
+        "square.lora_A.weight": (2, 5),
+        "square.lora_B.weight": (5, 2),
+        "head.weight": (3, 5),
+        "head.modules_to_save.bias": (3,),
+        "head.original_module.bias": (3,),
+        "embed.base_layer.weight": (11, 5),
+    }
+    held = {START + name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    part = {name: held[START + name] for name in shapes}
+    plain = {"conv.weight": (4, 3, 3, 3), "conv.bias": (4,), "embed.weight": (11, 5), "turned.weight": (6, 8)}
+    plain |= {"square.weight": (5, 5), "head.weight": (3, 5), "head.bias": (3,)}
+    before = {name: torch.randn(shape, dtype=torch.float64) for name, shape in plain.items()}
+    after = with_adapter(before, Adapter(config(fan_in_fan_out=True), held))
+    x, tokens = torch.randn(2, 3, 6, 6, dtype=torch.float64), torch.arange(11)
+    inner = nn.functional.conv2d(x, part["conv.lora_A.weight"])
+    added = 4 * nn.functional.conv2d(inner, part["conv.lora_B.weight"], part["conv.lora_B.bias"])
+    expected = nn.functional.conv2d(x, before["conv.weight"], before["conv.bias"]) + added
+    exact = {"rtol": 0, "atol": TINY}
+    torch.testing.assert_close(nn.functional.conv2d(x, after["conv.weight"], after["conv.bias"]), expected, **exact)
+    embedded = nn.functional.embedding(tokens, part["embed.lora_embedding_A"].T) @ part["embed.lora_embedding_B"].T
+    saved = part["embed.base_layer.weight"]
+    torch.testing.assert_close(nn.functional.embedding(tokens, after["embed.weight"]), saved + 4 * embedded, **exact)
+    for name in ("turned", "square"):
+        change = 4 * part[f"{name}.lora_B.weight"] @ part[f"{name}.lora_A.weight"]
+        torch.testing.assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + change.T, **exact)
+    assert torch.equal(after["head.weight"], part["head.weight"])
+    assert torch.equal(after["head.bias"], part["head.modules_to_save.bias"])
+    unturned = with_adapter(before, Adapter(config(), held))
+    change = 4 * part["square.lora_B.weight"] @ part["square.lora_A.weight"]
+    torch.testing.assert_close(unturned["square.weight"], before["square.weight"] + change, **exact)
+    torch.testing.assert_close(unturned["turned.weight"], after["turned.weight"], **exact)
+
+
+def test_networks_that_do_not_fit_an_adapter() -> None:
+    adapter = Adapter(config(), tensors(0), "one")
+    fewer = {name: own for name, own in network().items() if "layers.1" not in name}
+    assert_refused(with_adapter, fewer, adapter, says="one changes layers.1.q_proj.weight, which the network does not")
+    other = {name: torch.ones(4, 4) for name in network()}
+    assert_refused(lambda: with_adapter(other, adapter)["layers.0.q_proj.weight"], says="the adapter expects [7, 5]")
+    whole = Adapter(config(), {**tensors(0), f"{START}head.weight": torch.ones(2)}, "one")
+    wider = {**network(), "head.weight": torch.ones(3)}
+    assert_refused(lambda: with_adapter(wider, whole)["head.weight"], says="[3] in the network and [2] in the adapter")
+    started = Adapter(config(init_lora_weights="pissa_niter_4"), tensors(0), "one")
+    assert_refused(with_adapter, network(), started, says="changed the weights of the network as well")
+
+
 def bad(edit: Any, settings: dict[str, Any] | None = None) -> Adapter:
     held = copy.deepcopy(tensors(0))
     edit(held)
@@ -290,6 +464,8 @@ def test_adapters_that_do_not_fit_each_other(tmp_path: Path) -> None:
     assert_refused(merge_adapters, [one], rank=2, method="factors")
     assert_refused(merge_adapters, [one, one], weights=[1])
     assert_refused(merge_adapters, [one, one], weights=[1, -1])
+    assert_refused(merge_adapters, [one, one], method="tie", says="Did you mean 'ties'?")
+    assert_refused(merge_adapters, [one, one], method="aligned", density=0.5, says="aligned has no density")
     one.write(tmp_path / "a")
     assert_refused(one.write, tmp_path / "a", says="exists already")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"nothing")
