@@ -154,7 +154,8 @@ def merge_checkpoints(
         for own, moved in zip(networks[1:], aligned.networks[1:], strict=True)
     )
     left = [f"{name} {reason}: unchanged" for name, reason in zip(names, aligned.reasons, strict=True) if reason]
-    notes = (*left, *differing, *converted, *_notes(symmetry, network, data, recalibrate or align_only))
+    chosen = [note for own in checkpoints for note in own.notes]
+    notes = (*left, *differing, *chosen, *converted, *_notes(symmetry, network, data, recalibrate or align_only))
     if recalibrate and statistics is not None:
         recalibrate_batch_norm(aligned.result, statistics)
     losses, barriers, elements, result = None, None, aligned.elements, aligned.result
