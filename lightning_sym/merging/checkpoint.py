@@ -304,7 +304,9 @@ class Checkpoint:
                 yield stored.file.name, key, self.names.get(key, ""), self.stored[key]
             return
         files = self._files_of_pickles()
-        keys = {name: key for key, name in reversed(self.names.items())}  # ties are written once
+        keys: dict[str, str] = {}
+        for key, name in self.names.items():  # ties are written once
+            keys.setdefault(name, key)
         if configuration_in(self.file.parent) is not None and not self.prefix:
             for name, key in keys.items():
                 yield files[key], key, name, self.stored[key]

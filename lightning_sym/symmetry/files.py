@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_sym._documents import load_json
-from lightning_sym._files import not_written, write_atomically
+from lightning_sym._files import hold, not_written, write_atomically
 from lightning_sym._text import nearest
 
 _CHUNK = 1 << 24
@@ -353,8 +354,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     made = [path for path in (base, *base.parents) if not path.exists()]
     scratch = base / f".{out.name}.{secrets.token_hex(8)}.tmp"
     try:
+        _remove_abandoned(base, out.name)
         scratch.mkdir(parents=True)
-        yield scratch
+        with _held(scratch):
+            yield scratch
         if inside:
             for path in sorted(scratch.iterdir(), key=lambda one: (one.name == "config.json", one.name)):
                 path.rename(out / path.name)  # the configuration last, as readers open it first
@@ -369,6 +372,29 @@ def new_folder(out: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise not_written(out, error) from error
         raise
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Yield whether a folder could be locked; the kernel releases the lock with the process."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # on Windows
+        yield False
+        return
+    try:
+        yield hold(descriptor) is True
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(base: Path, name: str) -> None:
+    """Remove the folders that killed processes left while they wrote one of this name."""
+    for path in base.glob(".*.tmp"):
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp", path.name) and path.is_dir():
+            with _held(path) as abandoned:
+                if abandoned and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def write_files(

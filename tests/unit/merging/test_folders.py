@@ -314,7 +314,7 @@ def test_configurations_are_compared_by_what_they_mean() -> None:
         check_configurations, files, says="b/config.json states attention_bias: True, but a/config.json False"
     )
     Path("b/config.json").write_text(json.dumps({**content, "vocab_size": 15}))
-    says = "b has a vocabulary of 15 and a one of 14; give both one size first, with resize_token_embeddings(14)"
+    says = "b has a vocabulary of 15 and a one of 14; save b with resize_token_embeddings(14) of transformers first"
     assert_refused(check_configurations, files, says=says)
 
 
@@ -467,4 +467,19 @@ def test_a_killed_process_leaves_no_folder() -> None:
     assert all(name.startswith(".") for name in left)
     reference = read("reference")
     reference.write(floating(reference.network), "out")
+    loaded("gpt2", "out")
+    assert {path.name for path in Path().iterdir()} == {"reference", "out"}
+
+
+def test_of_two_processes_that_write_one_folder_the_first_succeeds() -> None:
+    reference = read(saved(made("gpt2"), "reference"))
+
+    def slow() -> None:
+        with symmetry_files.new_folder(Path("out")) as scratch:
+            (scratch / "x").write_text("x")
+            reference.write(floating(reference.network), "out")
+            assert (scratch / "x").exists()
+
+    assert_refused(slow, says="Cannot write out: Directory not empty; its previous content is intact", error=OSError)
+    assert {path.name for path in Path().iterdir()} == {"reference", "out"}
     loaded("gpt2", "out")
