@@ -26,7 +26,8 @@ _CHUNK = 1 << 24
 _TYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
-    **{torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
 # Dtypes of tensors that elements act on; 16-bit tensors are transformed in single precision.
 _MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -370,8 +371,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
         _remove(made)
         if isinstance(error, OSError):
-            raise not_written(out, error) from error
-        raise
+            where = None if error.filename is None else Path(error.filename)
+            if where is None or scratch in (where, *where.parents) or where in (out, base, *made):
+                raise not_written(out, error) from error
+        raise  # of a file that is read
 
 
 @contextlib.contextmanager
@@ -465,7 +468,9 @@ def _write_file(
                 places[own.shared] = Path(file.name), 8 + len(head) + header[name]["data_offsets"][0], own.dtype
         if tensor.numel() != math.prod(own.shape):
             raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(own.shape)}.")
-        _write(file, _fitting(tensor, own.dtype, name))
+        # What is copied as it is may hold anything.
+        is_copy = own.shared is None and tensor.dtype == own.dtype
+        _write(file, tensor if is_copy else _fitting(tensor, own.dtype, name))
 
 
 def _remove(folders: Iterable[Path]) -> None:
