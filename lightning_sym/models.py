@@ -332,7 +332,7 @@ def names_in_network(network: nn.Module, keys: Iterable[str]) -> dict[str, str]:
                 "joined, with save_pretrained(..., save_original_format=False)."
             )
         found[key] = name
-    return {key: found[key] for key in keys}
+    return {key: found[key] for key in keys} if len({*found.values()}) == len(keys) else {key: key for key in keys}
 
 
 def _of_transformers(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:

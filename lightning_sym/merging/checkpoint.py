@@ -90,7 +90,9 @@ def _in_folder(given: str, folder: Path) -> list[Found]:
         return [Found(str(zoo.path / member.file), zoo.path / member.file) for member in zoo]
     if (folder / _ADAPTER).is_file():
         return [Found(given, _adapter_weights(folder), adapter=folder)]
-    inner = sorted(path.name for path in folder.iterdir() if path.is_dir() and configuration_in(path) is not None)
+    # Of checkpoints of one training, and of a cache of transformers.
+    inside = (path for path in (*folder.iterdir(), *folder.glob("snapshots/*")) if path.is_dir())
+    inner = sorted(str(path.relative_to(folder)) for path in inside if configuration_in(path) is not None)
     hint = f" It holds {', '.join(inner[:3])}: give one of them." if inner else ""
     raise ValueError(
         f"{given} is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model "
@@ -119,6 +121,12 @@ def model_of(found: Found, *, weights: bool = False) -> Model:
     if folder is None:
         what = "is an adapter without its model: give MODEL+ADAPTER" if found.adapter else "does not say its network"
         raise ValueError(f"{found.given} {what}; expected that, or --network.")
+    if found.configuration is not None and (quantized := found.configuration.get("quantization_config")):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise ValueError(
+            f"{found.given} holds quantized weights ({method}); expected weights of 16 bits or more: dequantize() and "
+            "save_pretrained() of transformers write them."
+        )
     build = functools.partial(model_in, folder)
     return build(meta=False) if weights else build_light(build)
 
@@ -264,10 +272,11 @@ class Checkpoint:
             for file, own in planned.items():
                 write_single(out, own, self._metadata(file))
             return out
+        metadata, beside = {file: self._metadata(file) for file in planned}, files_beside(self.file.parent)
         with new_folder(out) as scratch:
-            write_files(scratch, planned, {file: self._metadata(file) for file in planned})
+            write_files(scratch, planned, metadata)
             written = self._write_index(scratch, planned) or next(iter(planned))
-            for name, path in files_beside(self.file.parent).items():
+            for name, path in beside.items():
                 target = scratch / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if name == CONFIGURATION and dtype is not None:
@@ -287,8 +296,9 @@ class Checkpoint:
                 counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
         commonest = max(counts, key=lambda one: counts[one], default=None)
         planned: dict[str, dict[str, Planned]] = {}
+        given = set(tensors)  # a mapping may compute a tensor to say whether it has it
         for file, key, name, tensor in rows:
-            moved = name in tensors and name not in self.ignored and tensor.is_floating_point()
+            moved = name in given and name not in self.ignored and tensor.is_floating_point()
             planned.setdefault(file, {})[key] = Planned(
                 shape=tuple(tensor.shape),
                 dtype=dtype if dtype is not None and tensor.dtype == commonest else tensor.dtype,
@@ -304,7 +314,9 @@ class Checkpoint:
                 yield stored.file.name, key, self.names.get(key, ""), self.stored[key]
             return
         files = self._files_of_pickles()
-        keys = {name: key for key, name in reversed(self.names.items())}  # ties are written once
+        keys: dict[str, str] = {}
+        for key, name in self.names.items():  # ties are written once
+            keys.setdefault(name, key)
         if configuration_in(self.file.parent) is not None and not self.prefix:
             for name, key in keys.items():
                 yield files[key], key, name, self.stored[key]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sym._text import nearest
 from lightning_sym.connectivity.interpolation import Barrier, Loss
+from lightning_sym.merging.adapters import Adapter, with_adapter
 from lightning_sym.merging.alignment import Alignment
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
@@ -294,15 +295,13 @@ def _read_all(
 ) -> tuple[list[Checkpoint], list[str]]:
     """Read all checkpoints, with their adapters, in one type; also return notes."""
     found, notes = [], []
-    for name, one in zip(asked.names, asked.found, strict=True):
+    for one in asked.found:
         own = Checkpoint.read(one.file, network, prefix, copies, ignore)
         if one.adapter is not None:
-            from lightning_sym.merging.adapters import Adapter, with_adapter
-
             adapted = with_adapter(state_tensors(own.network), Adapter.load(one.adapter))
             own = replace(own, network=with_tensors(own.network, copies.placed(adapted.items())).eval())
         found.append(own)
-        notes += [f"{name}: {note}" for note in own.notes]
+        notes += own.notes
     checkpoints, converted = _of_one_type(found, asked.names, copies)
     return checkpoints, [*notes, *converted]
 

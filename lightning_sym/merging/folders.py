@@ -97,24 +97,35 @@ def check_configurations(files: Sequence[Path]) -> tuple[str, ...]:
 
 def _check_architecture(first: Path, other: Path) -> None:
     contents = [configuration_in(folder) or {} for folder in (first, other)]
-
-    def differing() -> list[str]:
-        keys = sorted(contents[0].keys() | contents[1].keys())
-        return [key for key in keys if key not in _NOT_ARCHITECTURE and contents[0].get(key) != contents[1].get(key)]
-
-    if differing():  # versions of transformers write other sets of entries
+    if _differing(contents):  # versions of transformers write other sets of entries
         contents = [with_defaults(content) for content in contents]
-    for key in differing():
-        ours, theirs = contents[0].get(key), contents[1].get(key)
-        if key == "vocab_size":
+    for key, (ours, theirs) in _differing(contents).items():
+        if key.endswith("vocab_size") and None not in (ours, theirs):
             raise ValueError(
-                f"{other} has a vocabulary of {theirs} and {first} one of {ours}; give both one size first, with "
-                f"resize_token_embeddings({min(ours, theirs)}) and save_pretrained of transformers."
+                f"{other} has a vocabulary of {theirs} and {first} one of {ours}; save {other} with "
+                f"resize_token_embeddings({ours}) of transformers first, or {first} with {theirs}."
             )
         raise ValueError(
             f"{other / CONFIGURATION} states {key}: {theirs!r}, but {first / CONFIGURATION} {ours!r}; expected "
             "checkpoints of one configuration."
         )
+
+
+def _differing(contents: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each entry that differs and is part of the architecture."""
+    ours, theirs = (dict(_entries(content)) for content in contents)
+    keys = (key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key))
+    return {key: (ours.get(key), theirs.get(key)) for key in keys}
+
+
+def _entries(content: dict[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of the architecture, also of nested configurations, by names joined by dots."""
+    for key, entry in content.items():
+        if key not in _NOT_ARCHITECTURE:
+            if isinstance(entry, dict):
+                yield from _entries(entry, f"{start}{key}.")
+            else:
+                yield start + key, entry
 
 
 def _json_in(folder: Path, name: str) -> Any:

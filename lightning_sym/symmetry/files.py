@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_sym._documents import load_json
-from lightning_sym._files import not_written, write_atomically
+from lightning_sym._files import hold, not_written, write_atomically
 from lightning_sym._text import nearest
 
 _CHUNK = 1 << 24
@@ -25,7 +26,8 @@ _CHUNK = 1 << 24
 _TYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
-    **{torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
 # Dtypes of tensors that elements act on; 16-bit tensors are transformed in single precision.
 _MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -353,8 +355,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     made = [path for path in (base, *base.parents) if not path.exists()]
     scratch = base / f".{out.name}.{secrets.token_hex(8)}.tmp"
     try:
+        _remove_abandoned(base, out.name)
         scratch.mkdir(parents=True)
-        yield scratch
+        with _held(scratch):
+            yield scratch
         if inside:
             for path in sorted(scratch.iterdir(), key=lambda one: (one.name == "config.json", one.name)):
                 path.rename(out / path.name)  # the configuration last, as readers open it first
@@ -367,8 +371,33 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
         _remove(made)
         if isinstance(error, OSError):
-            raise not_written(out, error) from error
-        raise
+            where = None if error.filename is None else Path(error.filename)
+            if where is None or scratch in (where, *where.parents) or where in (out, base, *made):
+                raise not_written(out, error) from error
+        raise  # of a file that is read
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Yield whether a folder could be locked; the kernel releases the lock with the process."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # on Windows
+        yield False
+        return
+    try:
+        yield hold(descriptor) is True
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(base: Path, name: str) -> None:
+    """Remove the folders that killed processes left while they wrote one of this name."""
+    for path in base.glob(".*.tmp"):
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp", path.name) and path.is_dir():
+            with _held(path) as abandoned:
+                if abandoned and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def write_files(
@@ -439,7 +468,9 @@ def _write_file(
                 places[own.shared] = Path(file.name), 8 + len(head) + header[name]["data_offsets"][0], own.dtype
         if tensor.numel() != math.prod(own.shape):
             raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(own.shape)}.")
-        _write(file, _fitting(tensor, own.dtype, name))
+        # What is copied as it is may hold anything.
+        is_copy = own.shared is None and tensor.dtype == own.dtype
+        _write(file, tensor if is_copy else _fitting(tensor, own.dtype, name))
 
 
 def _remove(folders: Iterable[Path]) -> None:

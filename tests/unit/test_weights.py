@@ -151,7 +151,7 @@ def test_scalars_of_numpy_run_nothing():
     ("weights", "says"),
     [
         ("absent.pt", "There is no file"),
-        ("whole.pt", "is a whole module (my_networks.Plain), and is not opened, because that could run code"),
+        ("whole.pt", "holds a whole module (my_networks.Plain), and is not opened, because that could run code"),
         ("harm.pt", "holds more than tensors and plain values"),
         ("words.pt", "is damaged or truncated, or no file of torch.save"),
         ("half.pt", "is damaged or truncated, or no file of torch.save"),

@@ -113,9 +113,6 @@ class Once(Mapping[str, Tensor]):
         self.seen.add(name)
         return self.tensors[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
@@ -130,7 +127,7 @@ def test_written_folders_are_loaded_and_compute_the_same(kind: str, form: str) -
     reference = read(saved(made(kind, 1), "reference", form))
     weights = Once(floating(read(saved(parent, "parent")).network))
     written = reference.write(weights, "out", readme="# A model\n")
-    assert weights.seen == {name for name in reference.names.values() if name in weights}
+    assert weights.seen == {name for name in reference.names.values() if name in weights.tensors}
     again = loaded(kind, "out")
     assert torch.equal(outputs(again), outputs(parent))
     if hasattr(parent, "generate") and kind != "bert" and kind != "vit":
@@ -314,7 +311,7 @@ def test_configurations_are_compared_by_what_they_mean() -> None:
         check_configurations, files, says="b/config.json states attention_bias: True, but a/config.json False"
     )
     Path("b/config.json").write_text(json.dumps({**content, "vocab_size": 15}))
-    says = "b has a vocabulary of 15 and a one of 14; give both one size first, with resize_token_embeddings(14)"
+    says = "b has a vocabulary of 15 and a one of 14; save b with resize_token_embeddings(14) of transformers first"
     assert_refused(check_configurations, files, says=says)
 
 
@@ -351,7 +348,10 @@ def test_paths_of_files_folders_zoos_and_adapters() -> None:
     assert (file.file, file.folder) == (Path("x.pt"), None)
     Path("with").mkdir()
     shutil.move("model", "with/checkpoint-5")
+    Path("cache/snapshots").mkdir(parents=True)
+    shutil.copytree("with/checkpoint-5", "cache/snapshots/1a2b")
     for path, says in (
+        ("cache", "It holds snapshots/1a2b: give one of them."),
         ("nowhere", "There is no file or folder nowhere; expected"),
         ("nowhere+adapter", "There is no file or folder nowhere+adapter; expected"),
         ("x.pt+zoo", "zoo is no adapter; expected a folder with adapter_config.json"),
@@ -361,6 +361,15 @@ def test_paths_of_files_folders_zoos_and_adapters() -> None:
         assert_refused(find_checkpoints, path, says=says)
     assert_refused(model_of, file, says="x.pt does not say its network; expected that, or --network.")
     assert_refused(model_of, alone, says="adapter is an adapter without its model: give MODEL+ADAPTER; expected that")
+
+
+def test_quantized_models_are_refused() -> None:
+    saved(made("gpt2"), "model")
+    content = json.loads(Path("model/config.json").read_text())
+    content["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    Path("model/config.json").write_text(json.dumps(content))
+    says = "model holds quantized weights (gptq); expected weights of 16 bits or more: dequantize() and"
+    assert_refused(read, "model", says=says)
 
 
 def test_models_are_built_without_memory_for_weights() -> None:
@@ -406,6 +415,21 @@ def test_a_full_disk_leaves_no_folder(out: str, monkeypatch: pytest.MonkeyPatch)
     assert sorted(Path().rglob("*")) == before
 
 
+def test_a_file_that_is_removed_meanwhile_is_named() -> None:
+    reference = read(saved(made("gpt2"), "reference"))
+
+    class Removing(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            Path("reference/config.json").unlink(missing_ok=True)
+            return super().__getitem__(name)
+
+    with pytest.raises(FileNotFoundError) as caught:
+        reference.write(Removing(floating(reference.network)), "out")
+    assert "reference/config.json" in str(caught.value)
+    assert "Cannot write" not in str(caught.value)
+    assert [path.name for path in Path().iterdir()] == ["reference"]
+
+
 def test_a_full_disk_at_the_other_files_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = read(saved(made("gpt2"), "reference"))
 
@@ -421,7 +445,7 @@ def test_a_full_disk_at_the_other_files_leaves_no_folder(monkeypatch: pytest.Mon
 def test_an_input_that_is_removed_meanwhile_leaves_no_folder() -> None:
     reference = read(saved(made("gpt2"), "reference"))
     shutil.rmtree("reference")
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(FileNotFoundError, match="reference"):
         reference.write(floating(reference.network), "out")
     assert not list(Path().iterdir())
 
@@ -467,4 +491,19 @@ def test_a_killed_process_leaves_no_folder() -> None:
     assert all(name.startswith(".") for name in left)
     reference = read("reference")
     reference.write(floating(reference.network), "out")
+    loaded("gpt2", "out")
+    assert {path.name for path in Path().iterdir()} == {"reference", "out"}
+
+
+def test_of_two_processes_that_write_one_folder_the_first_succeeds() -> None:
+    reference = read(saved(made("gpt2"), "reference"))
+
+    def slow() -> None:
+        with symmetry_files.new_folder(Path("out")) as scratch:
+            (scratch / "x").write_text("x")
+            reference.write(floating(reference.network), "out")
+            assert (scratch / "x").exists()
+
+    assert_refused(slow, says="Cannot write out: Directory not empty; its previous content is intact", error=OSError)
+    assert {path.name for path in Path().iterdir()} == {"reference", "out"}
     loaded("gpt2", "out")
