@@ -9,8 +9,9 @@ from random signed sums (Charikar, Chen and Farach-Colton 2002, "Finding frequen
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ _CAUTION = 2.0
 _ROUNDING = 1e-5  # of squared distances in single precision, relative to the squared norms
 _AT_ONCE = 2**17  # numbers read at once
 _ROWS = 512  # rows of the table of distances computed at once
-_SAMPLE = 2**20  # numbers of a tensor that represent it where changes by scales and rotations are estimated
+_SAMPLE = 2**18  # numbers of a tensor that represent it where changes by scales and rotations are estimated
 _SAMPLED = 3  # rotated tensors that represent all
 _LINES = 4  # lines of these, in multiples of the size of the rotation
 
@@ -92,12 +93,22 @@ def sketched(symmetry: Symmetry, a: Mapping[str, Tensor], b: Mapping[str, Tensor
                 squares.append(math.nan)
             continue
         one, two = (own[name].detach() for own in (a, b))
-        square = _squared_distance(one, two)
+        made: dict[tuple[int, ...], _Sums] = {}
+
+        def along(
+            axes: tuple[int, ...], one: Tensor = one, two: Tensor = two, made: dict[tuple[int, ...], _Sums] = made
+        ) -> _Sums:
+            if axes not in made:
+                made[axes] = _Sums.of(one, two, axes, generator)
+            return made[axes]
+
+        for sketch, pattern, part in parts.get(name, ()):
+            sketch.add(pattern, part, one, two, along, generator)
+        known = next(iter(made.values()), None)
+        square = _squared_distance(one, two) if known is None else float(known.norms[1].sum())
         squares.append(square)
         if not math.isfinite(square):
             break
-        for sketch, pattern, part in parts.get(name, ()):
-            sketch.add(pattern, part, one, two, generator)
         if square:
             freedom.add(name, one, two, square)
     total = math.fsum(squares)
@@ -108,33 +119,79 @@ def sketched(symmetry: Symmetry, a: Mapping[str, Tensor], b: Mapping[str, Tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Convert 16-bit numbers to single precision."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    """Return a tensor on the CPU in at least single precision."""
+    return (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).cpu()
 
 
 def _squared_distance(one: Tensor, two: Tensor) -> float:
     pairs = zip(*(own.reshape(-1).split(_AT_ONCE) for own in (one, two)), strict=True)
-    return math.fsum(float(torch.linalg.vector_norm(_wide(x) - _wide(y).to(x.device))) ** 2 for x, y in pairs)
+    return math.fsum(float((_wide(x) - _wide(y)).square().sum(dtype=torch.float64)) for x, y in pairs)
 
 
-def _pieces(part: Slices | Joint, size: int, *tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the numbers of all units of a part in tensors of one shape, a few columns at a time.
+class _Sums(NamedTuple):
+    """Sums over all places of one axis (or of several axes together) of two tensors.
 
-    Each piece has one row per unit (per member of a joint).
+    Attributes:
+        norms: Squared norms of the slices of the first tensor, and of the difference. Shape (2, places), float64.
+        sums: Signed sums of the slices of the first tensor. Shape (places, directions).
     """
-    if isinstance(part, Joint):
-        yield [_wide(part.of(tensor)) for tensor in tensors]
-        return
-    moved = [together(tensor, part.axes) if tensor.ndim else tensor[None] for tensor in tensors]
-    shape, at = moved[0].shape, part.positions
-    if len(shape) == 1:
-        yield [_wide(own if at is None else own[at.to(own.device)]).reshape(size, -1) for own in moved]
-        return
-    axis = max(range(1, len(shape)), key=lambda other: shape[other])
-    step = max(1, _AT_ONCE * shape[axis] // max(math.prod(shape), 1))
-    for start in range(0, shape[axis], step):
-        some = [own.narrow(axis, start, min(step, shape[axis] - start)) for own in moved]
-        yield [_wide(own if at is None else own.index_select(0, at.to(own.device))).reshape(size, -1) for own in some]
+
+    norms: Tensor
+    sums: Tensor
+
+    @classmethod
+    def of(cls, one: Tensor, two: Tensor, axes: tuple[int, ...], generator: torch.Generator) -> "_Sums":
+        """Return the sums over slices of two tensors along some axes, read a piece at a time."""
+        ours, theirs = (together(own, axes) if own.ndim else own[None] for own in (one, two))
+        if len(axes) == 1 and math.prod(one.shape[: axes[0]]) >= 2 * DIRECTIONS:
+            before, size, after = math.prod(one.shape[: axes[0]]), one.shape[axes[0]], -1
+            return cls._of_columns(*(own.reshape(before, size, after) for own in (one, two)), generator)
+        return cls._of_rows(*(own.reshape(len(own), -1) for own in (ours, theirs)), generator)
+
+    @classmethod
+    def _of_rows(cls, one: Tensor, two: Tensor, generator: torch.Generator) -> "_Sums":
+        size, columns = one.shape
+        signs, whole = _signs(columns, generator), columns - columns % DIRECTIONS
+        places = torch.randperm(DIRECTIONS, generator=generator)[: columns - whole]
+        norms, sums = torch.zeros(2, size, dtype=torch.float64), torch.zeros(size, DIRECTIONS)
+        step = max(_AT_ONCE // max(columns, 1), 1)
+        for start in range(0, size, step):
+            at = slice(start, start + step)
+            ours, theirs = _wide(one[at]), _wide(two[at])
+            norms[0, at], norms[1, at] = (ours * ours).sum(1), (ours - theirs).square_().sum(1)
+            signed = ours * signs.to(ours.dtype)
+            found = signed[:, :whole].reshape(len(ours), -1, DIRECTIONS).sum(1)
+            sums[at] = found.index_add_(1, places, signed[:, whole:])
+        return cls(norms, sums)
+
+    @classmethod
+    def _of_columns(cls, one: Tensor, two: Tensor, generator: torch.Generator) -> "_Sums":
+        before, size, after = one.shape
+        norms, sums = torch.zeros(2, size, dtype=torch.float64), torch.zeros(DIRECTIONS, size)
+        step = max(_AT_ONCE // max(size * after, 1) // DIRECTIONS, 1) * DIRECTIONS
+        for start in range(0, before, step):
+            ours, theirs = (_wide(own[start : start + step]) for own in (one, two))
+            norms[0] += (ours * ours).sum((0, 2))
+            norms[1] += (ours - theirs).square_().sum((0, 2))
+            signed = ours * _signs(len(ours) * after, generator).to(ours.dtype).view(-1, 1, after)
+            whole = len(ours) - len(ours) % DIRECTIONS
+            sums += signed[:whole].view(-1, DIRECTIONS, size, after).sum((0, 3))
+            places = torch.randperm(DIRECTIONS, generator=generator)[: len(ours) - whole]
+            sums.index_add_(0, places, signed[whole:].sum(2).to(sums.dtype))
+        return cls(norms, sums.T.contiguous())
+
+    def at(self, positions: Tensor | None, size: int, generator: torch.Generator) -> "_Sums":
+        """Return the sums of units at several places each; None for places in order."""
+        norms, sums = (self.norms, self.sums) if positions is None else (self.norms[:, positions], self.sums[positions])
+        if norms.shape[1] == size:
+            return _Sums(norms, sums)
+        signed = sums.view(size, -1, DIRECTIONS) * _signs(len(sums) // size, generator).to(sums.dtype)[:, None]
+        return _Sums(norms.view(2, size, -1).sum(2), signed.sum(1))
+
+
+def _signs(count: int, generator: torch.Generator) -> Tensor:
+    """Return random signs. Shape (count,)."""
+    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.float32).mul_(2).sub_(1)
 
 
 @dataclass
@@ -173,47 +230,57 @@ class _GroupSketch:
             return None
         parts: list[tuple[Pattern, Slices | Joint]] = [(p, own) for p, some in group.slices.items() for own in some]
         parts += [(own.pattern, own) for own in group.joints]
-        size = len(group.units)
-        counts = [
-            math.prod(symmetry.shapes[own.tensor]) // size if isinstance(own, Slices) else math.inf for _, own in parts
-        ]
-        return cls(group, in_blocks, moving, loose, parts, sum(counts) <= _EXACT)
+        numbers = sum(math.prod(symmetry.shapes[own.tensor]) for _, own in parts)
+        return cls(group, in_blocks, moving, loose, parts, numbers <= _EXACT * len(group.units))
 
-    def add(self, pattern: Pattern, part: Slices | Joint, one: Tensor, two: Tensor, generator: torch.Generator) -> None:
-        """Add the slices of one tensor of both networks."""
+    def add(
+        self,
+        pattern: Pattern,
+        part: Slices | Joint,
+        one: Tensor,
+        two: Tensor,
+        along: Callable[[tuple[int, ...]], _Sums],
+        generator: torch.Generator,
+    ) -> None:
+        """Add the slices of one tensor.
+
+        Args:
+            pattern: The signs that act there.
+            part: The slices.
+            one: The tensor of the reference.
+            two: That of the other network.
+            along: Returns the sums along axes of both.
+            generator: Generator for signs.
+        """
         size = len(self.group.units)
-        rows = torch.from_numpy(part.members) if isinstance(part, Joint) else slice(None)
-        count = len(part.members) if isinstance(part, Joint) else size
-        norms = torch.zeros(2, count, dtype=torch.float64)
-        if isinstance(part, Joint):  # the same signs for all members of one tensor
-            generator = torch.Generator().manual_seed(generator.initial_seed() + zlib.crc32(part.tensor.encode()))
-        for ours, theirs in _pieces(part, count, one, two):
-            ours, theirs = ours.cpu(), theirs.cpu()
-            norms[0] += torch.linalg.vector_norm(ours, dim=1).double().square()
-            norms[1] += torch.linalg.vector_norm(ours - theirs, dim=1).double().square()
-            if self.moving:
-                self._sum(pattern, rows, ours, generator)
+        if isinstance(part, Joint):
+            rows = torch.from_numpy(part.members)
+            # The same signs for all members of one tensor.
+            own = torch.Generator().manual_seed(generator.initial_seed() + zlib.crc32(part.tensor.encode()))
+            ours, theirs = (_wide(part.of(tensor)) for tensor in (one, two))
+            found = _Sums.of(ours, theirs, (0,), own)
+        else:
+            rows = torch.arange(size)
+            if self.exact:
+                ours, theirs = (_wide(part.of(tensor, size)) for tensor in (one, two))
+                squares = [(x * x).sum(1).double() for x in (ours, ours - theirs)]
+                found = _Sums(torch.stack(squares), ours)
+            else:
+                found = along(part.axes).at(part.positions, size, generator)
         total = self.norms.setdefault(pattern, torch.zeros(2, size, dtype=torch.float64))
-        total[:, rows] += norms
+        total[:, rows] += found.norms
         if self.loose and one.ndim > 1:
-            self.doubted |= bool((norms[1] > norms[0]).any())
-
-    def _sum(self, pattern: Pattern, rows: slice | Tensor, piece: Tensor, generator: torch.Generator) -> None:
-        size, columns = len(self.group.units), piece.shape[1]
-        if self.exact:
-            held = self.sums.get(pattern)
-            self.sums[pattern] = piece.clone() if held is None else torch.cat([held, piece], 1)
+            self.doubted |= bool((found.norms[1] > found.norms[0]).any())
+        if not self.moving:
             return
-        if pattern not in self.sums:
-            self.sums[pattern] = torch.zeros(size, DIRECTIONS, dtype=piece.dtype)
-        signs = torch.randint(0, 2, (columns,), generator=generator).to(piece.dtype).mul_(2).sub_(1)
-        signed, whole = piece * signs, columns - columns % DIRECTIONS
-        found = signed[:, :whole].view(len(piece), -1, DIRECTIONS).sum(1)
-        if whole < columns:
-            begin = int(torch.randint(DIRECTIONS, (), generator=generator))
-            places = (torch.arange(columns - whole) + begin) % DIRECTIONS
-            found.index_add_(1, places, signed[:, whole:])
-        self.sums[pattern][rows] += found
+        sums = self.sums.get(pattern)
+        if self.exact:
+            spread = torch.zeros(size, found.sums.shape[1], dtype=found.sums.dtype)
+            spread[rows] = found.sums
+            self.sums[pattern] = spread if sums is None else torch.cat([sums, spread], 1)
+        else:
+            sums = self.sums.setdefault(pattern, torch.zeros(size, DIRECTIONS))
+            sums[rows] += found.sums
 
     def is_doubtful(self) -> bool:
         """Return whether exchanging two units, or flipping a sign, may bring the networks nearer."""
@@ -229,21 +296,23 @@ class _GroupSketch:
         return any(self._has_close_pair(torch.from_numpy(cell), apart) for cell in cells if len(cell) > 1)
 
     def _has_close_pair(self, cell: Tensor, apart: Tensor) -> bool:
-        caution, apart = 1.0 if self.exact else _CAUTION, apart[cell]
-        sums = [(pattern, own[cell]) for pattern, own in self.sums.items()]
-        squares = [own.square().sum(1) for _, own in sums]
+        """Return whether two units of a cell may be nearer to each other than their differences allow."""
+        caution = 1.0 if self.exact else _CAUTION
+        sums = {pattern: own[cell] for pattern, own in self.sums.items()}
+        kind = next(iter(sums.values())).dtype
+        square = sum((own.square().sum(1) for own in sums.values()), torch.zeros(len(cell), dtype=kind))
+        e = (apart[cell] * math.sqrt(caution)).to(kind)
+        # |x - y|^2 - (e + f)^2 = (|x|^2 - e^2) + (|y|^2 - f^2) - 2 (x y + e f); rows and columns hold its negative.
+        rest, one = ((1 - _ROUNDING) * square - e * e)[:, None], torch.ones(len(cell), 1, dtype=kind)
+        plain = torch.cat([*(own for pattern, own in sums.items() if not pattern), e[:, None]], 1)
+        left, right = torch.cat([2 * plain, -rest, -one], 1), torch.cat([plain, one, rest], 1)
         for start in range(0, len(cell), _ROWS):
-            some, total = slice(start, start + _ROWS), torch.zeros(())
-            size: Tensor = torch.zeros(())
-            for (pattern, own), square in zip(sums, squares, strict=True):
-                products = own[some] @ own.T
-                both = square[some, None] + square
-                total = total + (both - 2 * (products.abs() if pattern else products))
-                size = size + both
-            least = (total - _ROUNDING * size).clamp_min(0).double() / caution
-            close = least < (apart[some, None] + apart).square()
-            close.diagonal(start).fill_(False)
-            if bool(close.any()):
+            some = slice(start, start + _ROWS)
+            close = left[some] @ right[start:].T
+            for own in (own for pattern, own in sums.items() if pattern):
+                close.add_((own[some] @ own[start:].T).abs_(), alpha=2)
+            close.diagonal().fill_(-1.0)
+            if float(close.max()) > 0:
                 return True
         return False
 
@@ -314,7 +383,7 @@ class _Freedom:
         if count < one.shape[other]:
             some = torch.randperm(one.shape[other], generator=self.generator)[:count].sort().values.to(one.device)
             one, two = one.index_select(other, some), two.index_select(other, some)
-        one, two = _wide(one).cpu(), _wide(two).cpu()
+        one, two = _wide(one), _wide(two)
         size = float((one - two).square().sum())
         return min(_removed_by_maps(one, two, axis, self.generator) / size, 1.0) if size else 0.0
 
@@ -326,7 +395,7 @@ def _sampled(one: Tensor, two: Tensor, generator: torch.Generator) -> tuple[Tens
         count = max(_SAMPLE * one.shape[axis] // one.numel(), 1)
         some = torch.randint(one.shape[axis], (count,), generator=generator).unique()
         one, two = (own.index_select(axis, some.to(own.device)) for own in (one, two))
-    return _wide(one).cpu(), _wide(two).cpu()
+    return _wide(one), _wide(two)
 
 
 def _removed_by_scales(one: Tensor, two: Tensor, axes: Sequence[int]) -> float:
