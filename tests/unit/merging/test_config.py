@@ -426,12 +426,13 @@ def test_arguments_hold_the_settings_of_the_file_and_own_keys(folder):
     assert config.arguments() == {
         "files": (f"{folder}/code+{folder}/adapter", f"{folder}/a.safetensors"),
         "base": f"{folder}/parent",
-        "settings": config.settings,
+        "method": config.settings,
         "align": "none",
+        "recalibrate": True,
         "ignore": ("ema.*",),
         "out_dtype": "bfloat16",
-        "recalibrate": True,
         "seed": 7,
+        "description": (folder / "config.yml").read_text(),
     }
     assert config.settings.seed == 7
     assert config.rank == 16
