@@ -524,7 +524,7 @@ def changed(node, path, change):
 
 
 FREE = ("filter", "chat_template", "name", "class_path", "data", "ignore", "network", "init_args")  # checked elsewhere
-KEYS = [path for path in places(GOOD) if path and isinstance(path[-1], str) and path[-1] != "init_args"]
+KEYS = [path for path in places(GOOD) if path and isinstance(path[-1], str)]
 WORDS = [("merge_method",), ("dtype",), ("out_dtype",), ("align",), ("tokenizer_source",), ("base_model",)]
 WORDS += [("models", 0, "model"), ("models", 1, "model")]
 
@@ -673,8 +673,40 @@ def test_binary_and_missing_files_are_refused(folder):
     assert_refused(MergeConfig.read, folder / "none.yml", says="none.yml", error=FileNotFoundError)
 
 
-def test_run_needs_the_batches_of_a_named_datamodule(folder):
-    config = MergeConfig.read(write(folder, GOOD))
-    assert_refused(config.run, folder / "out", says=("names the datamodule MNIST5k", "pass its batches as data"))
-    assert torch.is_grad_enabled()
-    assert not (folder / "out").exists()
+@pytest.fixture
+def driven(monkeypatch):
+    """Return a dictionary that receives what the driver is called with."""
+    received = {}
+
+    def merge_checkpoints(files, out, **given):
+        received.update(given, files=files, out=out)
+        return "merged"
+
+    monkeypatch.setattr("lightning_sym.merging.config.merge_checkpoints", merge_checkpoints)
+    return received
+
+
+def test_run_hands_everything_to_the_driver_and_arguments_of_the_call_come_first(folder, driven):
+    config = read(folder, "{merge_method: linear, models: [{model: code}], seed: 4, align: weights}")
+    assert config.run("out", align="none", points=3) == "merged"
+    assert driven == {**config.arguments(), "out": "out", "align": "none", "points": 3}
+
+
+def test_run_builds_the_network_that_the_file_names(folder, driven):
+    text = (
+        "{merge_method: linear, models: [{model: code}], network: {class_path: torchvision:resnet18, init_args: "
+        "{num_classes: 7}}}"
+    )
+    read(folder, text).run("out")
+    assert driven["network"](*driven["inputs"].positional).shape == (2, 7)
+    own = torch.nn.Linear(1, 1)
+    read(folder, text).run("out", network=own)
+    assert driven["network"] is own
+
+
+def test_run_needs_the_batches_of_a_named_datamodule(folder, driven):
+    config = MergeConfig.read(write(folder, {**GOOD, "network": None}))
+    assert_refused(config.run, "out", says=("names the datamodule MNIST5k", "pass its batches as data"))
+    assert not driven
+    config.run("out", data=[1])
+    assert driven["data"] == [1]
