@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class MergeConfig:
             Computation is in float32 or float64.
         tokenizer: Path of a base that gives only the tokenizer; None if the reference gives it.
         notes: Parts of the file that change nothing.
+        text: The file's content, for the description of the result.
     """
 
     file: Path
@@ -90,6 +91,7 @@ class MergeConfig:
     out_dtype: str | None = None
     tokenizer: str | None = None
     notes: tuple[str, ...] = ()
+    text: str = field(default="", repr=False)
 
     @classmethod
     def read(cls, file: str | Path) -> "MergeConfig":
@@ -108,13 +110,14 @@ class MergeConfig:
         """
         path = Path(file)
         try:
-            content = load_yaml(path.read_text(encoding="utf-8"), str(path), StrictLoader)
+            text = path.read_text(encoding="utf-8")
+            content = load_yaml(text, str(path), StrictLoader)
         except UnicodeDecodeError:
             raise ValueError(f"{path} is not a text file; expected YAML.") from None
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
         try:
-            return _read(path, content)
+            return replace(_read(path, content), text=text)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -125,10 +128,11 @@ class MergeConfig:
             "base": self.base,
             "method": self.settings,
             "align": self.align,
+            "recalibrate": self.recalibrate,
             "ignore": self.ignore,
             "out_dtype": self.out_dtype,
-            "recalibrate": self.recalibrate,
             "seed": self.settings.seed,
+            "description": self.text,
         }
 
     def run(self, out: str | Path, **others: Any) -> MergedCheckpoints:
@@ -152,7 +156,7 @@ class MergeConfig:
         given = {**self.arguments(), "description": text, "notes": self.notes, **others}
         if self.network is not None and "network" not in given:
             model = build_model(self.network["class_path"], self.network["init_args"])
-            given = {"network": model.network, "inputs": example_of(model), **given}
+            given = {"inputs": example_of(model), **given, "network": model.network}
         return merge_checkpoints(given.pop("files"), out, **given)
 
 

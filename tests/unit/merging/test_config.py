@@ -426,12 +426,13 @@ def test_arguments_hold_the_settings_of_the_file_and_own_keys(folder):
     assert config.arguments() == {
         "files": (f"{folder}/code+{folder}/adapter", f"{folder}/a.safetensors"),
         "base": f"{folder}/parent",
-        "settings": config.settings,
+        "method": config.settings,
         "align": "none",
+        "recalibrate": True,
         "ignore": ("ema.*",),
         "out_dtype": "bfloat16",
-        "recalibrate": True,
         "seed": 7,
+        "description": (folder / "config.yml").read_text(),
     }
     assert config.settings.seed == 7
     assert config.rank == 16
@@ -523,7 +524,7 @@ def changed(node, path, change):
 
 
 FREE = ("filter", "chat_template", "name", "class_path", "data", "ignore", "network", "init_args")  # checked elsewhere
-KEYS = [path for path in places(GOOD) if path and isinstance(path[-1], str) and path[-1] != "init_args"]
+KEYS = [path for path in places(GOOD) if path and isinstance(path[-1], str)]
 WORDS = [("merge_method",), ("dtype",), ("out_dtype",), ("align",), ("tokenizer_source",), ("base_model",)]
 WORDS += [("models", 0, "model"), ("models", 1, "model")]
 
@@ -672,8 +673,41 @@ def test_binary_and_missing_files_are_refused(folder):
     assert_refused(MergeConfig.read, folder / "none.yml", says="none.yml", error=FileNotFoundError)
 
 
-def test_run_needs_the_batches_of_a_named_datamodule(folder):
-    config = MergeConfig.read(write(folder, GOOD))
-    assert_refused(config.run, folder / "out", says=("names the datamodule MNIST5k", "pass its batches as data"))
-    assert torch.is_grad_enabled()
-    assert not (folder / "out").exists()
+@pytest.fixture
+def driven(monkeypatch):
+    """Return a dictionary that receives what the driver is called with."""
+    received = {}
+
+    def merge_checkpoints(files, out, **given):
+        received.update(given, files=files, out=out)
+        return "merged"
+
+    monkeypatch.setattr("lightning_sym.merging.config.merge_checkpoints", merge_checkpoints)
+    return received
+
+
+def test_run_hands_everything_to_the_driver_and_arguments_of_the_call_come_first(folder, driven):
+    config = read(folder, "{merge_method: linear, models: [{model: code}], seed: 4, align: weights}")
+    assert config.run("out", align="none", points=3) == "merged"
+    text = {"description": config.file.read_text(), "notes": ()}
+    assert driven == {**config.arguments(), **text, "out": "out", "align": "none", "points": 3}
+
+
+def test_run_builds_the_network_that_the_file_names(folder, driven):
+    text = (
+        "{merge_method: linear, models: [{model: code}], network: {class_path: torchvision:resnet18, init_args: "
+        "{num_classes: 7}}}"
+    )
+    read(folder, text).run("out")
+    assert driven["network"](*driven["inputs"].positional).shape == (2, 7)
+    own = torch.nn.Linear(1, 1)
+    read(folder, text).run("out", network=own)
+    assert driven["network"] is own
+
+
+def test_run_needs_the_batches_of_a_named_datamodule(folder, driven):
+    config = MergeConfig.read(write(folder, {**GOOD, "network": None}))
+    assert_refused(config.run, "out", says=("names the datamodule MNIST5k", "pass its batches as data"))
+    assert not driven
+    config.run("out", data=[1])
+    assert driven["data"] == [1]
