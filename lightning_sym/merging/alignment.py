@@ -1,4 +1,4 @@
-"""Averages of networks aligned up to symmetry."""
+"""Alignment of networks up to symmetry, and averages of aligned networks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,20 +9,53 @@ import torch
 from torch import nn
 
 from lightning_sym._checks import check_integers
-from lightning_sym._distributed import Batches
+from lightning_sym._distributed import Batches, device_of
+from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.merging.network_files import NetworkFiles
+from lightning_sym.merging.sketches import WORTH, sketched
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.matching.activations import activation_matching
-from lightning_sym.symmetry.matching.balanced import balanced, check_networks
+from lightning_sym.symmetry.matching.balanced import balanced, check_architecture, check_networks, comparable
+from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 
-# Without a permutation, scales, matrices and rotations must reduce the squared distance below this fraction. Planted
-# ones reduce it to 0.06 at most; differences from fine-tuning leave 0.43 at least and are not symmetries.
-_WORTH = 0.1
+# Continuous changes are searched only if they may remove at least this fraction of the squared distance. Planted ones
+# remove 0.94 or more.
+_EXPLAINED = 0.8
+
+How = Literal["auto", "weights", "activations", "none"]
+HOW: tuple[How, ...] = ("auto", "weights", "activations", "none")
+"""The ways to align."""
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """Networks aligned to a reference.
+
+    Attributes:
+        elements: One per network: the group element that aligned it; the identity if it was left as it was.
+        found: One per network: the element of its match with the reference, used or not.
+        networks: The aligned networks. Those left as they were, and the reference, are the given objects.
+        reasons: One per network: why it was left as it was; "" if it was moved, or is the reference.
+        distances: One per network: Euclidean distance of its parameters to those of the reference, before and after.
+        spreads: Root mean squared distances to the average; see :attr:`Merged.distances`. Empty without a search.
+    """
+
+    elements: tuple[Element, ...]
+    found: tuple[Element, ...]
+    networks: tuple[nn.Module, ...]
+    reasons: tuple[str, ...]
+    distances: tuple[tuple[float, float], ...]
+    spreads: tuple[float, ...] = ()
+
+    @property
+    def moved(self) -> bool:
+        """Whether any network was moved."""
+        return self.reasons.count("") > 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +70,7 @@ class Merged:
         rounds: Number of rounds, including the first match and the last round without a change.
         distances: Root mean squared distance to the average (parameters only), in the gauge of the average: before
             alignment, after the match with the reference, and after every round. Non-increasing.
-        reasons: One per network: why it was left unchanged; "" if it was aligned, or is the reference.
+        reasons: One per network: why it was left as it was; "" if it was aligned, or is the reference.
     """
 
     network: nn.Module
@@ -54,11 +87,11 @@ class Merged:
         )
 
 
-def merge(
+def align(
     symmetry: Symmetry,
     networks: Sequence[nn.Module],
     *,
-    method: Literal["weights", "activations"] = "weights",
+    how: How = "auto",
     batches: Batches | None = None,
     reference: int = 0,
     max_rounds: int = 20,
@@ -67,38 +100,41 @@ def merge(
     balance: bool = True,
     seed: int = 0,
     device: torch.device | str | None = None,
-    files: NetworkFiles | None = None,
-) -> Merged:
-    """Align networks to one another, and return their average.
+    copies: NetworkFiles | None = None,
+) -> Alignment:
+    """Align networks to one of them, where this brings them nearer.
 
-    Each network is matched with the reference (:func:`weight_matching`), and left unchanged if that is nearer. If no
-    unit is permuted, scales, matrices and rotations are used only if they bring the squared distance below a tenth.
-    More than two networks are then aligned in rounds, until a round changes none. In random order, each but the
-    reference is aligned to the average of the others, in the balanced gauge, starting from its current alignment. The
-    rounds are used if they reduce all distances to the average. The average is taken in the scales of the reference. If
-    no network changes, it is bitwise the average of the given networks.
+    With ``how="auto"``, each network is handled as follows:
 
-    Recompute the batch norm statistics of the result, which needs data, with
-    :func:`lightning_sym.networks.recalibrate_batch_norm`.
+    1. If its units, heads and signs are in the order of the reference, and scales, matrices and rotations cannot bring
+       the squared distance below a tenth, it is left as it is. Sketches decide most cases in one reading of the weights
+       (:func:`lightning_sym.merging.sketches.sketched`); in doubt, units are matched without scales.
+    2. Otherwise it is matched with the whole group (:func:`weight_matching`). If its units are in order, the match is
+       used only if it brings the squared distance below a tenth.
+
+    In all cases a network is left as it was if that is nearer. With "weights" or "auto", more than two networks, of
+    which some were moved, are then aligned in rounds until a round changes none. In random order, each moved network is
+    aligned to the average of the others, in the balanced gauge, starting from its current alignment. The rounds are
+    used if they reduce all distances to the average.
 
     Args:
         symmetry: The symmetry of the architecture.
         networks: At least one. Not changed.
-        method: "weights", or "activations": one alignment to the reference by activations, without rounds, as the mean
-            has no meaningful activations before its batch norms are recalibrated.
+        how: "auto"; "weights" or "activations", which match every network with the whole group; "none". By activations,
+            there are no rounds, as the mean has no meaningful activations before its batch norms are recalibrated.
         batches: Inputs for "activations"; read once for each network but the reference, so that an iterator suffices
             for two networks only.
-        reference: Index of the network that all are aligned to first and that determines the scales of the result.
+        reference: Index of the network that stays, and determines the order of units and the scales.
         max_rounds: Most rounds, >= 1.
         scales: Whether scales may change.
         signs: Whether signs may change.
-        balance: Whether to balance networks; ignored without ``scales``.
-        seed: Seed of the order of networks and of groups.
+        balance: Whether to balance networks for a match; ignored without ``scales``.
+        seed: Seed of the order of networks and of groups, and of sketches.
         device: As for :func:`weight_matching`.
-        files: Storage for copies of networks, which are on the CPU then; None for memory.
+        copies: Storage for moved networks, which are on the CPU then; None for memory.
 
     Returns:
-        The average, and the alignments.
+        The alignment.
 
     Raises:
         ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
@@ -106,27 +142,17 @@ def merge(
 
     References:
         Ainsworth et al. (2022), "Git Re-Basin", Algorithm 3 (MergeMany), arXiv:2209.04836. The first alignment to a
-        reference, the rules for unchanged networks, and the gauge are additions.
+        reference, the rules for networks that stay, and the gauge are additions.
     """
     networks = list(networks)
-    if not networks:
-        raise ValueError("networks must have at least one network, got none.")
-    if not 0 <= reference < len(networks):
-        raise ValueError(f"reference must be the index of one of {len(networks)} networks, got {reference}.")
-    if method not in ("weights", "activations"):
-        raise ValueError(f"method must be 'weights' or 'activations', got {method!r}.")
-    if method == "activations" and batches is None:
-        raise ValueError("method='activations' needs batches of inputs; pass batches=...")
-    if method == "activations" and isinstance(batches, Iterator) and len(networks) > 2:
-        raise ValueError(
-            "batches are read once for each network, but this iterator only once; pass a list or a loader."
-        )
+    _check_arguments(networks, how, batches, reference)
     check_integers(max_rounds=max_rounds)
-    check_networks(symmetry, **{f"network {number}": network for number, network in enumerate(networks)})
-    target, files = networks[reference], files if files is not None else NetworkFiles()
+    for number, network in enumerate(networks):
+        check_architecture(symmetry, network, f"network {number}")
+    target, copies = networks[reference], copies if copies is not None else NetworkFiles()
 
     def match(network: nn.Module) -> Match:
-        if method == "activations":
+        if how == "activations":
             assert batches is not None
             return activation_matching(
                 symmetry, target, network, batches, scales=scales, signs=signs, balance=balance, seed=seed
@@ -141,82 +167,233 @@ def merge(
         )
 
     with torch.no_grad(), unchecked():  # all others are copies
-        found = _Alignment(symmetry, networks, reference, files)
-        found.match_all(match, seed)
-        if method == "weights" and len(networks) > 2 and max_rounds > 1:
+        found = _Search(symmetry, networks, reference, copies)
+        if how == "auto":
+            found.leave_in_order(seed, device, scales=scales)
+        elif how == "none":
+            found.leave_all()
+        if found.open:
+            check_networks(symmetry, **{f"network {n}": networks[n] for n in {reference, *found.open}})
+            found.match_all(match, forced=how != "auto")
+        if how != "activations" and len(networks) > 2 and max_rounds > 1 and any(found.moved):
             found.make_rounds(match_in_rounds, max_rounds, seed, balance=scales and balance)
-        mean = files.copy(target, mean_tensors(found.networks))
-    elements, own, distances = tuple(found.elements), tuple(found.found), tuple(found.distances)
-    return Merged(mean, elements, own, len(distances) - 1, distances, tuple(found.reasons))
+    elements, own, spreads = tuple(found.elements), tuple(found.found), tuple(found.spreads)
+    return Alignment(elements, own, tuple(found.networks), tuple(found.reasons), tuple(found.distances), spreads)
 
 
-class _Alignment:
+def _check_arguments(networks: Sequence[nn.Module], how: str, batches: Batches | None, reference: int) -> None:
+    if not networks:
+        raise ValueError("networks must have at least one network, got none.")
+    if not 0 <= reference < len(networks):
+        raise ValueError(f"reference must be the index of one of {len(networks)} networks, got {reference}.")
+    if how not in HOW:
+        raise ValueError(unknown("way to align", how, HOW))
+    if how == "activations" and batches is None:
+        raise ValueError("aligning by activations needs batches of inputs; pass batches=...")
+    if how == "activations" and isinstance(batches, Iterator) and len(networks) > 2:
+        raise ValueError(
+            "batches are read once for each network, but this iterator only once; pass a list or a loader."
+        )
+
+
+def merge(
+    symmetry: Symmetry,
+    networks: Sequence[nn.Module],
+    *,
+    align: How = "auto",
+    batches: Batches | None = None,
+    reference: int = 0,
+    max_rounds: int = 20,
+    scales: bool = True,
+    signs: bool = True,
+    balance: bool = True,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    copies: NetworkFiles | None = None,
+) -> Merged:
+    """Align networks to one another, and return their average.
+
+    The average is taken in the order of units and in the scales of the reference. If no network is moved, it is bitwise
+    the average of the given networks.
+
+    Recompute the batch norm statistics of the result, which needs data, with
+    :func:`lightning_sym.networks.recalibrate_batch_norm`.
+
+    Args:
+        symmetry: The symmetry of the architecture.
+        networks: At least one. Not changed.
+        align: As ``how`` of :func:`align`, which describes the alignment.
+        batches: See :func:`align`.
+        reference: See :func:`align`.
+        max_rounds: See :func:`align`.
+        scales: See :func:`align`.
+        signs: See :func:`align`.
+        balance: See :func:`align`.
+        seed: See :func:`align`.
+        device: See :func:`align`.
+        copies: Storage for moved networks and the average, which are on the CPU then; None for memory.
+
+    Returns:
+        The average, and the alignments.
+
+    Raises:
+        ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
+        OSError: If there is no space for copies.
+    """
+    networks, copies = list(networks), copies if copies is not None else NetworkFiles()
+    found = _align(
+        symmetry,
+        networks,
+        how=align,
+        batches=batches,
+        reference=reference,
+        max_rounds=max_rounds,
+        scales=scales,
+        signs=signs,
+        balance=balance,
+        seed=seed,
+        device=device,
+        copies=copies,
+    )
+    with torch.no_grad():
+        spreads = found.spreads or (_spread(networks),) * 2
+        mean = copies.copy(networks[reference], mean_tensors(found.networks))
+    return Merged(mean, found.elements, found.found, len(spreads) - 1, spreads, found.reasons)
+
+
+_align = align  # an argument of `merge` has the same name
+
+
+class _Search:
     """Networks during alignment, in the scales of the reference.
 
     Args:
         symmetry: The symmetry of all.
         networks: The given networks. Not changed.
         reference: Index of the network that stays unchanged.
-        files: Storage for copies of networks.
+        copies: Storage for moved networks.
 
     Attributes:
         networks: The current points of the orbits; unchanged networks are the given ones.
         elements: The elements that map the given networks to these.
         found: The elements of the matches with the reference.
         reasons: Why networks were left unchanged, or "".
-        distances: The spread at the beginning and after every round.
+        distances: The distance of each to the reference, at first and now.
+        spreads: The spread at the beginning and after every round; empty without a search.
+        open: Indices of the networks without a decision.
+        ordered: Those of them with units in the order of the reference.
     """
 
-    def __init__(self, symmetry: Symmetry, networks: Sequence[nn.Module], reference: int, files: NetworkFiles) -> None:
-        self.symmetry, self.given, self.reference, self.files = symmetry, networks, reference, files
+    def __init__(self, symmetry: Symmetry, networks: Sequence[nn.Module], reference: int, copies: NetworkFiles) -> None:
+        self.symmetry, self.given, self.reference, self.copies = symmetry, networks, reference, copies
         self.networks = list(networks)
         self.elements = [symmetry.identity() for _ in networks]
         self.found, self.reasons = list(self.elements), [""] * len(networks)
-        self.distances = [_spread(self.networks)]
+        self.distances = [(0.0, 0.0)] * len(networks)
+        self.spreads: list[float] = []
         self.others = [number for number in range(len(networks)) if number != reference]
+        self.open, self.ordered = list(self.others), set[int]()
 
-    def match_all(self, match: Callable[[nn.Module], Match], seed: int) -> None:
-        """Match each network with the reference, and keep matches that reduce the distance; see :func:`merge`."""
-        identities = list(self.elements)
+    @property
+    def moved(self) -> list[int]:
+        """The indices of the networks that have moved."""
+        return [number for number in self.others if not self.reasons[number]]
+
+    def _leave(self, number: int, distance: float, reason: str) -> None:
+        self.reasons[number], self.distances[number] = reason, (distance, distance)
+        self.elements[number], self.networks[number] = self.symmetry.identity(), self.given[number]
+        self.open = [other for other in self.open if other != number]
+
+    def leave_all(self) -> None:
+        """Leave all networks as they are."""
         for number in self.others:
-            found = match(self.given[number])
-            self.found[number] = found.element
-            self.reasons[number] = self._reason(number, found, seed)
-            if not self.reasons[number]:
-                self.elements[number], self.networks[number] = found.element, self.files.keep(found.network)
-        spread = _spread(self.networks)
-        if spread > self.distances[0]:  # each is nearer to the reference, and farther from the others
-            reason = (
-                f"all were nearer to their average before alignment ({self.distances[0]:.4g}; aligned {spread:.4g})"
-            )
-            self.reasons = [reason if number in self.others else "" for number in range(len(self.given))]
-            self.networks, self.elements, spread = list(self.given), identities, self.distances[0]
-        self.distances.append(spread)
+            distance = parameter_distance(self.given[self.reference], self.given[number])
+            self._leave(number, distance, "was not aligned")
 
-    def _reason(self, number: int, found: Match, seed: int) -> str:
-        """Return why a network should stay unchanged, or ""."""
-        before, after = found.distance_before, found.distance_after
-        if before == 0:
-            return "has the weights of the reference"
-        if not after < before:
-            return f"was nearer unaligned ({before:.4g}; aligned {after:.4g})"
-        if after**2 < _WORTH * before**2:
-            return ""
-        if self._keeps_order(found.element) or self._is_in_order(number, seed):
-            return (
-                f"has the same permutation of units, and scales hardly reduce the distance ({before:.4g}; {after:.4g})"
-            )
-        return ""
+    def leave_in_order(self, seed: int, device: torch.device | str | None, *, scales: bool) -> None:
+        """Leave networks in the order of the reference that scales, matrices and rotations hardly bring nearer.
 
-    def _is_in_order(self, number: int, seed: int) -> bool:
-        """Test whether matching a network, without scales, permutes no unit or head and flips no sign."""
-        freedom, (a, b) = ("permutations", "blocks"), (self.given[self.reference], self.given[number])
-        found = weight_matching(self.symmetry, a, b, scales=False, seed=seed, freedom=freedom, max_sweeps=1)
-        return self._keeps_order(found.element)
+        Args:
+            seed: Seed of the search, and of sketches.
+            device: As for :func:`weight_matching`.
+            scales: Whether scales, matrices and rotations may change.
+        """
+        symmetry, target = self.symmetry, self.given[self.reference]
+        for number in self.others:
+            found = sketched(symmetry, symmetry.tensors(target), symmetry.tensors(self.given[number]), seed=seed)
+            before = found.distance
+            if before == 0:
+                self._leave(number, 0.0, "has the weights of the reference")
+            elif math.isfinite(before) and (found.in_order or self._is_in_order(number, found.doubtful, seed, device)):
+                self.ordered.add(number)
+                if not scales or found.explained < _EXPLAINED:
+                    reason = f"has its units in the order of the reference (distance {before:.4g})"
+                    self._leave(number, before, reason)
+
+    def _is_in_order(self, number: int, doubtful: frozenset[int], seed: int, device: torch.device | str | None) -> bool:
+        """Test whether matching a network, without scales, permutes no unit or head and flips no sign.
+
+        Args:
+            number: Index of the network.
+            doubtful: Indices of the groups that may move; the others keep their order.
+            seed: Seed of the order of groups.
+            device: Device for the gains.
+        """
+        symmetry, target = self.symmetry, self.given[self.reference]
+        where = torch.device(device) if device is not None else device_of(target)
+        compared = comparable(symmetry, target, self.given[number], balance=False)
+        descent = Descent(compared, signs=True, device=where, freedom=("permutations", "blocks"))
+        for system in descent.systems:  # which move as a whole
+            if doubtful & system.groups.keys():
+                doubtful = doubtful | system.groups.keys()
+        descent.hold({group.index: () for group in descent.groups if group.index not in doubtful}, {})
+        found = descend(descent, restarts=1, seed=seed, max_sweeps=1)
+        return self._keeps_order(compared.back(found.element))
 
     def _keeps_order(self, element: Element) -> bool:
         discrete = (own for own in self.symmetry.factors if own.rung > Rung.SIZES)
         return all(own.is_identity(element.parts[own.name]) for own in discrete)
+
+    def match_all(self, match: Callable[[nn.Module], Match], *, forced: bool) -> None:
+        """Match each undecided network with the reference, and keep matches that reduce the distance.
+
+        Args:
+            match: Matches a network with the reference.
+            forced: Whether matches are kept also where units are in order and the distance is hardly reduced.
+        """
+        self.spreads.append(_spread(self.given))
+        tried = list(self.open)
+        for number in tried:
+            found = match(self.given[number])
+            self.found[number] = found.element
+            self.distances[number] = found.distance_before, found.distance_after
+            if reason := self._reason(number, found, forced=forced):
+                self._leave(number, found.distance_before, reason)
+            else:
+                self.elements[number], self.networks[number] = found.element, self.copies.keep(found.network)
+        spread = _spread(self.networks) if self.moved else self.spreads[0]
+        if spread > self.spreads[0]:  # each is nearer to the reference, and farther from the others
+            spread, aligned = self.spreads[0], spread
+            reason = f"was nearer to the average of all as it was ({spread:.4g}; aligned {aligned:.4g})"
+            for number in self.moved:
+                self._leave(number, self.distances[number][0], reason)
+        self.spreads.append(spread)
+
+    def _reason(self, number: int, found: Match, *, forced: bool) -> str:
+        """Return why a network should stay as it is, or ""."""
+        before, after = found.distance_before, found.distance_after
+        if before == 0:
+            return "has the weights of the reference"
+        if not after < before:
+            return f"was nearer as it was ({before:.4g}; aligned {after:.4g})"
+        if forced or after**2 < WORTH * before**2:
+            return ""
+        if number in self.ordered or self._keeps_order(found.element):
+            return (
+                "has its units in the order of the reference, and scales hardly reduce the distance "
+                f"({before:.4g}; {after:.4g})"
+            )
+        return ""
 
     def make_rounds(
         self, match: Callable[[nn.Module, nn.Module, Element, int], Match], most: int, seed: int, *, balance: bool
@@ -230,27 +407,27 @@ class _Alignment:
             balance: Whether to work in the balanced gauge of the reference.
         """
         symmetry, generator = self.symmetry, torch.Generator().manual_seed(seed)
-        able = [number for number in self.others if not self.reasons[number]]
+        able = self.moved
         identity, matched = symmetry.identity(), tuple(self.elements)
         gauge = balanced(symmetry, self.given[self.reference])[1] if balance else identity
-        starts = [self.files.keep(symmetry.act(gauge, own)) if balance else own for own in self.networks]
+        starts = [self.copies.keep(symmetry.act(gauge, own)) if balance else own for own in self.networks]
         moving, steps = list(starts), [identity for _ in starts]
         spread = _spread(moving)
-        for salt in range(2, most + 1 if able else 0):
+        for salt in range(2, most + 1):
             changed = False
             for number in torch.randperm(len(starts), generator=generator).tolist():
                 if number not in able:
                     continue
                 near = [network for i, network in enumerate(moving) if i != number]
-                mean = self.files.copy(near[0], mean_tensors(near))
+                mean = self.copies.copy(near[0], mean_tensors(near))
                 found = match(mean, starts[number], steps[number], salt)
                 if found.distance_after < parameter_distance(mean, moving[number]) * (1 - 1e-12):
-                    steps[number], moving[number], changed = found.element, self.files.keep(found.network), True
+                    steps[number], moving[number], changed = found.element, self.copies.keep(found.network), True
             before, spread = spread, _spread(moving)
             if not changed or not spread < before * (1 - 1e-9):
                 break
             self._take(gauge, steps, matched)
-        self.distances.append(self.distances[-1])
+        self.spreads.append(self.spreads[-1])
 
     def _take(self, gauge: Element, steps: Sequence[Element], matched: Sequence[Element]) -> None:
         """Use the alignments of the rounds if they reduce all distances to the average."""
@@ -260,11 +437,14 @@ class _Alignment:
             if not self.reasons[number]:
                 step = self.symmetry.compose(back, self.symmetry.compose(steps[number], gauge))
                 elements[number] = self.symmetry.compose(step, matched[number])
-                networks[number] = self.files.keep(self.symmetry.act(elements[number], self.given[number]))
+                networks[number] = self.copies.keep(self.symmetry.act(elements[number], self.given[number]))
         spread = _spread(networks)
-        if spread < self.distances[-1]:
+        if spread < self.spreads[-1]:
             self.elements, self.networks = elements, networks
-        self.distances.append(min(spread, self.distances[-1]))
+            for number in self.moved:
+                after = parameter_distance(self.given[self.reference], networks[number])
+                self.distances[number] = self.distances[number][0], after
+        self.spreads.append(min(spread, self.spreads[-1]))
 
 
 def _spread(networks: Sequence[nn.Module]) -> float:

@@ -284,7 +284,8 @@ def _aligned(
         match = _match(symmetry, networks, method, batches, seed, progress)
         elements, result = (symmetry.identity(), match.element), copies.keep(match.network)
         return _Aligned(elements, elements, [networks[0], result], result, ("", ""))
-    merged = merge(symmetry, networks, method=method, batches=batches, seed=seed, files=copies)
+    how: Literal["auto", "activations"] = "activations" if method == "activations" else "auto"
+    merged = merge(symmetry, networks, align=how, batches=batches, seed=seed, copies=copies)
     aligned = [
         own if merged.reasons[number] or not number else symmetry.act(element, copies.keep(own), inplace=True)
         for number, (element, own) in enumerate(zip(merged.elements, networks, strict=True))

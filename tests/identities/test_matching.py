@@ -505,7 +505,7 @@ def test_the_mean_of_copies_is_the_network(name):
     assert merged.distances[-1] < EXACT
     for element, network in zip(merged.elements, networks, strict=True):
         assert difference(case.symmetry.act(element, network), case.network) < 1e-8
-    by_activations = merge(case.symmetry, networks[:2], method="activations", batches=[case.inputs])
+    by_activations = merge(case.symmetry, networks[:2], align="activations", batches=[case.inputs])
     assert difference(by_activations.network, case.network) < 1e-8
     other = merge(case.symmetry, networks, reference=2)
     assert difference(other.network, networks[2]) < 1e-8
@@ -588,9 +588,9 @@ MOMENTS, OF_OTHERS = ActivationMoments(SYMMETRY, A, A), ActivationMoments(OTHER,
         refused(activation_matching, SYMMETRY, A, A, OF_OTHERS, says="moments are those of"),
         refused(MOMENTS.load_state_dict, OF_OTHERS.state_dict(), says="the state holds other axis groups"),
         refused(merge, SYMMETRY, [], says="at least one network"),
-        refused(merge, SYMMETRY, [A], method="activations", says="needs batches"),
+        refused(merge, SYMMETRY, [A], align="activations", says="needs batches"),
         refused(merge, SYMMETRY, [A, B], says="network 1 is not of the traced architecture"),
-        refused(merge, SYMMETRY, [A] * 3, method="activations", batches=iter([INPUTS]), says="this iterator only once"),
+        refused(merge, SYMMETRY, [A] * 3, align="activations", batches=iter([INPUTS]), says="this iterator only once"),
     ],
 )
 def test_refused_arguments(refusal):

@@ -199,7 +199,7 @@ def merging(side):
     group, *networks = pair(side)
     merged = [
         merge(group, networks),
-        merge(group, networks, method="activations", batches=[(side.x, side.y)]),
+        merge(group, networks, align="activations", batches=[(side.x, side.y)]),
     ]
     return [side.outputs(one.network) for one in merged]
 

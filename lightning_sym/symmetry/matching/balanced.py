@@ -14,6 +14,23 @@ from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.views import ConvertedTensors
 
 
+def check_architecture(symmetry: Symmetry, network: nn.Module, which: str) -> None:
+    """Check that a network has the traced architecture.
+
+    Args:
+        symmetry: The symmetry.
+        network: The network.
+        which: Its name in error messages.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    try:
+        symmetry.require(network)
+    except ValueError as error:
+        raise ValueError(f"{which} is not of the traced architecture: {error}.") from error
+
+
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
     """Check that networks have the traced architecture, and that values and their squares are finite.
 
@@ -25,10 +42,7 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
         ValueError: If one does not.
     """
     for which, network in networks.items():
-        try:
-            symmetry.require(network)
-        except ValueError as error:
-            raise ValueError(f"{which} is not of the traced architecture: {error}.") from error
+        check_architecture(symmetry, network, which)
         for name, tensor in symmetry.tensors(network).items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
