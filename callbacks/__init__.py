@@ -12,6 +12,7 @@ from lightning_sym.callbacks.fast_geometric_ensemble import FastGeometricEnsembl
 from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
+from lightning_sym.callbacks.merging_report import MergingReport
 from lightning_sym.callbacks.pruning_report import PruningReport
 from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, publish_results, publish_text
 from lightning_sym.callbacks.report import RunReport
@@ -40,6 +41,7 @@ __all__ = [
     "LearningCoefficient",
     "MarginalLikelihood",
     "MatchingReport",
+    "MergingReport",
     "PlaneGrid",
     "PruningReport",
     "RecalibrationTargets",

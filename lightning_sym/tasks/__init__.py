@@ -5,6 +5,7 @@ from lightning_sym.tasks.curve import CurveName, CurveTask
 from lightning_sym.tasks.dissection import Dissected, DissectionTask
 from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
 from lightning_sym.tasks.equivariance import EquivarianceTask
+from lightning_sym.tasks.fine_tune import FineTuneTask
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.matching import MatchingTask
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
@@ -27,6 +28,7 @@ __all__ = [
     "DissectionTask",
     "EquivalenceTask",
     "EquivarianceTask",
+    "FineTuneTask",
     "FoundWeights",
     "MatchingTask",
     "MemberParallelStrategy",

@@ -176,7 +176,7 @@ class ZooTask(PopulationTask):
         super().setup(stage)
         if self.initial is not None and stage == "fit":
             data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
-            check_data(self._open_initial(), self.seed, data, trial=trial)
+            check_data(self._open_initial(), self.parent_of(self.seed), data, trial=trial)
 
     def _open_initial(self) -> ModelZoo:
         assert self.initial is not None
@@ -190,7 +190,13 @@ class ZooTask(PopulationTask):
 
     def make_member(self, number: int) -> nn.Module:
         """Return the architecture with the weights of a seed, or of a member of the initial zoo."""
-        return self.network.fresh(number) if self.initial is None else self._open_initial().load(number).train()
+        if self.initial is None:
+            return self.network.fresh(number)
+        return self._open_initial().load(self.parent_of(number)).train()
+
+    def parent_of(self, number: int) -> int:
+        """Return the index of the member of the initial zoo that a member starts from."""
+        return number
 
     def make_population(self, numbers: list[int]) -> Population:
         """Return the members with these numbers, of this rank."""
