@@ -198,15 +198,20 @@ def run(asked: Asked) -> None:
     """
     import lightning_sym.datamodules
     from lightning_sym.merging import MergeConfig, merge_checkpoints
+    from lightning_sym.merging.checkpoint import find_checkpoints, model_of
+    from lightning_sym.merging.config import trusted_class
     from lightning_sym.models import build_light, build_model, construct, example_of
     from lightning_sym.tasks import SquaredDistance
 
     if asked.report.exists():
         raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
+    if all((Path(file) / "adapter_config.json").is_file() for file in asked.files):
+        return _merge_adapters(asked)
     config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
-    data = None
-    if asked.data is not None:
-        data = construct(class_of(asked.data), arguments_of(asked.data), lightning_sym.datamodules, "data")()
+    named = None if asked.data is None else (class_of(asked.data), arguments_of(asked.data))
+    if config is not None and config.data is not None and named is None:
+        named = trusted_class(config.data, "lightning_sym.datamodules", str(config.file))
+    data = None if named is None else construct(*named, lightning_sym.datamodules, "data")()
     loss = SquaredDistance() if getattr(data, "regression", False) else None
     options: dict[str, Any] = {
         "align_only": asked.align_only,
@@ -221,13 +226,17 @@ def run(asked: Asked) -> None:
     given |= {"recalibrate": asked.recalibrate}
     options |= {name: value for name, value in given.items() if value}
     about: dict[str, Any] = {"seed": asked.seed or 0}
+    model = None
     if asked.network is not None:
         about |= {"network": class_of(asked.network), "arguments": arguments_of(asked.network)}
         model = build_light(functools.partial(build_model, about["network"], about["arguments"]))
-        options |= {"network": model.network}
+    elif config is None and (asked.shape or asked.tokens):
+        model = model_of(find_checkpoints(asked.base or asked.files[0])[0])
+    if model is not None:
+        options["network"] = model.network
     if data is not None and asked.shape is None:
         options["inputs"] = next(iter(data.test_dataloader()))[0][:2]
-    elif asked.network is not None:
+    elif model is not None:
         options["inputs"] = example_of(model, asked.shape, asked.tokens)
     with _named(about.get("network", asked.files[0]), data):
         if config is not None:
@@ -239,6 +248,28 @@ def run(asked: Asked) -> None:
     if data is not None:
         about["data"] = data.identity()
     _report(asked, found, about, None if loss is None else "mean squared distance")
+
+
+def _merge_adapters(asked: Asked) -> None:
+    """Merge adapters without their network, and print the errors of the methods.
+
+    Raises:
+        ValueError: If an option does not apply to adapters, or they do not fit each other. Nothing is written then.
+    """
+    from lightning_sym.merging import Adapter, merge_adapters
+
+    others = {"base": asked.base, "network": asked.network, "data": asked.data, "recalibrate": asked.recalibrate}
+    others |= {"align-only": asked.align_only, "ignore": asked.ignore, "out-dtype": asked.out_dtype}
+    if useless := [name for name, value in others.items() if value]:
+        raise ValueError(f"--{useless[0]} does not apply to adapters alone; expected MODEL+ADAPTER, or leave it out.")
+    settings = dict(asked.settings)
+    weights = settings.pop("weight", None)
+    weights = [weights] * len(asked.files) if isinstance(weights, int | float) else weights
+    adapters = [Adapter.read(file) for file in asked.files]
+    merged = merge_adapters(adapters, method=asked.method, rank=asked.rank, weights=weights, **settings)
+    merged.adapter.write(asked.out)
+    print(merged)
+    print(f"  adapter {asked.out}")
 
 
 def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None) -> None:

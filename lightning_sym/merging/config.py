@@ -11,6 +11,7 @@ import yaml
 from lightning_sym._checks import is_integer
 from lightning_sym._documents import StrictLoader, load_json, load_yaml
 from lightning_sym._text import nearest, unknown
+from lightning_sym._trust import NETWORKS, SETTINGS, check_settings, resolve
 from lightning_sym.merging.checkpoints import MergedCheckpoints, merge_checkpoints
 from lightning_sym.merging.methods import MergeMethod, merge_method
 from lightning_sym.merging.parameters import MergeSettings, Setting, check_setting
@@ -155,7 +156,7 @@ class MergeConfig:
         text = self.file.read_text(encoding="utf-8")
         given = {**self.arguments(), "description": text, "notes": self.notes, **others}
         if self.network is not None and "network" not in given:
-            model = build_model(self.network["class_path"], self.network["init_args"])
+            model = build_model(*trusted_class(self.network, "lightning_sym.networks", str(self.file)))
             given = {"inputs": example_of(model), **given, "network": model.network}
         return merge_checkpoints(given.pop("files"), out, **given)
 
@@ -475,6 +476,24 @@ def _class(top: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     if not isinstance(given.get("class_path"), str) or not isinstance(arguments, dict):
         raise ValueError(f"{key} must be a name, or class_path and init_args, got {_brief(node)}.")
     return {"class_path": given["class_path"], "init_args": arguments}
+
+
+def trusted_class(named: Mapping[str, Any], room: str, source: str) -> tuple[str, dict[str, Any]]:
+    """Return the path and the arguments of a class that a file names, after a comparison with the allow-list.
+
+    Args:
+        named: ``class_path`` and ``init_args``, as :class:`MergeConfig` holds them.
+        room: Module of classes that are named without their module.
+        source: The file, for messages.
+
+    Raises:
+        ValueError: If the class, or one in its arguments, is outside the packages that files may name.
+    """
+    path, arguments = named["class_path"], named["init_args"]
+    if ":" not in path:  # names of libraries' models are looked up there
+        path = path if "." in path else f"{room}.{path}"
+        arguments = check_settings(arguments, resolve(path, (*NETWORKS, *SETTINGS), source), (), source)
+    return path, arguments
 
 
 def _check_tokenizer(top: Mapping[str, Any], folder: Path, reference: str | None) -> None:
