@@ -1,5 +1,6 @@
 """Read checkpoints, align or average their networks, and write the result."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -172,19 +173,25 @@ def merge_checkpoints(
     dtype = next(iter(networks[0].parameters())).dtype
     example = _call(inputs, dtype)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
+    trace = functools.partial(
+        trace_symmetry, networks[0], *example.positional, output=example.output, **example.keywords
+    )
+    find = functools.partial(
+        aligned_networks,
+        networks=networks,
+        how="weights" if align_only and align == "auto" else align,
+        batches=statistics,
+        seed=seed,
+        copies=copies,
+        max_rounds=1 if asked.has_base or align_only else 20,
+    )
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
-        symmetry = trace_symmetry(
-            networks[0], *example.positional, output=example.output, check=False, **example.keywords
-        )
-        aligned = aligned_networks(
-            symmetry,
-            networks,
-            how="weights" if align_only and align == "auto" else align,
-            batches=statistics,
-            seed=seed,
-            copies=copies,
-            max_rounds=1 if asked.has_base or align_only else 20,
-        )
+        symmetry = trace(check=False)
+        aligned = find(symmetry)
+        if aligned.moved:  # only then elements act
+            proven = trace()
+            aligned = aligned if proven.fingerprint == symmetry.fingerprint else find(proven)
+            symmetry = proven
         largest = _check_unchanged(symmetry, aligned, networks)
         equal = tuple(
             _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
