@@ -158,7 +158,7 @@ class _Group:
         """
         weights = self.each["weight"]
         total = math.fsum(weights)
-        if total == 0:
+        if abs(total) <= 1e-12 * sum(map(abs, weights)):  # 0.1 + 0.2 - 0.3 is 0 as well
             at = f" at {self.name}" if self.name else ""
             raise ValueError(f"weight must have a sum other than 0, got {list(weights)}{at}; change one of them.")
         return [weight / total for weight in weights]

@@ -252,6 +252,9 @@ def test_model_stock(count: int) -> None:
     tally = Tally()
     same(merge_tensors("model_stock", models, base=base, tally=tally), origin + t * np.mean(vectors, axis=0))
     assert tally.notes == ()
+    assert tally.masked == (0.0,) * count
+    assert tally.cosines is not None
+    assert float(tally.cosines.triu(1).sum()) == pytest.approx(cosine * len(pairs), abs=1e-12)
 
 
 def test_model_stock_is_clipped_with_a_note() -> None:
@@ -325,6 +328,7 @@ def test_what_is_refused() -> None:
     assert_refused(merge_tensors, "linear", models, density=0.5, says="linear has no density")
     assert_refused(merge_tensors, "linear", models, lambda_=0.5, says="linear has no lambda")
     assert_refused(merge_tensors, "linear", models, weight=[1, -1], name="a", says="got [1.0, -1.0] at a")
+    assert_refused(merge_tensors, "linear", models + models[:1], weight=[0.1, 0.2, -0.3], says="other than 0")
     assert_refused(merge_tensors, "linear", models, weight=[1], says="one for each of 2 models, got 1")
     assert_refused(merge_tensors, "linear", models, weight=math.nan, says="weight must be")
     for density in (0.0, 1.1, -1):
