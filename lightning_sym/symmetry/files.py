@@ -261,24 +261,16 @@ def write_moved(
     to_file = out.suffix == ".safetensors"
     if to_file and shards.index is not None:
         raise ValueError(f"out is the file {out}, and the checkpoint has several; expected a folder.")
+    target = {file: out.name if to_file else file.name for file in shards.files}
+    names = [*target.values(), *([] if shards.index is None else [shards.index.name])]  # readers open the index first
     folder = out.parent if to_file else out
-    targets = {file: out if to_file else folder / file.name for file in shards.files}
-    index = None if shards.index is None else folder / shards.index.name
-    if there := next((path for path in (*targets.values(), index) if path is not None and path.exists()), None):
-        raise ValueError(f"{there} is there already; expected a folder without it.")
     places = {name: shards.tensors[key] for key, name in reversed(list(named.items()))}
     order = dict.fromkeys(named[key] for key in shards.tensors if key in named)
-    weights = _Weights(shards, {name: places[name] for name in order})
-    at_once = not to_file and not folder.exists()  # the folder appears complete, or not at all
-    base = folder.parent if at_once else folder
-    made = [path for path in (base, *base.parents) if not path.exists()]
-    scratch = base / f".{secrets.token_hex(8)}.tmp"
-    try:
-        scratch.mkdir(parents=True)
-        results = moved(weights)
+    with new_folder(folder, names) as scratch:
+        results = moved(_Weights(shards, {name: places[name] for name in order}))
         written: dict[str, tuple[Path, int]] = {}
         for file in shards.files:
-            with file.open("rb") as old, (scratch / file.name).open("xb") as new:
+            with file.open("rb") as old, (scratch / target[file]).open("xb") as new:
                 _copy(old, new, 8 + int.from_bytes(old.read(8), "little"), begin=0)
                 for stored in (one for one in shards.tensors.values() if one.file == file):
                     name = named.get(stored.key, "")
@@ -292,26 +284,10 @@ def write_moved(
                             _copy(opened, new, stored.end - stored.begin, begin=start)
                     else:
                         _write(new, _next(results, name, stored, shards))
-                        written[name] = (scratch / file.name, begin)
+                        written[name] = (scratch / target[file], begin)
         if shards.index is not None:
             shutil.copyfile(shards.index, scratch / shards.index.name)
-        if at_once:
-            scratch.rename(folder)
-        else:
-            for file, target in targets.items():
-                (scratch / file.name).rename(target)
-            if index is not None:  # last, as readers open it first
-                (scratch / index.name).rename(index)
-            scratch.rmdir()
-    except BaseException as error:
-        for target in targets.values():
-            target.unlink(missing_ok=True)
-        shutil.rmtree(scratch, ignore_errors=True)
-        _remove(made)
-        if isinstance(error, OSError):
-            raise not_written(out, error) from error
-        raise
-    return index if index is not None else targets[shards.files[0]]
+    return folder / names[-1]
 
 
 @dataclass(frozen=True)
@@ -337,37 +313,45 @@ class Planned:
 
 
 @contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path, names: Sequence[str] = ()) -> Iterator[Path]:
     """Yield an empty folder for files; it becomes ``out`` by one rename, or vanishes after an error.
 
     Args:
-        out: A path without a file or folder, or with an empty folder.
+        out: A path without a file or folder, or with an empty folder; with ``names`` also a folder with other files.
+            Into a folder with files, or with a file system of its own, they are moved one by one.
+        names: Names of the files, in the order in which they are moved then.
 
     Raises:
         ValueError: If there is a file, or a folder with files.
         OSError: If it cannot be written. No file remains.
     """
-    if out.exists() and not (out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
+    if there := next((out / name for name in names if (out / name).exists()), None):
+        raise ValueError(f"{there} is there already; expected a folder without it.")
+    if out.exists() and not (out.is_dir() and (names or all(is_temporary(path) for path in out.iterdir()))):
         raise ValueError(f"{out} is there already; expected a new or an empty folder.")
-    # An own file system cannot be replaced by a rename.
     inside = out.exists() and (out.is_mount() or any(out.iterdir()))
     base = out if inside else out.absolute().parent
     made = [path for path in (base, *base.parents) if not path.exists()]
     scratch = base / f".{out.name}.{secrets.token_hex(8)}.tmp"
+    placed: list[Path] = []
     try:
         _remove_abandoned(base, out.name)
         scratch.mkdir(parents=True)
         with _held(scratch):
             yield scratch
-        if inside:
-            for path in sorted(scratch.iterdir(), key=lambda one: (one.name == "config.json", one.name)):
-                path.rename(out / path.name)  # the configuration last, as readers open it first
-            scratch.rmdir()
-        else:
-            if out.exists():
-                out.rmdir()
-            scratch.rename(out)
+            if inside:
+                # Readers open the configuration first.
+                for name in names or sorted(os.listdir(scratch), key=lambda name: (name == "config.json", name)):
+                    (scratch / name).rename(out / name)
+                    placed.append(out / name)
+                scratch.rmdir()
+            else:
+                if out.exists():
+                    out.rmdir()
+                scratch.rename(out)
     except BaseException as error:
+        for path in placed:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
         _remove(made)
         if isinstance(error, OSError):
