@@ -134,6 +134,7 @@ class MergeConfig:
             "out_dtype": self.out_dtype,
             "seed": self.settings.seed,
             "description": self.text,
+            "notes": self.notes,
         }
 
     def run(self, out: str | Path, **others: Any) -> MergedCheckpoints:

@@ -435,6 +435,7 @@ def test_arguments_hold_the_settings_of_the_file_and_own_keys(folder):
         "out_dtype": "bfloat16",
         "seed": 7,
         "description": (folder / "config.yml").read_text(),
+        "notes": (),
     }
     assert config.settings.seed == 7
     assert config.rank == 16
