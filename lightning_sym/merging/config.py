@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 import yaml
@@ -134,6 +135,7 @@ class MergeConfig:
             "out_dtype": self.out_dtype,
             "seed": self.settings.seed,
             "description": self.text,
+            "notes": self.notes,
         }
 
     def run(self, out: str | Path, **others: Any) -> MergedCheckpoints:
@@ -305,7 +307,7 @@ def _known(method: MergeMethod) -> tuple[str, ...]:
 def _parameters(node: object, where: str, method: MergeMethod, *, of_model: bool = False) -> _Scope:
     """Read the parameters of a model, a slice or the file."""
     if not isinstance(node, Mapping | None):
-        raise ValueError(f"{where} must be a mapping of parameters, got {node!r}.")
+        raise ValueError(f"{where} must be a mapping of parameters, got {brief(node)}.")
     found = {}
     for name, value in (node or {}).items():
         place = f"{where}.{name}"
@@ -316,7 +318,7 @@ def _parameters(node: object, where: str, method: MergeMethod, *, of_model: bool
                 fixed = _FIXED[name][method.name]
                 if value is not fixed:
                     raise ValueError(
-                        f"{place} is {value!r}, but {method.name} is implemented only with {name}: "
+                        f"{place} is {brief(value)}, but {method.name} is implemented only with {name}: "
                         f"{str(fixed).lower()}; leave it out."
                     )
                 continue
@@ -339,11 +341,11 @@ def _model(node: object, where: str, folder: Path) -> str:
             raise ValueError(f"{where} has no model; expected the path of a local model.")
     else:
         whole = _text_or_path(node, where)
-        parts = [whole] if (folder / whole).exists() else whole.split("+")
+        parts = [whole] if os.path.exists(folder / whole) else whole.split("+")
     if len(parts) > 2:
         raise ValueError(f"{where}: {node!r} holds several +; expected a model and one adapter.")
     for part in parts:
-        if not part or not (folder / part).exists():
+        if not part or not os.path.exists(folder / part):
             near = _near(folder / part) if part else ""
             raise ValueError(
                 f"{where}: there is no {part!r} in the folder of this file, {_shown(folder)}; expected the path of a "
@@ -357,7 +359,7 @@ def _text_or_path(node: object, where: str) -> str:
         given = _mapping(node, where, ("path",), {"revision": "nothing is downloaded; leave it out"})
         node = given.get("path")
     if not isinstance(node, str) or not node:
-        raise ValueError(f"{where} must be the path of a local model, got {node!r}.")
+        raise ValueError(f"{where} must be the path of a local model, got {brief(node)}.")
     return node
 
 
@@ -376,7 +378,9 @@ def _shown(folder: Path) -> str:
 def _check_whole(node: object, path: str, where: str) -> None:
     """Check that a range of layers is that of the whole model."""
     if not isinstance(node, list) or len(node) != 2 or not all(is_integer(end, 0) for end in node):
-        raise ValueError(f"{where} must be the first layer and the one after the last, such as [0, 32], got {node!r}.")
+        raise ValueError(
+            f"{where} must be the first layer and the one after the last, such as [0, 32], got {brief(node)}."
+        )
     model = Path(path if Path(path).exists() else path.split("+")[0])
     depth = _depth((model if model.is_dir() else model.parent) / "config.json")
     if depth is None:
@@ -407,7 +411,7 @@ def _depth(file: Path) -> int | None:
 def _mapping(node: object, where: str, known: Sequence[str], refused: Mapping[str, str]) -> dict[str, Any]:
     """Return a mapping with known keys, without those of empty values."""
     if not isinstance(node, Mapping):
-        raise ValueError(f"{where} must be a mapping with {', '.join(known[:3])}, got {_brief(node)}.")
+        raise ValueError(f"{where} must be a mapping with {', '.join(known[:3])}, got {brief(node)}.")
     for key in node:
         if key in refused:
             raise ValueError(f"{where} has {key}: {refused[key]}.")
@@ -417,21 +421,16 @@ def _mapping(node: object, where: str, known: Sequence[str], refused: Mapping[st
     return {key: value for key, value in node.items() if value is not None}
 
 
-def _brief(node: object) -> str:
-    text = repr(node)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _list(node: object, where: str) -> list[Any]:
     if not isinstance(node, list) or not node:
-        raise ValueError(f"{where} must be a list with at least one entry, got {_brief(node)}.")
+        raise ValueError(f"{where} must be a list with at least one entry, got {brief(node)}.")
     return node
 
 
 def _text(top: Mapping[str, Any], key: str, default: str) -> str:
     value = top.get(key, default)
     if not isinstance(value, str):
-        raise ValueError(f"{key} must be text, got {_brief(value)}.")
+        raise ValueError(f"{key} must be text, got {brief(value)}.")
     return value
 
 
@@ -447,20 +446,20 @@ def _word(top: Mapping[str, Any], key: str, accepted: Sequence[str]) -> str | No
 def _flag(top: Mapping[str, Any], key: str) -> bool:
     value = top.get(key, False)
     if not isinstance(value, bool):
-        raise ValueError(f"{key} must be true or false, got {_brief(value)}.")
+        raise ValueError(f"{key} must be true or false, got {brief(value)}.")
     return value
 
 
 def _rank(value: object) -> int | None:
     if value is not None and not is_integer(value):
-        raise ValueError(f"rank must be an integer >= 1, got {_brief(value)}.")
+        raise ValueError(f"rank must be an integer >= 1, got {brief(value)}.")
     return value  # type: ignore[return-value]
 
 
 def _patterns(node: object) -> tuple[str, ...]:
     patterns = (node,) if isinstance(node, str) else node
     if not isinstance(patterns, list | tuple) or not all(isinstance(one, str) and one for one in patterns):
-        raise ValueError(f"ignore must be a pattern of tensors' names or a list of patterns, got {_brief(node)}.")
+        raise ValueError(f"ignore must be a pattern of tensors' names or a list of patterns, got {brief(node)}.")
     return tuple(patterns)
 
 
@@ -474,7 +473,7 @@ def _class(top: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     given = _mapping(node, key, ("class_path", "init_args"), {})
     arguments = given.get("init_args", {})
     if not isinstance(given.get("class_path"), str) or not isinstance(arguments, dict):
-        raise ValueError(f"{key} must be a name, or class_path and init_args, got {_brief(node)}.")
+        raise ValueError(f"{key} must be a name, or class_path and init_args, got {brief(node)}.")
     return {"class_path": given["class_path"], "init_args": arguments}
 
 

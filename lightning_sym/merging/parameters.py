@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from reprlib import repr as brief
 from typing import Any
 
 from torch import Tensor
@@ -146,7 +147,7 @@ class Setting:
 def _entry(entry: object, where: str, flag: bool) -> tuple[str | None, tuple[float, ...]]:
     """Read an entry of a list with filters."""
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} must be an entry with filter and value like its neighbours, got {entry!r}.")
+        raise ValueError(f"{where} must be an entry with filter and value like its neighbours, got {brief(entry)}.")
     for key in entry:
         if key not in ("filter", "value"):
             near = nearest(str(key), ("filter", "value"))
@@ -155,7 +156,7 @@ def _entry(entry: object, where: str, flag: bool) -> tuple[str | None, tuple[flo
         raise ValueError(f"{where} has no value; expected filter and value.")
     part = entry.get("filter")
     if part is not None and (not isinstance(part, str) or not part):
-        raise ValueError(f"{where}.filter must be a part of tensors' names, got {part!r}.")
+        raise ValueError(f"{where}.filter must be a part of tensors' names, got {brief(part)}.")
     return None if part == "*" else part, _numbers(entry["value"], f"{where}.value", flag)
 
 
@@ -163,11 +164,11 @@ def _numbers(value: object, where: str, flag: bool) -> tuple[float, ...]:
     if flag:
         if isinstance(value, bool) or (isinstance(value, Real) and value in (0, 1)):
             return (float(value),)
-        raise ValueError(f"{where} must be true or false, got {value!r}.")
+        raise ValueError(f"{where} must be true or false, got {brief(value)}.")
     given = value if isinstance(value, list | tuple) else [value]
     numbers = tuple(map(_number, given))
     if not numbers or None in numbers:
-        raise ValueError(f"{where} must be a finite number, or a list of them over the layers, got {value!r}.")
+        raise ValueError(f"{where} must be a finite number, or a list of them over the layers, got {brief(value)}.")
     return tuple(number for number in numbers if number is not None)
 
 
@@ -177,7 +178,7 @@ def _number(value: object) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

@@ -44,6 +44,8 @@ def folder(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps({"num_hidden_layers": DEPTH}))
     (tmp_path / "vision").mkdir()
     (tmp_path / "vision" / "config.json").write_text(json.dumps({"text_config": {"n_layer": DEPTH}}))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "a.safetensors").touch()
     return tmp_path
@@ -433,6 +435,7 @@ def test_arguments_hold_the_settings_of_the_file_and_own_keys(folder):
         "out_dtype": "bfloat16",
         "seed": 7,
         "description": (folder / "config.yml").read_text(),
+        "notes": (),
     }
     assert config.settings.seed == 7
     assert config.rank == 16

@@ -140,6 +140,7 @@ def test_setting_has_the_forms_of_mergekit(value, expected):
         ("half", "must be a finite number"),
         (float("nan"), "must be a finite number"),
         ("inf", "must be a finite number"),
+        (10**400, "must be a finite number"),
         ([], "must be a finite number"),
         ([0.5, [1]], "must be a finite number"),
         ([0.5, None], "must be a finite number"),
