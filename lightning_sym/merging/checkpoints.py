@@ -249,6 +249,8 @@ def merge_checkpoints(
 def _check_arguments(asked: Sources, align: str, align_only: bool, recalibrate: bool, train: Data | None) -> None:
     if align not in WAYS:
         raise ValueError(f"align must be one of {', '.join(WAYS)}, got {align!r}.{nearest(align, WAYS)}")
+    if len(asked.found) < 2 and asked.settings.method.most != 1:
+        raise ValueError(f"{asked.settings.method.name} merges two or more checkpoints, got one; pass another.")
     if align_only and (len(asked.found) != 2 or asked.has_base or align == "none"):
         raise ValueError(
             f"align_only writes the second of two checkpoints, aligned to the first; got {len(asked.found)} checkpoints"

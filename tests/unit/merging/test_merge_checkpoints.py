@@ -1,0 +1,201 @@
+"""``merge_checkpoints``: the formula, the reference and the alignment of networks in files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_refused, randomize_statistics
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lightning_sym.merging import METHODS, merge_checkpoints, merge_tensors
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+
+X = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3)
+    return randomize_statistics(nn.Sequential(*layers)).double().eval()
+
+
+def near(parent: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return the tensors of a fine-tune."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=draw, dtype=tensor.dtype) * tensor.abs().mean()
+        if tensor.is_floating_point()
+        else tensor.clone()
+        for name, tensor in parent.state_dict().items()
+    }
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """Write a parent and two fine-tunes, and return their tensors."""
+    monkeypatch.chdir(tmp_path)
+    parent = network()
+    states = [dict(parent.state_dict()), near(parent, 1), near(parent, 2)]
+    for name, state in zip(("parent", "a", "b"), states, strict=True):
+        save_file(state, f"{name}.safetensors")
+    return states
+
+
+def merged(*names: str, **settings: Any) -> dict[str, Tensor]:
+    """Merge files, and return the tensors that were written."""
+    base = settings.pop("base", None)
+    settings["base"] = None if base is None else f"{base}.safetensors"
+    inputs = {"network": network(7), "inputs": X}
+    Path("m.safetensors").unlink(missing_ok=True)
+    out = merge_checkpoints([f"{name}.safetensors" for name in names], "m.safetensors", **inputs, **settings).out
+    return load_file(out)
+
+
+def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point() and "running" not in name}
+
+
+CASES = {
+    "linear": {"weight": [0.7, 0.2]},
+    "slerp": {"t": 0.3},
+    "nuslerp": {"weight": [0.7, 0.2]},
+    "karcher": {},
+    "multislerp": {"weight": [0.7, 0.2]},
+    "task_arithmetic": {"weight": [0.7, 0.2], "lambda_": 0.5},
+    "ties": {"weight": [0.7, 0.2], "density": [0.5, 0.8]},
+    "dare_linear": {"density": 0.5, "seed": 3},
+    "dare_ties": {"density": 0.5, "normalize": True},
+    "breadcrumbs": {"density": 0.5, "gamma": 0.1},
+    "breadcrumbs_ties": {"density": 0.5, "gamma": 0.1},
+    "della": {"density": 0.5, "epsilon": 0.2},
+    "della_linear": {"density": 0.5},
+    "model_stock": {},
+    "passthrough": {"scale": 2.0},
+}
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_each_method_is_its_formula_tensor_by_tensor(method: str, files: list[dict[str, Tensor]]) -> None:
+    parent, *models = (weights(state) for state in files)
+    assert CASES.keys() == METHODS.keys()
+    names = ("a", "b") if method != "passthrough" else ("a",)
+    based = METHODS[method].base == "needed"
+    found = merged(*names, method=method, base="parent" if based else None, **CASES[method])
+    expected = merge_tensors(method, models[: len(names)], base=parent if based else None, **CASES[method])
+    assert not all(torch.equal(found[name], models[0][name]) for name in expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_statistics_of_batch_norms_are_weighted_means(method: str, files: list[dict[str, Tensor]]) -> None:
+    names = ("a", "b") if method != "passthrough" else ("a",)
+    based = METHODS[method].base == "needed"
+    found = merged(*names, method=method, base="parent" if based else None, **CASES[method])
+    used = files if based else files[1 : 1 + len(names)]
+    for name in ("1.running_mean", "1.running_var"):
+        stacked = torch.stack([state[name] for state in used])
+        assert bool((found[name] >= stacked.amin(0) - 1e-12).all() and (found[name] <= stacked.amax(0) + 1e-12).all())
+
+
+def test_ends_are_the_given_networks_with_their_statistics(files: list[dict[str, Tensor]]) -> None:
+    parent, a, b = files
+    cases = (
+        (a, merged("a", "b", method="slerp", t=0.0)),
+        (b, merged("a", "b", method="slerp", t=1.0)),
+        (parent, merged("a", "b", base="parent", method="task_arithmetic", lambda_=0.0)),
+        (a, merged("a", "b", weight=[1.0, 0.0])),
+        (a, merged("a", "a", method="karcher")),
+        (a, merged("a", base="parent", method="task_arithmetic")),
+    )
+    for expected, found in cases:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-13)
+
+
+def test_a_base_among_the_models_counts_where_the_method_has_none(files: list[dict[str, Tensor]]) -> None:
+    for name, tensor in merged("a", "parent", "b", base="parent", weight=[1, 2, 3]).items():
+        torch.testing.assert_close(tensor, merged("a", "parent", "b", weight=[1, 2, 3])[name])
+    for settings in ({"method": "ties", "density": 0.5}, {"method": "model_stock"}):
+        for name, tensor in merged("parent", "a", "b", base="parent", **settings).items():
+            assert torch.equal(tensor, merged("a", "b", base="parent", **settings)[name])
+    once = merged("a", "parent", "b", base="parent", method="task_arithmetic", weight=[0.3, 9, 0.6])
+    for name, tensor in merged("a", "b", base="parent", method="task_arithmetic", weight=[0.3, 0.6]).items():
+        assert torch.equal(tensor, once[name])
+    for name, tensor in merged("b", base="a", method="slerp", t=0.2).items():
+        assert torch.equal(tensor, merged("a", "b", method="slerp", t=0.2)[name])
+
+
+def planted(symmetry: Symmetry, state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    other = network()
+    other.load_state_dict(state)
+    return dict(symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), other).state_dict())
+
+
+@pytest.mark.parametrize("method", ["linear", "slerp", "task_arithmetic", "ties", "dare_ties", "model_stock"])
+def test_a_moved_model_is_brought_back_as_near_as_fine_tunes_are(method: str, files: list[dict[str, Tensor]]) -> None:
+    symmetry = trace_symmetry(network(), X)
+    save_file(planted(symmetry, files[2], 3), "moved.safetensors")
+    based = "parent" if METHODS[method].base == "needed" else None
+    plain = merged("a", "b", base=based, method=method, align="none")
+    found = merged("a", "moved", base=based, method=method)
+    unaligned = merged("a", "moved", base=based, method=method, align="none")
+    assert any(float((unaligned[name] - tensor).abs().max()) > 1e-2 for name, tensor in weights(plain).items())
+    # Its scales are those nearest to the reference, not those that it had.
+    scale = max(float((own - files[2][name]).abs().max()) for name, own in weights(files[1]).items())
+    for name, tensor in weights(plain).items():
+        assert float((found[name] - tensor).abs().max()) < 2 * scale
+
+
+def test_one_element_on_all_models_moves_the_result(files: list[dict[str, Tensor]]) -> None:
+    symmetry = trace_symmetry(network(), X)
+    parts = symmetry.sample(torch.Generator().manual_seed(3), scale=0.0)
+    other = network()
+    for name, state in zip(("parent", "a", "b"), files, strict=True):
+        other.load_state_dict(state)
+        save_file(dict(symmetry.act(parts, other).state_dict()), f"moved-{name}.safetensors")
+    for method in ("linear", "slerp", "karcher", "ties", "breadcrumbs", "model_stock"):
+        based = METHODS[method].base == "needed"
+        plain = merged("a", "b", base="parent" if based else None, method=method)
+        other.load_state_dict(plain)
+        expected = symmetry.act(parts, other).state_dict()
+        found = merged("moved-a", "moved-b", base="moved-parent" if based else None, method=method)
+        for name, tensor in weights(found).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_network_of_another_parent_is_said_not_to_come_from_the_base(files: list[dict[str, Tensor]]) -> None:
+    save_file(dict(network(5).state_dict()), "other.safetensors")
+    inputs = {"network": network(7), "inputs": X, "base": "parent.safetensors", "method": "ties"}
+    found = merge_checkpoints(["a.safetensors", "other.safetensors"], "m.safetensors", **inputs)
+    assert "other.safetensors moved: does not seem to come from the base parent.safetensors" in found.notes
+    assert found.tally.cosines.shape == (2, 2)
+    assert not any("a.safetensors moved" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "says"),
+    [
+        ("a b", {"method": "ties"}, "ties needs a base"),
+        ("a b", {"base": "parent"}, "linear uses no base; leave it out, or put it among the models"),
+        ("a b", {"method": "slerp", "base": "parent"}, "slerp merges 2 models, got 3"),
+        ("a b", {"weight": [1, -1]}, "sum to 0"),
+        ("a b", {"weight": [1, 2, 3]}, "weight holds 3 values for 2 models"),
+        ("a b", {"method": "ties", "base": "parent", "density": 0.0}, "density must be"),
+        ("a b", {"method": "tie"}, "Did you mean 'ties'?"),
+        ("a b", {"densty": 0.5, "method": "ties", "base": "parent"}, "Did you mean 'density'?"),
+        ("a b", {"method": "weights"}, "weights says how to align: --align weights"),
+        ("a b", {"align": "weight"}, "Did you mean 'weights'?"),
+        ("a", {}, "linear merges two or more checkpoints, got one"),
+        ("a missing", {}, "There is no file or folder missing.safetensors"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_read(
+    names: str, settings: dict[str, Any], says: str, files: list[dict[str, Tensor]]
+) -> None:
+    for name in ("a", "b"):
+        Path(f"{name}.safetensors").write_bytes(b"not read")
+    assert_refused(merged, *names.split(), **settings, says=says)
+    assert not Path("m.safetensors").exists()
