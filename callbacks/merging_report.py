@@ -23,8 +23,12 @@ from lightning_sym.reports.merged_tasks import (
     ONE_MOVED,
     ONE_PARENT,
     OTHER_SEED,
+    PARENT,
+    PARENT_OWN,
     PARENT_TASK,
     PLAIN,
+    TUNED,
+    TUNED_OWN,
     TWO_SEEDS,
     MergedAccuracy,
     merged_task_results,
@@ -161,11 +165,11 @@ class MergingReport(RunReport):
             about = {"setting": setting, "method": method, "align": how, "parent": parent, "tasks": tasks}
             return about, network
 
-        yield entry(ALONE, "parent", ALONE, names, base)
-        yield entry(ALONE, "parent, its task", ALONE, [PARENT_TASK], base)
+        yield entry(ALONE, PARENT, ALONE, names, base)
+        yield entry(ALONE, PARENT_OWN, ALONE, [PARENT_TASK], base)
         for name, network in tuned.items():
-            yield entry(ALONE, "fine-tune", ALONE, names, network)
-            yield entry(ALONE, "fine-tune, its task", ALONE, [name], network)
+            yield entry(ALONE, TUNED, ALONE, names, network)
+            yield entry(ALONE, TUNED_OWN, ALONE, [name], network)
 
         first, *others = tuned.values()
         element = symmetry.sample(generator=generator("merging", self.seed, parent))

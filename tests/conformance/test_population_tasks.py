@@ -20,12 +20,13 @@ from pytorch_lightning import Callback
 from torch import Tensor, nn
 
 from lightning_sym._tags import MOST_CURVES, is_detail
-from lightning_sym.callbacks import BatchNormRecalibration, RotationReport
+from lightning_sym.callbacks import BatchNormRecalibration, MergingReport, RotationReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import (
     CurveTask,
     EquivalenceTask,
+    FineTuneTask,
     MatchingTask,
     PopulationTask,
     RashomonPruning,
@@ -95,6 +96,11 @@ def matching(zoo: Path, **settings: Any) -> MatchingTask:
     return MatchingTask(str(zoo.parent / "perceptrons"), **{"optimizer": SGD, **settings})
 
 
+def fine_tuning(zoo: Path, **settings: Any) -> FineTuneTask:
+    own = {"tasks": [0, 1], "members": 4, "optimizer": SGD}
+    return FineTuneTask(perceptron(), str(zoo.parent / "perceptrons"), **{**own, **settings})
+
+
 def pruning(zoo: Path, **settings: Any) -> RashomonPruning:
     slow = functools.partial(SGD, lr=0.005)  # the networks are trained: larger steps would enlarge what is rounded
     own = {"steps": 4, "fraction": 0.0, "tries": 9, "epsilon": 0.01, "magnitude": False, "optimizer": slow}
@@ -155,6 +161,7 @@ CASES = {
         smooth={"batch_norm": "frozen"},
         processes={"ddp_fork": 2},
     ),
+    "fine-tuning": Case(fine_tuning, MEMBER, 1, 1),
     "matching": Case(matching, {"pairs": [[0, 2]]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
     "pruning": Case(pruning, {"members": [1]}, 0, 1, vmap=False, processes={"ddp_fork": 3}),
     "rotation": Case(rotation, {"kinds": ["orthogonal"], "members": [0]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
@@ -479,7 +486,8 @@ def scenarios(run, population_zoo):
         task = frozen(RESUMED[name].make(population_zoo, **settings), strategy)
         # 1 x 24 images see what 2 x 12 and 3 x 8 see.
         data = digits(batch_size=24 // processes if strategy == "ddp_fork" else 24, max_samples=81)
-        report = [RotationReport()] if name == "rotation" else []
+        reports = {"rotation": RotationReport, "fine-tuning": MergingReport}
+        report = [reports[name]()] if name in reports else []
         settings = {"processes": processes, "strategy": strategy, "max_epochs": 2}
         run.fit(f"{name} {strategy} {processes}", task, data, *report, **settings)
 
@@ -522,6 +530,17 @@ def test_every_image_counts_once_in_a_report_of_several_processes(runs):
     for a, b in zip(one, two, strict=True):
         for name in ("val_loss", "test_loss", "member_val_accuracy", "member_test_accuracy"):
             assert float(b[name]) == pytest.approx(float(a[name]), rel=1e-4), name
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize(("strategy", "count"), CASES["fine-tuning"].processes.items())
+def test_networks_merged_by_several_processes_are_those_of_one(strategy, count, runs):
+    one, several = (read_csv(runs / f"fine-tuning {strategy} {n}" / "results" / "accuracies.csv") for n in (1, count))
+    assert len(one) > 100
+    for a, b in zip(one, several, strict=True):
+        # One of the 17 test digits that each process has its share of may be on the border.
+        assert float(b.pop("accuracy")) == pytest.approx(float(a.pop("accuracy")), abs=1 / 17 + 1e-9)
+        assert a == b
 
 
 def assert_same_unordered(a: Any, b: Any) -> None:

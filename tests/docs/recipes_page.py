@@ -12,6 +12,7 @@ _GUIDES = {
     "curve": "curves.md",
     "curve/digits_geometry": "curve-geometry.md",
     "learning_coefficient": "learning-coefficients.md",
+    "merging": "merging-tasks.md",
 }
 
 _TOP = """# Recipes
