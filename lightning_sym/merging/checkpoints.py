@@ -49,7 +49,7 @@ class MergedCheckpoints:
         settings: The method and its settings.
         align: How the networks were aligned: "auto", "weights", "activations" or "none".
         align_only: Whether the second checkpoint was aligned to the first, instead of merged with it.
-        has_base: Whether the reference is a base, whose differences from the others are merged.
+        has_base: Whether the differences of the others from the reference are merged.
         symmetry: The symmetry of the network.
         elements: One per network: the group element that aligned it.
         reasons: One per network: why it was left unchanged; "" if it was aligned, or is the reference.
@@ -126,16 +126,15 @@ def merge_checkpoints(
             it.
         inputs: Example inputs: an input, a tuple of positional arguments, or a :class:`Call`. None: drawn for the
             network of the folder.
-        base: The checkpoint whose differences from ``files`` are merged, for methods that need one. It may be one of
-            ``files``.
+        base: The parent of the networks, for methods that merge differences from it. It may be one of ``files``.
         method: Name of a method (:data:`METHODS`), or a method with its settings.
         align: "auto": by weights, where that brings them nearer; networks in one order are not changed. "weights" and
-            "activations" (which needs ``train``) force the search. "none" merges the networks as they are.
+            "activations" (with ``train``) force the search. "none" merges the networks without it.
         align_only: Write the second checkpoint with the permutation and scales of the first, the same function, instead
             of merging them.
         recalibrate: Recompute the batch norm statistics of the result; needs ``train``.
         ignore: Patterns of names of tensors that are left out, or copied from the reference.
-        out_dtype: Type of the result's tensors, such as "bfloat16", in place of the reference's commonest type.
+        out_dtype: Type of the result's tensors, such as "bfloat16"; None for those of the reference.
         data: Test batches ``(inputs, targets)`` that can be read several times, for losses and barriers.
         train: Training batches for activations and for batch norm statistics. None: ``data``.
         loss: As for :func:`lightning_sym.connectivity.barrier`.
@@ -144,7 +143,7 @@ def merge_checkpoints(
         seed: Seed of the matching and of random masks.
         progress: Whether to show progress bars.
         description: Text of the result's README.md about its settings, such as a configuration in YAML.
-        notes: Notes to report beside those of the merge.
+        notes: Notes to add to those of the merge.
         **settings: Settings of the method, each one value, or one per checkpoint; see :meth:`MergeSettings.of`.
 
     Returns:
@@ -346,7 +345,7 @@ def _check_unchanged(symmetry: Symmetry, aligned: Alignment, networks: Sequence[
 
 
 def _undone(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module]) -> Alignment:
-    """Return the alignment that leaves all networks as they are."""
+    """Return the alignment in which no network moves."""
     elements = tuple(symmetry.identity() for _ in networks)
     first, *others = aligned.reasons
     reasons = (first, *(reason or "has the lower loss unaligned" for reason in others))
@@ -354,7 +353,7 @@ def _undone(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module
 
 
 def _reasons(asked: Sources, aligned: Alignment) -> list[str]:
-    """Describe the networks that were left unchanged, and those with another order of units than the base."""
+    """Describe networks that were left unchanged, and those whose units were permuted to match the base."""
     pairs = list(zip(asked.names, aligned.reasons, strict=True))
     notes = [f"{name} {reason}: unchanged" for name, reason in pairs if reason]
     moved = [name for name, reason in pairs[1:] if not reason]

@@ -12,7 +12,7 @@ from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
-PLAIN, ALIGNED = "merged as they are", "merged, aligned"  # names of merged networks
+PLAIN, ALIGNED = "merged, unaligned", "merged, aligned"  # names of merged networks
 Data = Iterable[Sequence[Tensor]]
 
 
@@ -80,9 +80,9 @@ class Evaluation:
 
         Args:
             names: Names of the networks.
-            networks: The networks as they are.
-            plain: They merged without alignment.
-            result: They merged after alignment, or the second one, aligned.
+            networks: The networks, unaligned.
+            plain: Their merge without alignment.
+            result: Their merge after alignment, or the second one, aligned.
             align_only: Whether the result is the second one.
         """
         found = self._found(networks, names, recalibrate=False)

@@ -20,7 +20,7 @@ class MergedTensors(Mapping[str, Tensor]):
     Args:
         settings: The method and its settings.
         networks: The networks in the order of the settings, of one architecture. Not changed.
-        reference: Network whose names and types the result has.
+        reference: Network with the names and types of the result.
         has_base: Whether the reference is the base of the method.
 
     Attributes:
