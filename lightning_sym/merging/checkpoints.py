@@ -158,6 +158,8 @@ def merge_checkpoints(
     train = data if train is None else train
     asked = Sources.of(files, base, "linear" if align_only else method, settings, seed)
     _check_arguments(asked, align, align_only, recalibrate, train)
+    if len({one.file.resolve() for one in asked.found}) == 1 and not align_only:
+        align = "none"  # one model, with adapters
     written = asked.found[1 if align_only else 0]  # determines the form of the result
     _check_out(Path(out), written)
     if network is None:
@@ -302,11 +304,12 @@ def _read_all(
     asked: Sources, network: nn.Module, prefix: str | None, copies: NetworkFiles, ignore: Sequence[str]
 ) -> tuple[list[Checkpoint], list[str]]:
     """Read all checkpoints, with their adapters, in one type; also return notes."""
-    found, notes = [], []
+    found: list[Checkpoint] = []
+    notes: list[str] = []
     for one in asked.found:
         own = Checkpoint.read(one.file, network, prefix, copies, ignore)
         if one.adapter is not None:
-            adapted = with_adapter(state_tensors(own.network), Adapter.load(one.adapter))
+            adapted = with_adapter(state_tensors(own.network), Adapter.read(one.adapter))
             own = replace(own, network=with_tensors(own.network, copies.placed(adapted.items())).eval())
         found.append(own)
         notes += own.notes

@@ -72,9 +72,11 @@ def _lines(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
 
 def _differences(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
     names, tally = found.names[1:], found.tally
+    if tally.cosines is None:
+        return
     for number, name in enumerate(names):
         after = (number + 1) % len(names)
-        row = {"network": name, "dropped": float(tally.masked[number]), "conflicts": float(tally.conflicts)}
+        row = {"network": name, "dropped": tally.masked[number] if tally.masked else 0.0, "conflicts": tally.conflicts}
         yield row | {"after": names[after], "cosine": float(tally.cosines[number, after])}
 
 
