@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 from lightning_sym._documents import load_json
@@ -21,8 +20,10 @@ from lightning_sym._text import unknown
 from lightning_sym.merging.methods import METHODS as FORMULAS
 from lightning_sym.merging.methods import merge_tensors
 from lightning_sym.symmetry.low_rank import Gauge, LowRank, difference, mean_factors, mean_product
+from lightning_sym.weights import read_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"  # of old versions; only tensors are read
 _START = "base_model.model."
 # Factors A and B of a layer; the bias of B is not a factor and stays unchanged.
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
@@ -56,26 +57,25 @@ class Adapter:
         """Read an adapter without running code in its files.
 
         Args:
-            folder: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+            folder: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``, or ``adapter_model.bin`` of
+                older versions.
 
         Raises:
             ValueError: If a file is missing, damaged or not finite, or the adapter is not plain LoRA, that is, it does
                 not just add its product to the weight (DoRA and others).
         """
         folder = Path(folder)
-        for name in (CONFIG, WEIGHTS):
-            if not (folder / name).is_file():
-                raise ValueError(f"There is no file {folder / name}; expected an adapter's folder, as peft saves it.")
+        weights = folder / (_PICKLED if not (folder / WEIGHTS).exists() and (folder / _PICKLED).exists() else WEIGHTS)
+        for file in (folder / CONFIG, weights):
+            if not file.is_file():
+                raise ValueError(f"There is no file {file}; expected an adapter's folder, as peft saves it.")
         try:
             config = load_json((folder / CONFIG).read_text(encoding="utf-8"))
         except ValueError:
             config = None
         if not isinstance(config, dict):
             raise ValueError(f"{folder / CONFIG} is damaged; expected the JSON that peft writes.")
-        try:
-            tensors = load_file(folder / WEIGHTS)
-        except SafetensorError as error:
-            raise ValueError(f"{folder / WEIGHTS} is damaged or no safetensors ({error}); write it again.") from None
+        tensors = read_weights(weights)
         adapter = cls(config, tensors, str(folder))
         adapter.products  # noqa: B018  # checks the tensors
         return adapter

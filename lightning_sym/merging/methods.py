@@ -244,7 +244,10 @@ def _by_magnitude(group: _Group, model: int, *, least: int) -> tuple[Tensor, flo
     size, density = group.tensors[model].numel(), group.each["density"][model]
     kept = max(min(least, size), int(density * size))
     dropped = min(int(group.each["gamma"][model] * size), size - kept) if "gamma" in group.each else 0
-    return _largest(group, model, dropped + kept) & ~_largest(group, model, dropped), 1.0
+    mask = _largest(group, model, dropped + kept)
+    if dropped:
+        mask &= ~_largest(group, model, dropped)
+    return mask, 1.0
 
 
 def _largest(group: _Group, model: int, count: int) -> Tensor:
@@ -259,8 +262,8 @@ def _largest(group: _Group, model: int, count: int) -> Tensor:
         magnitudes[part] = rows[0].abs()
     array = magnitudes.numpy()
     array.partition(size - count)  # in place: no more than one copy of the tensor
-    threshold = magnitudes[size - count].item()
-    equal = count - int((magnitudes[size - count :] > threshold).sum())
+    threshold = array[size - count].item()
+    equal = count - int((array[size - count :] > threshold).sum())
     for part, rows in group.differences(model):
         own = rows[0].abs().to("cpu", dtype)
         mask[part] = own > threshold

@@ -164,6 +164,17 @@ def test_balancing_and_matching_add_the_same_to_every_weight(
         assert not torch.allclose(planted.tensors[key], tensor, rtol=0, atol=1e-2)
 
 
+def test_adapters_of_old_versions_are_read_without_running_code(tmp_path: Path) -> None:
+    one = Adapter.read(save(tmp_path / "one", tensors(0), config()))
+    (tmp_path / "one" / "adapter_model.safetensors").unlink()
+    torch.save(tensors(0), tmp_path / "one" / "adapter_model.bin")
+    old = Adapter.read(tmp_path / "one")
+    assert old.tensors.keys() == one.tensors.keys()
+    assert all(torch.equal(own, old.tensors[name]) for name, own in one.tensors.items())
+    torch.save({**tensors(0), "path": tmp_path}, tmp_path / "one" / "adapter_model.bin")
+    assert_refused(Adapter.read, tmp_path / "one", says="adapter_model.bin")
+
+
 def test_means_of_other_ranks_and_scalings(tmp_path: Path) -> None:
     one = Adapter.read(save(tmp_path / "1", tensors(0, ranks=RANKS), config(**PATTERNS)))
     two = Adapter.read(save(tmp_path / "2", tensors(1, rank=1), config(1, lora_alpha=3)))
@@ -469,7 +480,7 @@ def test_adapters_that_do_not_fit_each_other(tmp_path: Path) -> None:
     one.write(tmp_path / "a")
     assert_refused(one.write, tmp_path / "a", says="exists already")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"nothing")
-    assert_refused(Adapter.read, tmp_path / "a", says="is damaged or no safetensors")
+    assert_refused(Adapter.read, tmp_path / "a", says="is damaged, or no safetensors")
     (tmp_path / "a" / "adapter_config.json").write_text("[")
     assert_refused(Adapter.read, tmp_path / "a", says="expected the JSON that peft writes")
     assert_refused(Adapter.read, tmp_path / "b", says="expected an adapter's folder, as peft saves it.")
