@@ -276,7 +276,8 @@ def model_in(folder: str | Path, arguments: Mapping[str, Any] | None = None, *, 
         content = _read_json(file)
         if "architecture" in content and "model_type" not in content:
             given = {key: content[key] for key in ("num_classes", "global_pool") if content.get(key) is not None}
-            given |= content.get("model_args") or {}
+            own = content.get("model_args") or {}  # without those that name other files
+            given |= {key: own[key] for key in own if not key.startswith(("pretrained", "checkpoint", "cache"))}
             return build_model(f"timm:{content['architecture']}", {**given, **(arguments or {})}, meta=meta)
         return build_model(f"transformers:{folder}", arguments, meta=meta)
     if not (Path(folder) / MANIFEST).exists():

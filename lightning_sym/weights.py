@@ -184,6 +184,7 @@ class Fit:
         ignored: Names in ``network.state_dict()`` that the patterns match.
         extras: The file's other tensors under the prefix, which are ignored or constants of the architecture; by their
             names in the file, their names in the network.
+        outside: Names in the file without the prefix.
         prefix: Prefix of the names in the file.
         notes: Choices that were made.
     """
@@ -192,6 +193,7 @@ class Fit:
     names: Mapping[str, str]
     ignored: tuple[str, ...]
     extras: Mapping[str, str]
+    outside: tuple[str, ...]
     prefix: str
     notes: tuple[str, ...]
 
@@ -265,7 +267,7 @@ def match_weights(
             else ""
         )
         raise ValueError(
-            f"{source} holds {_listed(surplus)}, which {kind} has not; {proposal}pass the arguments that the network "
+            f"{source} holds {listed(surplus)}, which {kind} has not; {proposal}pass the arguments that the network "
             "was built with."
         )
     for one in tied.values():
@@ -299,6 +301,7 @@ def match_weights(
             for place, key in names.keys.items()
             if place.startswith(names.start) and key not in held
         },
+        outside=tuple(key for place, key in names.keys.items() if not place.startswith(names.start)),
         prefix=names.start,
         notes=notes,
     )
@@ -400,8 +403,12 @@ def _surplus(tensors: Mapping[str, Tensor], module: nn.Module, names: _Names, pa
     ]
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Return the first ten names and the number of the others."""
+def listed(names: Sequence[str]) -> str:
+    """Return the first ten names in quotes, and the number of the others.
+
+    Args:
+        names: At least one name.
+    """
     more = len(names) - _LISTED
     return ", ".join(map(repr, names[:_LISTED])) + (f" and {more} other{'s' * (more > 1)}" if more > 0 else "")
 
@@ -518,7 +525,7 @@ def _missing(
         others = {closest.expected(name) for name in needed} - {*missing}
         proposal = f", or leave them out with --ignore {_pattern(missing, others)}"
     return (
-        f"{source} does not hold {_listed(missing)} of {kind}; it holds {', '.join(map(repr, list(tensors)[:3]))}"
+        f"{source} does not hold {listed(missing)} of {kind}; it holds {', '.join(map(repr, list(tensors)[:3]))}"
         f"{'...' if len(tensors) > 3 else ''}; pass the class and the arguments that the network was built with"
         f"{proposal}."
     )

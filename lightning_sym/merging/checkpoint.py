@@ -19,7 +19,7 @@ from lightning_sym.models import Model, build_light, model_in, names_in_network
 from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
 from lightning_sym.symmetry.proof import all_finite
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
-from lightning_sym.weights import match_weights, read_weights
+from lightning_sym.weights import listed, match_weights, read_weights
 from lightning_sym.zoo import MANIFEST, ModelZoo
 
 _FLOATING = {str(dtype)[6:]: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
@@ -218,6 +218,13 @@ class Checkpoint:
         others = ((name, own.to(types[name])) for name, own in held.items() if own.dtype != types[name])
         held |= (copies if copies is not None else NetworkFiles()).placed(others)
         result = with_tensors(network, held).eval()
+        found = {names[name] for name in fit.names.values()}
+        missing = [name for name in fit.ignored if names[name] not in found]
+        outside = [key for key in fit.outside if shards is not None]
+        notes = [
+            *([f"{file} does not hold {listed(missing)}, which is ignored"] if missing else []),
+            *([f"{file} also holds {listed(outside)}, which the network has not: copied as is"] if outside else []),
+        ]
         return cls(
             file=file,
             network=result.double() if exact else result,
@@ -232,7 +239,7 @@ class Checkpoint:
             extras={renamed[key]: name for key, name in fit.extras.items()},
             prefix=fit.prefix,
             ignored=frozenset(names[name] for name in fit.ignored),
-            notes=fit.notes,
+            notes=(*fit.notes, *notes),
         )
 
     def write(
@@ -325,7 +332,7 @@ class Checkpoint:
             return
         own, names = state_tensors(self.network), first_names(self.network)
         for name in self.network.state_dict():
-            if names.get(name) == name:
+            if names.get(name) == name and (name in keys or name not in self.ignored):
                 old = self.stored[keys[name]] if name in keys else own[name].to(self.dtypes.get(name, own[name].dtype))
                 yield files[keys[name]] if name in keys else min(files.values()), name, name, old
         for key, name in self.extras.items():

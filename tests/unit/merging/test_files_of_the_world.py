@@ -160,6 +160,9 @@ def test_missing_tensors_are_named_and_the_patterns_spare_the_others() -> None:
     other = made(1, auxiliary=True)
     found = Checkpoint.read("x.pt", other, ignore=["model.aux.1.*"])
     assert found.ignored == {"aux.1.weight", "aux.1.bias"}
+    assert found.notes == ("x.pt does not hold 'aux.1.weight', 'aux.1.bias', which is ignored",)
+    found.write(state_tensors(other), "out.safetensors")
+    assert load_file("out.safetensors").keys() == state.keys()
     for name, tensor in state_of(found).items():
         assert torch.equal(tensor, (other if name.startswith("aux.1") else a).state_dict()[name])
 
@@ -197,6 +200,18 @@ def test_constants_that_older_versions_saved_are_no_surplus() -> None:
     assert all(torch.equal(written[name], tensor) for name, tensor in constants.items())
     save_file({**a.state_dict(), "position_ids": torch.arange(1, 6)[None]}, "y.safetensors")
     assert_refused(Checkpoint.read, "y.safetensors", a, says="holds 'position_ids', which Net has not")
+
+
+def test_tensors_beside_the_network_are_copied() -> None:
+    a = made()
+    save_file({**prefixed(a.state_dict(), "net."), "loss.weight": torch.ones(2)}, "x.safetensors")
+    found = Checkpoint.read("x.safetensors", made(1))
+    assert found.notes == ("x.safetensors also holds 'loss.weight', which the network has not: copied as is",)
+    found.write(state_tensors(made(2)), "out.safetensors")
+    written = load_file("out.safetensors")
+    assert list(written) == list(load_file("x.safetensors"))
+    assert torch.equal(written["loss.weight"], torch.ones(2))
+    assert torch.equal(written["net.embed.weight"], made(2).embed.weight)
 
 
 def test_tied_tensors_that_are_there_twice_are_computed_once() -> None:

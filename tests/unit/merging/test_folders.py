@@ -384,7 +384,9 @@ def test_folders_of_timm() -> None:
     network = timm.create_model("resnet10t", num_classes=3).eval()
     Path("model").mkdir()
     save_file(network.state_dict(), "model/model.safetensors", {"format": "pt"})
-    Path("model/config.json").write_text(json.dumps({"architecture": "resnet10t", "num_classes": 3}))
+    arguments = {"checkpoint_path": "absent.pt", "pretrained": True, "pretrained_cfg": {"file": "absent.pt"}}
+    content = {"architecture": "resnet10t", "num_classes": 3, "model_args": arguments}
+    Path("model/config.json").write_text(json.dumps(content))
     x = torch.randn(1, 3, 64, 64)
     assert torch.equal(read("model").network(x), network(x))
 
