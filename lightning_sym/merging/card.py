@@ -42,6 +42,7 @@ def card_of(asked: Sources, reasons: Sequence[str], configuration: str, title: s
         title: Name of the merged model.
     """
     method = asked.settings.method
+    source = f"arXiv:{method.source}" if method.source[:4].isdigit() else method.source
     rows = [
         f"| {one.given} | {'base' if asked.has_base and not place else 'model'} | {_state(place, reason)} |"
         for place, (one, reason) in enumerate(zip(asked.found, reasons, strict=True))
@@ -50,7 +51,7 @@ def card_of(asked: Sources, reasons: Sequence[str], configuration: str, title: s
         [
             f"# {title}",
             "",
-            f"Merged by lightning_sym with the method `{method.name}` ({method.source}).",
+            f"Merged by lightning_sym with the method `{method.name}` ({source}).",
             "",
             "| model | role | alignment |",
             "|---|---|---|",

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_sym.connectivity import average
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.merging import MergedCheckpoints, merge_checkpoints
+from lightning_sym.merging import METHODS, MergedCheckpoints, merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint
 from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
@@ -665,6 +665,85 @@ def test_a_folder_that_is_no_zoo_is_named() -> None:
         assert "some is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model" in result.error
         for name in content:
             Path("some", name).unlink()
+
+
+def gpt2_folders(*names: str) -> dict[str, nn.Module]:
+    """Write a parent of GPT-2's architecture and fine-tunes of it as folders."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=14, n_positions=8)
+    torch.manual_seed(0)
+    parent = transformers.GPT2LMHeadModel(config).eval()
+    found = {}
+    for number, name in enumerate(names):
+        found[name] = copy.deepcopy(parent)
+        if number:
+            with torch.no_grad():
+                for own in found[name].parameters():
+                    own.add_(0.01 * torch.randn_like(own))
+        found[name].save_pretrained(name)
+    return found
+
+
+def test_a_configuration_does_what_the_options_do_and_the_result_holds_it() -> None:
+    networks = gpt2_folders("parent", "code", "maths")
+    options = "--base=parent --method=dare_ties --weight=0.5,0.3 --density=0.5 --lambda=0.9 --seed=4"
+    succeed("merge", "code", "maths", *options.split(), "--out=merged")
+    card = Path("merged/README.md").read_text()
+    assert "`dare_ties` (arXiv:2311.03099)" in card
+    Path("again.yml").write_text(card.partition("```yaml\n")[2].partition("```")[0])
+    succeed("merge", "again.yml", "--out=again")
+    Path("own.yml").write_text(
+        "merge_method: dare_ties\nbase_model: ./parent\nmodels:\n"
+        "  - {model: ./code, parameters: {weight: 0.5}}\n  - {model: ./maths, parameters: {weight: [0.3, 0.3]}}\n"
+        "parameters: {density: 0.5, lambda: 0.9}\nseed: 4\nout_dtype: bfloat16\n"
+    )
+    succeed("merge", "own.yml", "--out=own")
+    assert "out_dtype: bfloat16" in Path("own/README.md").read_text()
+    assert json.loads(Path("own/config.json").read_text())["dtype"] == "bfloat16"
+    found, again, own = (load_file(f"{name}/model.safetensors") for name in ("merged", "again", "own"))
+    assert found.keys() == again.keys() == own.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, again[name])
+        assert torch.equal(tensor.bfloat16(), own[name])
+    assert not torch.equal(
+        found["transformer.wte.weight"], dict(networks["parent"].named_parameters())["transformer.wte.weight"]
+    )
+    rows = json.loads(Path("merged-report/differences.json").read_text())["rows"]
+    assert [row["network"] for row in rows] == ["code", "maths"]
+    assert all(abs(row["dropped"] - 0.5) < 0.1 for row in rows)
+
+
+def test_adapters_are_merged_on_their_model_and_alone() -> None:
+    parent = gpt2_folders("parent")["parent"]
+    factors = {}
+    for number, name in enumerate(("one", "two")):
+        Path(name).mkdir()
+        draw = torch.Generator().manual_seed(number)
+        module = "base_model.model.transformer.h.1.attn.c_attn"
+        own = {"A": torch.randn(2, 8, generator=draw), "B": torch.randn(24, 2, generator=draw)}
+        save_file(
+            {f"{module}.lora_{key}.weight": tensor for key, tensor in own.items()}, f"{name}/adapter_model.safetensors"
+        )
+        content = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+        Path(name, "adapter_config.json").write_text(json.dumps(content))
+        factors[name] = own
+    succeed("merge", "parent+one", "parent+two", "--weight=0.25,0.75", "--out=merged")
+    found = load_file("merged/model.safetensors")
+    product = sum(w * 2 * own["B"] @ own["A"] for w, own in zip((0.25, 0.75), factors.values(), strict=True))
+    for name, tensor in parent.named_parameters():
+        expected = tensor + product.T if name == "transformer.h.1.attn.c_attn.weight" else tensor
+        torch.testing.assert_close(found[name], expected.detach(), rtol=0, atol=1e-5)
+    succeed("merge", "one", "two", "--weight=0.25,0.75", "--rank=4", "--out=alone")
+    alone = load_file("alone/adapter_model.safetensors")
+    scale = 4 / json.loads(Path("alone/adapter_config.json").read_text())["r"]
+    b, a = (alone[f"base_model.model.transformer.h.1.attn.c_attn.lora_{key}.weight"] for key in "BA")
+    torch.testing.assert_close(scale * b @ a, product, rtol=0, atol=1e-4)
+    assert "--base does not apply to adapters alone" in call("merge", "one", "two", "--base=parent", "--out=x").error
+
+
+def test_help_names_all_methods() -> None:
+    text = succeed("merge", "--help").out
+    assert all(name in text for name in METHODS)
 
 
 # ---- refusals
