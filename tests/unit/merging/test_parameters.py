@@ -89,6 +89,16 @@ def test_tensors_between_layers_have_the_depth_of_the_layer_before():
     assert [layers.place(name) for name in layers.names] == [0, 0, 0.5, 0.5, 1, 1]
 
 
+def test_tensors_after_the_last_layer_have_depth_1_although_an_earlier_layer_comes_again():
+    layers = Layers(["h.0.w", "h.1.w", "h.2.w", "h.0.cache", "head"])
+    assert [layers.place(name) for name in layers.names] == [0, 0.5, 1, 0, 1]
+
+
+def test_numbers_that_name_tensors_are_no_layers():
+    layers = Layers(["prompts.0", "prompts.1", "layers.0.w", "layers.1.w", "layers.1.scales.0"])
+    assert [layers.place(name) for name in layers.names] == [0, 0, 0, 1, 1]
+
+
 def test_tensor_of_another_network_is_refused():
     assert_refused(lambda: LLAMA.place("model.norm.wieght"), says=("no tensor", "Did you mean 'model.norm.weight'?"))
 
@@ -230,12 +240,13 @@ def test_merged_is_the_method_at_the_values_of_the_tensor(method):
     base, *tensors = (torch.randn(5, 7, generator=generator) for _ in range(count + 1))
     ends = {"weight": (0.25, 1), "density": (0.5, 0.75), "gamma": (0, 0.25), "epsilon": (0, 0.125), "scale": (2, 4)}
     ramps = {name: [[ends[name][0], ends[name][1] / (n + 1)] for n in range(count)] for name in own.per_model}
-    shared = {name: [0.25, 0.75] for name in own.shared if name != "normalize"}
+    names = {"lambda": "lambda_"}  # a word of Python
+    shared = {names.get(name, name): [0.25, 0.75] for name in own.shared if name != "normalize"}
     origin = base if own.base == "needed" else None
     made = MergeSettings.of(method, count, has_base=origin is not None, seed=3, **ramps, **shared)
     name = "model.layers.2.self_attn.q_proj.weight"  # in the middle
     middles = {key: [(low + high) / 2 for low, high in value] for key, value in ramps.items()}
-    middles |= {"lambda_" if key == "lambda" else key: 0.5 for key in shared}
+    middles |= dict.fromkeys(shared, 0.5)
     expected = merge_tensors(method, tensors, base=origin, seed=3, name=name, **middles)
     assert torch.equal(made.merged(name, tensors, origin, LLAMA), expected)
     if ramps or shared:
