@@ -258,5 +258,5 @@ def test_a_foreign_pickle_is_never_opened(cifar, tmp_path, which):
 
 def test_a_folder_that_cannot_be_written_to_is_named(mnist, served, tmp_path):
     (tmp_path / "MNIST").write_text("a file where a folder should be")
-    with pytest.raises(FileNotFoundError, match=rf"MNIST is not in {tmp_path}/MNIST/raw .*the download failed"):
-        mnist(tmp_path).prepare_data()
+    says = (f"MNIST is not in {tmp_path}/MNIST/raw ", "the download failed")
+    assert_refused(mnist(tmp_path).prepare_data, says=says, error=FileNotFoundError)
