@@ -153,6 +153,8 @@ def contents(folder):
 def test_what_needs_no_torch_does_not_load_it():
     commands = ["--help", "", "--version", "recipes", "recipes zoo/mnist5k", "fitt", "fit --config zoo"]
     commands += ["fit --config zoo/mnist5k --model.membrs 3", "fit --config zoo/mnist5k --trainer.max_epoch 3"]
+    commands += ["symmetry --help", "symmetry Net --inptu=3", "estimate", "compare --help", "compare a b --metric=x"]
+    commands += ["compare a b", "compare a --out="]
     code = f"import sys; from lightning_sym.cli import main; [main(c.split()) for c in {commands}]"
     assert python("-c", f"{code}; print('torch' in sys.modules)").stdout.splitlines()[-1] == "False"
 

@@ -260,6 +260,8 @@ $ fit SMALL --run_dir=words.yaml/run
 The run folder .../words.yaml/run cannot be written to (Not a directory); choose another one with --run_dir
 $ fit SMALL --trainer.accelerator=gpuu
 ...invalid accelerator name...
+$ fit --config zoo/cifar10_myrtle --data.download=false
+data.root: CIFAR-10 is not in .../data/cifar-10-batches-py (...); copy ...
 $ fit --config stitching/mnist5k --requires={} --model.zoo=nowhere
 model.zoo: No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config
 zoo/mnist5k.

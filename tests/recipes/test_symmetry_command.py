@@ -1,7 +1,6 @@
 """``lightning-sym symmetry``: tables of networks by their names."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -142,16 +141,6 @@ def test_options_that_are_not_understood(options: tuple[str, ...], says: str) ->
     result = call("symmetry", *options)
     assert result.status == 2
     assert says in result.error
-
-
-def test_misspelt_options_do_not_wait_for_torch() -> None:
-    code = (
-        "import sys; from lightning_sym.cli import main; main(['symmetry', '--help']);"
-        "main(['symmetry', 'Net', '--inptu=3']); print('torch' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.splitlines()[-1] == "False"
-    assert "Did you mean 'input'?" in run.stderr
 
 
 def test_shapes_and_flags_are_read() -> None:
