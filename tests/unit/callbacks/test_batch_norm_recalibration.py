@@ -275,28 +275,6 @@ def test_statistics_change_only_between_the_hooks(tmp_path):
     assert changed == ["on_validation_epoch_start", "on_validation_epoch_end"] * 2
 
 
-def test_task_chooses_before_what_will_be_measured(tmp_path):
-    """What the task does in on_validation_start comes before, as a task that rounds its weights needs."""
-
-    class Rounding(Normed):
-        def on_validation_start(self):
-            self.backup = self.features[0].weight.detach().clone()
-            self.features[0].weight.data.round_()
-
-        def on_validation_end(self):
-            self.features[0].weight.data.copy_(self.backup)
-
-    task, data = Rounding(), digits()
-    with torch.no_grad():
-        task.features[0].weight.mul_(9)
-    weight = task.features[0].weight.detach().clone()
-    trainer(tmp_path, BatchNormRecalibration()).validate(task, data, verbose=False)
-    assert torch.equal(task.features[0].weight, weight)
-    with torch.no_grad():
-        task.features[0].weight.round_()
-    check(task.found("val")[0], one_pass(task, images(data)[:80].split(40)))
-
-
 # ---- targets
 
 

@@ -1,10 +1,8 @@
 """ZooExport and ZooReport: what a fit leaves behind, and what they refuse before it starts."""
 
-import errno
 import functools
 import json
 import math
-import os
 
 import fits
 import pytest
@@ -15,7 +13,6 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-import lightning_sym._files
 from lightning_sym.callbacks import ZooExport, ZooReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
@@ -115,21 +112,6 @@ def test_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path):
     with pytest.raises(OSError, match=r"The zoo's folder .*zoo cannot be written to .*; choose another"):
         fit(tmp_path, ZooExport(), task=task)
     assert not hasattr(task, "population") or not task.history
-
-
-def test_full_disk_while_exporting_leaves_whole_files_only(tmp_path, monkeypatch):
-    calls = []
-
-    def fail(handle: int) -> None:
-        calls.append(handle)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(lightning_sym._files.os, "fsync", fail)
-    with pytest.raises(OSError, match=r"Cannot write .*member-0001.safetensors: No space left on device"):
-        fit(tmp_path, ZooExport())
-    assert [path.name for path in (tmp_path / "zoo").iterdir()] == [member_file(0)]
-    assert ModelZoo.open(tmp_path / "zoo").verify() == {}
 
 
 def test_training_that_ends_before_the_first_validation_says_what_is_missing(tmp_path):
