@@ -192,19 +192,6 @@ def test_descent_is_no_worse_than_all_others_and_changes_the_function_by_soft_ma
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_descent_goes_on_where_it_was(transformers, tmp_path):
-    def run(epochs, *callbacks, path=None):
-        task = MatchingTask(str(transformers), pairs=[[0, 2]], methods=["activations", "orbit_descent", "soft_maps"])
-        fits.fit(task, digits(), *callbacks, ckpt_path=path, max_epochs=epochs)
-        soft = task.matched((0, 2), "soft_maps").state_dict()
-        return {**vars(task.elements[0, 2]["orbit_descent"]), **soft, "kept": task.kept}
-
-    whole = run(3)
-    run(1, fits.saving(tmp_path))
-    assert_same(run(3, path=tmp_path / "last.ckpt"), whole)
-
-
 def test_soft_maps_of_batch_norms_are_refused(tmp_path):
     data = digits()
     write_zoo(tmp_path, [MyrtleCNN(2, in_channels=1, image_size=8).fresh(number) for number in range(2)], data)
