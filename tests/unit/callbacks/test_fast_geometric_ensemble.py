@@ -213,8 +213,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("place", ["1 3", "end"])
 def test_resumed_run_leaves_what_an_uninterrupted_one_leaves(tmp_path, whole, place):
     folder, expected = whole
-    with pytest.raises(RuntimeError, match="interrupted"):
-        once(tmp_path / "first", Interrupt(place))
+    assert_refused(lambda: once(tmp_path / "first", Interrupt(place)), says="interrupted", error=RuntimeError)
     second = once(tmp_path / "second", resumed=tmp_path / "first" / "last.ckpt")
     assert len(expected.snapshots) == 4
     assert_same(expected.snapshots, second.snapshots)

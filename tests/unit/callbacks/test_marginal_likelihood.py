@@ -391,10 +391,3 @@ def test_a_run_that_ends_in_an_epoch_ends_with_its_update(tmp_path):
 )
 def test_numbers_of_the_printed_table_are_short(value, text):
     assert short(value) == text
-
-
-def test_a_trial_run_does_everything_but_the_report(tmp_path):
-    callback = learner()
-    fit(tmp_path, callback, fast_dev_run=True)
-    assert [record["epoch"] for record in callback.records] == [1]
-    assert not (tmp_path / "results").exists()

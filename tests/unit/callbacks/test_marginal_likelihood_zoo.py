@@ -143,7 +143,6 @@ decaying = functools.partial(torch.optim.SGD, lr=0.1, weight_decay=1e-4)
     "refusal",
     [
         refused(prior, optimizer=decaying, says="SGD decays weights, which the Gaussian prior"),
-        refused(prior, optimizer=torch.optim.AdamW, says="AdamW decays weights, which the Gaussian prior"),
         refused(prior, label_smoothing=0.1, says="With label_smoothing 0.1 the loss is no log likelihood"),
         refused(prior, prior_precision=0.0, says=["precision", "0.0"]),
     ],
@@ -188,7 +187,6 @@ def test_what_is_left_behind(tmp_path, capsys):
     assert float(logged[1][evidence]) == pytest.approx(values[1])
     learned = float(logged[1]["details/precision/norm/member-0000"])
     assert learned == pytest.approx(last[0]["paths"]["norm"]["precision"])
-    assert (tmp_path / "results" / "evidence.png").stat().st_size > 5000
     printed = capsys.readouterr().out
     mean = sum(values["accuracy"] for values in about["test"].values()) / 2
     assert f"mean over members: test accuracy {100 * mean:.2f} %" in printed

@@ -178,8 +178,7 @@ def test_mnist_is_downloaded_whole_from_the_first_mirror_that_works(mnist, serve
 def test_a_failed_mnist_download_leaves_nothing(mnist, served, tmp_path, problem):
     last = served / "t10k-labels-idx1-ubyte.gz"
     last.unlink() if problem == "absent" else last.write_bytes(b"not the file")
-    with pytest.raises(FileNotFoundError, match="the download failed: "):
-        mnist(tmp_path).prepare_data()
+    assert_refused(lambda: mnist(tmp_path).prepare_data(), says="the download failed: ", error=FileNotFoundError)
     assert list(tmp_path.iterdir()) == []
 
 
