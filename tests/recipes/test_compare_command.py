@@ -92,9 +92,8 @@ def test_what_was_logged_and_tables_are_compared_by_pattern(runs: Path) -> None:
     change(runs / "wide-2", seed=9)
     succeed("compare", runs / "wide-0", runs / "narrow-0", "--table=members.csv", "--metrics=test_*", "--out=table")
     rows = read_csv(Path("table/comparison.csv"))
-    assert [row["number"] for row in rows[::2]] == [
-        f"{member}: test_{name}" for member in (0, 1) for name in ("accuracy", "loss")
-    ]
+    names = [f"{member}: test_{name}" for member in (0, 1) for name in ("accuracy", "loss")]
+    assert [row["number"] for row in rows[::2]] == names
     members = read_csv(runs / "narrow-0" / "results" / "members.csv")
     assert float(rows[1]["mean"]) == pytest.approx(float(members[0]["test_accuracy"]))
 
@@ -123,9 +122,8 @@ def test_runs_of_different_recipes_are_compared_by_what_they_share(runs: Path) -
     assert "in one group only, and left out: barrier, penalty" in " ".join(out.split())
     change(runs / "wide-0", {"barrier": 1.0})
     error = call("compare", runs / "wide-0", runs / "narrow-0", "--out=none").error
-    assert error.startswith(
-        "The runs have no number in common: runs/wide-0 has barrier; runs/narrow-0 has test/accuracy"
-    )
+    says = "The runs have no number in common: runs/wide-0 has barrier; runs/narrow-0 has test/accuracy"
+    assert error.startswith(says)
     assert not Path("none").exists()
 
 

@@ -222,11 +222,8 @@ def test_recipes_of_downloaded_data_run_on_made_up_images(name, monkeypatch):
     for module in {data_class(name) for name in DOWNLOADED}:
         monkeypatch.setattr(module, "source_sizes", None)
     recipe = settings(name)
-    few = [
-        f"--model.{option}={count}"
-        for option, count in (("members", 2), ("pairs", "[[0,1]]"))
-        if option in arguments(recipe)
-    ]
+    small = {"members": 2, "pairs": "[[0,1]]"}
+    few = [f"--model.{option}={count}" for option, count in small.items() if option in arguments(recipe)]
     requires = {
         option: f"{made} --model.members 2 --data.batch_size 16" for option, made in recipe.get("requires", {}).items()
     }

@@ -51,9 +51,7 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_of_a_class_is_printed_and_written() -> None:
-    result = succeed(
-        *("symmetry", "symmetry_nets.Net", "--network.width", 8, "--input=5", "--out", "tables/net.json"),
-    )
+    result = succeed("symmetry", "symmetry_nets.Net", "--network.width", 8, "--input=5", "--out", "tables/net.json")
     lines = result.out.splitlines()
     assert lines[0].startswith("axis group")
     assert "1 axis groups, 8 units" in result.out
@@ -155,10 +153,7 @@ def test_shapes_and_flags_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            "torchvison:resnet18",
-            "names no library of models; expected torchvision:... Did you mean 'torchvision:resnet18'?",
-        ),
+        ("torchvison:resnet18", "names no library of models; expected torchvision:... Did you mean 'torchvision:resn"),
         ("torchvision:resnet19", "torchvision has no model 'resnet19'. Did you mean 'resnet18'"),
         ("torchvision:resnet18 --network.widht=3", "torchvision:resnet18 cannot be built (TypeError: "),
         ("symmetry_nets.Nett", "There is no class 'symmetry_nets.Nett'. Did you mean 'Net'?"),
@@ -168,10 +163,7 @@ def test_shapes_and_flags_are_read() -> None:
         ("symmetry_nets.number", "symmetry_nets.number makes a int; expected a network"),
         ("symmetry_nets.Net --input=4", "the network does not run on the example input"),
         ("symmetry_nets.Net --input=5 --output=logits", "output is 'logits', but the network returns one tensor"),
-        (
-            "symmetry_nets.Tokens --output=score",
-            "Unknown output 'score'; expected one of: scores, hidden. Did you mean",
-        ),
+        ("symmetry_nets.Tokens --output=score", "Unknown output 'score'; expected one of: scores, hidden. Did"),
         ("symmetry_nets.Net --input=5 --out=symmetry_nets.py/a.json", "Cannot write"),
         ("some/config.json", "is no class; expected transformers:some/config.json"),
         ("transformers:nowhere", "nowhere; expected the configuration of a model (config.json), or its folder."),
@@ -194,10 +186,8 @@ def test_timm(name: str, inputs: list[int]) -> None:
     pytest.importorskip("timm")
     succeed("symmetry", name, "--meta", "--out=table.json")
     assert json.loads(Path("table.json").read_text())["inputs"] == [inputs]
-    assert (
-        "timm has no model 'vit_tinny_patch16_224'. Did you mean"
-        in call("symmetry", "timm:vit_tinny_patch16_224").error
-    )
+    found = call("symmetry", "timm:vit_tinny_patch16_224")
+    assert "timm has no model 'vit_tinny_patch16_224'. Did you mean" in found.error
     assert "timm has no model 'hf-hub:a/b'." in call("symmetry", "timm:hf-hub:a/b").error
 
 
@@ -207,7 +197,9 @@ def saved(**content: Any) -> str:
     return "transformers:config.json"
 
 
-TOWER = {**{key: TEXT[key] for key in TEXT if key != "vocab_size"}, "hidden_act": "gelu"}
+TOWER = {**{key: TEXT[key] for key in TEXT if key != "vocab_size"}, "hidden_act": "gelu", "image_size": 32}
+CLIP = {"text_config": TEXT, "vision_config": {**TOWER, "patch_size": 16}}
+T5 = {"num_heads": 2, "num_layers": 1, "vocab_size": 14, "d_model": 8, "d_kv": 4, "d_ff": 6}
 
 
 @pytest.mark.parametrize(
@@ -216,29 +208,9 @@ TOWER = {**{key: TEXT[key] for key in TEXT if key != "vocab_size"}, "hidden_act"
         (LLAMA, [[2, 12]]),
         ({**TEXT, "model_type": "bert"}, [[2, 12]]),
         ({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 9, "n_positions": 5}, [[2, 4]]),
-        (
-            {**TOWER, "model_type": "vit", "image_size": 32, "architectures": ["ViTForImageClassification"]},
-            [[2, 3, 32, 32]],
-        ),
-        (
-            {
-                **{
-                    "model_type": "t5",
-                    "architectures": ["T5ForConditionalGeneration"],
-                    "num_heads": 2,
-                    "num_layers": 1,
-                },
-                **{"vocab_size": 14, "d_model": 8, "d_kv": 4, "d_ff": 6},
-            },
-            [[2, 12], [2, 12]],
-        ),
-        (
-            {
-                **{"model_type": "clip", "architectures": ["CLIPModel"]},
-                **{"text_config": TEXT, "vision_config": {**TOWER, "image_size": 32, "patch_size": 16}},
-            },
-            [[2, 3, 32, 32], [2, 12]],
-        ),
+        ({**TOWER, "model_type": "vit", "architectures": ["ViTForImageClassification"]}, [[2, 3, 32, 32]]),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **T5}, [[2, 12], [2, 12]]),
+        ({"model_type": "clip", "architectures": ["CLIPModel"], **CLIP}, [[2, 3, 32, 32], [2, 12]]),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -252,9 +224,8 @@ def test_transformers_by_configuration(content: dict[str, Any], inputs: list[lis
 
 def test_arguments_inputs_and_meta_of_transformers() -> None:
     pytest.importorskip("transformers")
-    result = succeed(
-        *("symmetry", saved(**LLAMA), "--network.num_hidden_layers=2", "--input=5", "--meta", "--out=table.json"),
-    )
+    options = "--network.num_hidden_layers=2", "--input=5", "--meta", "--out=table.json"
+    result = succeed("symmetry", saved(**LLAMA), *options)
     assert "layers.0,1.mlp.gate_proj" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     assert json.loads(Path("table.json").read_text())["inputs"] == [[2, 5]]
@@ -266,10 +237,7 @@ EVIL = "from pathlib import Path\nPath('ran').touch()\nclass Evil: ...\n"
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (
-            {"model_type": "evil", "auto_map": {"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"}},
-            "which is never run",
-        ),
+        ({"model_type": "evil", "auto_map": dict.fromkeys(("AutoModel", "AutoConfig"), "evil.Evil")}, "is never run"),
         ({**TEXT, "model_type": "lama"}, "is of model_type 'lama'; expected one that transformers"),
         ({**LLAMA, "architectures": ["pipeline"]}, "architecture 'pipeline', which transformers does not have"),
         ({**LLAMA, "architectures": ["evil.Evil"]}, "architecture 'evil.Evil', which transformers does not have"),
