@@ -21,29 +21,23 @@ def seen(tmp_path, tiny, recorder, *, ckpt_path=None, members=None, saved, **set
     return task.seen
 
 
-@pytest.mark.parametrize("members", [None, (3, 1)])
-def test_resume_after_any_step(tmp_path, tiny, recorder, members):
-    saved = {"filename": "{step}", "every_n_train_steps": 1}
-    run = partial(seen, tmp_path, tiny, recorder, max_epochs=3, saved=saved, members=members)
+@pytest.mark.parametrize(
+    ("steps", "epochs", "saved", "settings"),
+    [
+        (range(1, 9), 3, {"every_n_train_steps": 1}, {}),
+        (range(1, 9), 3, {"every_n_train_steps": 1}, {"members": (3, 1)}),
+        ((2, 4, 6), 2, {"save_on_train_epoch_end": False}, {"val_check_interval": 2}),
+        ((4, 8, 12), 4, {"save_on_train_epoch_end": True}, {}),
+        ((4, 8, 12), 4, {"save_on_train_epoch_end": False}, {}),
+        ((3, 6, 9), 4, {"save_on_train_epoch_end": True}, {"limit_train_batches": 3}),
+        ((3, 6, 9), 4, {"save_on_train_epoch_end": False}, {"limit_train_batches": 3}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_sees_the_rest(tmp_path, tiny, recorder, steps, epochs, saved, settings):
+    saved = {"filename": "{step}", **saved}
+    run = partial(seen, tmp_path, tiny, recorder, max_epochs=epochs, saved=saved, **settings)
     whole = run()
-    assert len(whole) == 12
-    for step in range(1, 9):
-        assert run(ckpt_path=tmp_path / f"{step}.ckpt") == whole[step:]
-
-
-@pytest.mark.parametrize("at_the_end_of_training", [True, False])  # False: at the end of validation
-@pytest.mark.parametrize("limit", [1.0, 3])
-def test_resume_from_the_end_of_an_epoch(tmp_path, tiny, recorder, at_the_end_of_training, limit):
-    saved = {"filename": "{epoch}", "save_on_train_epoch_end": at_the_end_of_training}
-    run = partial(seen, tmp_path, tiny, recorder, max_epochs=4, saved=saved, limit_train_batches=limit)
-    whole = run()
-    for epoch in range(3):
-        assert run(ckpt_path=tmp_path / f"{epoch}.ckpt") == [(e, batch) for e, batch in whole if e > epoch]
-
-
-def test_resume_from_validation_in_the_middle_of_an_epoch(tmp_path, tiny, recorder):
-    saved = {"filename": "{step}", "save_on_train_epoch_end": False}
-    run = partial(seen, tmp_path, tiny, recorder, max_epochs=2, saved=saved, val_check_interval=2)
-    whole = run()
-    for step in (2, 4, 6):
+    assert len(whole) == epochs * settings.get("limit_train_batches", 4)
+    for step in steps:
         assert run(ckpt_path=tmp_path / f"{step}.ckpt") == whole[step:]

@@ -327,9 +327,7 @@ def test_channels_last_is_the_same_up_to_rounding(norm_zoo):
         )
         fit(task, max_epochs=1)
         found.append(maps_of(task))
-    for name, maps in found[0].items():
-        for key, value in maps.items():
-            torch.testing.assert_close(found[1][name][key], value, rtol=1e-3, atol=1e-4)  # float32
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)  # float32
 
 
 class Doubled(StitchingMap):
