@@ -1,6 +1,9 @@
-"""Experiments with populations that are no part of the package: what a user would write, for the conformance suite."""
+"""Experiments that are no part of the package: what a user would write."""
+
+from typing import Any
 
 import torch
+from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,6 +42,31 @@ class HalfBlindTask(PopulationTask):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs, F.one_hot(targets, 10).to(outputs))
+
+
+class Plain(LightningModule):
+    """A classifier around any network, trained by SGD."""
+
+    def __init__(self, network: nn.Module, lr: float = 0.05, **optimizer: Any) -> None:
+        super().__init__()
+        self.network, self.criterion = network, nn.CrossEntropyLoss()
+        self.lr, self.optimizer = lr, optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, **self.optimizer)
+
+
+class Validated(Plain):
+    """The same, with its loss on validation data."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx))
 
 
 class SmallCNN(Network):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from experiments import HalfBlindTask
 from fits import Interrupt, Poison, digits, fit, quiet_trainer, saving
-from helpers import assert_same, one_in, randomize_statistics, read_csv, write_zoo
+from helpers import assert_refused, assert_same, one_in, randomize_statistics, read_csv, write_zoo
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
@@ -374,8 +374,7 @@ def test_a_checkpoint_of_other_members_is_refused(case, zoo, tmp_path):
         ValueError, match=r"The checkpoint has \w+ .* and this run has .*; use the settings that it was"
     ):
         fit(case.make(zoo, **case.alone), ckpt_path=tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match="holds no population: it was not written by a"):
-        case.make(zoo).on_load_checkpoint({})
+    assert_refused(lambda: case.make(zoo).on_load_checkpoint({}), says="holds no population: it was not written by a")
 
 
 @pytest.mark.parametrize("name", [name for name in RESUMED if name != "half-blind"])
@@ -471,8 +470,7 @@ def test_what_concerns_one_member_is_logged_as_a_detail_and_the_rest_fits_on_a_p
 def test_one_gradient_scale_for_all_members_is_refused(case, zoo):
     run = quiet_trainer()
     run.strategy.precision_plugin.precision = "16-mixed"  # Lightning itself needs a GPU for the real one
-    with pytest.raises(ValueError, match="precision 16-mixed ties the members together"):
-        run.fit(case.make(zoo), digits())
+    assert_refused(lambda: run.fit(case.make(zoo), digits()), says="precision 16-mixed ties the members together")
 
 
 # ---- one, two and three processes

@@ -12,9 +12,10 @@ import fits
 import numpy as np
 import pytest
 import torch
+from experiments import Validated
 from fits import Interrupt, saving
 from helpers import assert_refused, assert_same, read_rows, refused
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import Callback
 from pytorch_lightning.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,24 +53,10 @@ def monitor(kind, **changes):
     return kind(**{**MONITORS[kind], **changes})
 
 
-class Plain(LightningModule):
-    """What a user may write, with batch norm and dropout."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        first = nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU()
-        self.network = nn.Sequential(*first, nn.Dropout(dropout), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 10))
-        self.criterion = nn.CrossEntropyLoss()
-
-    def training_step(self, batch, batch_idx):
-        return self.criterion(self.network(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+def plain(dropout: float = 0.0) -> Validated:
+    torch.manual_seed(1)
+    first = nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout)
+    return Validated(nn.Sequential(*first, nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 10)), lr=0.1, momentum=0.9)
 
 
 def zoo(network=None, **changes) -> ZooTask:
@@ -107,7 +94,7 @@ def test_training_is_bitwise_the_same(tmp_path, case):
     results = []
     for watched in (False, True):
         task = (
-            Plain(dropout=0.2)
+            plain(dropout=0.2)
             if case in ("plain", "dataloader")
             else zoo(MyrtleCNN(2, in_channels=1, image_size=8), execution=case)
         )
@@ -139,8 +126,8 @@ def test_fast_dev_run_leaves_no_files(tmp_path):
 @pytest.fixture(
     scope="module",
     params=[
-        (Plain, None, {"every_n_epochs": 2}),
-        (Plain, 2, {"every_n_steps": 2}),
+        (plain, None, {"every_n_epochs": 2}),
+        (plain, 2, {"every_n_steps": 2}),
         (zoo, None, {"every_n_steps": 3, "members": [1]}),
         (zoo, 2, {}),
     ],
@@ -196,7 +183,7 @@ def test_resuming_with_other_settings_is_refused(first_member, tmp_path, kind):
 def test_a_second_fit_begins_anew(tmp_path):
     monitors = [monitor(kind) for kind in MONITORS]
     for _ in range(2):
-        fit(tmp_path, Plain(), *monitors, max_epochs=1)
+        fit(tmp_path, plain(), *monitors, max_epochs=1)
     for kind in MONITORS:
         epochs = [row["epoch"] for row in read_rows(tmp_path / "results" / TABLES[kind][0])]
         assert sorted(set(epochs)) == ([1] if kind is LearningCoefficient else [0, 1])
@@ -208,15 +195,15 @@ def test_a_second_fit_begins_anew(tmp_path):
 
 def sharded(kind) -> None:
     trainer = SimpleNamespace(strategy=FSDPStrategy(), fast_dev_run=True)  # a Trainer would ask for GPUs
-    monitor(kind).setup(trainer, Plain(), "fit")
+    monitor(kind).setup(trainer, plain(), "fit")
 
 
 @every_monitor
 def test_what_does_not_fit_is_refused_before_training(tmp_path, kind):
     name = kind.__name__
     for settings, task, says in (
-        ({"network": "net"}, Plain, f'{name}(network="net") watches the network in'),
-        ({"members": [0]}, Plain, f"{name}(members=[0]) is for a task with several networks"),
+        ({"network": "net"}, plain, f'{name}(network="net") watches the network in'),
+        ({"members": [0]}, plain, f"{name}(members=[0]) is for a task with several networks"),
         ({"members": [1, 4, 5]}, zoo, f"{name}(members=...) names member(s) 4-5, but the task has 0-1"),
     ):
         watching = monitor(kind, **settings), Interrupt("0 0")  # where what is not refused ends

@@ -94,10 +94,7 @@ class Command:
         if recipe["model"]["class_path"].endswith(".ZooTask"):
             found[given.get("zoo_dir", f"{run_dir}/zoo")] = self
         if recipe["model"]["class_path"].endswith(".RashomonPruning"):
-            own = {
-                **recipe["model"]["init_args"],
-                **{name.removeprefix("model."): value for name, value in given.items()},
-            }
+            own = recipe["model"]["init_args"] | {name.removeprefix("model."): value for name, value in given.items()}
             members, epsilons = (yaml.safe_load(str(own.get(name, 0.01))) for name in ("members", "epsilon"))
             for epsilon in epsilons if isinstance(epsilons, list) else [epsilons]:
                 found |= {f"{run_dir}/pruned/member-{member:04d}/epsilon-{epsilon:g}": self for member in members}

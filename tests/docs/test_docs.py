@@ -27,7 +27,7 @@ from guides import (
     python_folders,
     source_files,
 )
-from helpers import one_in
+from helpers import assert_refused, one_in
 
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.tasks._members import check_data
@@ -163,8 +163,7 @@ def test_a_folder_that_nobody_makes_is_found(text: str, fault: str) -> None:
 def test_a_zoo_beside_other_data_is_found(have: Have) -> None:
     code = f"{OPENED}from lightning_sym.datamodules import MNIST5kDataModule\ndata = MNIST5kDataModule(data_seed=1)\n"
     page = f"```bash\nlightning-sym fit --config zoo/mnist5k\n```\n```python\n{code}```\n"
-    with pytest.raises(UserWarning, match="were trained on other data"):
-        run_blocks(page, have)
+    assert_refused(run_blocks, page, have, says="were trained on other data", error=UserWarning)
 
 
 # ---- commands

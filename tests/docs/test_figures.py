@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from commands import succeed
 from guides import ROOT, Command, settings
+from helpers import assert_refused
 from PIL import Image
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -51,8 +52,7 @@ def test_runs_are_chosen_by_time_or_by_name() -> None:
     assert figures.chosen(RUNS, None, everything=True) == RUNS
     (run,) = figures.chosen(RUNS, "zoo_digits_mlp.png", everything=False)
     assert run.commands == ("lightning-sym fit --config zoo/digits_mlp",)
-    with pytest.raises(ValueError, match="No picture is named zoo_digits"):
-        figures.chosen(RUNS, "zoo_digits", everything=False)
+    assert_refused(figures.chosen, RUNS, "zoo_digits", everything=False, says="No picture is named zoo_digits")
 
 
 def test_a_picture_that_has_changed_is_told_from_one_that_was_rounded(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from helpers import assert_refused
 
 import papers
 from published import RESULTS, core
@@ -106,9 +107,7 @@ def test_a_run_whose_parent_was_killed_is_waited_for(script, tmp_path):
 
 def result(name, **others):
     claim = Claim("more is more", "a figure, no number", lambda q: below(q["less"], q["more"]))
-    quantities = [
-        Quantity(label, values, "1", "3 seeds") for label, values in (("less", (1, 2, 3)), ("more", (4, 5, 7)))
-    ]
+    quantities = [Quantity(label, of, "1", "3 seeds") for label, of in (("less", (1, 2, 3)), ("more", (4, 5, 7)))]
     return Result(name, "genni", "figure 1", name, lambda runs: quantities, (claim,), **others)
 
 
@@ -140,10 +139,7 @@ def test_wrong_arguments_are_one_sentence(arguments, sentence, capsys):
 
 
 def test_verdicts_come_from_intervals():
-    low, high = (
-        Quantity("low", (1.0, 2.0, 3.0), "nats", "3 seeds"),
-        Quantity("high", (1.1, 2.1, 3.1), "nats", "3 seeds"),
-    )
+    low, high = (Quantity(n, (x, x + 1, x + 2), "nats", "3 seeds") for n, x in (("low", 1.0), ("high", 1.1)))
     assert below(low, high).word == "agrees"  # paired: means differ by less than their own intervals are wide
     assert below(high, low).word == "disagrees"
     noisy = replace(high, values=(4.0, 1.0, 3.0))
@@ -156,10 +152,8 @@ def test_verdicts_come_from_intervals():
     yes, no = Verdict("agrees", "a"), Verdict("disagrees", "b")
     assert together(yes, no) == Verdict("partly", "a; b")
     assert together(no, no).word == "disagrees"
-    with pytest.raises(ValueError, match="not of the same members"):
-        low.less(Quantity("two", (1.0, 2.0), "nats", "2 seeds"))
-    with pytest.raises(ValueError, match="finite"):
-        Quantity("none", (float("nan"),), "nats", "one run")
+    assert_refused(lambda: low.less(Quantity("two", (1.0, 2.0), "nats", "2 seeds")), says="not of the same members")
+    assert_refused(lambda: Quantity("none", (float("nan"),), "nats", "one run"), says="finite")
 
 
 def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
@@ -167,8 +161,7 @@ def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(core, "_call", lambda command, log, lock: (called.append(command), log.touch(), (0.5, 1))[-1])
     run = Run("zoo", "zoo/digits_mlp")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="zoo failed"):
-            finish(run, tmp_path, lambda line: None)
+        assert_refused(finish, run, tmp_path, lambda line: None, says="zoo failed", error=RuntimeError)
         (tmp_path / "zoo" / "checkpoints").mkdir(parents=True, exist_ok=True)
         (tmp_path / "zoo" / "checkpoints" / "last.ckpt").touch()
     assert called[0][-2:] == ["--overwrite", "true"]

@@ -40,10 +40,8 @@ def test_every_page_is_linked_from_another() -> None:
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: re.findall(r"\*\*\[([^\]]+)", card)[0])
 def test_a_card_of_the_gallery_has_a_picture_a_page_and_a_command(card: str) -> None:
-    (picture,), (page,) = (
-        re.findall(r"!\[[^\]]+\]\(([^)]+)\)", card),
-        re.findall(r"\*\*\[[^\]]+\]\(([^)]+)\)\*\*", card),
-    )
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", card)
+    (page,) = re.findall(r"\*\*\[[^\]]+\]\(([^)]+)\)\*\*", card)
     (line,) = re.findall(r"`(lightning-sym [^`]+)`", card)
     assert (DOCS / picture).is_file()
     command = Command.of(line)
@@ -63,11 +61,8 @@ def test_the_site_is_built_strictly_and_fetches_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     pages = {page: page.read_text() for page in tmp_path.rglob("*.html")}
-    fetched = {
-        page.name
-        for page, text in pages.items()
-        if re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?:", text)
-    }
+    fetching = r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?:"
+    fetched = {page.name for page, text in pages.items() if re.search(fetching, text)}
     assert fetched == set()
     assert "<math" in (tmp_path / "theory" / "curvature.html").read_text()
     raw = {page.name for page, text in pages.items() if re.search(r":(?:class|func|math):<code>|```math", text)}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from commands import QUIET, SMALL, call, succeed
-from helpers import read_csv
+from helpers import assert_refused, read_csv
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import LearningRateMonitor
 from safetensors.torch import load_file
@@ -153,6 +153,8 @@ def contents(folder):
 def test_what_needs_no_torch_does_not_load_it():
     commands = ["--help", "", "--version", "recipes", "recipes zoo/mnist5k", "fitt", "fit --config zoo"]
     commands += ["fit --config zoo/mnist5k --model.membrs 3", "fit --config zoo/mnist5k --trainer.max_epoch 3"]
+    commands += ["symmetry --help", "symmetry Net --inptu=3", "estimate", "compare --help", "compare a b --metric=x"]
+    commands += ["compare a b", "compare a --out="]
     code = f"import sys; from lightning_sym.cli import main; [main(c.split()) for c in {commands}]"
     assert python("-c", f"{code}; print('torch' in sys.modules)").stdout.splitlines()[-1] == "False"
 
@@ -191,8 +193,7 @@ def test_a_reader_that_goes_away_is_no_error():
 
 def test_the_traceback_is_shown_when_asked_for(monkeypatch):
     monkeypatch.setenv("LIGHTNING_SYM_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="members must be an integer >= 1"):
-        call("fit", *SMALL, "--model.members=0")
+    assert_refused(call, "fit", *SMALL, "--model.members=0", says="members must be an integer >= 1")
     with pytest.raises(Exception, match="members"):
         call("fit", *SMALL, "--model.members=many")
     monkeypatch.setenv("LIGHTNING_SYM_TRACEBACK", "0")
@@ -343,10 +344,8 @@ def test_networks_and_tasks_of_ones_own():
     )
     succeed("fit", "--config=mine.yaml", "--run_dir=run", "--trainer.callbacks+=ZooExport", *QUIET)
     zoo = ModelZoo.open("run/zoo", allow=["test_cli"])
-    assert zoo.architecture == {
-        "class_path": "test_cli.SizelessNetwork",
-        "init_args": {"hidden": 5, "num_classes": 10},
-    }
+    written = {"class_path": "test_cli.SizelessNetwork", "init_args": {"hidden": 5, "num_classes": 10}}
+    assert zoo.architecture == written
     # Their task and network come back from the checkpoint as well, where the user trusts it.
     args = ["test", "--ckpt_path=run/checkpoints/last.ckpt", "--data=DigitsDataModule", "--run_dir=tested", *QUIET]
     assert "last.ckpt names test_cli.TheirTask, which is not in the allow-list" in call(*args).error
@@ -503,9 +502,8 @@ def test_other_commands_leave_the_files_of_the_fit_alone(run):
     before = contents(run)
     for command in ("test", "validate", "predict"):
         succeed(command, "--config", run / "config.yaml", f"--run_dir={run}", "--ckpt_path=last", *QUIET)
-        assert yaml.safe_load((run / f"config_{command}.yaml").read_text())["ckpt_path"] == str(
-            run / "checkpoints/last.ckpt"
-        )
+        said = yaml.safe_load((run / f"config_{command}.yaml").read_text())
+        assert said["ckpt_path"] == str(run / "checkpoints/last.ckpt")
     assert before.items() <= contents(run).items()
     (tested,) = read_csv(run / "metrics_test.csv")
     zoo = ModelZoo.open(run / "zoo")

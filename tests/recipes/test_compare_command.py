@@ -5,8 +5,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +92,8 @@ def test_what_was_logged_and_tables_are_compared_by_pattern(runs: Path) -> None:
     change(runs / "wide-2", seed=9)
     succeed("compare", runs / "wide-0", runs / "narrow-0", "--table=members.csv", "--metrics=test_*", "--out=table")
     rows = read_csv(Path("table/comparison.csv"))
-    assert [row["number"] for row in rows[::2]] == [
-        f"{member}: test_{name}" for member in (0, 1) for name in ("accuracy", "loss")
-    ]
+    names = [f"{member}: test_{name}" for member in (0, 1) for name in ("accuracy", "loss")]
+    assert [row["number"] for row in rows[::2]] == names
     members = read_csv(runs / "narrow-0" / "results" / "members.csv")
     assert float(rows[1]["mean"]) == pytest.approx(float(members[0]["test_accuracy"]))
 
@@ -125,9 +122,8 @@ def test_runs_of_different_recipes_are_compared_by_what_they_share(runs: Path) -
     assert "in one group only, and left out: barrier, penalty" in " ".join(out.split())
     change(runs / "wide-0", {"barrier": 1.0})
     error = call("compare", runs / "wide-0", runs / "narrow-0", "--out=none").error
-    assert error.startswith(
-        "The runs have no number in common: runs/wide-0 has barrier; runs/narrow-0 has test/accuracy"
-    )
+    says = "The runs have no number in common: runs/wide-0 has barrier; runs/narrow-0 has test/accuracy"
+    assert error.startswith(says)
     assert not Path("none").exists()
 
 
@@ -136,7 +132,6 @@ def test_runs_of_different_recipes_are_compared_by_what_they_share(runs: Path) -
     [
         ("runs/wide-0", "Expected two or more runs that have ended, got runs/wide-0 alone; several seeds of one"),
         ("runs/wide-0 runs/../runs/wide-0", "Expected two or more runs that have ended, got runs/wide-0 alone"),
-        ("runs/wide-0 runs/wide-1", "runs/wide-1 is not there; expected the folder of a run (with config.yaml)"),
         ("runs/wide-0 runs/wide-0/results", "runs/wide-0/results holds no run; expected the folder of a run"),
         ("runs/wide-0 runs/wide-0/config.yaml", "runs/wide-0/config.yaml is a file; expected the folder of a run"),
         ("runs --table=membres", "has no such table. Unknown table 'membres'; expected one of: members, numbers. Did"),
@@ -155,18 +150,6 @@ def test_what_cannot_be_compared_is_said_in_a_sentence(args: str, says: str, run
     assert result.status == 1
     assert says in result.error
     assert not result.out
-
-
-def test_wrong_options_and_folders_do_not_wait_for_torch() -> None:
-    code = (
-        "import sys; from lightning_sym.cli import main; main(['compare', '--help']);"
-        "print([main(['compare', 'runs', *options]) for options in (['--metric=x'], ['nowhere'], ['--out='])],"
-        "'torch' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.splitlines()[-1] == "[2, 1, 2] False"
-    for said in ("compare has no option 'metric'. Did you mean 'metrics'?", "is not there", "--out has no value"):
-        assert said in run.stderr
 
 
 def test_commands_of_the_documentation_are_understood() -> None:

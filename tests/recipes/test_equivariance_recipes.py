@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from commands import QUIET, call, succeed
+from commands import QUIET, succeed
 from helpers import one_in
 
 from lightning_sym.callbacks import MarginalLikelihood
@@ -85,22 +85,6 @@ def test_sizes_schedule_and_data_fit_each_other_and_one_override_is_map(name, bu
             assert seeds == {"Quadrant": [1001, 1000], "Resized": [None, None]}.get(type(transform).__name__, [1, 0])
 
 
-@pytest.mark.parametrize(
-    ("name", "paths", "width", "count"),
-    [
-        (P4, "gconv_separable", 13, 358_463),
-        (P4, "gconv_depthwise_separable", 16, 346_215),
-        ("equivariance/mnist_quadrant", "fc", 10, 112_683_400),
-    ],
-)
-def test_other_rows_of_a_table_are_overrides(name, paths, width, count, built):
-    options = (f"--model.network.paths=[{paths}]", f"--model.network.width={width}")
-    with torch.device("meta"):
-        assert call("fit", "--config", name, *options, *QUIET).status == 0
-    assert parameters(built.model.network) == count
-    assert paths in recipe_path(name).read_text()
-
-
 @pytest.mark.filterwarnings("ignore:Total length of .list. across ranks is zero")  # a trial looks for validation data
 @pytest.mark.filterwarnings("ignore:.*never occur in the training data")
 @pytest.mark.usefixtures("noise")
@@ -126,18 +110,3 @@ def test_recipes_of_the_paper_run(name, monkeypatch):
     assert math.isfinite(record["log_marginal_likelihood"])
     assert len({path["precision"] for path in record["paths"].values()}) > 1  # all were 1
     assert all(0 <= path["normalised"] <= 1 for path in record["paths"].values())
-
-
-@pytest.mark.usefixtures("noise")
-def test_augmentation_is_for_training_only(built):
-    assert call("fit", "--config", "equivariance/cifar10_conv", "--data.batch_size=50", *QUIET).status == 0
-    data = built.data
-    plain, labels = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
-    raw = data.split_tensors("train")
-    mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
-    assert torch.equal(labels, raw.labels)
-    assert torch.allclose(plain, (raw.images / 255 - mean) / std, atol=1e-5)
-    (augmented, _) = next(iter(data.train_dataloader()))
-    distances = (augmented[:, None] - plain).abs().amax((2, 3, 4)).amin(1)
-    assert len(augmented) == 50
-    assert (distances > 0.5).sum() > 40  # 1 of 162 is left as it is, on average

@@ -301,10 +301,7 @@ def test_a_run_on_a_data_set_is_repeated_resumed_and_tested():
     ("given", "found"),
     [
         (["--data.one=test_named_classes.Numbers", "--data.one.scale=2"], lambda one, several, named: one),
-        (
-            ["--data.several+=test_named_classes.Numbers", "--data.several.scale=2"],
-            lambda one, several, named: several[0],
-        ),
+        (["--data.several+=test_named_classes.Numbers", "--data.several.scale=2"], lambda one, several, _: several[0]),
         (
             ["--data.by_name={k: {class_path: test_named_classes.Numbers, init_args: {scale: 2}}}"],
             lambda one, several, named: named["k"],
@@ -321,16 +318,9 @@ def test_generic_annotations_of_a_user_are_followed(given, found, built):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ([], "Missing: --data.dataset, which DatasetDataModule requires."),
         ([NUMBERS, "--data.dataset.scal=3"], "Numbers has no option 'data.dataset.scal'. Did you mean"),
-        (
-            ["--data.dataset=test_named_classes.numbers", "--data.dataset.scal=3"],
-            "numbers has no option 'data.dataset.scal'. Did you mean 'data.dataset.scale'?",
-        ),
-        (
-            ["--data.dataset.scale=3", NUMBERS],
-            "Option 'data.dataset.scale' comes before the class that has it; put --config, or the class, before it",
-        ),
+        ([f"{NUMBERS[:-7]}numbers", "--data.dataset.scal=3"], "numbers has no option 'data.dataset.scal'. Did you"),
+        (["--data.dataset.scale=3", NUMBERS], "Option 'data.dataset.scale' comes before the class that has it; put"),
         (["--data.dataset=torch.utils.data.Dataset"], "data: The data set for train must have __len__ and"),
     ],
 )

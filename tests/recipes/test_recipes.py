@@ -50,8 +50,6 @@ def data_class(name):
 
 DOWNLOADED = [name for name in NAMES if issubclass(data_class(name), DownloadedDataModule)]
 EMBEDDED = [name for name in NAMES if name not in DOWNLOADED]
-# Of the recipes whose files may be absent, one for each task and datamodule.
-ABSENT = list({(settings(name)["model"]["class_path"], data_class(name)): name for name in DOWNLOADED}.values())
 ZOOS = [name for name in NAMES if settings(name)["model"]["class_path"] == "lightning_sym.tasks.ZooTask"]
 
 
@@ -224,11 +222,8 @@ def test_recipes_of_downloaded_data_run_on_made_up_images(name, monkeypatch):
     for module in {data_class(name) for name in DOWNLOADED}:
         monkeypatch.setattr(module, "source_sizes", None)
     recipe = settings(name)
-    few = [
-        f"--model.{option}={count}"
-        for option, count in (("members", 2), ("pairs", "[[0,1]]"))
-        if option in arguments(recipe)
-    ]
+    small = {"members": 2, "pairs": "[[0,1]]"}
+    few = [f"--model.{option}={count}" for option, count in small.items() if option in arguments(recipe)]
     requires = {
         option: f"{made} --model.members 2 --data.batch_size 16" for option, made in recipe.get("requires", {}).items()
     }
@@ -236,22 +231,6 @@ def test_recipes_of_downloaded_data_run_on_made_up_images(name, monkeypatch):
         few += [f"--requires={json.dumps(requires)}", *(f"--{option}=few-{option}/zoo" for option in requires)]
     result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", "--data.batch_size=16", *few, *QUIET)
     assert result.err == ""
-
-
-@pytest.mark.parametrize("name", ABSENT)
-def test_absent_data_are_one_sentence(name, tmp_path):
-    Path(tmp_path / "zoo").mkdir()
-    (tmp_path / "zoo" / "member-0000.safetensors").touch()  # what is required is there, as far as can be seen
-    zoo = ["--model.zoo", str(tmp_path / "zoo")] if "requires" in settings(name) else []
-    title, folder = {
-        "CIFAR10DataModule": ("CIFAR-10", "cifar-10-batches-py"),
-        "MNISTDataModule": ("MNIST", "MNIST/raw"),
-    }[data_class(name).__name__]
-    for _ in range(2):  # the failed attempt is no run that would have to be replaced
-        result = call("fit", "--config", name, "--data.download=false", *zoo, *QUIET)
-        assert result.status == 1
-        assert re.fullmatch(rf"data.root: {title} is not in .*/data/{folder} \(.*\); copy .*\.", result.error)
-        assert str(Path.cwd()) in result.error
 
 
 def test_what_a_recipe_requires_is_made_first_and_only_once(tmp_path):

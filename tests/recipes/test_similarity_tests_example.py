@@ -176,16 +176,9 @@ def test_networks_learn_and_noise_makes_others_of_them():
 
 
 def rows(values):
+    names = ("seed", "test", "score", "group", "measure", "value", "chance")
     return [
-        {
-            "seed": seed,
-            "test": test,
-            "score": score,
-            "group": m.group,
-            "measure": m.title,
-            "value": value,
-            "chance": 0.1,
-        }
+        dict(zip(names, (seed, test, score, m.group, m.title, value, 0.1), strict=True))
         for m in module.MEASURES
         for test, score in module.TESTS.items()
         for seed, value in enumerate(values)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fits import Interrupt
 from fits import fit as run
-from helpers import assert_same
+from helpers import assert_refused, assert_same
 
 from lightning_sym.callbacks import EquivalenceReport, PlaneGrid
 from lightning_sym.cli.checkpoints import RunCheckpoint
@@ -96,8 +96,7 @@ def test_resumed_search_is_uninterrupted(place, execution, fresh, whole, tmp_pat
     assert expected.round == 2, "the search must need three rounds"
     assert trainer.current_epoch >= 14
     assert len(expected.found_points()) == 4
-    with pytest.raises(RuntimeError, match="interrupted"):
-        fit(tmp_path, place, execution=execution, fresh=fresh)
+    assert_refused(fit, tmp_path, place, execution=execution, fresh=fresh, says="interrupted", error=RuntimeError)
     last = tmp_path / "last.ckpt"
     assert last.exists() == (place != "0 2")
     assert not (tmp_path / "results").exists()
@@ -146,8 +145,7 @@ def test_a_table_that_could_not_be_written_is_written_by_the_resumed_run(whole, 
 
     with monkeypatch.context() as patch:
         patch.setattr("lightning_sym.reports.ResultTable.write", full)
-        with pytest.raises(OSError, match="No space left"):
-            fit(tmp_path)
+        assert_refused(fit, tmp_path, says="No space left", error=OSError)
     task, _ = fit(tmp_path, ckpt_path=tmp_path / "last.ckpt")
     assert_same_search(expected, task)
     assert_same_files(folder, tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from experiments import SmallCNN
 from fits import Interrupt, digits, fit
-from helpers import assert_same, one_in
+from helpers import assert_refused, assert_same, one_in
 from pytorch_lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
@@ -121,8 +121,7 @@ LAST = {"after 3": "of an epoch whose update is lost", "4 1": "after the last"}
     ],
 )
 def test_resumed_is_uninterrupted(whole, tmp_path, name, place):
-    with pytest.raises(RuntimeError, match="interrupted"):
-        run(tmp_path, name, place)
+    assert_refused(run, tmp_path, name, place, says="interrupted", error=RuntimeError)
     resumed = run(tmp_path, name, ckpt_path=tmp_path / "last.ckpt", seed=1)
     assert_same(left(*resumed), left(*whole(name)))
     logged, again = (
@@ -153,8 +152,7 @@ def test_a_checkpoint_of_another_task_is_refused(whole, tmp_path):
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
     del checkpoint["prior"]
     torch.save(checkpoint, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match="holds no prior"):
-        run(tmp_path, "adam", ckpt_path=tmp_path / "other.ckpt")
+    assert_refused(run, tmp_path, "adam", ckpt_path=tmp_path / "other.ckpt", says="holds no prior")
 
 
 def test_precisions_of_other_members_are_refused(whole):

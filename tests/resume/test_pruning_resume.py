@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fits import Interrupt, digits, fit, saving
-from helpers import assert_same, one_in, write_zoo
+from helpers import assert_refused, assert_same, one_in, write_zoo
 from torch.nn import functional
 
 from lightning_sym.callbacks import PruningReport
@@ -65,8 +65,7 @@ def whole(zoo, tmp_path_factory):
 @pytest.mark.parametrize("place", one_in(3, ["1 2", "0 4", "end"]))
 def test_a_pruning_that_goes_on_is_one_that_was_not_interrupted(place, zoo, whole, tmp_path):
     expected, (tables, networks) = whole
-    with pytest.raises(RuntimeError, match="interrupted"):
-        prune(zoo, tmp_path / "first", Interrupt(place))
+    assert_refused(lambda: prune(zoo, tmp_path / "first", Interrupt(place)), says="interrupted", error=RuntimeError)
     task = prune(zoo, tmp_path / "second", ckpt_path=tmp_path / "first" / "last.ckpt")
     assert all(pruning.finished for pruning in task.prunings.values())
     found, states = left_behind(tmp_path / "second")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import assert_refused
 
 import lightning_sym._files
 from lightning_sym._agreement import content_of, flat_settings
@@ -94,8 +95,7 @@ def test_who_comes_second_is_told_who_is_there(tmp_path):
         InUseError, match=rf"The zoo is in use: process {os.getpid()} on .* writes member\(s\) 1-2 of it"
     ):
         claim(tmp_path, 1, 2, 4)
-    with pytest.raises(InUseError, match=r"writes it, since .*; wait"):
-        claim(tmp_path)
+    assert_refused(claim, tmp_path, says=("writes it, since ", "; wait"), error=InUseError)
     claim(tmp_path, kind="run").release()
     first.release()
     claim(tmp_path, 0, 1).release()
@@ -129,8 +129,7 @@ def test_a_forked_process_neither_holds_nor_ends_a_claim(tmp_path):
 
 def test_networks_are_not_added_where_a_run_is_about_to_write(tmp_path):
     running = claim(tmp_path, 0, 1)
-    with pytest.raises(InUseError, match=r"member\(s\) 0 of it"):
-        ModelZoo.add(tmp_path, [NETWORK], network=NETWORK)
+    assert_refused(ModelZoo.add, tmp_path, [NETWORK], network=NETWORK, says="member(s) 0 of it", error=InUseError)
     assert not list(tmp_path.glob("member-*"))
     running.release()
     assert ModelZoo.add(tmp_path, [NETWORK], network=NETWORK).numbers == [0]

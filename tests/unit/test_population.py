@@ -136,8 +136,7 @@ def test_unusual_networks(kind):
     member = network.fresh(1)
     nn.functional.cross_entropy(member(images[1]), labels[1]).backward()
     expected = [p.grad if p.grad is not None else torch.zeros_like(p) for p in member.parameters() if p.requires_grad]
-    for gradient, value in zip(gradients_of(population, found.gradients, 1), expected, strict=True):
-        torch.testing.assert_close(gradient, value)
+    torch.testing.assert_close(gradients_of(population, found.gradients, 1), expected)
     before = population(images[0])
     population.set_member_state(1, state)
     torch.testing.assert_close(population(images[0]), before)
@@ -211,8 +210,8 @@ def test_clipping_is_that_of_each_member_alone(kind, by_norm):
         else:
             nn.utils.clip_grad_value_(member.parameters(), limit)
         factors.append(bool(norm > limit))
-        for gradient, parameter in zip(gradients_of(population, clipped, number), member.parameters(), strict=True):
-            torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-5)
+        expected = [parameter.grad for parameter in member.parameters()]
+        torch.testing.assert_close(gradients_of(population, clipped, number), expected, atol=1e-6, rtol=1e-5)
     if by_norm:
         assert factors == [False, True, False], "the test must have members on both sides of the limit"
 
@@ -324,8 +323,7 @@ def test_distance_is_summed_over_outputs_and_averaged_over_inputs(kind, shape):
         expected = sum((member(x[None])[0] - y).square().sum() for x, y in zip(inputs, targets, strict=True)) / 5
         torch.testing.assert_close(losses[index], expected.detach())
         alone = torch.autograd.grad(expected, list(member.parameters()))
-        for gradient, value in zip(gradients_of(population, gradients, number), alone, strict=True):
-            torch.testing.assert_close(gradient, value)
+        torch.testing.assert_close(gradients_of(population, gradients, number), list(alone))
     assert all(parameter.grad is None for parameter in population.parameters())
 
 
@@ -374,8 +372,7 @@ def test_any_loss_of_several_outputs_and_targets(kind, shared):
         for mine, theirs in zip(found.outputs, outputs, strict=True):
             torch.testing.assert_close(mine[row], theirs.detach())
         alone = torch.autograd.grad(expected, list(member.parameters()))
-        for gradient, value in zip(gradients_of(population, found.gradients, number), alone, strict=True):
-            torch.testing.assert_close(gradient, value)
+        torch.testing.assert_close(member_gradients(found, number), list(alone))
     some = population.step(images, targets, both_heads, shared=shared, skip=frozenset({3}))
     assert not any(part.any() for part in (some.losses[0], some.outputs[0][0], *member_gradients(some, 3)))
     assert torch.equal(some.outputs[0][1], found.outputs[0][1])

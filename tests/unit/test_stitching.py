@@ -265,10 +265,3 @@ def test_moving_to_another_precision():
     late = cnn(2)
     late.to(torch.float64)
     assert late.crossings("activation1")[0].group.positive_scales
-
-
-def test_an_example_of_other_data_is_one_sentence():
-    says = "MyrtleCNN was built for images of shape [N, 1, 28, 28] and cannot take"
-    assert_refused(cut, lambda: MyrtleCNN(2, in_channels=1, image_size=28), (1, 8, 8), says=says)
-    source = cut(lambda: MultiLayerPerceptron((4, 4), image_size=8), (1, 8, 8))
-    assert_refused(source.values, torch.zeros(5, 1, 28, 28), says="cannot take [5, 1, 28, 28]")

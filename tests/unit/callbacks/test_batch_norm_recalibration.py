@@ -98,38 +98,29 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # ---- what is measured
 
 
+SPREAD = [place * 90 // 20 for place in range(20)]
+
+
 @pytest.mark.parametrize(
-    ("settings", "parts"),
+    ("settings", "places", "size"),
     [
-        ({}, [(0, 40), (40, 80)]),  # the last 10 are left out
-        ({"batch_size": 45}, [(0, 45), (45, 90)]),
-        ({"batch_size": 30}, [(0, 30), (30, 60), (60, 90)]),
-        ({"batch_size": 500}, [(0, 90)]),  # the only one
+        ({}, range(80), 40),  # the last 10 are left out
+        ({"batch_size": 45}, range(90), 45),
+        ({"batch_size": 30}, range(90), 30),
+        ({"batch_size": 500}, range(90), 90),  # the only one
+        ({"batch_size": 7, "exact": True}, range(90), 7),
+        ({"batch_size": 10, "images": 20}, SPREAD, 10),
+        ({"batch_size": 10, "images": 20, "exact": True}, SPREAD, 10),
     ],
     ids=str,
 )
-def test_statistics_are_means_over_batches(tmp_path, settings, parts):
+def test_statistics_are_means_over_batches_or_exact(tmp_path, settings, places, size):
     task, data = Normed(), digits()
     trainer(tmp_path, BatchNormRecalibration(**settings)).validate(task, data, verbose=False)
-    x = images(data)
+    expected = one_pass(task, images(data)[list(places)].split(size), exact=settings.get("exact", False))
     for found in (*task.found("val"), *task.found("val end")):
-        check(found, one_pass(task, [x[first:last] for first, last in parts]))
+        check(found, expected)
     assert len(task.found("val")) == 3
-
-
-def test_exact_statistics_are_those_of_one_batch(tmp_path):
-    task, data = Normed(), digits()
-    trainer(tmp_path, BatchNormRecalibration(exact=True, batch_size=7)).validate(task, data, verbose=False)
-    check(task.found("val")[0], one_pass(task, images(data).split(7), exact=True))
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_some_images_are_spread_over_the_split(tmp_path, exact):
-    task, data = Normed(), digits()
-    callback = BatchNormRecalibration(images=20, batch_size=10, exact=exact)
-    trainer(tmp_path, callback).test(task, data, verbose=False)
-    x = images(data)[[place * 90 // 20 for place in range(20)]]
-    check(task.found("test")[0], one_pass(task, x.split(10), exact=exact))
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
@@ -273,28 +264,6 @@ def test_statistics_change_only_between_the_hooks(tmp_path):
     order = LambdaCallback(**{hook: functools.partial(look, hook) for hook in hooks})
     trainer(tmp_path, BatchNormRecalibration(), order, max_epochs=2).fit(Normed(), digits())
     assert changed == ["on_validation_epoch_start", "on_validation_epoch_end"] * 2
-
-
-def test_task_chooses_before_what_will_be_measured(tmp_path):
-    """What the task does in on_validation_start comes before, as a task that rounds its weights needs."""
-
-    class Rounding(Normed):
-        def on_validation_start(self):
-            self.backup = self.features[0].weight.detach().clone()
-            self.features[0].weight.data.round_()
-
-        def on_validation_end(self):
-            self.features[0].weight.data.copy_(self.backup)
-
-    task, data = Rounding(), digits()
-    with torch.no_grad():
-        task.features[0].weight.mul_(9)
-    weight = task.features[0].weight.detach().clone()
-    trainer(tmp_path, BatchNormRecalibration()).validate(task, data, verbose=False)
-    assert torch.equal(task.features[0].weight, weight)
-    with torch.no_grad():
-        task.features[0].weight.round_()
-    check(task.found("val")[0], one_pass(task, images(data)[:80].split(40)))
 
 
 # ---- targets

@@ -19,6 +19,7 @@ from lightning_sym.callbacks import (
     MatchingReport,
     PlaneGrid,
     SimilarityMonitor,
+    SpectrumReport,
     WalkReport,
     ZooReport,
 )
@@ -67,6 +68,7 @@ def test_a_loss_is_named_by_its_path(kind, loss):
         *(refused(SimilarityMonitor, **bad) for bad in ({"images": 3}, {"reference_member": -1})),
         *(refused(SimilarityMonitor, sites=sites) for sites in ([], "first", ["a", "a"])),
         refused(SimilarityMonitor, measures=["group", "cosine"], says="cosine"),
+        *(refused(SpectrumReport, **{name: 0}) for name in ("steps", "probes", "trace_probes", "train_batches")),
         *(refused(WalkReport, **bad) for bad in ({"step_size": 0}, {"direction": "back"})),
         refused(ZooReport, rows=-1),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments import Plain
 from fits import digits
 from fits import fit as fit_task
 from helpers import dead_charts, read_csv, read_rows, refused
@@ -25,22 +26,18 @@ from lightning_sym.tasks import ZooTask
 pytestmark = pytest.mark.long
 
 
-class Plain(LightningModule):
-    """What a user may write."""
+class Noted(Plain):
+    """Keeps its weights before every step."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Tanh(), nn.Linear(7, 3))
-        self.criterion = nn.CrossEntropyLoss()
-        self.path: list[Tensor] = []  # the weights after every step
+        layers = nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Tanh(), nn.Linear(7, 3)
+        super().__init__(nn.Sequential(*layers), momentum=0.9)
+        self.path: list[Tensor] = []
 
     def training_step(self, batch, batch_idx):
         self.path.append(torch.cat([p.detach().flatten() for p in self.parameters()]).double())
-        return self.criterion(self.network(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return super().training_step(batch, batch_idx)
 
 
 def samples() -> tuple[Tensor, Tensor]:
@@ -74,7 +71,7 @@ def dense(network: nn.Module) -> Tensor:
 
 @pytest.mark.drawn
 def test_numbers_are_those_of_the_dense_hessian_at_the_end(tmp_path) -> None:
-    task, monitor = Plain(), CurvatureMonitor(probes=60, tolerance=1e-5)
+    task, monitor = Noted(), CurvatureMonitor(probes=60, tolerance=1e-5)
     fit(tmp_path, task, monitor)
     last = monitor.points[-1]["members"][0]
     after = torch.cat([p.detach().flatten() for p in task.network.parameters()]).double()
@@ -95,7 +92,7 @@ def test_numbers_are_those_of_the_dense_hessian_at_the_end(tmp_path) -> None:
 
 def test_every_so_many_optimizer_steps_while_gradients_accumulate(tmp_path) -> None:
     monitor = CurvatureMonitor(every_n_steps=2, probes=2, train_batches=1)
-    fit(tmp_path, Plain(), monitor, accumulate_grad_batches=2, max_epochs=2)
+    fit(tmp_path, Noted(), monitor, accumulate_grad_batches=2, max_epochs=2)
     assert [point["step"] for point in monitor.points] == [0, 2, 4]
     assert all("along_step" in point["members"][0] for point in monitor.points[1:])
 
@@ -120,7 +117,7 @@ def test_members_of_a_population_are_those_trained_alone(tmp_path, execution: st
 
 
 def test_a_network_that_diverges_has_no_numbers(tmp_path) -> None:
-    task, monitor = Plain(), CurvatureMonitor(probes=2)
+    task, monitor = Noted(), CurvatureMonitor(probes=2)
     task.configure_optimizers = lambda: torch.optim.SGD(task.parameters(), lr=math.inf)
     fit(tmp_path, task, monitor, max_epochs=2)
     assert [set(point["members"][0]) == set() for point in monitor.points] == [False, True, True]
@@ -133,12 +130,12 @@ def test_what_is_not_found_is_left_out_with_a_warning(tmp_path, monkeypatch) -> 
     monkeypatch.setattr(curvature_monitor, "top_eigenpairs", search)
     monitor = CurvatureMonitor(probes=2, tolerance=1e-15)
     with pytest.warns(UserWarning, match="leaves out a measurement: 1 eigenpairs"):
-        fit(tmp_path, Plain(), monitor, max_epochs=1)
+        fit(tmp_path, Noted(), monitor, max_epochs=1)
     assert set(monitor.points[0]["members"][0]) == {"loss", "trace", "trace_error"}
 
 
 def without_loss() -> None:
-    task = Plain()
+    task = Noted()
     del task.criterion
     fit(Path(), task, CurvatureMonitor(), logger=False)
 
@@ -148,7 +145,7 @@ def without_loss() -> None:
     [
         refused(CurvatureMonitor, probes=1),
         refused(CurvatureMonitor, tolerance=1.0),
-        refused(without_loss, says=["loss=", "Plain"]),
+        refused(without_loss, says=["loss=", "Noted"]),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(refusal: Callable[[], None]) -> None:

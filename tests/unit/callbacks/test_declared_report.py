@@ -56,13 +56,8 @@ class SizeReport(RunReport):
 def test_a_declaration_is_a_table_a_figure_numbers_and_a_summary(tmp_path, capsys):
     report = SizeReport()
     logger = TensorBoardLogger(tmp_path, name="", version="")
-    fit(
-        ZooTask(MultiLayerPerceptron(widths=(4,), image_size=8), members=2),
-        digits(),
-        report,
-        folder=tmp_path,
-        logger=logger,
-    )
+    task = ZooTask(MultiLayerPerceptron(widths=(4,), image_size=8), members=2)
+    fit(task, digits(), report, folder=tmp_path, logger=logger)
     rows = read_csv(tmp_path / "results" / "sizes.csv")
     assert [(row["member"], row["layer"]) for row in rows] == [
         (number, layer) for number in "01" for layer in ("linear1", "classifier")
@@ -70,10 +65,8 @@ def test_a_declaration_is_a_table_a_figure_numbers_and_a_summary(tmp_path, capsy
     about = json.loads((tmp_path / "results" / "sizes.json").read_text())
     assert about["units"] == {"norm": "Euclidean norm of the weights"}
     assert about["data"]["class_path"].endswith("DigitsDataModule")
-    means = {
-        layer: sum(float(row["norm"]) for row in rows if row["layer"] == layer) / 2
-        for layer in ("linear1", "classifier")
-    }
+    layers = ("linear1", "classifier")
+    means = {name: sum(float(row["norm"]) for row in rows if row["layer"] == name) / 2 for name in layers}
     numbers = json.loads((tmp_path / "results" / "numbers.json").read_text())
     assert {row["number"]: row["value"] for row in numbers["rows"]} == {
         f"final/norm/{layer}": pytest.approx(mean) for layer, mean in means.items()

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments import Validated
 from fits import Interrupt, digits, fit, quiet_trainer, saving
 from helpers import assert_refused, assert_same, printed, read_csv, read_rows, refused, write_zoo
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import Callback
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -38,22 +39,16 @@ class Rates(Callback):
         self.rates += [group["lr"] for group in optimizer.param_groups]
 
 
-class Plain(LightningModule):
-    """What a user may write."""
+class Scheduled(Validated):
+    """Its learning rate falls to a tenth with each epoch."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.network(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        pass
+        layers = nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
+        super().__init__(nn.Sequential(nn.Flatten(), *layers), lr=0.5)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
@@ -69,7 +64,7 @@ def loader(shuffle=False, size=20):
 
 
 def fit_plain(folder: Path, *callbacks, loaders=None, **settings):
-    task = Plain()
+    task = Scheduled()
     trainer = quiet_trainer(*callbacks, folder=folder, **{"max_epochs": 12, **settings})
     trainer.fit(task, loader(shuffle=True), loader() if loaders is None else loaders)
     return task
@@ -127,8 +122,7 @@ def test_zoos_of_snapshots_and_of_their_means(run):
                 torch.testing.assert_close(value, snapshot["states"][number][name], rtol=0, atol=0)
         mean = average([zoo.load(1), zoo.load(2)])
         found = ModelZoo.open(folder / "averages").load(number)
-        for (name, a), b in zip(mean.named_parameters(), found.parameters(), strict=True):
-            torch.testing.assert_close(b, a, rtol=0, atol=1e-7, msg=name)
+        torch.testing.assert_close(dict(found.named_parameters()), dict(mean.named_parameters()), rtol=0, atol=1e-7)
         # Statistics are those of its own weights: measured again they are the same, and not the means.
         images = [data.normalize(data.split_tensors("train").images)]
         again, labels = log_probabilities([found], data.test_dataloader())
@@ -218,8 +212,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("place", ["1 3", "end"])
 def test_resumed_run_leaves_what_an_uninterrupted_one_leaves(tmp_path, whole, place):
     folder, expected = whole
-    with pytest.raises(RuntimeError, match="interrupted"):
-        once(tmp_path / "first", Interrupt(place))
+    assert_refused(lambda: once(tmp_path / "first", Interrupt(place)), says="interrupted", error=RuntimeError)
     second = once(tmp_path / "second", resumed=tmp_path / "first" / "last.ckpt")
     assert len(expected.snapshots) == 4
     assert_same(expected.snapshots, second.snapshots)

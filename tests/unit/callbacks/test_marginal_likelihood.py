@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from lightning_sym.callbacks import MarginalLikelihood
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.curvature import (
-    CurvatureError,
     Evidence,
     GaussianPrior,
     PrecisionOptimizer,
@@ -212,12 +211,6 @@ def test_updates_that_are_not_finite_are_skipped_and_said_once(tmp_path):
     assert [record["epoch"] for record in callback.records] == [1, 4, 6]
 
 
-def test_three_in_a_row_stop_the_run(tmp_path):
-    failed = "3 updates of the precisions in a row failed, the last after epoch 4: .*not finite"
-    with pytest.warns(UserWarning, match="was skipped"), pytest.raises(CurvatureError, match=failed):
-        fit(tmp_path, Break(2, 3, 4, 5), max_epochs=6)
-
-
 @pytest.mark.drawn
 def test_final_weights_that_are_not_finite_leave_a_report(tmp_path):
     class Last(MarginalLikelihood):
@@ -398,10 +391,3 @@ def test_a_run_that_ends_in_an_epoch_ends_with_its_update(tmp_path):
 )
 def test_numbers_of_the_printed_table_are_short(value, text):
     assert short(value) == text
-
-
-def test_a_trial_run_does_everything_but_the_report(tmp_path):
-    callback = learner()
-    fit(tmp_path, callback, fast_dev_run=True)
-    assert [record["epoch"] for record in callback.records] == [1]
-    assert not (tmp_path / "results").exists()

@@ -7,16 +7,16 @@ import math
 import fits
 import pytest
 import torch
+from experiments import SmallCNN
 from fits import digits
-from helpers import assert_refused, read_csv, refused
+from helpers import read_csv, refused
 from pytorch_lightning import Callback
-from torch import nn
 
 from lightning_sym.callbacks import MarginalLikelihood
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.curvature import CurvatureError, Evidence, factors, parameter_groups
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.networks import MultiLayerPerceptron, Network
+from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import EquivarianceTask, ZooTask
 
 pytestmark = [
@@ -25,20 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Total length of `(list|DataLoader)` across ranks is zero"),
 ]
-
-
-class SmallCNN(Network):
-    def __init__(self, norm=False, num_classes=10):
-        super().__init__()
-        self.first = nn.Conv2d(1, 3, 3, padding=1)
-        self.norm = nn.BatchNorm2d(3) if norm else nn.Identity()
-        self.second = nn.Conv2d(3, 4, 3, stride=2, padding=1)
-        self.last = nn.Linear(64, num_classes)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        x = self.act(self.norm(self.first(x)))
-        return self.last(self.act(self.second(x)).flatten(1))
 
 
 OPTIMIZERS = {
@@ -99,10 +85,8 @@ def test_a_member_is_trained_as_an_equivariance_task_trains_it(tmp_path, optimiz
         fit(tmp_path, trained, learner, digits(**{**DATA, "batch_size": 80}), max_epochs=12)
     assert task.prior.implicit == alone.prior.implicit == (optimizer != "rmsprop")
     found = task.population.member_state(4)
-    for name, value in alone.network.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
-    for name, value in alone.prior.log_precisions.items():
-        assert task.prior.members[4].log_precisions[name] == pytest.approx(value, abs=1e-3)
+    torch.testing.assert_close(found, dict(alone.network.state_dict()), rtol=1e-3, atol=1e-4)
+    assert task.prior.members[4].log_precisions == pytest.approx(alone.prior.log_precisions, abs=1e-3)
     assert (found["last.weight"] - free.population.member_state(4)["last.weight"]).abs().max() > 0.01
 
 
@@ -157,19 +141,12 @@ decaying = functools.partial(torch.optim.SGD, lr=0.1, weight_decay=1e-4)
     "refusal",
     [
         refused(prior, optimizer=decaying, says="SGD decays weights, which the Gaussian prior"),
-        refused(prior, optimizer=torch.optim.AdamW, says="AdamW decays weights, which the Gaussian prior"),
         refused(prior, label_smoothing=0.1, says="With label_smoothing 0.1 the loss is no log likelihood"),
         refused(prior, prior_precision=0.0, says=["precision", "0.0"]),
     ],
 )
 def test_what_a_zoo_with_a_prior_must_not_have(refusal):
     refusal()
-
-
-def test_a_zoo_without_a_prior_is_refused(tmp_path):
-    assert_refused(
-        lambda: fit(tmp_path, zoo(prior_precision=None)), says="--model.prior_precision 1.0", error=TypeError
-    )
 
 
 class Mixing(ZooTask):
@@ -191,7 +168,7 @@ def test_what_is_left_behind(tmp_path, capsys):
     data = digits(**{**DATA, "val_fraction": 0.2})
     _, trainer = fit(tmp_path, task, callback, data, logger=MetricsCSV(tmp_path))
     rows = read_csv(tmp_path / "results" / "layers.csv")
-    layers = ["first", "norm", "second", "last"]
+    layers = ["first", "norm", "last"]
     assert [(row["member"], row["layer"], row["type"]) for row in rows] == [(m, n, "") for m in "01" for n in layers]
     last = {record["member"]: record for record in callback.records}
     for row in rows:
@@ -208,7 +185,6 @@ def test_what_is_left_behind(tmp_path, capsys):
     assert float(logged[1][evidence]) == pytest.approx(values[1])
     learned = float(logged[1]["details/precision/norm/member-0000"])
     assert learned == pytest.approx(last[0]["paths"]["norm"]["precision"])
-    assert (tmp_path / "results" / "evidence.png").stat().st_size > 5000
     printed = capsys.readouterr().out
     mean = sum(values["accuracy"] for values in about["test"].values()) / 2
     assert f"mean over members: test accuracy {100 * mean:.2f} %" in printed

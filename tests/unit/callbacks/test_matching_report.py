@@ -81,17 +81,13 @@ def test_means_of_matched_networks_are_a_zoo(run):
         record = merged.member(number)
         method = record.training["merged"]["method"]
         mean = average([task.member(pair[0]), task.matched(pair, method)])
-        for name, value in merged.state(number).items():
-            torch.testing.assert_close(value, mean.state_dict()[name])
+        torch.testing.assert_close(merged.state(number), mean.state_dict())
         losses = {m: evaluated(average([task.member(pair[0]), task.matched(pair, m)]), "val") for m in task.methods}
         assert min(losses, key=losses.get) == method
         assert record.metric("val", "loss") == pytest.approx(losses[method], abs=1e-6)
         (row,) = [row for row in rows if (row["member"], row["split"]) == (number, "test")]
-        (line,) = [
-            row
-            for row in barriers
-            if (row["first"], row["second"], row["method"], row["split"]) == (*pair, method, "test")
-        ]
+        wanted = (*pair, method, "test")
+        (line,) = [r for r in barriers if (r["first"], r["second"], r["method"], r["split"]) == wanted]
         assert row["loss"] == record.metric("test", "loss") == pytest.approx(line["loss_middle"], abs=1e-6)
         assert row["accuracy_second"] == pytest.approx(line["accuracy_second"])
 

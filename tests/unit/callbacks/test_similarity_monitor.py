@@ -6,10 +6,10 @@ import fits
 import numpy as np
 import pytest
 import torch
+from experiments import Validated
 from fits import Poison
 from helpers import Program, assert_refused, dead_charts, of, read_csv, read_rows, write_zoo
 from matplotlib.image import imread
-from pytorch_lightning import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -25,22 +25,9 @@ ROUNDING = 1e-4  # of a distance, the root of a difference of float32
 SITES = ["activation1", "activation2"]
 
 
-class Plain(LightningModule):
-    """What a user may write."""
-
-    def __init__(self, network: nn.Module | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.network = network if network is not None else sequential()
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+def plain(network: nn.Module | None = None) -> Validated:
+    torch.manual_seed(1)
+    return Validated(sequential() if network is None else network, lr=0.5)
 
 
 def sequential() -> nn.Sequential:
@@ -114,7 +101,7 @@ def test_values_are_those_of_the_metrics(tmp_path):
 
 
 def test_a_network_begins_as_its_start_and_moves_away(tmp_path):
-    fit(tmp_path, Plain(), SimilarityMonitor(every_n_epochs=2), max_epochs=5)
+    fit(tmp_path, plain(), SimilarityMonitor(every_n_epochs=2), max_epochs=5)
     assert {row["with"] for row in rows(tmp_path)} == {"start"}
     for measure in ("group", "cka_linear"):
         for site in ("3", "6"):  # the activations
@@ -156,7 +143,7 @@ def branching() -> nn.Module:
 
 def test_an_untraceable_network_is_measured_by_what_needs_no_group(tmp_path):
     with pytest.warns(UserWarning, match="no similarity up to the network's own symmetry, and channels are taken to"):
-        fit(tmp_path, Plain(branching()), SimilarityMonitor(sites=["act"]))
+        fit(tmp_path, plain(branching()), SimilarityMonitor(sites=["act"]))
     assert {row["measure"] for row in rows(tmp_path)} == {"cka_linear"}
 
 
@@ -166,7 +153,7 @@ def test_a_reference_from_a_zoo_or_a_checkpoint_is_the_network(tmp_path):
     torch.save({"state_dict": {f"network.{name}": t for name, t in network.state_dict().items()}}, tmp_path / "a.ckpt")
     references = {"module": network, "zoo": str(folder), "checkpoint": str(tmp_path / "a.ckpt")}
     for name, reference in references.items():
-        fit(tmp_path / name, Plain(perceptron().fresh(3)), SimilarityMonitor(reference=reference, reference_member=1))
+        fit(tmp_path / name, plain(perceptron().fresh(3)), SimilarityMonitor(reference=reference, reference_member=1))
     expected = rows(tmp_path / "module", **{"with": "reference"})
     assert len(expected) == 3 * 2 * 2
     assert rows(tmp_path / "zoo", **{"with": "reference"}) == expected
@@ -175,7 +162,7 @@ def test_a_reference_from_a_zoo_or_a_checkpoint_is_the_network(tmp_path):
 
 def test_a_reference_may_be_of_another_width(tmp_path):
     wide = MultiLayerPerceptron(widths=(12, 9), image_size=8)
-    fit(tmp_path, Plain(perceptron().fresh(3)), SimilarityMonitor(reference=wide))
+    fit(tmp_path, plain(perceptron().fresh(3)), SimilarityMonitor(reference=wide))
     assert all(0 < row["similarity"] <= 1 for row in rows(tmp_path, **{"with": "reference"}))
 
 
@@ -183,10 +170,10 @@ def test_images_of_a_dataloader_are_the_first_ones(tmp_path):
     """Whatever the batches are."""
     images, labels = digits().split_tensors("val")
     data = TensorDataset(validation_images(len(images)), labels)
-    task = Plain(perceptron().fresh(3))
+    task = plain(perceptron().fresh(3))
     trainer = fits.quiet_trainer(SimilarityMonitor(images=20), folder=tmp_path, max_epochs=1)
     trainer.fit(task, DataLoader(data, 8), DataLoader(data, 3, shuffle=True))
-    fit(tmp_path / "datamodule", Plain(perceptron().fresh(3)), SimilarityMonitor(images=20), max_epochs=1)
+    fit(tmp_path / "datamodule", plain(perceptron().fresh(3)), SimilarityMonitor(images=20), max_epochs=1)
     first, other = (rows(path, epoch=0.0) for path in (tmp_path, tmp_path / "datamodule"))
     assert len(first) == 4
     assert [row["similarity"] for row in first] == pytest.approx([row["similarity"] for row in other], abs=ROUNDING)
@@ -202,14 +189,14 @@ class Endless(IterableDataset):
     ("monitor", "task", "data", "error", "says"),
     [
         ({"sites": ["conv"]}, zoo, digits, ValueError, "conv"),
-        ({"sites": ["act"], "measures": ["group"]}, lambda: Plain(branching()), digits, ValueError,
+        ({"sites": ["act"], "measures": ["group"]}, lambda: plain(branching()), digits, ValueError,
          "the measure group compares up to the network's own symmetry, and"),
-        ({}, lambda: Plain(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))), digits, ValueError, "name the sites"),
+        ({}, lambda: plain(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))), digits, ValueError, "name the sites"),
         ({"reference": "nowhere"}, zoo, digits, FileNotFoundError, "There is no reference nowhere; expected a zoo's"),
         ({"reference": MultiLayerPerceptron(widths=(4,), image_size=8)}, zoo, digits, ValueError,
          "the reference has 1 sites, activation1, and there are 2"),
         ({}, zoo, lambda: digits(val_fraction=0.0), ValueError, "compares networks on validation data"),
-        ({}, Plain, lambda: DataLoader(Endless(), 4), ValueError, "validation data, but there are none"),
+        ({}, plain, lambda: DataLoader(Endless(), 4), ValueError, "validation data, but there are none"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
@@ -221,13 +208,13 @@ def test_validation_data_that_cannot_be_indexed_are_refused(tmp_path):
     trainer = fits.quiet_trainer(SimilarityMonitor(), folder=tmp_path, num_sanity_val_steps=0)
     loaders = DataLoader(Endless(), 4), DataLoader(Endless(), 4)
     says = "with an indexable dataset, but the validation data are a DataLoader"
-    assert_refused(lambda: trainer.fit(Plain(), *loaders), says=says, error=TypeError)
+    assert_refused(lambda: trainer.fit(plain(), *loaders), says=says, error=TypeError)
 
 
 def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     torch.save({"state_dict": {"network.0.weight": torch.zeros(3)}}, tmp_path / "a.ckpt")
     monitor = SimilarityMonitor(reference=str(tmp_path / "a.ckpt"))
-    assert_refused(lambda: fit(tmp_path, Plain(), monitor), says=["a.ckpt do not fit Sequential", "Missing key"])
+    assert_refused(lambda: fit(tmp_path, plain(), monitor), says=["a.ckpt do not fit Sequential", "Missing key"])
 
 
 # ---- what is left behind

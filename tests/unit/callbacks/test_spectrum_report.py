@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from fits import digits, fit
-from helpers import assert_refused, read_csv, read_rows
+from helpers import read_csv, read_rows
 from matplotlib.image import imread
 from torch import nn
 
@@ -39,8 +39,3 @@ def test_tables_hold_what_the_functions_find(tmp_path) -> None:
     assert len(nodes) == 2 * 2 * 6
     assert sum(float(row["weight"]) for row in nodes) == pytest.approx(4)
     assert all(imread(tmp_path / "results" / f"{name}.png").std() > 0.05 for name in ("spectrum", "sharpness"))
-
-
-@pytest.mark.parametrize("name", ["steps", "probes", "trace_probes", "train_batches"])
-def test_arguments_out_of_range_are_refused(name: str) -> None:
-    assert_refused(SpectrumReport, **{name: 0})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments import Plain
 from fits import digits
 from fits import fit as fit_task
 from helpers import Program, assert_refused, dead_charts, of, read_csv, read_rows
@@ -28,27 +29,6 @@ def sequential(seed: int = 0, activation: type[nn.Module] = nn.ReLU, norm: bool 
     torch.manual_seed(seed)
     norms = [nn.BatchNorm1d(7)] if norm else []
     return nn.Sequential(nn.Linear(4, 7), *norms, activation(), nn.Linear(7, 5), activation(), nn.Linear(5, 3))
-
-
-class Plain(LightningModule):
-    """What a user may write."""
-
-    def __init__(self, network: nn.Module | None = None, lr: float = 0.05, **optimizer) -> None:
-        super().__init__()
-        self.network = network if network is not None else sequential()
-        self.lr, self.optimizer = lr, optimizer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(x)
-
-    def training_step(self, batch, batch_idx):
-        inputs, labels = batch
-        loss = nn.functional.cross_entropy(self(inputs), labels)
-        self.log("train/loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr, **self.optimizer)
 
 
 def loader(batch_size: int = 8, count: int = 24, **settings) -> DataLoader:
@@ -95,7 +75,7 @@ def test_gradient_descent_conserves_to_first_order(tmp_path, norm):
 
 
 def test_every_so_many_epochs_and_the_end(tmp_path):
-    fit(tmp_path, Plain(), SymmetryMonitor(every_n_epochs=2, distance=False), max_epochs=5)
+    fit(tmp_path, Plain(sequential()), SymmetryMonitor(every_n_epochs=2, distance=False), max_epochs=5)
     assert [row["epoch"] for row in rows(tmp_path) if row["group"] == "0"] == [0, 2, 4, 5]
     assert not (tmp_path / "results" / "symmetry_distance.csv").exists()
 
@@ -103,7 +83,7 @@ def test_every_so_many_epochs_and_the_end(tmp_path):
 def test_every_so_many_optimizer_steps(tmp_path):
     """Gradients accumulate over two of an epoch's six batches: a step is not a batch."""
     monitor = SymmetryMonitor(every_n_steps=2)
-    fit(tmp_path, Plain(), monitor, data=loader(4), accumulate_grad_batches=2, max_epochs=2)
+    fit(tmp_path, Plain(sequential()), monitor, data=loader(4), accumulate_grad_batches=2, max_epochs=2)
     found = [(row["step"], row["epoch"]) for row in rows(tmp_path) if row["group"] == "0"]
     assert found == [(0, 0), (2, pytest.approx(4 / 6)), (4, pytest.approx(1 + 2 / 6)), (6, 2)]
 
@@ -130,7 +110,7 @@ class Late(Plain):
     """The network is made when the fit begins."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(nn.Identity())
         del self.network
 
     def configure_model(self) -> None:
@@ -183,7 +163,7 @@ def with_example(example) -> Other:
     ("task", "settings", "data", "says"),
     [
         (Other, {}, loader, ['network="network")', 'attribute; set network to its path: network="parts", network="" ']),
-        (Plain, {"network": "lr"}, loader, "Plain has a float there, not an nn.Module"),
+        (lambda: Plain(sequential()), {"network": "lr"}, loader, "Plain has a float there, not an nn.Module"),
         (Other, {"network": "parts.body"}, dictionaries, "a batch that is a dict; set example_input_array in Other.__"),
         (lambda: with_example({"x": torch.zeros(1, 4)}), {"network": "parts.body"}, loader,
          "example_input_array of Other is a dict; make it a tensor or a tuple"),

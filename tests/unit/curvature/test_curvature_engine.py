@@ -250,9 +250,7 @@ compute = functools.partial(factors, perceptron(), batches())
     "refusal",
     [
         refused(compute, likelihood="poisson"),
-        refused(
-            compute, likelihood=nn.CrossEntropyLoss(weight=torch.ones(3)), says=("CrossEntropyLoss()", "leave them out")
-        ),
+        refused(compute, likelihood=nn.CrossEntropyLoss(weight=torch.ones(3)), says=("CrossEntropyLoss()", "leave")),
         refused(compute, engine="autogard", says="Did you mean 'autograd'"),
         refused(compute, samples=0),
         refused(compute, ffc="per-channel", says="Did you mean 'per_channel'"),

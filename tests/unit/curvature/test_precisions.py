@@ -161,9 +161,7 @@ optimizer, made = PrecisionOptimizer(["a"]), Evidence.of(relaxed(), found, group
         refused(PrecisionOptimizer(groups.names).update, made, steps=0),
         refused(Evidence.of, relaxed(), found, groups, temperature=0),
         refused(Evidence, found, {}, groups, says="'0.fc.theta1' has a curvature block but no"),
-        refused(
-            Evidence, found, dict.fromkeys(found.blocks, math.nan), groups, says="squared norm", error=NonFiniteError
-        ),
+        refused(Evidence, found, dict.fromkeys(found.blocks, math.nan), groups, says="norm", error=NonFiniteError),
         refused(made.gradients, torch.zeros(2), says="There are 3 groups"),
         refused(made.gradients, torch.full((3,), math.nan), says="finite and between"),
         refused(made.terms, torch.zeros(3), 0.1, says="has no noise"),

@@ -38,11 +38,10 @@ class TinyDataModule(ImageDataModule):
 class Recorder(LightningModule):
     """A network with one weight that remembers the raw numbers of the images it sees."""
 
-    def __init__(self, data: ImageDataModule | None = None, fail_at: int | None = None) -> None:
+    def __init__(self, data: ImageDataModule) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.data = data
-        self.fail_at = fail_at
         self.seen: list[tuple[int, list[int]]] = []
         self.evaluated: list[int] = []
 
@@ -51,8 +50,6 @@ class Recorder(LightningModule):
         return ((images[..., 0, 0, 0] * std + mean) * 255).round().long().tolist()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if self.fail_at == self.global_step:
-            raise KeyboardInterrupt
         self.seen.append((self.current_epoch, self.numbers(batch[0])))
         return self.layer(batch[0].mean().view(1, 1)).sum()
 

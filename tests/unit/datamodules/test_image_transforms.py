@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from fits import fit
 
-from lightning_sym.datamodules import ImageTransform, Quadrant, Resized, Rotated, Translated
+from lightning_sym.datamodules import DigitsDataModule, ImageTransform, Quadrant, Resized, Rotated, Translated
 from lightning_sym.datamodules.transforms import paste, resize, rotate, translate
 
 
@@ -199,3 +200,12 @@ def test_config_is_plain_and_comes_back():
     short = ImageTransform.from_config({"class_path": "lightning_sym.datamodules.Resized", "init_args": {"size": 9}})
     assert short.output_shape((1, 2, 2)) == (1, 9, 9)
     assert ImageTransform.from_config(Inverted(7).config()).arguments() == {"top": 7}
+
+
+def test_a_checkpoint_of_a_run_holds_transforms_as_settings(tmp_path, recorder):
+    data = DigitsDataModule(max_samples=40, transforms=[Quadrant()])
+    fit(recorder(data), data, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["datamodule_hyper_parameters"]
+    assert stored["transforms"] == [Quadrant().config()]
+    again = DigitsDataModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert again.identity() == data.identity()

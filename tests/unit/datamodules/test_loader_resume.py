@@ -10,51 +10,34 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 
-def seen(tmp_path, tiny, recorder, *, ckpt_path=None, fail_at=None, members=None, saved=None, **settings):
+def seen(tmp_path, tiny, recorder, *, ckpt_path=None, members=None, saved, **settings):
     """Return what a run sees; ``saved`` are the settings of its checkpoints, for each of which there is a file."""
     data = tiny(batch_size=8, shift=1, flip=False)  # 36 images: 4 batches in an epoch
-    task = recorder(data, fail_at)
+    task = recorder(data)
     if members:
         task.member_seeds = members
-    kept = [ModelCheckpoint(tmp_path, save_top_k=-1, auto_insert_metric_name=False, **saved)] if saved else []
-    try:
-        fit(task, data, *kept, folder=tmp_path, ckpt_path=ckpt_path, **settings)
-    except SystemExit:  # what Lightning makes of the KeyboardInterrupt
-        assert fail_at is not None
+    kept = ModelCheckpoint(tmp_path, save_top_k=-1, auto_insert_metric_name=False, **saved)
+    fit(task, data, kept, folder=tmp_path, ckpt_path=ckpt_path, **settings)
     return task.seen
 
 
-EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1}
-
-
-@pytest.mark.parametrize("members", [None, (3, 1)])
-def test_resume_after_any_step(tmp_path, tiny, recorder, members):
-    run = partial(seen, tmp_path, tiny, recorder, max_epochs=3, saved=EVERY_STEP, members=members)
+@pytest.mark.parametrize(
+    ("steps", "epochs", "saved", "settings"),
+    [
+        (range(1, 9), 3, {"every_n_train_steps": 1}, {}),
+        (range(1, 9), 3, {"every_n_train_steps": 1}, {"members": (3, 1)}),
+        ((2, 4, 6), 2, {"save_on_train_epoch_end": False}, {"val_check_interval": 2}),
+        ((4, 8, 12), 4, {"save_on_train_epoch_end": True}, {}),
+        ((4, 8, 12), 4, {"save_on_train_epoch_end": False}, {}),
+        ((3, 6, 9), 4, {"save_on_train_epoch_end": True}, {"limit_train_batches": 3}),
+        ((3, 6, 9), 4, {"save_on_train_epoch_end": False}, {"limit_train_batches": 3}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_sees_the_rest(tmp_path, tiny, recorder, steps, epochs, saved, settings):
+    saved = {"filename": "{step}", **saved}
+    run = partial(seen, tmp_path, tiny, recorder, max_epochs=epochs, saved=saved, **settings)
     whole = run()
-    assert len(whole) == 12
-    for step in range(1, 9):
-        assert run(ckpt_path=tmp_path / f"{step}.ckpt") == whole[step:]
-
-
-def test_resume_after_an_interruption(tmp_path, tiny, recorder):
-    run = partial(seen, tmp_path, tiny, recorder, max_epochs=3)
-    whole, first = run(), run(saved=EVERY_STEP, fail_at=6)
-    assert first + run(saved=EVERY_STEP, ckpt_path=tmp_path / "6.ckpt") == whole
-
-
-@pytest.mark.parametrize("at_the_end_of_training", [True, False])  # False: at the end of validation
-@pytest.mark.parametrize("limit", [1.0, 3])
-def test_resume_from_the_end_of_an_epoch(tmp_path, tiny, recorder, at_the_end_of_training, limit):
-    saved = {"filename": "{epoch}", "save_on_train_epoch_end": at_the_end_of_training}
-    run = partial(seen, tmp_path, tiny, recorder, max_epochs=4, saved=saved, limit_train_batches=limit)
-    whole = run()
-    for epoch in range(3):
-        assert run(ckpt_path=tmp_path / f"{epoch}.ckpt") == [(e, batch) for e, batch in whole if e > epoch]
-
-
-def test_resume_from_validation_in_the_middle_of_an_epoch(tmp_path, tiny, recorder):
-    saved = {"filename": "{step}", "save_on_train_epoch_end": False}
-    run = partial(seen, tmp_path, tiny, recorder, max_epochs=2, saved=saved, val_check_interval=2)
-    whole = run()
-    for step in (2, 4, 6):
+    assert len(whole) == epochs * settings.get("limit_train_batches", 4)
+    for step in steps:
         assert run(ckpt_path=tmp_path / f"{step}.ckpt") == whole[step:]

@@ -65,9 +65,8 @@ def test_inputs_of_any_kind_come_as_networks_take_them(inputs, dtype, tokens):
     whole = torch.cat([made.split_tensors(split)[0] for split in ("train", "val", "test")])
     unit = 255 if torch.as_tensor(inputs).dtype == torch.uint8 else 1
     expected = torch.as_tensor(inputs).to(torch.float64) / unit
-    assert torch.equal(
-        whole.double().flatten(1).sum(1).sort()[0], expected.to(dtype).double().flatten(1).sum(1).sort()[0]
-    )
+    given, taken = (each.double().flatten(1).sum(1).sort()[0] for each in (expected.to(dtype), whole))
+    assert torch.equal(taken, given)
 
 
 @pytest.mark.parametrize(("targets", "shape"), [(VALUES, (1,)), (VALUES.view(30, 2).repeat(2, 1), (2,))])
@@ -183,7 +182,6 @@ def test_files_data_sets_and_subclasses_give_the_same_data(tmp_path):
         ({"inputs": SPECTRA / 0}, "train: inputs must be finite"),
         ({"targets": VALUES * math.nan}, "train: targets must be finite"),
         ({"targets": LABELS - 1}, "class numbers must be >= 0, got -1"),
-        ({"targets": LABELS * 0}, "all targets are class 0; pass class numbers"),
         ({"targets": LABELS * 0, "num_classes": 1}, "all targets are class 0"),
         ({"targets": LABELS * 1_000_000}, "class numbers go up to 2000000, but there are 60 targets"),
         ({"inputs": LABELS[:, None] * 2_000_000}, "integer inputs are tokens, and these go up to 4000000"),
@@ -195,10 +193,7 @@ def test_files_data_sets_and_subclasses_give_the_same_data(tmp_path):
         ({"inputs": LABELS[:, None], "standardize": True}, "standardize applies to floats"),
         ({"inputs": torch.ones(60, 1), "standardize": True}, "Channel 0 is constant"),
         ({"augmentations": ["noisy"]}, r"augmentations must be a list of functions .*, got \['noisy'\]"),
-        (
-            {"augmentations": [lambda x, _: x[:1]]},
-            r"<lambda> must return inputs like .*, got .* \[1, 2, 7\]",
-        ),
+        ({"augmentations": [lambda x, _: x[:1]]}, r"<lambda> must return inputs like .*, got .* \[1, 2, 7\]"),
         ({"augmentations": [noisy, lambda x, _: None]}, "got a NoneType"),
     ],
 )
@@ -221,7 +216,6 @@ def test_files_and_data_sets_that_cannot_be_used_are_refused(tmp_path):
     for name in ("none.npz", "none.pt"):
         says = ["There is no file", "or .npz file as train"]
         assert_refused(TensorDataModule, str(tmp_path / name), says=says, error=FileNotFoundError)
-    assert_refused(TensorDataModule, says="TensorDataModule needs train")
     assert_refused(DiabetesDataModule, "a.pt", says="DiabetesDataModule reads its data by itself")
     images = DatasetDataModule, [(object(), 1)]
     assert_refused(
@@ -310,8 +304,7 @@ def test_an_interrupted_fit_ends_as_one_that_was_not(place, make, network, loss,
         fit(task, make(), Interrupt(place), kept, max_epochs=2, ckpt_path=resumed)
 
     once("whole", "")
-    with pytest.raises(RuntimeError, match="interrupted"):
-        once("part", place)
+    assert_refused(once, "part", place, says="interrupted", error=RuntimeError)
     once("resumed", "", tmp_path / "part" / "last.ckpt")
     whole, resumed = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("whole", "resumed"))
     for key in ("state_dict", "optimizer_states", "population"):

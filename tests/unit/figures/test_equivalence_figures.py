@@ -183,11 +183,8 @@ def test_missing_infinite_and_constant_values():
 
 
 def test_points_off_the_grid_or_off_the_plane_are_told_apart():
-    points = [
-        FoundPoint("far", (5, 0), 0.1),
-        FoundPoint("lost", (np.nan, 0), 0.1),
-        FoundPoint("t", (1, 1), np.nan, residual=0.25),
-    ]
+    off = FoundPoint("t", (1, 1), np.nan, residual=0.25)
+    points = [FoundPoint("far", (5, 0), 0.1), FoundPoint("lost", (np.nan, 0), 0.1), off]
     figure = drawn(log_contour(plane(2), AXIS, points, SCALE))
     assert labels(figure) == ["far, J = 0.1 (outside)", "lost, J = 0.1 (outside)", "t, 0.25 off the plane"]
     axes = figure.axes[0]

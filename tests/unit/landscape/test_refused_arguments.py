@@ -1,6 +1,7 @@
 """What the landscape refuses: one line for each call, with the words that name the argument."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -46,10 +47,6 @@ AROUND = surfaces(TWO, LINE)(torch.ones(4))
 STEPS, UNIT = np.linspace(0, 1, 100), FunctionScale(1.0, 1.0)
 
 
-def ring(coefficients):
-    return (coefficients.norm(dim=1) - 1).square()
-
-
 def surface(network=TWO, **options):
     return LossSurface(network, **{"inputs": LINE, "targets": LINE.flatten(1), **options})
 
@@ -69,8 +66,7 @@ def embedded(rows=9, width=3, value=0.0, **options):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: FunctionScale.of(torch.ones(3)), r"outputs must have shape \[N, K\]"),
-        (lambda: FunctionScale.of(torch.ones(0, 3)), r"outputs must have shape \[N, K\]"),
+        *((partial(FunctionScale.of, torch.ones(bad)), r"outputs must have shape \[N, K\]") for bad in (3, (0, 3))),
         (lambda: FunctionScale.of(torch.tensor([[INF]])), "outputs must be finite"),
         (lambda: FunctionScale(-1.0, 0.0), "J0 must be .* got -1"),
         (lambda: resolution(RINGS, 0.0, 0.1), "spacing must be a number > 0"),
@@ -88,11 +84,8 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: joining_levels(np.full(3, NAN), [(0,)]), "must not be NaN"),
         (lambda: describe_set(np.full((3, 3), NAN), 0.1, 0.1, UNIT), "at least one J and no NaN"),
         (lambda: Grid(0, 5, 1.0), "dimension of a grid must be an integer >= 1"),
-        (lambda: Grid(2, 1, 1.0), "points of a grid must be an integer >= 2"),
-        (lambda: Grid(2, 5.0, 1.0), "points of a grid"),
-        (lambda: Grid(2, 5, 0.0), "bound of a grid"),
-        (lambda: Grid(2, 5, (2.0, 1.0)), "bound of a grid"),
-        (lambda: Grid(2, 5, NAN), "bound of a grid"),
+        *((partial(Grid, 2, bad, 1.0), "points of a grid must be an integer >= 2") for bad in (1, 5.0)),
+        *((partial(Grid, 2, 5, bad), "bound of a grid") for bad in (0.0, (2.0, 1.0), NAN)),
         (lambda: Grid(2, 5, 1.0).coefficients(3, 26), "0 <= start <= stop <= 25, got 3 and 26"),
         (lambda: Grid(3, 6, 1.0).index_of(torch.zeros(2)), r"must have shape \[..., 3\]"),
         (lambda: evaluate_grid(AROUND, PLANE, Grid(3, 4, 1.0)), "3 axes and the plane 2"),
@@ -111,13 +104,14 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: surface(inputs=LINE[:0]), "at least one input"),
         (lambda: surface(inputs=LINE * NAN), "inputs holds numbers that are not finite"),
         (lambda: WeightPlane.through(torch.eye(4)[:, :2]), "4 points need 3 dimensions, .* has only 2 parameters"),
-        (lambda: WeightPlane.through(torch.eye(4)[:1]), "at least two weight vectors"),
-        (lambda: WeightPlane.through(torch.ones(4)), "at least two weight vectors"),
+        *((partial(WeightPlane.through, torch.ones(bad)), "at least two weight vectors") for bad in ((1, 4), 4)),
         (lambda: WeightPlane.through(torch.ones(3, 4).long()), "floating"),
         (lambda: WeightPlane.through(torch.tensor([[1.0, 2.0], [INF, 0.0]])), "Point 1 has weights that are not"),
         (lambda: WeightPlane.through(torch.eye(4)[:3], tolerance=0), "tolerance must be in"),
-        (lambda: PLANE.coordinates(torch.zeros(5, 3)), r"must have shape \[..., 4\]"),
-        (lambda: PLANE.residual(torch.zeros(5, 3)), r"must have shape \[..., 4\]"),
+        *(
+            (partial(of, torch.zeros(5, 3)), r"must have shape \[..., 4\]")
+            for of in (PLANE.coordinates, PLANE.residual)
+        ),
         (lambda: PLANE.weights(torch.zeros(5, 3)), r"must have shape \[..., 2\]"),
         (lambda: independent(torch.zeros(3)), "floating tensor of shape"),
         (lambda: weight_tensors(TWO, torch.zeros(3)), r"vectors must have shape \[..., 4\]"),
@@ -130,16 +124,14 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: walk(direction=torch.ones(3)), "direction must have shape"),
         (lambda: walk(direction="randon"), "Unknown direction 'randon'"),
         (lambda: walk(inputs=LINE[:0]), "at least one input"),
-        (lambda: walk(steps=0), "steps must be"),
-        (lambda: walk(step_size=0.0), "step_size must be"),
-        (lambda: walk(tolerance=0.0), "tolerance must be"),
-        (lambda: walk(rcond=1.0), "rcond must be"),
-        (lambda: walk(max_corrections=0), "max_corrections must be"),
+        *((partial(walk, **{name: 0}), f"{name} must be") for name in ("steps", "step_size", "max_corrections")),
+        *((partial(walk, **{name: bad}), f"{name} must be") for name, bad in (("tolerance", 0.0), ("rcond", 1.0))),
         (lambda: chains(chains=0), "chains must be"),
         (lambda: chains(kept=6), "kept must be in 1 .. steps=5"),
-        (lambda: chains(dimension=2), "either inverse_temperature, or"),
-        (lambda: chains(inverse_temperature=None), "either inverse_temperature, or"),
-        (lambda: chains(inverse_temperature=None, dimension=2), "either inverse_temperature, or"),
+        *(
+            (partial(chains, **bad), "either inverse_temperature, or")
+            for bad in ({"dimension": 2}, {"inverse_temperature": None}, {"inverse_temperature": None, "dimension": 2})
+        ),
         (lambda: chains(inverse_temperature=None, dimension=0, target_loss=1e-4), "dimension must be"),
         (lambda: chains(inverse_temperature=-1.0), "inverse_temperature must be"),
         (lambda: chains(step=0.0), "step must be a number > 0"),
@@ -149,11 +141,9 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: embedded(value=NAN), "must be finite"),
         (lambda: embedded(rows=2), "at least 4 points, got 3"),
         (lambda: embedded(most=0), "most must be an integer >= 1"),
-        (lambda: Moments.of(torch.ones(4)), "inputs of both signs"),
-        (lambda: Moments.of(torch.tensor([1.0, -1.0, NAN])), "inputs of both signs"),
+        *((partial(Moments.of, torch.tensor(bad)), "inputs of both signs") for bad in ([1.0] * 4, [1.0, -1.0, NAN])),
         (lambda: slopes(torch.zeros(3)), "as many output weights"),
-        (lambda: target_slopes([0.1, 0.2, 0.3]), "finite slopes"),
-        (lambda: TwoUnitClass((NAN, 1.0)), "finite slopes"),
+        *((partial(of, bad), "finite slopes") for of, bad in ((target_slopes, [0.1] * 3), (TwoUnitClass, (NAN, 1.0)))),
         (lambda: TwoUnitClass(torch.ones(6)), "6 numbers"),
         (lambda: optimal_path(TwoUnitClass(SAME_SIGN)), "only mixed classes"),
         (lambda: optimal_path(TwoUnitClass(MIXED), start=torch.ones(4)), "start must be a member"),

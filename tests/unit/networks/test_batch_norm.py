@@ -224,14 +224,6 @@ def test_batches_may_be_pairs_or_a_function(exact):
     assert_unchanged(a, statistics(c))
 
 
-def test_synchronised_batch_norm_in_one_process():
-    data = images()[..., 0, 0]
-    a, b = nn.BatchNorm1d(2).double(), nn.SyncBatchNorm(2).double()
-    recalibrate_batch_norm(a, data.split(8))
-    recalibrate_batch_norm(b, data.split(8))
-    assert_unchanged(a, statistics(b))
-
-
 def test_inference_mode():
     network, other = deep(), deep()
     with torch.inference_mode():

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import jsonargparse
 import pytest
 import torch
 import torchvision
@@ -416,9 +415,7 @@ OF_A_CLASS = Network.wrap(functools.partial(torchvision.models.resnet18, norm_la
         refused(TwoInputs().sites, says="TwoInputs.forward must take exactly one required input"),
         refused(LeNet5().split, "activaton2", says="Did you mean 'activation2'"),
         refused(lambda: NAMELESS.architecture, says="cannot be imported by that name"),
-        refused(
-            lambda: OF_A_CLASS.architecture, says=("argument norm_layer of ", " is a type, which cannot be written")
-        ),
+        refused(lambda: OF_A_CLASS.architecture, says=("argument norm_layer of ", " is a type, which cannot be")),
         *(
             refused(network, torch.zeros(given), says=f"images of shape {built_for} and cannot take {given}; use data")
             for network, given, built_for in (
@@ -445,18 +442,6 @@ def test_what_cannot_be_written_down_can_be_made_again() -> None:
 
 
 # jsonargparse
-
-
-def test_a_recorded_architecture_is_what_a_recipe_says() -> None:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--network", type=Network)
-    instantiate = (
-        getattr(parser, "instantiate", None) or parser.instantiate_classes
-    )  # the new name of jsonargparse 4.5x
-    for network in (*SMALL, Child([1], names=("a",), num_classes=3)):
-        again = instantiate(parser.parse_object({"network": network.architecture})).network
-        assert type(again) is type(network)
-        assert again.architecture == network.architecture
 
 
 def test_errors_of_images_that_do_not_fit_have_a_cause_and_others_are_left_alone():

@@ -56,12 +56,8 @@ def test_loss_stays_low_along_a_curve_and_not_along_the_line(trained):
     assert highest["bezier"] < 0.3 * highest["line"]
     assert highest["chain"] < highest["bezier"]
     assert 0 < train["bezier"].loss_barrier < 0.06
-    assert (
-        1
-        < curves["bezier"].length() / curves["line"].length()
-        < curves["chain"].length() / curves["line"].length()
-        < 1.2
-    )
+    line, bezier, chain = (curves[kind].length() for kind in ("line", "bezier", "chain"))
+    assert 1 < bezier / line < chain / line < 1.2
     assert train["bezier"].accuracy.min() > 0.99 > 0.95 > train["line"].accuracy.min()
     assert along["bezier"]["test"].accuracy.min() > 0.94
     plane = curves["bezier"].plane()
@@ -207,13 +203,9 @@ curve_task.__name__ = "CurveTask"
     "refusal",
     [
         refused(curve_task, pairs=[[0, 0]], says="two different members"),
-        refused(curve_task, kinds=["spline"]),
         refused(curve_task, kinds="chain", says="kinds must be a list"),
-        refused(curve_task, kinds=[]),
-        refused(curve_task, bends=0),
-        refused(curve_task, places=0),
-        refused(curve_task, matched="functions"),
-        refused(curve_task, decay=-1.0),
+        *(refused(curve_task, **bad) for bad in ({"kinds": ["spline"]}, {"kinds": []}, {"bends": 0}, {"places": 0})),
+        *(refused(curve_task, **bad) for bad in ({"matched": "functions"}, {"decay": -1.0})),
         refused(curve_task, optimizer=functools.partial(SGD, weight_decay=0.1), says="use decay of CurveTask"),
     ],
 )

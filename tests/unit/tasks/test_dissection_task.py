@@ -129,15 +129,11 @@ def test_files_hold_what_was_found(run):
         found = one.found.detectors(0.04)
         assert (row["interpretable"], row["distinct"], row["units"]) == (found.units, found.distinct, 6)
         assert row["overlap"] == pytest.approx(found.overlap.mean().item())
-    by_member = {
-        (row["member"], row["alpha"]): row
-        for row in bases
-        if row["network"] == "trained" and row["basis"] == "rotation"
-    }
+    trained = [row for row in bases if row["network"] == "trained" and row["basis"] == "rotation"]
+    by_member = {(row["member"], row["alpha"]): row for row in trained}
     differences = [by_member[number, 1.0]["overlap"] - by_member[number, 0.0]["overlap"] for number in range(3)]
-    (change,) = [
-        row for row in changes if (row["network"], row["basis"], row["quantity"]) == ("trained", "rotation", "overlap")
-    ]
+    wanted = "trained", "rotation", "overlap"
+    (change,) = [row for row in changes if (row["network"], row["basis"], row["quantity"]) == wanted]
     expected = ttest_1samp(differences, 0).confidence_interval(0.95)
     assert change["change"] == pytest.approx(sum(differences) / 3)
     assert (change["low"], change["high"]) == pytest.approx(tuple(expected))
@@ -202,12 +198,10 @@ def test_images_without_classes_have_no_selectivity():
     "refusal",
     [
         refused(DissectionTask, zoos={}),
-        refused(DissectionTask, {"a": "b"}, members=0),
         refused(DissectionTask, {"a": "b"}, alphas=[0.0, 0.5], says=["alphas", "0 and 1"]),
         refused(DissectionTask, {"a": "b"}, alphas=[0.0, 1.0, 1.0], says="different"),
         refused(DissectionTask, {"a": "b"}, alphas=[0.0, 1.5, 1.0], says=["alphas", "1.5"]),
-        refused(DissectionTask, {"a": "b"}, top=0.0),
-        refused(DissectionTask, {"a": "b"}, least=1.0),
+        *(refused(DissectionTask, {"a": "b"}, **bad) for bad in ({"members": 0}, {"top": 0.0}, {"least": 1.0})),
         refused(DissectionTask, {"a": "b"}, basis_seed=-1),
     ],
 )

@@ -385,16 +385,10 @@ class Empty(Given):
     [
         refused(fit, make(), DataLoader(given().pairs, 5), says="needs a datamodule with curvature_dataloader"),
         refused(
-            fit,
-            EquivarianceTask(Line(), "regression"),
-            Given(problem()[0], torch.randn(20, 1)),
-            says="Regression targets must have the shape of the outputs, [20, 2]",
+            fit, make("regression"), Given(problem()[0], torch.randn(20, 1)), says="the shape of the outputs, [20, 2]"
         ),
         refused(
-            fit,
-            make(),
-            Given(problem()[0], problem()[1] - 1, 2),
-            says="Labels must be class indices >= 0, got -1; look at the training data",
+            fit, make(), Given(problem()[0], problem()[1] - 1, 2), says="Labels must be class indices >= 0, got -1;"
         ),
         refused(fit, make(), Empty(*problem(), 2), says="There are no training data", error=EmptyLoaderError),
     ],
@@ -404,9 +398,7 @@ def test_what_the_data_must_be(refusal, tmp_path, monkeypatch):
     refusal()
 
 
-def test_classes_that_never_occur_are_named(tmp_path):
+def test_labels_may_be_integers_of_any_kind(tmp_path):
     x, y = problem()
-    with pytest.warns(UserWarning, match=r"1 of 3 classes never occur in the training data \(2\)"):
-        fit(EquivarianceTask(Line(num_classes=3)), Given(x, y, 3), folder=tmp_path)
     for kind in (torch.int32, torch.uint8):
         fit(make(), Given(x, y.to(kind), 2), folder=tmp_path)

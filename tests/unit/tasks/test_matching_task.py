@@ -38,8 +38,7 @@ def test_all_methods_find_what_was_planted(fitted):
     assert task.pairs == [(0, 1), (0, 2), (1, 2)]
     for method in ("weights", "activations", "straight_through"):
         matched = task.matched((0, 1), method)
-        for a, b in zip(task.member(0).parameters(), matched.parameters(), strict=True):
-            torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)  # float32, scales in closed form
+        torch.testing.assert_close(matched.state_dict(), task.member(0).state_dict(), atol=1e-3, rtol=1e-3)  # float32
 
 
 def test_matching_changes_no_function(fitted):
@@ -188,21 +187,8 @@ def test_descent_is_no_worse_than_all_others_and_changes_the_function_by_soft_ma
     for number in merged.numbers:
         record = merged.member(number).training["merged"]
         assert (record["output_change"] > 1e-3) == (record["method"] == "soft_maps")
-    for a, b in zip(task.member(0).parameters(), task.matched((0, 1), "weights").parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_descent_goes_on_where_it_was(transformers, tmp_path):
-    def run(epochs, *callbacks, path=None):
-        task = MatchingTask(str(transformers), pairs=[[0, 2]], methods=["activations", "orbit_descent", "soft_maps"])
-        fits.fit(task, digits(), *callbacks, ckpt_path=path, max_epochs=epochs)
-        soft = task.matched((0, 2), "soft_maps").state_dict()
-        return {**vars(task.elements[0, 2]["orbit_descent"]), **soft, "kept": task.kept}
-
-    whole = run(3)
-    run(1, fits.saving(tmp_path))
-    assert_same(run(3, path=tmp_path / "last.ckpt"), whole)
+    matched = task.matched((0, 1), "weights").state_dict()
+    torch.testing.assert_close(matched, task.member(0).state_dict(), atol=1e-3, rtol=1e-3)
 
 
 def test_soft_maps_of_batch_norms_are_refused(tmp_path):

@@ -7,7 +7,7 @@ import fits
 import pytest
 import torch
 from fits import Theirs, fit, quiet_trainer
-from helpers import assert_same, randomize_statistics, read_csv, read_rows, refused, write_zoo
+from helpers import assert_refused, assert_same, randomize_statistics, read_csv, read_rows, refused, write_zoo
 from matplotlib.image import imread
 from torch.nn import functional as F
 
@@ -167,13 +167,11 @@ def test_what_has_no_removable_units_is_refused_before_the_fit(tmp_path):
     data = digits()
     resnet = write_zoo(tmp_path / "a", [CIFARResNet(width=2, in_channels=1, image_size=8)], data)
     task = RashomonPruning(str(resnet), groups=["blocks.3.conv2"])
-    with pytest.raises(ValueError, match=r"The units of blocks.3.conv2 cannot be removed one by one: without one the"):
-        fit(task, data)
+    assert_refused(fit, task, data, says="The units of blocks.3.conv2 cannot be removed one by one: without one the")
     zoo = zoo_of(MAKERS["perceptron"], tmp_path / "b", members=1)
     with pytest.raises(TypeError, match="Theirs has no curvature_dataloader"):
         fit(RashomonPruning(str(zoo)), Theirs())
-    with pytest.raises(ValueError, match="No member 7"):
-        fit(RashomonPruning(str(zoo), members=[7]), data)
+    assert_refused(lambda: fit(RashomonPruning(str(zoo), members=[7]), data), says="No member 7")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightning_sym._tags import tag
 from lightning_sym.callbacks import BatchNormRecalibration
 from lightning_sym.datamodules import Resized
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
-from lightning_sym.stitching import CutNetwork, FullMap, GroupMap, Port, StitchingMap
+from lightning_sym.stitching import CutNetwork, GroupMap, Port, StitchingMap
 from lightning_sym.tasks import RotationTask, StitchingTask
 from lightning_sym.zoo import ModelZoo
 
@@ -159,18 +159,6 @@ def test_maps_are_projected_after_real_steps_only(matching_zoo):
 # ---- what diverges
 
 
-class Explodes(FullMap):
-    """Its loss is not a number from the third step on."""
-
-    def __init__(self, port: Port) -> None:
-        super().__init__(port)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
-
-    def regularization(self):
-        self.steps += 1
-        return self.weight.sum() * (float("nan") if self.steps > 2 else 0.0)
-
-
 class Jumps(GroupMap):
     """Its gradient is infinite, so that its weights are soon not finite, with a loss that is."""
 
@@ -178,7 +166,7 @@ class Jumps(GroupMap):
         return (self.weights.sum() * 0).sqrt()
 
 
-@pytest.mark.parametrize("bad", [Explodes, Jumps, functools.partial(Jumps, projection="euclidean")])
+@pytest.mark.parametrize("bad", [Jumps, functools.partial(Jumps, projection="euclidean")])
 @pytest.mark.parametrize("val_fraction", [0.1, 0.0])
 @pytest.mark.long
 def test_one_that_diverges_stops_and_the_others_go_on(norm_zoo, bad, val_fraction):
@@ -195,12 +183,11 @@ def test_one_that_diverges_stops_and_the_others_go_on(norm_zoo, bad, val_fractio
     task, said, tested = run(["full", bad, "group"])
     alone, _, tested_alone = run(["full", "group"])
     assert list(task.stopped) == [1]
-    assert any("Jumps" in text or "Explodes" in text for text in said if "was stopped" in text)
-    assert sum("was stopped" in text for text in said) == 1
+    assert ["Jumps" in text for text in said if "was stopped" in text] == [True]
     found, expected = maps_of(task), maps_of(alone)
     assert_same({name: found[name] for name in alone.names}, expected)
     assert tested["test_penalty/full"] == tested_alone["test_penalty/full"]
-    assert not any("Jumps" in name or "Explodes" in name for name in tested)
+    assert not any("Jumps" in name for name in tested)
 
 
 # ---- what is kept and tested
@@ -253,37 +240,7 @@ def test_the_best_epoch_is_kept_and_tested_and_the_current_weights_come_back(nor
         assert tested[f"test_penalty/activation2/{family}"] == tested[tag("test_penalty", family)]
 
 
-def test_evaluating_has_the_kept_weights_and_gives_them_back(norm_zoo):
-    task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=["full", "group"])
-
-    class Look(Callback):
-        def on_train_end(self, trainer, task):
-            before = [task.population.member_state(index) for index in task.numbers]
-            with task.evaluating():
-                found = task.evaluate(trainer.datamodule.val_dataloader())
-                assert all(module.mode == "hard" for b in task.branches for module in b.stitching_maps)
-            for index, record in task.kept.items():
-                assert found["accuracy"][index] == pytest.approx(record["metrics"]["accuracy"])
-            assert_same(before, [task.population.member_state(index) for index in task.numbers])
-            assert len(found["loss"]) == 4
-            self.done = True
-
-    look = Look()
-    fit(task, callbacks=[look])
-    assert look.done
-
-
 # ---- settings
-
-
-def test_planted_pairs_have_no_penalty(matching_zoo):
-    """Member 1 of this zoo is member 0, changed by a symmetry."""
-    task = StitchingTask(str(matching_zoo), pairs=[[0, 1], [1, 0]], maps=["assignment", "least_squares", "identity"])
-    trainer = fit(task, max_epochs=1)
-    for site in ("activation1", "activation2"):
-        assert float(trainer.callback_metrics[f"details/penalty/{site}/assignment"]) == 0
-        assert abs(float(trainer.callback_metrics[f"details/penalty/{site}/least_squares"])) < 0.05
-        assert float(trainer.callback_metrics[f"details/penalty/{site}/identity"]) > 0.2
 
 
 def test_maps_may_start_from_features(matching_zoo):
@@ -362,24 +319,6 @@ def test_only_untrained_maps(norm_zoo):
     assert "test_penalty/identity" in tested
 
 
-def test_recalibration_changes_what_is_evaluated_and_not_what_is_trained(norm_zoo):
-    def run(callbacks):
-        task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation1"], maps=["group", "identity"])
-        trainer = fit(task, callbacks=callbacks)
-        return task, trainer
-
-    plain, plain_trainer = run([])
-    for exact in (False, True):
-        task, trainer = run([BatchNormRecalibration(images=200, batch_size=100, exact=exact)])
-        assert_same(maps_of(task), maps_of(plain))
-        for a, b in zip(task.branches, plain.branches, strict=True):
-            assert_same(dict(a.upper.named_buffers()), dict(b.upper.named_buffers()))
-        losses = [t.kept[1]["metrics"]["loss"] for t in (task, plain)]
-        assert losses[0] != losses[1]
-        assert task.kept[1]["state"].keys() == plain.kept[1]["state"].keys()
-    assert plain_trainer.current_epoch == trainer.current_epoch
-
-
 def test_channels_last_is_the_same_up_to_rounding(norm_zoo):
     found = []
     for channels_last in (False, True):
@@ -388,9 +327,7 @@ def test_channels_last_is_the_same_up_to_rounding(norm_zoo):
         )
         fit(task, max_epochs=1)
         found.append(maps_of(task))
-    for name, maps in found[0].items():
-        for key, value in maps.items():
-            torch.testing.assert_close(found[1][name][key], value, rtol=1e-3, atol=1e-4)  # float32
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)  # float32
 
 
 class Doubled(StitchingMap):
