@@ -462,6 +462,31 @@ def test_folders_with_files_are_not_written_to() -> None:
     assert {path: path.stat().st_mtime_ns for path in Path("out").iterdir()} == before
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_folders_that_cannot_be_replaced_receive_the_configuration_last(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = read(saved(made("gpt2"), "reference"))
+    Path("out").mkdir()
+    Path("out/.older.tmp").write_text("of another program")
+    rename, moved = Path.rename, list[str]()
+
+    def renamed(path: Path, target: Path) -> Path:
+        if fails and moved:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        moved.append(target.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    if fails:
+        says = "Cannot write out: Input/output error"
+        assert_refused(reference.write, floating(reference.network), "out", says=says, error=OSError)
+        assert [path.name for path in Path("out").iterdir()] == [".older.tmp"]
+    else:
+        reference.write(floating(reference.network), "out")
+        assert moved == ["generation_config.json", "model.safetensors", "config.json"]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
