@@ -23,7 +23,7 @@ def configuration_of(asked: Sources, align: str, out_dtype: str | None) -> str:
         for place, each in zip(asked.models, settings.per_model, strict=True)
     ]
     content: dict[str, Any] = {"merge_method": settings.method.name, "models": models}
-    if asked.has_base:
+    if asked.has_base or settings.method.name == "slerp":
         content["base_model"] = asked.found[0].given
     content["parameters"] = {name: _value(own) for name, own in settings.shared.items()}
     if "normalize" in settings.shared:

@@ -21,7 +21,7 @@ from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, I
 from lightning_sym.merging.folders import check_configurations
 from lightning_sym.merging.methods import Tally
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
-from lightning_sym.merging.parameters import MergeSettings
+from lightning_sym.merging.parameters import Layers, MergeSettings
 from lightning_sym.merging.sources import Sources
 from lightning_sym.models import example_of
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
@@ -168,6 +168,8 @@ def merge_checkpoints(
     if recalibrate and not batch_norms(network):
         raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
     differing = check_configurations([written.file, *(one.file for one in asked.found)])
+    layers = Layers([name for name, own in state_tensors(network).items() if own.is_floating_point()])
+    notes = (*notes, *asked.settings.check(layers))
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
     checkpoints, converted = _read_all(asked, network, prefix, copies, ignore)
     networks = [own.network for own in checkpoints]
@@ -307,7 +309,8 @@ def _read_all(
     found: list[Checkpoint] = []
     notes: list[str] = []
     for one in asked.found:
-        own = Checkpoint.read(one.file, network, prefix, copies, ignore)
+        model = found[0].network if found else network  # whose values stand for ignored tensors
+        own = Checkpoint.read(one.file, model, prefix, copies, ignore)
         if one.adapter is not None:
             adapted = with_adapter(state_tensors(own.network), Adapter.read(one.adapter))
             own = replace(own, network=with_tensors(own.network, copies.placed(adapted.items())).eval())

@@ -14,7 +14,7 @@ from lightning_sym._documents import StrictLoader, load_json, load_yaml
 from lightning_sym._text import nearest, unknown
 from lightning_sym._trust import NETWORKS, SETTINGS, check_settings, resolve
 from lightning_sym.merging.checkpoints import MergedCheckpoints, merge_checkpoints
-from lightning_sym.merging.methods import MergeMethod, merge_method
+from lightning_sym.merging.methods import METHODS, MergeMethod, merge_method
 from lightning_sym.merging.parameters import MergeSettings, Setting, check_setting
 from lightning_sym.models import build_model, example_of
 
@@ -155,8 +155,7 @@ class MergeConfig:
                 f"{self.file} names the datamodule {self.data['class_path']}, which only the command builds; pass its "
                 "batches as data."
             )
-        text = self.file.read_text(encoding="utf-8")
-        given = {**self.arguments(), "description": text, "notes": self.notes, **others}
+        given = {**self.arguments(), **others}
         if self.network is not None and "network" not in given:
             model = build_model(*trusted_class(self.network, "lightning_sym.networks", str(self.file)))
             given = {"inputs": example_of(model), **given, "network": model.network}
@@ -188,15 +187,15 @@ def _read(file: Path, content: object) -> MergeConfig:
     method = merge_method(_text(top, "merge_method", ""))
     if ("models" in top) == ("slices" in top):
         raise ValueError("expected models or slices, one of them.")
-    shared = _parameters(top.get("parameters"), "parameters", method)
-    entries, scopes, base = _models(file, top, method)
+    notes: list[str] = []
+    shared = _parameters(top.get("parameters"), "parameters", method, notes)
+    entries, scopes, base = _models(file, top, method, notes)
     if "base_model" in top:
         named = _model(top["base_model"], "base_model", file.parent)
         if base not in (None, named):
             raise ValueError(f"slices[0].base_model is {base}, but base_model is {named}; expected one base.")
         base = named
     scopes = (*scopes, shared)
-    notes = []
     tokenizer = None
     listed = [entry for entry in entries if entry.path == base]
     others = [entry for entry in entries if entry.path != base]
@@ -240,7 +239,7 @@ def _read(file: Path, content: object) -> MergeConfig:
 
 
 def _models(
-    file: Path, top: Mapping[str, Any], method: MergeMethod
+    file: Path, top: Mapping[str, Any], method: MergeMethod, notes: list[str]
 ) -> tuple[list[_Entry], tuple[_Scope, ...], str | None]:
     """Return the listed models, the parameters of a slice, and its base."""
     where, nodes, base = "models", top.get("models"), None
@@ -252,7 +251,7 @@ def _models(
             raise ValueError(f"slices holds {len(slices)} slices, but {_ELSEWHERE}; expected a single one.")
         where = "slices[0]"
         only = _mapping(slices[0], where, ("sources", "base_model", "parameters"), {"residual_weight": _ELSEWHERE})
-        scopes = (_parameters(only.get("parameters"), f"{where}.parameters", method),)
+        scopes = (_parameters(only.get("parameters"), f"{where}.parameters", method, notes),)
         if "base_model" in only:
             base = _model(only["base_model"], f"{where}.base_model", file.parent)
         where, keys, nodes = f"{where}.sources", ("model", "layer_range", "parameters"), only.get("sources")
@@ -268,7 +267,7 @@ def _models(
             raise ValueError(f"{place}.model: {path} is {same.where} already; list each model once.")
         if "slices" in top:
             _check_whole(entry.get("layer_range"), path, f"{place}.layer_range")
-        own = _parameters(entry.get("parameters"), f"{place}.parameters", method, of_model=True)
+        own = _parameters(entry.get("parameters"), f"{place}.parameters", method, notes, of_model=True)
         entries.append(_Entry(path, own, place))
     return entries, scopes, base
 
@@ -304,8 +303,8 @@ def _known(method: MergeMethod) -> tuple[str, ...]:
     return (*method.per_model, *method.shared)
 
 
-def _parameters(node: object, where: str, method: MergeMethod, *, of_model: bool = False) -> _Scope:
-    """Read the parameters of a model, a slice or the file."""
+def _parameters(node: object, where: str, method: MergeMethod, notes: list[str], *, of_model: bool = False) -> _Scope:
+    """Read the parameters of a model, a slice or the file, and note those of other methods."""
     if not isinstance(node, Mapping | None):
         raise ValueError(f"{where} must be a mapping of parameters, got {brief(node)}.")
     found = {}
@@ -321,6 +320,9 @@ def _parameters(node: object, where: str, method: MergeMethod, *, of_model: bool
                         f"{place} is {brief(value)}, but {method.name} is implemented only with {name}: "
                         f"{str(fixed).lower()}; leave it out."
                     )
+                continue
+            if any(name in _known(other) for other in METHODS.values()):
+                notes.append(f"{place} changes nothing, as {method.name} has no {name}")
                 continue
         check_setting(method, str(name), place)
         if of_model and name in method.shared:
