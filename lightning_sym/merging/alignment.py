@@ -16,6 +16,7 @@ from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.merging.sketches import WORTH, sketched
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.distances import squared_distance
+from lightning_sym.symmetry.group.assignment import Tables, within_cells
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.matching.activations import activation_matching
@@ -37,10 +38,10 @@ class Alignment:
     """Networks aligned to a reference.
 
     Attributes:
-        elements: One per network: the group element that aligned it; the identity if it was left as it was.
+        elements: One per network: the group element that aligned it; the identity if it stays unchanged.
         found: One per network: the element of its match with the reference, used or not.
-        networks: The aligned networks. Those left as they were, and the reference, are the given objects.
-        reasons: One per network: why it was left as it was; "" if it was moved, or is the reference.
+        networks: The aligned networks. Those unchanged, and the reference, are the given objects.
+        reasons: One per network: why it stays unchanged; "" if it was moved, or is the reference.
         distances: One per network: Euclidean distance of its parameters to those of the reference, before and after.
         spreads: Root mean squared distances to the average; see :attr:`Merged.distances`. Empty without a search.
     """
@@ -70,7 +71,7 @@ class Merged:
         rounds: Number of rounds, including the first match and the last round without a change.
         distances: Root mean squared distance to the average (parameters only), in the gauge of the average: before
             alignment, after the match with the reference, and after every round. Non-increasing.
-        reasons: One per network: why it was left as it was; "" if it was aligned, or is the reference.
+        reasons: One per network: why it stays unchanged; "" if it was aligned, or is the reference.
     """
 
     network: nn.Module
@@ -107,12 +108,12 @@ def align(
     With ``how="auto"``, each network is handled as follows:
 
     1. If its units, heads and signs are in the order of the reference, and scales, matrices and rotations cannot bring
-       the squared distance below a tenth, it is left as it is. Sketches decide most cases in one reading of the weights
+       the squared distance below a tenth, it stays unchanged. Sketches decide most cases in one reading of the weights
        (:func:`lightning_sym.merging.sketches.sketched`); in doubt, units are matched without scales.
     2. Otherwise it is matched with the whole group (:func:`weight_matching`). If its units are in order, the match is
        used only if it brings the squared distance below a tenth.
 
-    In all cases a network is left as it was if that is nearer. With "weights" or "auto", more than two networks, of
+    In all cases a network stays unchanged if that is nearer. With "weights" or "auto", more than two networks, of
     which some were moved, are then aligned in rounds until a round changes none. In random order, each moved network is
     aligned to the average of the others, in the balanced gauge, starting from its current alignment. The rounds are
     used if they reduce all distances to the average.
@@ -124,7 +125,7 @@ def align(
             there are no rounds, as the mean has no meaningful activations before its batch norms are recalibrated.
         batches: Inputs for "activations"; read once for each network but the reference, so that an iterator suffices
             for two networks only.
-        reference: Index of the network that stays, and determines the order of units and the scales.
+        reference: Index of the network that stays, and determines permutation and scales.
         max_rounds: Most rounds, >= 1.
         scales: Whether scales may change.
         signs: Whether signs may change.
@@ -213,7 +214,7 @@ def merge(
 ) -> Merged:
     """Align networks to one another, and return their average.
 
-    The average is taken in the order of units and in the scales of the reference. If no network is moved, it is bitwise
+    The average has the permutation and the scales of the reference. If no network is moved, it is bitwise
     the average of the given networks.
 
     Recompute the batch norm statistics of the result, which needs data, with
@@ -305,7 +306,7 @@ class _Search:
         self.open = [other for other in self.open if other != number]
 
     def leave_all(self) -> None:
-        """Leave all networks as they are."""
+        """Leave all networks unchanged."""
         for number in self.others:
             distance = parameter_distance(self.given[self.reference], self.given[number])
             self._leave(number, distance, "was not aligned")
@@ -343,6 +344,10 @@ class _Search:
         where = torch.device(device) if device is not None else device_of(target)
         compared = comparable(symmetry, target, self.given[number], balance=False)
         descent = Descent(compared, signs=True, device=where, freedom=("permutations", "blocks"))
+        for group in descent.groups:
+            gain = descent.gain(group) if group.index in doubtful and group.assigned else None
+            if gain is not None and gain.parts and within_cells(group, Tables(gain)).moves:
+                return False  # most units of another seed do
         for system in descent.systems:  # which move as a whole
             if doubtful & system.groups.keys():
                 doubtful = doubtful | system.groups.keys()
@@ -380,7 +385,7 @@ class _Search:
         self.spreads.append(spread)
 
     def _reason(self, number: int, found: Match, *, forced: bool) -> str:
-        """Return why a network should stay as it is, or ""."""
+        """Return why a network should stay unchanged, or ""."""
         before, after = found.distance_before, found.distance_after
         if before == 0:
             return "has the weights of the reference"

@@ -124,7 +124,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _squared_distance(one: Tensor, two: Tensor) -> float:
-    pairs = zip(*(own.reshape(-1).split(_AT_ONCE) for own in (one, two)), strict=True)
+    pairs = zip(*(torch.split(own.reshape(-1), _AT_ONCE) for own in (one, two)), strict=True)
     return math.fsum(float((_wide(x) - _wide(y)).square().sum(dtype=torch.float64)) for x, y in pairs)
 
 
@@ -145,8 +145,10 @@ class _Sums(NamedTuple):
         ours, theirs = (together(own, axes) if own.ndim else own[None] for own in (one, two))
         if len(axes) == 1 and math.prod(one.shape[: axes[0]]) >= 2 * DIRECTIONS:
             before, size, after = math.prod(one.shape[: axes[0]]), one.shape[axes[0]], -1
-            return cls._of_columns(*(own.reshape(before, size, after) for own in (one, two)), generator)
-        return cls._of_rows(*(own.reshape(len(own), -1) for own in (ours, theirs)), generator)
+            ours, theirs = (own.reshape(before, size, after) for own in (one, two))
+            return cls._of_columns(ours, theirs, generator)
+        ours, theirs = (own.reshape(len(own), -1) for own in (ours, theirs))
+        return cls._of_rows(ours, theirs, generator)
 
     @classmethod
     def _of_rows(cls, one: Tensor, two: Tensor, generator: torch.Generator) -> "_Sums":
@@ -321,7 +323,7 @@ class _Freedom:
     """The part of the squared distance that continuous changes may remove, each tensor on its own.
 
     Tensors that matrices act on, and vectors, count as a whole. For the others, on a sample: scales of rows and of
-    columns are fitted, any linear map in place of a rotation, and a map of rank two in place of shifts. Few tensors,
+    columns are fitted, any linear map for a rotation, and a map of rank two for shifts. Few tensors,
     drawn with probabilities proportional to their squared distances, represent all that are rotated.
 
     Args:
@@ -393,7 +395,7 @@ def _sampled(one: Tensor, two: Tensor, generator: torch.Generator) -> tuple[Tens
     if one.numel() > _SAMPLE:
         axis = max(range(one.ndim), key=lambda other: one.shape[other])
         count = max(_SAMPLE * one.shape[axis] // one.numel(), 1)
-        some = torch.randint(one.shape[axis], (count,), generator=generator).unique()
+        some = torch.randperm(one.shape[axis], generator=generator)[:count]
         one, two = (own.index_select(axis, some.to(own.device)) for own in (one, two))
     return _wide(one), _wide(two)
 

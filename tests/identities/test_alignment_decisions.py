@@ -40,7 +40,8 @@ class SmallLanguage(nn.Module):
         super().__init__()
         from transformers import GPT2Config, GPT2Model
 
-        config = GPT2Config(vocab_size=17, n_positions=64, n_embd=16, n_layer=1, n_head=2, use_cache=False)
+        sizes = {"vocab_size": 17, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.25, use_cache=False)
         self.body, self.head = GPT2Model(config), nn.Linear(16, 10)
 
     def forward(self, images):

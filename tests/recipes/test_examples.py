@@ -32,6 +32,7 @@ SMALLEST = {  # the options by which a benchmark calls what it measures, and lit
     "equivalence": "--rounds 1 --only point",
     "landscape": "--rounds 1 --part curve_steps",
     "learning_coefficient": "--rounds 1",
+    "merging": "--rounds 1 --only resnet50",
     "scaling": "",
     "similarity": "--rounds 1 --only max",
     "spectra": "--rounds 1",

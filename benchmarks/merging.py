@@ -1,0 +1,132 @@
+"""Time of merging, compared with a plain average of the same files by safetensors in the same run.
+
+Seconds are processor time on one thread, beyond imports. Variants take turns. Run it alone on the machine::
+
+    python benchmarks/merging.py                     # everything
+    python benchmarks/merging.py --only resnet50     # a part of it
+
+Each network has random weights; a fine-tune adds noise of 2 percent. Prints tables and writes them to
+``benchmarks/results/merging-cpu.json`` and ``.md``.
+
+Variants:
+    plain   every tensor of both files is read, averaged in the type of the files, and written
+    trace   the group of the architecture, without translations and without a self-test
+    align   the decision that a fine-tune is in order: one reading of both files
+    equal   the decision that both compute other functions
+    ours    the command's function, from files to a file
+    moved   the same for a copy moved by a random permutation
+"""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+from _timing import Results, Runs, parser, result, run, timed
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from lightning_sym.merging import align, merge_checkpoints
+from lightning_sym.merging.checkpoint import Checkpoint
+from lightning_sym.merging.equality import equality, rounding_of
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.tracing.calls import Call
+
+_NOISE = 0.02
+
+
+def resnet50() -> tuple[nn.Module, Call]:
+    """Return a ResNet-50 and an example."""
+    from torchvision.models import resnet50
+
+    return resnet50().eval(), Call.of(torch.randn(1, 3, 64, 64))
+
+
+def gpt2() -> tuple[nn.Module, Call]:
+    """Return a GPT-2 with 124 million weights and an example."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config()).eval(), Call.of(None, {"input_ids": torch.arange(8)[None]})
+
+
+def vit_b_16() -> tuple[nn.Module, Call]:
+    """Return a vision transformer with 86 million weights and an example."""
+    from torchvision.models import vit_b_16
+
+    return vit_b_16().eval(), Call.of(torch.randn(1, 3, 224, 224))
+
+
+def plain_average(files: list[Path], out: Path) -> None:
+    """Average the tensors of files."""
+    opened = [safe_open(file, "pt") for file in files]
+    names = opened[0].keys()
+    means = {name: sum(own.get_tensor(name) for own in opened) / len(opened) for name in names}
+    save_file(means, out)
+
+
+@torch.no_grad()
+def tuned(network: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the network's parameters with noise."""
+    state, generator = dict(network.state_dict()), torch.Generator().manual_seed(1)
+    for name, own in network.named_parameters():
+        size = _NOISE * float(own.square().mean().sqrt())
+        state[name] = own + size * torch.randn(own.shape, generator=generator)
+    return state
+
+
+def measure(name: str, make: Callable[[], tuple[nn.Module, Call]], rounds: int) -> Results:
+    """Time the variants for one architecture."""
+    torch.manual_seed(0)
+    network, call = make()
+    symmetry = trace_symmetry(network, *call.positional, check=False, **call.keywords)
+    drawn = symmetry.sample(torch.Generator().manual_seed(0), mixing=False, scale=0.0, signs=False, shifts=False)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{which}.safetensors" for which in ("a", "b", "c")]
+        unique = {id(own): key for key, own in reversed(network.state_dict(keep_vars=True).items())}
+        for file, state in zip(
+            files,
+            (network.state_dict(), tuned(network), symmetry.act(drawn, network, check=False).state_dict()),
+            strict=True,
+        ):
+            save_file({key: state[key].contiguous() for key in unique.values()}, file)
+        number = iter(range(10**6))
+
+        def merged(which: list[Path]) -> Any:
+            out = Path(folder) / f"{next(number)}.safetensors"
+            found = merge_checkpoints(which, out, network=network, inputs=call)
+            out.unlink()
+            return found
+
+        one, two = (Checkpoint.read(file, network).network for file in files[:2])
+        trace = partial(trace_symmetry, network, *call.positional, check=False, shifts=False, **call.keywords)
+        group = trace()
+        same = (group.identity(),)
+        runs: Runs = {
+            "plain": lambda: plain_average(files[:2], Path(folder) / "plain.safetensors"),
+            "trace": trace,
+            "align": lambda: align(group, [one, two]),
+            "equal": lambda: equality(group, one, two, same, rounding_of(torch.float32)),
+            "ours": lambda: merged(files[:2]),
+            "moved": lambda: merged([files[0], files[2]]),
+        }
+        note = f"Fine-tune in order: {not align(group, [one, two]).moved}."
+        return [result(f"Merge two {name}", timed(runs, rounds, clock=process_time), note=note)]
+
+
+def main() -> None:
+    """Run the benchmark and write the results."""
+    makers = {"resnet50": resnet50, "gpt2": gpt2, "vit_b_16": vit_b_16}
+    options = parser(__doc__, 3)
+    options.add_argument("--only", nargs="+", choices=list(makers))
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    parts = {name: partial(measure, name, make, given.rounds) for name, make in makers.items()}
+    run("merging", parts, given.only, "cpu", given.rounds)
+
+
+if __name__ == "__main__":
+    main()
