@@ -340,27 +340,27 @@ class _Freedom:
         self.removed: list[float] = []
         # Rotated tensors: squared distance, the part of it that all else removes, name, and rotated axis.
         self.rotated: list[tuple[float, float, str, int]] = []
-        self.shifted = bool(self.structure.shifts) or bool(self.structure.tilts)
+        self.shifted = self.structure.translates
 
     def add(self, name: str, one: Tensor, two: Tensor, square: float) -> None:
         """Add a tensor of both networks, with their squared distance."""
-        structure, slots = self.structure, self.structure.slots_of.get(name, [])
+        slots = self.structure.slots_of.get(name, [])
         if not slots and not self.shifted:
             return
-        matrices = structure.dense_places.keys() | structure.turned_places.keys() | structure.gained_places.keys()
-        if one.ndim < 2 or any(own.offset in matrices or len(own.axes) > 1 for own in slots):
+        kinds = [(own.axes, self.structure.kinds_at(own)) for own in slots]
+        if one.ndim < 2 or any("matrices" in own or len(at) > 1 for at, own in kinds):
             self.removed.append(square)
             return
         x, y = _sampled(one, two, self.generator)
         size = float((x - y).square().sum())
         if not size:
             return
-        axes = sorted({own.axes[0] for own in slots if structure.magnitudes[own.rows].nnz})
+        axes = sorted({at[0] for at, own in kinds if "scales" in own})
         fraction = _removed_by_scales(x, y, axes) / size
         if self.shifted:
             fraction += 2 * _largest_square(x - y, {own.axes[0] for own in slots} or {0}, self.generator) / size
         removed = min(fraction, 1.0) * square
-        turned = [own.axes[0] for own in slots if own.offset in structure.rotated_places]
+        turned = [at[0] for at, own in kinds if "rotations" in own]
         if turned:
             self.rotated.append((square, removed, name, turned[0]))
         else:

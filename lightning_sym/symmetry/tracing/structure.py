@@ -299,6 +299,20 @@ class Structure:
             places.setdefault(offset, []).append((cells, list(np.moveaxis(positions, 2, 0)), read))
         return places
 
+    def kinds_at(self, slot: Slot) -> frozenset[str]:
+        """Return the kinds of continuous maps that act on a slot: "scales", "rotations", "matrices"."""
+        places = {
+            "scales": self.magnitudes[slot.rows].nnz > 0,
+            "rotations": slot.offset in self.rotated_places,
+            "matrices": any(slot.offset in own for own in (self.dense_places, self.turned_places, self.gained_places)),
+        }
+        return frozenset(kind for kind, acts in places.items() if acts)
+
+    @property
+    def translates(self) -> bool:
+        """Whether translations or rank-one maps act anywhere."""
+        return bool(self.shifts) or bool(self.tilts)
+
     @cached_property
     def rotated_places(self) -> dict[int, list[tuple[int, Ints, tuple[int, ...]]]]:
         """By slot offset: rotations, their positions, and the powers of the gains around them."""
