@@ -189,8 +189,10 @@ class MergingReport(RunReport):
             for name, network in carried.items():
                 if how == ALIGNED:
                     network = symmetry.act(found.elements[1], network)
-                vector = _with_state(base, _combined(_state(base), _state(network), _state(moved)))
-                yield entry(OTHER_SEED, "task_arithmetic", how, [name], vector)
+                states = [_state(base), _state(network), _state(moved)]
+                added = dict(merge_tensors("linear", states, weight=[1.0, 1.0, -1.0]))
+                added |= {key: buffer for key, buffer in base.named_buffers() if key in added}
+                yield entry(OTHER_SEED, "task_arithmetic", how, [name], _with_state(base, added))
 
     def _applicable(self, count: int, *, based: bool) -> list[str]:
         """Return the methods for so many networks, with or without a base."""
@@ -208,11 +210,10 @@ class MergingReport(RunReport):
             settings["lambda_"] = settings.pop("lambda")
         states = [_state(network) for network in networks]
         origin = None if base is None or method.base == "unused" else _state(base)
-        merged = merge_tensors(method, states, base=origin, seed=self.seed, **settings)
-        means = {key: [own[key] for own in states] for key, _ in networks[0].named_buffers() if key in merged}
-        merged |= {
-            key: merge_tensors("linear", own) for key, own in means.items() if own[0].is_floating_point()
-        }  # variances are never differences
+        merged = dict(merge_tensors(method, states, base=origin, seed=self.seed, **settings))
+        for key, buffer in networks[0].named_buffers():
+            if key in merged and buffer.is_floating_point():  # variances may not be sums of differences
+                merged[key] = merge_tensors("linear", [own[key] for own in states])
         return _with_state(networks[0], merged)
 
 
@@ -238,14 +239,6 @@ def _with_state(network: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     found = copy.deepcopy(network)
     found.load_state_dict(state)
     return found
-
-
-def _combined(base: Mapping[str, Tensor], plus: Mapping[str, Tensor], minus: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base plus a task vector."""
-    return {
-        key: (own.double() + plus[key].double() - minus[key].double()).to(own.dtype) if own.is_floating_point() else own
-        for key, own in base.items()
-    }
 
 
 _Batches = list[tuple[Tensor, Tensor]]

@@ -125,6 +125,7 @@ REPORT = Report(
     places={"picture": "merging.png", "table": "summary.csv", "tasks": "accuracies.csv"},
 )  # fmt: skip
 
+_KEY = ("setting", "method", "align", "parent")
 # What single networks are compared with, by setting: name in the figure and row of single networks.
 _LEVELS = {
     ONE_PARENT: {"parent": PARENT, "fine-tune": TUNED},
@@ -177,15 +178,19 @@ def score_rows(measured: Sequence[MergedAccuracy]) -> list[dict[str, Any]]:
         key["method"]: statistics.fmean(row["score"] for row in own)
         for key, own in grouped((row for row in rows if row["align"] == ALONE), "method")
     }
-    for _, own in grouped(rows, "setting", "method", "align"):
-        scores = [row["score"] for row in own]
-        for row in own:
-            named = _LEVELS.get(row["setting"], {}).items()
-            row |= {"low": min(scores), "high": max(scores), "levels": {name: 100 * alone[one] for name, one in named}}
-    return rows
-
-
-_KEY = ("setting", "method", "align", "parent")
+    ends = {
+        tuple(key.values()): {"low": min(scores), "high": max(scores)}
+        for key, own in grouped(rows, "setting", "method", "align")
+        if (scores := [row["score"] for row in own])
+    }
+    return [
+        {
+            **row,
+            **ends[row["setting"], row["method"], row["align"]],
+            "levels": {name: 100 * alone[one] for name, one in _LEVELS.get(row["setting"], {}).items()},
+        }
+        for row in rows
+    ]
 
 
 def summary_rows(scores: Sequence[Row]) -> list[dict[str, Any]]:

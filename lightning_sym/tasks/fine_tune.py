@@ -5,10 +5,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sym.networks import NetworkOrModule
+from lightning_sym.networks import Network, NetworkOrModule
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import example_input
 from lightning_sym.tasks.metrics import PopulationLoss
@@ -100,7 +100,7 @@ class FineTuneTask(ZooTask):
         """Return the index of a member's parent in the zoo."""
         return number // len(self.tasks)
 
-    def parent(self, number: int) -> nn.Module:
+    def parent(self, number: int) -> Network:
         """Load a parent, in evaluation mode.
 
         Args:

@@ -536,8 +536,9 @@ def test_networks_merged_by_several_processes_are_those_of_one(strategy, count, 
     one, several = (read_csv(runs / f"fine-tuning {strategy} {n}" / "results" / "accuracies.csv") for n in (1, count))
     assert len(one) > 100
     for a, b in zip(one, several, strict=True):
-        # One of the 17 test digits that each process has its share of may be on the border.
-        assert float(b.pop("accuracy")) == pytest.approx(float(a.pop("accuracy")), abs=1 / 17 + 1e-9)
+        # Sums in another order may change the class of one of 81 digits.
+        most = 1 / 81 if strategy == "ddp_fork" else 0
+        assert float(b.pop("accuracy")) == pytest.approx(float(a.pop("accuracy")), abs=most + 1e-9)
         assert a == b
 
 

@@ -10,7 +10,7 @@ from helpers import assert_refused, read_rows, write_zoo
 
 from lightning_sym.callbacks import MergingReport
 from lightning_sym.networks import MultiLayerPerceptron
-from lightning_sym.reports.merged_tasks import ALIGNED, ONE_MOVED, ONE_PARENT, PARENT_TASK, PLAIN, TWO_SEEDS
+from lightning_sym.reports.merged_tasks import ALIGNED, ONE_MOVED, ONE_PARENT, OTHER_SEED, PARENT_TASK, PLAIN, TWO_SEEDS
 from lightning_sym.symmetry import weight_matching
 from lightning_sym.tasks import FineTuneTask, SquaredDistance
 from lightning_sym.zoo import ModelZoo
@@ -100,6 +100,11 @@ def test_accuracies_are_those_of_networks_merged_by_hand(zoo, tmp_path):
         means[name] = copy.deepcopy(a)
         states = [one.state_dict() for one in networks]
         means[name].load_state_dict({key: (states[0][key] + states[1][key]) / 2 for key in states[0]})
+    carried = copy.deepcopy(a)  # the difference that fine-tuning made to the other parent, on the first task
+    there, other = task.kept[2]["state"], b.state_dict()
+    carried.load_state_dict({key: own + there[key] - other[key] for key, own in a.state_dict().items()})
+    (row,) = chosen(rows, setting=OTHER_SEED, align=PLAIN, parent=0, tasks="task 1", task="task 1")
+    assert row["accuracy"] == pytest.approx(accuracy(carried, data, 1), abs=1 / 359)
     for (setting, how), mean in means.items():
         own = chosen(rows, setting=setting, align=how, method="linear", parent=0)
         found = {row["task"]: row["accuracy"] for row in own}
@@ -116,7 +121,7 @@ def test_accuracies_are_those_of_networks_merged_by_hand(zoo, tmp_path):
 def test_tables_numbers_and_pictures(zoo, tmp_path):
     _, _, report, rows = run(zoo, tmp_path, precision="32-true")
     summary = read_rows(tmp_path / "results" / "summary")
-    assert {row["setting"] for row in summary} == {"alone", ONE_PARENT, ONE_MOVED, TWO_SEEDS, "vector of other seed"}
+    assert {row["setting"] for row in summary} == {"alone", ONE_PARENT, ONE_MOVED, TWO_SEEDS, OTHER_SEED}
     of_base = [row["method"] for row in summary if row["setting"] == ONE_PARENT]
     assert of_base == list(METHODS)  # slerp, too: there are two fine-tunes
     assert [row["method"] for row in summary if row["setting"] == TWO_SEEDS] == ["linear", "slerp"]
