@@ -89,9 +89,8 @@ CASES = {
     # the other k - 2 vectors. So k + 2 are hidden, where two different units hide 2.
     "equal units, deep": (lambda: deep(leaky), copy_first, {"seed": 0}, 12, 8, (0, 0, 0, 1)),
     "equal units": (shallow, copy_first, {}, 6, 4, (0, 0, 0, 1)),
-    "tanh without an outgoing weight": (
-        lambda: shallow(nn.Tanh), lambda net: net[2].weight[:, 0].zero_(), {}, 4, 0, NOTHING,
-    ),
+    "tanh without an outgoing weight": (lambda: shallow(nn.Tanh), lambda net: net[2].weight[:, 0].zero_(), {}, 4, 0,
+        NOTHING),
     "constant tanh": (lambda: shallow(nn.Tanh), lambda net: net[0].weight[0].zero_(), {}, 3, 0, (0, 0, 1, 0)),
     "equal tanh": (lambda: shallow(nn.Tanh), copy_first, {}, 2, 0, (0, 0, 0, 1)),
     # Scales, and what adds one number to all logits: in each column of the last layer, and in its bias.

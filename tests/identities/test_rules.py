@@ -559,53 +559,34 @@ def test_a_rule_for_an_operation_gives_all_that_torch_would() -> None:
 
 # Operations of torch that are others in a row: the operation, and these.
 WRITTEN_OUT: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "glu": (
-        lambda s, a, b: s.c(nn.functional.glu(torch.cat([a, b], -1))),
-        lambda s, a, b: s.c(a * b.sigmoid()),
-    ),
+    "glu": (lambda s, a, b: s.c(nn.functional.glu(torch.cat([a, b], -1))), lambda s, a, b: s.c(a * b.sigmoid())),
     "lerp": (lambda s, a, b: s.c(torch.lerp(a, b, s.w)), lambda s, a, b: s.c(a + s.w * (b - a))),
     "lerp in place": (lambda s, a, b: s.c((a * 1).lerp_(b, 0.3)), lambda s, a, b: s.c(a + 0.3 * (b - a))),
     "lerp in place, read again": (lambda s, a, b: s.c(a.lerp_(b, 0.3) + a), lambda s, a, b: s.c(2 * a + 0.6 * (b - a))),
-    "lerp into a part": (
-        lambda s, a, b: (a[:, :1].lerp_(b[:, :1], 0.3), s.c(a))[1],
-        lambda s, a, b: (a[:, :1].add_(0.3 * (b - a)[:, :1]), s.c(a))[1],
-    ),
-    "outer": (
-        lambda s, a, b: s.c(a.relu() + torch.outer(s.v, s.w)),
-        lambda s, a, b: s.c(a.relu() + s.v[:, None] * s.w),
-    ),
+    "lerp into a part": (lambda s, a, b: (a[:, :1].lerp_(b[:, :1], 0.3), s.c(a))[1],
+        lambda s, a, b: (a[:, :1].add_(0.3 * (b - a)[:, :1]), s.c(a))[1]),
+    "outer": (lambda s, a, b: s.c(a.relu() + torch.outer(s.v, s.w)),
+        lambda s, a, b: s.c(a.relu() + s.v[:, None] * s.w)),
     "hypot": (lambda s, a, b: s.c(torch.hypot(a, b)), lambda s, a, b: s.c((a * a + b * b).sqrt())),
     "vecdot": (lambda s, a, b: torch.linalg.vecdot(a, b), lambda s, a, b: (a * b).sum(-1)),
     "diff": (lambda s, a, b: s.c(torch.diff(a, 1, 1)), lambda s, a, b: s.c(a[:, 1:] - a[:, :-1])),
-    "diff, twice": (
-        lambda s, a, b: s.c(torch.diff(a, 2, 1, append=b)),
-        lambda s, a, b: s.c(torch.cat([a, b], 1).diff(dim=1).diff(dim=1)),
-    ),
+    "diff, twice": (lambda s, a, b: s.c(torch.diff(a, 2, 1, append=b)),
+        lambda s, a, b: s.c(torch.cat([a, b], 1).diff(dim=1).diff(dim=1))),
     "distance": (lambda s, a, b: F.pairwise_distance(a, b), lambda s, a, b: (a - b + 1e-6).norm(dim=-1)),
     "hstack": (lambda s, a, b: s.c(torch.hstack([a, b])), lambda s, a, b: s.c(torch.cat([a, b], 1))),
     "vstack": (lambda s, a, b: s.c(torch.vstack([a, b])), lambda s, a, b: s.c(torch.cat([a, b]))),
-    "columns": (
-        lambda s, a, b: s.c(a * torch.column_stack([s.w, s.w]).sum(1)),
-        lambda s, a, b: s.c(a * torch.stack([s.w, s.w], 1).sum(1)),
-    ),
-    "kron": (
-        lambda s, a, b: s.c(a.relu() + torch.kron(s.v[:, None], s.w)),
-        lambda s, a, b: s.c(a.relu() + s.v[:, None] * s.w),
-    ),
-    "products in a row": (
-        lambda s, a, b: torch.linalg.multi_dot([a[0], s.c.weight.T, s.c.weight]),
-        lambda s, a, b: a[0] @ s.c.weight.T @ s.c.weight,
-    ),
+    "columns": (lambda s, a, b: s.c(a * torch.column_stack([s.w, s.w]).sum(1)),
+        lambda s, a, b: s.c(a * torch.stack([s.w, s.w], 1).sum(1))),
+    "kron": (lambda s, a, b: s.c(a.relu() + torch.kron(s.v[:, None], s.w)),
+        lambda s, a, b: s.c(a.relu() + s.v[:, None] * s.w)),
+    "products in a row": (lambda s, a, b: torch.linalg.multi_dot([a[0], s.c.weight.T, s.c.weight]),
+        lambda s, a, b: a[0] @ s.c.weight.T @ s.c.weight),
     "norm": (lambda s, a, b: torch.linalg.norm(a - b, dim=-1), lambda s, a, b: (a - b).norm(dim=-1)),
-    "difference and quotient": (
-        lambda s, a, b: s.c(torch.divide(torch.subtract(a, b), s.w.view_as(s.w).expand_as(a))),
-        lambda s, a, b: s.c((a - b) / s.w),
-    ),
-    "distances": (
-        lambda s, a, b: torch.cdist(a, b),
-        lambda s, a, b: (a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1),
-    ),
-}
+    "difference and quotient": (lambda s, a, b: s.c(torch.divide(torch.subtract(a, b), s.w.view_as(s.w).expand_as(a))),
+        lambda s, a, b: s.c((a - b) / s.w)),
+    "distances": (lambda s, a, b: torch.cdist(a, b),
+        lambda s, a, b: (a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)),
+}  # fmt: skip
 
 
 class Joined(nn.Module):

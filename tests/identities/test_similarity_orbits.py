@@ -80,10 +80,8 @@ CASES = {
     **{name: (functools.partial(convolutions, name), (2, 6, 6), {}) for name in INTERTWINER_GROUPS},
     **{f"small {name}": case for name, case in SMALL.items()},
     "transformer": (Transformer, (6, 5), {}),
-    "sigmoid affine": (
-        lambda: nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 7), nn.Sigmoid(), nn.Linear(7, 3)),
-        (5,), {"affine": True},
-    ),
+    "sigmoid affine": (lambda: nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 7), nn.Sigmoid(),
+        nn.Linear(7, 3)), (5,), {"affine": True}),
     "linear": (lambda: nn.Sequential(*map(nn.Linear, (9, 4, 6, 5), (4, 6, 5, 3))), (9,), {}),
 }  # fmt: skip
 

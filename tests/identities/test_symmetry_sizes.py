@@ -200,14 +200,12 @@ MODELS: dict[str, Model] = {
         shifts=696 + 168 * 2),
     # 25 norms; 12 layers with 12 heads of 64; one sign of the stream; rotations. Shifts: docs/theory/translations.md;
     # patches, class token and 5 positions against one another and to their means; the last norm and the head.
-    "vit_b_16": Model(None, 37, log10_factorials({3072: 12, 12: 12}), 25 * 768 + 12 * 1536,
-        25 * 768 + 12 * 1536 + 1,
+    "vit_b_16": Model(None, 37, log10_factorials({3072: 12, 12: 12}), 25 * 768 + 12 * 1536, 25 * 768 + 12 * 1536 + 1,
         shifts=12 * (8 * 768 + 2 * 3072 + 2) + 2 * 768 + (768 + 1 + 1 + 5) - 2 + 768 + 1000,
         dense=12 * 2 * 12 * 64 * 63, rotations=(767,), options=(("image_size", 32),)),
     # Norms of 12 blocks, of three mergings (of four channels each) and the last; heads of 32; stem and four streams, of
     # which all but the first, into which a norm writes, are rotated. Mergings have no biases behind their norms.
-    "swin_t": Model(None, 40,
-        log10_factorials({96: 1, 384: 2, 768: 2, 1536: 6, 3072: 2, 3: 2, 6: 2, 12: 6, 24: 2}),
+    "swin_t": Model(None, 40, log10_factorials({96: 1, 384: 2, 768: 2, 1536: 6, 3072: 2, 3: 2, 6: 2, 12: 6, 24: 2}),
         8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, shifts=42011, dense=4416 * 2 * 31,
         rotations=(191, 383, 767), tilts=4 * (96 + 192 + 384), notes=1),
 }  # fmt: skip

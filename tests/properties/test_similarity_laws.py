@@ -64,9 +64,8 @@ MEASURES: dict[str, tuple[Callable[[], Metric], set[str], float]] = {
     "tanh": (lambda: GroupProcrustes("tanh"), MONOMIAL - {"scales"}, 0.09),
     "gaussian": (lambda: GroupProcrustes("gaussian"), {"permutation", "one scale"}, 0.09),
     "gelu": (lambda: GroupProcrustes("gelu"), {"permutation", "one scale"}, 0.09),
-    "sigmoid affine": (
-        lambda: GroupProcrustes(intertwiner_group("sigmoid", affine=True)), MONOMIAL - {"scales"} | {"shift"}, 0.09
-    ),
+    "sigmoid affine": (lambda: GroupProcrustes(intertwiner_group("sigmoid", affine=True)),
+        MONOMIAL - {"scales"} | {"shift"}, 0.09),
     "identity": (lambda: GroupProcrustes("identity"), ALL - {"shift"}, 0.01),
     "orthogonal": (OrthogonalProcrustes, ALL - {"scales", "shift"}, 0.03),
     "orthogonal centred": (lambda: OrthogonalProcrustes(center=True), ALL - {"scales"}, 0.03),

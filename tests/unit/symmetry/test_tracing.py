@@ -529,12 +529,11 @@ def test_network_without_units(network: nn.Module) -> None:
 SPREADS = {"expand": lambda number: number.expand(6), "repeat": lambda number: number.repeat(6)}
 USES = {
     "bias of a linear map": lambda net, x, spread: F.linear(x, net.first.weight, spread(net.number)).relu(),
-    "bias of a convolution": lambda net, x, spread: F.conv1d(
-        x[..., None], net.first.weight[..., None], spread(net.number)
-    )[..., 0].relu(),
+    "bias of a convolution": lambda net, x, spread: F.conv1d(x[..., None], net.first.weight[..., None],
+        spread(net.number))[..., 0].relu(),
     "bias of addmm": lambda net, x, spread: torch.addmm(spread(net.number), x, net.first.weight.T).relu(),
     "slopes": lambda net, x, spread: F.prelu(net.first(x), spread(net.number)),
-}
+}  # fmt: skip
 
 
 def one_number(use, spread, shape):
