@@ -17,14 +17,10 @@ VOCABULARY = 41
 
 @dataclass(frozen=True)
 class Model:
-    """A network of some library, and inputs for it.
+    """A network of some library, and inputs for it."""
 
-    Attributes:
-        make: Makes the network.
-        inputs: Makes an input, as keyword arguments or as a tuple; takes True for one of another length or size.
-    """
-
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module]  # makes the network
+    # makes an input, as keyword arguments or as a tuple; takes True for one of another length or size
     inputs: Callable[[bool], Any]
 
 

@@ -21,21 +21,14 @@ Spelled = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Function:
-    """A function of weights and inputs, and how it may be written.
+    """A function of weights and inputs, and how it may be written."""
 
-    Attributes:
-        parts: What all spellings are made of, by name.
-        inputs: Makes inputs, from the number of samples.
-        nullity: The nullity of the Jacobian.
-        spellings: By name, what computes the function from the parts (a network that holds them) and inputs.
-        samples: The number of samples that determine the Jacobian's rank.
-    """
-
-    parts: dict[str, Any]
-    inputs: Callable[[int], tuple[Tensor, ...]]
-    nullity: int
+    parts: dict[str, Any]  # what all spellings are made of, by name
+    inputs: Callable[[int], tuple[Tensor, ...]]  # makes inputs, from the number of samples
+    nullity: int  # the nullity of the Jacobian
+    # by name, what computes the function from the parts (a network that holds them) and inputs
     spellings: dict[str, Spelled]
-    samples: int = 40
+    samples: int = 40  # the number of samples that determine the Jacobian's rank
 
     def network(self, spelling: str) -> nn.Module:
         """Make the network in a spelling, always with the same generic weights, in float64."""

@@ -123,35 +123,23 @@ Inputs = Callable[[int], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its inputs and its group.
+    """A network, its inputs and its group."""
 
-    Attributes:
-        family: Which family it belongs to.
-        make: Makes the network, with random weights and the same structure every time.
-        example: What it is traced on, from the batch size.
-        more: Further examples, where the program branches on the shape.
-        fresh: Inputs that no example shows: other lengths, other image sizes.
-        batches: Batch sizes on which elements are tried.
-        whole: The whole group.
-        spare: Units that nothing feeds or that nothing reads: they may move or stay, each of these groups by itself.
-        least: A smaller group that is right as well, where the whole one needs more than labels to be seen.
-        slack: Whether weights exist that no input reads, whose scales mean nothing.
-        charts: By name of a tensor, the number with which it is added wherever it is read, and scaled.
-        tolerance: Largest relative change of an output.
-    """
-
-    family: str
-    make: Callable[[], nn.Module]
-    example: Inputs
-    whole: Group
-    more: Sequence[Inputs] = ()
-    fresh: Sequence[Inputs] = ()
-    batches: Sequence[int] = (1, 5)
+    family: str  # which family it belongs to
+    make: Callable[[], nn.Module]  # makes the network, with random weights and the same structure every time
+    example: Inputs  # what it is traced on, from the batch size
+    whole: Group  # the whole group
+    more: Sequence[Inputs] = ()  # further examples, where the program branches on the shape
+    fresh: Sequence[Inputs] = ()  # inputs that no example shows: other lengths, other image sizes
+    batches: Sequence[int] = (1, 5)  # batch sizes on which elements are tried
+    # units that nothing feeds or that nothing reads: they may move or stay, each of these groups by itself
     spare: Sequence[Group] = ()
+    # a smaller group that is right as well, where the whole one needs more than labels to be seen
     least: Group | None = None
-    slack: bool = False
+    slack: bool = False  # whether weights exist that no input reads, whose scales mean nothing
+    # by name of a tensor, the number with which it is added wherever it is read, and scaled
     charts: Mapping[str, float] = field(default_factory=dict)
-    tolerance: float = EXACT
+    tolerance: float = EXACT  # largest relative change of an output
 
     def accepts(self, found: Group) -> bool:
         """Return whether a group is the whole one, with or without the spare units, or one that is named as enough."""

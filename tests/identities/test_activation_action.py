@@ -16,7 +16,6 @@ from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.tracing import tracer
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, capture, state_tensors
 
-torch.set_num_threads(1)
 EXACT = 1e-9  # of float64, relative to each number and to what is usual in its tensor; measured values are below 1e-11
 
 

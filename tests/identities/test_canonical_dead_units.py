@@ -17,8 +17,6 @@ from torch import nn
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry
 
-torch.set_num_threads(1)
-
 EXACT = 1e-10
 
 

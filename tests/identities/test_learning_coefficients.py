@@ -192,9 +192,6 @@ def test_coefficients_of_reduced_rank_regression(sizes: tuple[int, int, int, int
 
 
 def test_full_rank_is_half_the_codimension() -> None:
-    for width in range(2, 8):
-        for hidden in range(1, width):
-            assert reduced_rank_coefficient(width, hidden, width, hidden) == hidden * (2 * width - hidden) / 2
     matrix = curvature(ReducedRank(3, 2, 3, 2).double())
     assert int(torch.linalg.matrix_rank(matrix, rtol=1e-9)) == 2 * reduced_rank_coefficient(3, 2, 3, 2)
 

@@ -16,8 +16,6 @@ from torch import nn
 
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 
-torch.set_num_threads(1)
-
 LIBRARIES = {"torch": TORCH, "transformers": TRANSFORMERS, "timm": TIMM}
 QUICK = {
     "torch": set(TORCH),

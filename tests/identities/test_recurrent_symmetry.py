@@ -17,7 +17,6 @@ from lightning_sym.symmetry import Symmetry, local_dimension, trace_symmetry
 
 pytestmark = pytest.mark.long
 
-torch.set_num_threads(1)
 
 HIDDEN, OUTPUTS = 3, 5
 

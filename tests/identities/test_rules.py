@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sym.symmetry import Symmetry, Value, canonicalize, register_rule, trace_symmetry
 
-torch.set_num_threads(1)
-
 # Singular values of the Jacobian, relative to the largest: those that are zero are about 1e-15, others above 1e-8.
 ZERO = 1e-11
 EXACT = 1e-10  # rounding of float64
@@ -52,19 +50,12 @@ Kind = type[Plain]
 
 @dataclass(frozen=True)
 class Case:
-    """A network.
+    """A network."""
 
-    Attributes:
-        build: Makes it, with a class of modules in which the operations are.
-        rule: The rule of this class.
-        inputs: Makes inputs, of a number of samples and a length.
-        is_nullity: Whether its dimension is the nullity of the Jacobian.
-    """
-
-    build: Callable[[Kind], nn.Module]
-    rule: Callable[..., Any]
-    inputs: Callable[[int, int], Tensor]
-    is_nullity: bool = True
+    build: Callable[[Kind], nn.Module]  # makes it, with a class of modules in which the operations are
+    rule: Callable[..., Any]  # the rule of this class
+    inputs: Callable[[int, int], Tensor]  # makes inputs, of a number of samples and a length
+    is_nullity: bool = True  # whether its dimension is the nullity of the Jacobian
 
 
 CASES: dict[str, Case] = {}

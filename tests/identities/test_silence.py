@@ -25,8 +25,6 @@ from translation_cases import CASES as TRANSLATIONS
 
 from lightning_sym.symmetry import completeness, trace_symmetry
 
-torch.set_num_threads(1)
-
 L = nn.Linear
 Inputs = tuple[Tensor, ...]
 # Singular values of the Jacobian, relative to the largest: those that are zero are about 1e-15.
@@ -51,20 +49,14 @@ WIDE = FREER[0]  # then matrices of the group may change nothing
 
 
 class Case(NamedTuple):
-    """A network and its inputs.
+    """A network and its inputs."""
 
-    Attributes:
-        network: Makes it.
-        example: Makes inputs of a batch size.
-        more: Further examples to trace.
-        others: Inputs of other lengths.
-        positive: Whether weights are made positive, as units would be dead otherwise.
-    """
+    # positive: Whether weights are made positive, as units would be dead otherwise.
 
-    network: Callable[[], nn.Module]
-    example: Callable[[int], Any]
-    more: Sequence[Callable[[int], Inputs]] = ()
-    others: Sequence[Callable[[int], Inputs]] = ()
+    network: Callable[[], nn.Module]  # makes it
+    example: Callable[[int], Any]  # makes inputs of a batch size
+    more: Sequence[Callable[[int], Inputs]] = ()  # further examples to trace
+    others: Sequence[Callable[[int], Inputs]] = ()  # inputs of other lengths
 
 
 def program(function: Callable[..., Any], *shape: int, **parts: Any) -> Case:

@@ -16,7 +16,6 @@ from lightning_sym.symmetry import INTERTWINER_GROUPS, Element, Symmetry, trace_
 
 pytestmark = pytest.mark.long
 
-torch.set_num_threads(1)
 EXACT = 1e-10
 ONE = 1e-7  # squared distances are rounded to some 1e-14, relative to the squared norms
 NEARLY = 1e-4  # behind a layer norm one direction hardly varies, which is divided out where matrices mix

@@ -21,7 +21,6 @@ from lightning_sym.networks import (
 )
 from lightning_sym.stitching import CutNetwork, FeatureMoments, FixedMap, PlantedStitches, StitchedNetwork
 
-torch.set_num_threads(1)
 EXACT = 1e-10  # of float64, relative to the largest logit; measured values are below 1e-13
 
 

@@ -36,44 +36,29 @@ from lightning_sym.networks import (
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.trace import trace_symmetry
 
-torch.set_num_threads(1)
-
 EXACT = 1e-10
 VECTOR, SEQUENCE, IMAGE = (2, 5), (2, 5, 5), (2, 3, 8, 8)
 
 
 @dataclass
 class Case:
-    """A network and its group.
+    """A network and its group."""
 
-    Attributes:
-        network: Makes the network.
-        shape: The example input's shape; or a function that makes the example.
-        sizes: Sizes of the axis groups whose units change places.
-        order: The numbers whose product is the number of permutations; by default the factorials of `sizes`.
-        scales: Free magnitudes, those inside dense cells included.
-        signs: The same for signs.
-        dense: Sizes of the dense cells.
-        shifts: Free shifts in front of batch norms.
-        note: What one of the notes says; None: nothing limits this group.
-        rotations: Dimensions of the spaces in which streams are rotated: of their units, one less behind a layer norm.
-            The units' permutations and signs are among them: `order` leaves them out.
-        signs_in_rotations: How many of the signs are.
-        gained: Sizes of the cells that matrices mix between gains.
-    """
-
-    network: Callable[[], nn.Module]
-    shape: Any
-    sizes: Sequence[int]
-    scales: int
-    signs: int
+    network: Callable[[], nn.Module]  # makes the network
+    shape: Any  # the example input's shape; or a function that makes the example
+    sizes: Sequence[int]  # sizes of the axis groups whose units change places
+    scales: int  # free magnitudes, those inside dense cells included
+    signs: int  # the same for signs
+    # the numbers whose product is the number of permutations; by default the factorials of `sizes`
     order: Sequence[int] | None = None
-    dense: Sequence[int] = ()
-    shifts: int = 0
-    note: str | None = None
+    dense: Sequence[int] = ()  # sizes of the dense cells
+    shifts: int = 0  # free shifts in front of batch norms
+    note: str | None = None  # what one of the notes says; None: nothing limits this group
+    # dimensions of the spaces in which streams are rotated: of their units, one less behind a layer norm. The
+    # units' permutations and signs are among them: `order` leaves them out.
     rotations: Sequence[int] = ()
-    signs_in_rotations: int = 0
-    gained: Sequence[int] = ()
+    signs_in_rotations: int = 0  # how many of the signs are
+    gained: Sequence[int] = ()  # sizes of the cells that matrices mix between gains
     dimension: int = field(init=False)
     log10: float = field(init=False)
 

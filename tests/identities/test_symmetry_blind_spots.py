@@ -20,8 +20,6 @@ from torch.nn import functional as F
 
 from lightning_sym.symmetry import register_rule, trace_symmetry
 
-torch.set_num_threads(1)
-
 SINGLE = (1e-9, 1e-3)
 BRAIN = (1e-4, 0.3)
 # In single precision; what is wrong is off by a tenth.

@@ -24,8 +24,6 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.dimension import local_dimension
 from lightning_sym.symmetry.trace import trace_symmetry
 
-torch.set_num_threads(1)
-
 EXACT = 1e-10
 
 
@@ -131,35 +129,21 @@ def test_dimension_of_a_compact_transformer_is_the_nullity_of_its_jacobian() -> 
 
 @dataclass
 class Model:
-    """A model of torchvision and its group.
+    """A model of torchvision and its group."""
 
-    Attributes:
-        sizes: How many axis groups of each size change places; None where only their number is stated.
-        groups: How many axis groups change places.
-        log10: Decimal logarithm of the number of permutations; None: the factorials of the sizes.
-        scales: Free magnitudes.
-        signs: Free signs.
-        shifts: Dimension of the shifts.
-        dense: Dimension of the dense cells and of those between gains, less their magnitudes.
-        rotations: Dimensions of the spaces in which streams are rotated.
-        tilts: Dimension of the tilts of layer norms.
-        notes: How many notes say what limits the group.
-        image: Side of the example image.
-        options: For torchvision's function.
-    """
-
+    # how many axis groups of each size change places; None where only their number is stated
     sizes: dict[int, int] | None
-    groups: int
-    log10: float | None
-    scales: int
-    signs: int
-    shifts: int = 0
-    dense: int = 0
-    rotations: tuple[int, ...] = ()
-    notes: int = 0
-    tilts: int = 0
-    image: int = 32
-    options: tuple[tuple[str, Any], ...] = ()
+    groups: int  # how many axis groups change places
+    log10: float | None  # decimal logarithm of the number of permutations; None: the factorials of the sizes
+    scales: int  # free magnitudes
+    signs: int  # free signs
+    shifts: int = 0  # dimension of the shifts
+    dense: int = 0  # dimension of the dense cells and of those between gains, less their magnitudes
+    rotations: tuple[int, ...] = ()  # dimensions of the spaces in which streams are rotated
+    notes: int = 0  # how many notes say what limits the group
+    tilts: int = 0  # dimension of the tilts of layer norms
+    image: int = 32  # side of the example image
+    options: tuple[tuple[str, Any], ...] = ()  # for torchvision's function
 
 
 # In the sums: in front of batch norms (both), then behind them or at ReLUs (magnitudes), then in streams.

@@ -17,23 +17,14 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Case(NamedTuple):
-    """A network that is written as a function, and how much may be added to its weights.
+    """A network that is written as a function, and how much may be added to its weights."""
 
-    Attributes:
-        function: Of itself and its input.
-        dimension: Of all translations.
-        parts: What it is made of.
-        example: The shape of the example.
-        others: Those of further inputs.
-        tokens: How many tokens there are; 0 for numbers.
-    """
-
-    function: Callable[[Any, Tensor], Any]
-    dimension: int
-    parts: dict[str, Any]
-    example: tuple[int, ...] = (2, 4, 5)
-    others: Shapes = ((3, 4, 5), (2, 7, 5), (1, 2, 5))
-    tokens: int = 0
+    function: Callable[[Any, Tensor], Any]  # of itself and its input
+    dimension: int  # of all translations
+    parts: dict[str, Any]  # what it is made of
+    example: tuple[int, ...] = (2, 4, 5)  # the shape of the example
+    others: Shapes = ((3, 4, 5), (2, 7, 5), (1, 2, 5))  # those of further inputs
+    tokens: int = 0  # how many tokens there are; 0 for numbers
 
 
 CASES: dict[str, Case] = {}

@@ -24,7 +24,6 @@ from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym.similarity import CKA, ChannelStatistics, GroupProcrustes, OrthogonalProcrustes, gram, hsic
 from lightning_sym.symmetry import intertwiner_group
 
-torch.set_num_threads(1)
 LAW = settings(max_examples=15, deadline=None, derandomize=True)
 EXACT = 1e-10  # of float64; a similarity near 1 is another matter, as the distance is a square root
 SEEDS, SIZES = st.integers(0, 2**31), st.integers(1, 6)

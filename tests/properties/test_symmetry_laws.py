@@ -13,7 +13,6 @@ from torch import nn
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.trace import trace_symmetry
 
-torch.set_num_threads(1)
 LAW = settings(max_examples=3, deadline=None, derandomize=True)
 TIGHT = 1e-12  # relative to the largest entry of each tensor
 
