@@ -24,16 +24,9 @@ def squared_norm(network: nn.Module) -> float:
 @pytest.mark.parametrize(
     ("name", "scales"),
     # One pass over 11 million weights in float64 is enough.
-    one_in(
-        2,
-        [
-            (name, scales)
-            for name in NETWORKS
-            for scales in ("balanced", "unit")
-            if name != LARGE or scales == "balanced"
-        ],
-    ),
-)
+    one_in(2, [(name, scales) for name in NETWORKS for scales in ("balanced",
+        "unit") if name != LARGE or scales == "balanced"]),
+)  # fmt: skip
 @pytest.mark.long
 def test_one_form_for_the_whole_orbit(name: str, scales: str) -> None:
     network, _, symmetry = made(name)

@@ -228,12 +228,8 @@ def of_some_parameters() -> ComplementOperator:
 
 @pytest.mark.parametrize(
     "refusal",
-    [
-        refused(
-            lambda: orbit_tangents(trace_symmetry(linear(), torch.zeros(2, 5).double()), linear()), says="invertible"
-        ),
-        refused(of_some_parameters, says="all parameters"),
-    ],
-)
+    [refused(lambda: orbit_tangents(trace_symmetry(linear(), torch.zeros(2, 5).double()), linear()), says="invertible"),
+        refused(of_some_parameters, says="all parameters")],
+)  # fmt: skip
 def test_what_is_wrong_is_said_in_one_sentence(refusal: Callable[[], None]) -> None:
     refusal()

@@ -177,19 +177,10 @@ def test_group_laws_and_action(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("name", "samples", "common"),
-    [
-        ("tied", 40, WIDTH),
-        ("attention by hand", 40, WIDTH),
-        ("linear", 100, 7),
-        ("instance norm", 20, 5),
-        ("attention without biases", 40, WIDTH),
-        ("tied to gains", 40, WIDTH - 1),
-        ("tied to a norm", 40, WIDTH - 1),
-        ("tied, with a bias", 40, WIDTH),
-        ("norm by hand", 40, 4),
-        ("groups", 40, None),
-    ],
-)
+    [("tied", 40, WIDTH), ("attention by hand", 40, WIDTH), ("linear", 100, 7), ("instance norm", 20, 5),
+        ("attention without biases", 40, WIDTH), ("tied to gains", 40, WIDTH - 1), ("tied to a norm", 40, WIDTH - 1),
+        ("tied, with a bias", 40, WIDTH), ("norm by hand", 40, 4), ("groups", 40, None)],
+)  # fmt: skip
 @pytest.mark.parametrize("log_softmax", [False, True])
 def test_all_of_it_is_there(name: str, samples: int, common: int | None, log_softmax: bool) -> None:
     """The nullity of the Jacobian, with the common shift of logits and without."""

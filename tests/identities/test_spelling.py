@@ -218,17 +218,9 @@ def test_elements_keep_the_function(name: str, spelling: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "decoder",
-        "neighbours",
-        "gains that heads share",
-        "conditioned norm",
-        "gain per head",
-        "gains per head",
-        "temperature per head",
-        "shared queries and keys",
-    ],
-)
+    ["decoder", "neighbours", "gains that heads share", "conditioned norm", "gain per head", "gains per head",
+        "temperature per head", "shared queries and keys"],
+)  # fmt: skip
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))
     torch.manual_seed(3)
