@@ -504,26 +504,6 @@ def test_a_hessian_is_the_gauss_newton_matrix_and_the_rest() -> None:
 # ---- what they say of networks
 
 
-def test_curvature_of_a_scaling_direction_at_a_point_that_is_not_critical() -> None:
-    network, (x, y) = small(nn.ReLU), samples()
-    weights = {name: p.detach() for name, p in network.named_parameters()}
-    hess, gauss = (
-        CurvatureOperator(network, (x, y), F.cross_entropy, kind=kind) for kind in ("hessian", "gauss_newton")
-    )
-    slope = hess.gradient_and_loss()[0]
-    of = hess.split(slope)
-    for unit in range(8):
-        direction, image = ({name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(2))
-        for name, sign in (("0.weight", 1), ("0.bias", 1), ("2.weight", -1)):
-            at = (slice(None), unit) if name == "2.weight" else unit
-            direction[name][at] = sign * weights[name][at]
-            image[name][at] = -sign * of[name][at]
-        xi = hess.flatten(direction)
-        assert (gauss @ xi).norm() < 1e-10
-        assert abs(float(slope @ xi)) < 1e-10
-        torch.testing.assert_close(hess @ xi, hess.flatten(image), rtol=0, atol=1e-10)
-
-
 def test_nullity_at_interpolation_of_random_targets_is_what_equations_leave() -> None:
     """The example of docs/theory/spectra.md, 5: 1,210 parameters, 20 samples of 10 targets."""
     torch.manual_seed(0)

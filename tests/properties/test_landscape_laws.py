@@ -150,31 +150,6 @@ def test_a_network_on_a_curve_is_each_of_its_tensors_on_it(kind, decay, t, bends
     assert torch.equal(network.network.phases, start.phases)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [2, 3, 6])
-def test_identities_of_the_hessian_along_a_curve(kind, count):
-    r""":math:`H\gamma' = \mathrm d g / \mathrm d t` and :math:`L'' = \gamma'^\top H\gamma' + g^\top\gamma''`."""
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x, y = normal(11, 3), torch.arange(11) % 2
-    curve = Curve(normal(count, 26, seed=3), kind)
-    write = curve.writer(network)
-
-    def at(t: float) -> tuple[CurvatureOperator, Tensor, float]:
-        write(t)
-        operator = CurvatureOperator(network, [(x[:4], y[:4]), (x[4:], y[4:])], F.cross_entropy)
-        return operator, *operator.gradient_and_loss()
-
-    t, step = 0.37, 1e-5
-    operator, slope, _ = at(t)
-    tangent, bend = curve.tangent(t), curve.second_derivative(t)
-    (_, before, _), (_, after, _) = at(t - step), at(t + step)
-    image = operator @ tangent
-    assert (image - (after - before) / (2 * step)).norm() < 1e-6 * image.norm()
-    value = [at(t + shift)[2] for shift in (-2e-4, 0, 2e-4)]
-    second = (value[0] - 2 * value[1] + value[2]) / 4e-8
-    assert second == pytest.approx(float(tangent @ image + slope @ bend), rel=1e-3, abs=1e-4)
-
-
 @laws
 @given(st.integers(2, 12), st.integers(0, 50))
 def test_summaries_are_sums(count, seed):
