@@ -26,12 +26,7 @@ from lightning_sym.curvature import Evidence, factors, find_rule, parameter_grou
 from lightning_sym.curvature.blocks import in_parameter_order
 from lightning_sym.curvature.passes import loss_and_columns, softmax_root
 from lightning_sym.curvature.rules import gram
-from lightning_sym.layers import (
-    CircularConv,
-    FactoredFullyConnected,
-    SparseConv,
-    SparseFactoredFullyConnected,
-)
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv, SparseFactoredFullyConnected
 
 LIKELIHOODS = ["classification", "regression"]
 

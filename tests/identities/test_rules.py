@@ -681,8 +681,7 @@ def test_a_linear_map_of_which_only_the_axes_are_known_says_so() -> None:
         nn.Conv2d(3, 4, 3).double(), own(lambda s, x: F.avg_pool2d(x, 2)), nn.Conv2d(4, 5, 1).double()
     )
     symmetry = trace_symmetry(
-        with_rule(build, lambda trace, module, x: trace.linear_along(x, [-1, -2], trace.output_shape()))(),
-        images(2, 3),
+        with_rule(build, lambda trace, module, x: trace.linear_along(x, [-1, -2], trace.output_shape()))(), images(2, 3)
     )
     assert symmetry.dimension == 16
     assert "does not describe the effect of translations" in symmetry.notes[0]

@@ -471,26 +471,17 @@ def example(shape: Any) -> tuple[Tensor, ...]:
 
 # Shifts besides those in front of batch norms, which the cases state.
 SHIFTS = {
-    **{"group_norm_1": 1, "group_norm": 4, "group_norm_no_eps": 4, "group_norm_all": 8},
-    **dict.fromkeys(["conv1d", "batch_norm_after_relu", "batch_norm_no_statistics"], 4),
-    **dict.fromkeys(["vector_in_front", "linear_conv", "upsample_linear"], 4),
+    "group_norm_1": 1, "dropout": 7, "log_softmax_head": 9, "dense_block": 10, "cat": 12, "mlp_linear": 15,
+    "index_some": 24, "attention_other_widths": 38, "cross_attention": 40, "convnext": 49, "encoder_layer": 66,
+    "encoder_layer_norm_first": 73, "decoder_layer_norm_first": 98, "vision_transformer": 178, "swin_transformer":
+    277,
+    **dict.fromkeys(["group_norm", "group_norm_no_eps", "conv1d", "batch_norm_after_relu",
+        "batch_norm_no_statistics", "vector_in_front", "linear_conv", "upsample_linear"], 4),
     **dict.fromkeys(["embedding", "layer_norm", "layer_norm_no_eps"], 6),
-    **dict.fromkeys(["dropout"], 7),
-    **dict.fromkeys(["instance_norm", "layer_norm_plain", "position_buffer", "position_parameter", "rnn", "lerp",
-        "maximum", "softmax_over_units"], 8),
-    **dict.fromkeys(["log_softmax_head"], 9),
-    **dict.fromkeys(["dense_block"], 10),
-    **dict.fromkeys(["cat"], 12),
-    **dict.fromkeys(["index_some"], 24),
-    **dict.fromkeys(["mlp_linear"], 15),
+    **dict.fromkeys(["group_norm_all", "instance_norm", "layer_norm_plain", "position_buffer", "position_parameter",
+        "rnn", "lerp", "maximum", "softmax_over_units", "addcmul", "inverted_residual"], 8),
     **dict.fromkeys(["layer_norm_linear", "gru", "causal_attention", "masked_attention"], 16),
     **dict.fromkeys(["lstm", "self_attention", "attention_with_weights", "attention_with_weights_per_head"], 32),
-    **dict.fromkeys(["convnext"], 49),
-    **dict.fromkeys(["encoder_layer"], 66),
-    **{"encoder_layer_norm_first": 73, "cross_attention": 40, "attention_other_widths": 38},
-    **{"addcmul": 8, "inverted_residual": 8, "decoder_layer_norm_first": 98},
-    **dict.fromkeys(["vision_transformer"], 178),
-    **dict.fromkeys(["swin_transformer"], 277),
 }  # fmt: skip
 
 

@@ -38,13 +38,8 @@ SHIFTS = {
             "queries_grouped_on_an_axis keys_grouped_by_torch slopes_that_tell_queries_apart "
             "rotary_with_grouped_queries",
         },
-        5: {
-            "tables": "relative_embedding relative_table relative_table_by_a_buffer_of_indices mask_of_minus_infinity",
-        },
-        6: {
-            "tables": "relative_table_of_two_heads tokens_and_positions",
-            "constants": "sinusoids_on_an_embedding",
-        },
+        5: {"tables": "relative_embedding relative_table relative_table_by_a_buffer_of_indices mask_of_minus_infinity"},
+        6: {"tables": "relative_table_of_two_heads tokens_and_positions", "constants": "sinusoids_on_an_embedding"},
         8: {
             "tables": "parameter_cut_to_length embedding_weight_cut_to_length embedding_of_arange "
             "functional_embedding_of_arange embedding_of_a_buffer_of_positions buffer_cut_to_length narrow "
@@ -60,10 +55,7 @@ SHIFTS = {
         9: {"tables": "weights_of_rows_plus_a_mask"},
         10: {"shared": "convolution_with_and_without_its_norm"},
         12: {"tables": "table_behind_a_perceptron"},
-        14: {
-            "tables": "table_behind_a_linear_layer",
-            "shared": "layer_norm_of_two_layers",
-        },
+        14: {"tables": "table_behind_a_linear_layer", "shared": "layer_norm_of_two_layers"},
         15: {"shared": "layer_norm_used_twice_in_series"},
         16: {"shared": "gated_recurrence"},
         24: {"writes": "view_of_what_is_written_later"},
