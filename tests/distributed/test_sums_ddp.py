@@ -147,14 +147,10 @@ def test_statistics_are_new_and_differ_between_the_ways(results):
         ("wrong, True", r"built for images of shape \[N, 1, 8, 8\] and cannot take \[\d, 7, 8, 8\]"),
         ("wrong, barrier", r"built for images of shape \[N, 1, 8, 8\] and cannot take \[\d, 7, 8, 8\]"),
         ("wrong, match", r"was built for images of shape"),
-        (
-            "infinite, False",
-            "NotFiniteStatisticsError: The recalibrated statistics of the batch norm 'norm1' are not finite",
-        ),
-        (
-            "infinite, True",
-            "NotFiniteStatisticsError: The recalibrated statistics of the batch norm 'norm1' are not finite",
-        ),
+        ("infinite, False",
+            "NotFiniteStatisticsError: The recalibrated statistics of the batch norm 'norm1' are not finite"),
+        ("infinite, True",
+            "NotFiniteStatisticsError: The recalibrated statistics of the batch norm 'norm1' are not finite"),
         ("infinite, barrier", "ValueError: At t = 0: The recalibrated statistics of the batch norm 'norm1'"),
         ("none, False", "ValueError: There are no batches"),
         ("none, True", "ValueError: There are no batches"),
@@ -162,7 +158,7 @@ def test_statistics_are_new_and_differ_between_the_ways(results):
         ("wrapped", "ValueError: network is wrapped for DDP.*; pass network.module"),
         ("synchronised", r"needs equally many batches on every rank, got \[1, 2\]; leave some out or use exact=True"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_one_rank_are_raised_on_both(results, name, message):
     for result in results[1:]:
         assert re.search(message, result[name])

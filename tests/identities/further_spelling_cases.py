@@ -398,15 +398,11 @@ def sliced(flat: Tensor) -> list[Tensor]:
 
 CUTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "slices": sliced,
-    "split": lambda flat: [
-        part.unflatten(0, size)
-        for part, size in zip(flat.split([math.prod(size) for size in SIZES]), SIZES, strict=True)
-    ],
-    "narrow": lambda flat: [
-        flat.narrow(0, sum(math.prod(size) for size in SIZES[:i]), math.prod(SIZES[i])).reshape(SIZES[i])
-        for i in range(len(SIZES))
-    ],
-}
+    "split": lambda flat: [part.unflatten(0, size) for part,
+        size in zip(flat.split([math.prod(size) for size in SIZES]), SIZES, strict=True)],
+    "narrow": lambda flat: [flat.narrow(0, sum(math.prod(size) for size in SIZES[:i]),
+        math.prod(SIZES[i])).reshape(SIZES[i]) for i in range(len(SIZES))],
+}  # fmt: skip
 
 
 def of_one_parameter(cut: Callable[[Tensor], list[Tensor]]) -> Spelled:
@@ -465,94 +461,53 @@ AROUND = {"a": of(L, 8, 6), "b": of(L, 6, 7)}
 POSITIONS = {"e": of(nn.Embedding, 9, 5), "p": parameter(3, 5)}
 RECURRENT = {"e": of(nn.Embedding, 9, 4), "h": of(L, 3, 5)}
 FURTHER: dict[str, Function] = {
-    "gains of 1 + w": Function(
-        AROUND | {"w": parameter(6)}, steps(8), 21, each(GAIN, lambda how: lambda s, x: s.b(how(s.a(x), s.w))),
-    ),
-    "gains of 1 + w of a layer norm": Function(
-        AROUND | {"w": parameter(6), "c": parameter(6)}, steps(8), 38,
-        {
-            "one plus": lambda s, x: s.b(F.layer_norm(s.a(x), (6,)) * (1 + s.w) + s.c),
-            "argument": lambda s, x: s.b(F.layer_norm(s.a(x), (6,), s.w + 1, s.c)),
-        },
-    ),
+    "gains of 1 + w": Function(AROUND | {"w": parameter(6)}, steps(8), 21,
+        each(GAIN, lambda how: lambda s, x: s.b(how(s.a(x), s.w)))),
+    "gains of 1 + w of a layer norm": Function(AROUND | {"w": parameter(6), "c": parameter(6)}, steps(8), 38,
+        {"one plus": lambda s, x: s.b(F.layer_norm(s.a(x), (6,)) * (1 + s.w) + s.c),
+        "argument": lambda s, x: s.b(F.layer_norm(s.a(x), (6,), s.w + 1, s.c))}),
     "gains of 1 + w in front of layers": Function(STREAM, steps(7), 20, {"before": block_of_gains(False)}),
-    "gains of 1 + w around layers": Function(
-        STREAM | {"w2": parameter(5)}, steps(7), 10, {"around": block_of_gains(True)}
-    ),
-    "conditioned norm": Function(
-        AROUND | {"m": of(L, 4, 12)}, with_conditions, 21,
-        {
-            "one plus": conditioned(lambda h, scale, shift: h * (1 + scale) + shift),
-            "sum": conditioned(lambda h, scale, shift: h + h * scale + shift),
-            "addcmul": conditioned(lambda h, scale, shift: torch.addcmul(shift, h, 1 + scale)),
-        } | ADAPTED, samples=60,
-    ),
+    "gains of 1 + w around layers": Function(STREAM | {"w2": parameter(5)}, steps(7), 10,
+        {"around": block_of_gains(True)}),
+    "conditioned norm": Function(AROUND | {"m": of(L, 4, 12)}, with_conditions, 21,
+        {"one plus": conditioned(lambda h, scale, shift: h * (1 + scale) + shift),
+        "sum": conditioned(lambda h, scale, shift: h + h * scale + shift),
+        "addcmul": conditioned(lambda h, scale, shift: torch.addcmul(shift, h, 1 + scale))} | ADAPTED, samples=60),
     # The scale is read without the 1, too, or with another number.
-    "conditioned norm, scale read twice": Function(
-        AROUND | {"m": of(L, 4, 12)}, with_conditions, 9,
-        {
-            "product": conditioned(lambda h, scale, shift: h * (1 + scale) + shift * scale),
-            "two numbers": conditioned(lambda h, scale, shift: h * (1 + scale) + shift * (2 + scale) - 2 * shift),
-        }, samples=60,
-    ),
-    "convolution and batch norm": Function(
-        {"a": of(C, 2, 4, 3), "n": of(nn.BatchNorm2d, 4), "b": of(C, 4, 3, 3)}, images(2, 6), 12, NORMED, samples=20,
-    ),
-    "norm per head": Function(
-        AROUND | {"n": of(nn.LayerNorm, 3)}, steps(8), 40,
-        {
-            "layer_norm": by_heads(lambda s, h: s.n(h)),
-            "by hand": by_heads(lambda s, h: standard(h) * s.n.weight + s.n.bias),
-        },
-    ),
-    "gain per head": Function(
-        AROUND | {"g": parameter(2, 1)}, steps(8), 8,
-        {"product": by_heads(lambda s, h: rms(h) * s.g), "einsum": by_heads(
-            lambda s, h: torch.einsum("bthd,hx->bthd", rms(h), s.g))},
-    ),
-    "gains per head": Function(
-        AROUND | {"g": parameter(2, 3)}, steps(8), 12, {"product": by_heads(lambda s, h: rms(h) * s.g)},
-    ),
-    "gains that heads share": Function(
-        AROUND | {"g": parameter(3)}, steps(8), 9,
-        {
-            "product": by_heads(lambda s, h: rms(h) * s.g), "chunks": norm_of_chunks,
-            "by hand": by_heads(lambda s, h: s.g * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)),
-            "heads last": lambda s, x: s.b(
-                F.rms_norm(s.a(x).unflatten(-1, (2, 3)).transpose(1, 2), (3,), s.g, 1e-5).transpose(1, 2).flatten(-2)
-            ),
-        },
-    ),
-    "gains that heads share, in front of tanh": Function(
-        AROUND | {"g": parameter(3)}, steps(8), 0, {"product": by_heads(lambda s, h: torch.tanh(rms(h) * s.g))},
-    ),
+    "conditioned norm, scale read twice": Function(AROUND | {"m": of(L, 4, 12)}, with_conditions, 9,
+        {"product": conditioned(lambda h, scale, shift: h * (1 + scale) + shift * scale),
+        "two numbers": conditioned(lambda h, scale, shift: h * (1 + scale) + shift * (2 + scale) - 2 * shift)},
+        samples=60),
+    "convolution and batch norm": Function({"a": of(C, 2, 4, 3), "n": of(nn.BatchNorm2d, 4), "b": of(C, 4, 3, 3)},
+        images(2, 6), 12, NORMED, samples=20),
+    "norm per head": Function(AROUND | {"n": of(nn.LayerNorm, 3)}, steps(8), 40,
+        {"layer_norm": by_heads(lambda s, h: s.n(h)),
+        "by hand": by_heads(lambda s, h: standard(h) * s.n.weight + s.n.bias)}),
+    "gain per head": Function(AROUND | {"g": parameter(2, 1)}, steps(8), 8,
+        {"product": by_heads(lambda s, h: rms(h) * s.g),
+        "einsum": by_heads(lambda s, h: torch.einsum("bthd,hx->bthd", rms(h), s.g))}),
+    "gains per head": Function(AROUND | {"g": parameter(2, 3)}, steps(8), 12,
+        {"product": by_heads(lambda s, h: rms(h) * s.g)}),
+    "gains that heads share": Function(AROUND | {"g": parameter(3)}, steps(8), 9,
+        {"product": by_heads(lambda s, h: rms(h) * s.g), "chunks": norm_of_chunks,
+        "by hand": by_heads(lambda s, h: s.g * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)),
+        "heads last": lambda s, x: s.b(F.rms_norm(s.a(x).unflatten(-1, (2, 3)).transpose(1, 2), (3,), s.g,
+        1e-5).transpose(1, 2).flatten(-2))}),
+    "gains that heads share, in front of tanh": Function(AROUND | {"g": parameter(3)}, steps(8), 0,
+        {"product": by_heads(lambda s, h: torch.tanh(rms(h) * s.g))}),
     "heads of two kinds": Function(HEADS, steps(6), 20, {"by hand": heads_of_two_kinds}),
-    "positions": Function(
-        POSITIONS | {"b": of(L, 5, 6)}, tokens, 35,
-        {
-            "slice": lambda s, i: s.b(s.e(i) + s.p[: i.shape[1]]),
-            "lookup": lambda s, i: s.b(s.e(i) + F.embedding(torch.arange(i.shape[1]), s.p)),
-        }, samples=200,
-    ),
-    "positions and tied head": Function(
-        POSITIONS | {"n": of(nn.LayerNorm, 5)}, tokens, 3,
-        {
-            "matmul": lambda s, i: s.n(s.e(i) + s.p[: i.shape[1]]) @ s.e.weight.T,
-            "linear": lambda s, i: F.linear(s.n(s.e(i) + s.p[: i.shape[1]]), s.e.weight),
-        }, samples=200,
-    ),
-    "biases joined by cat": Function(
-        {"w": of(L, 6, 12, bias=False), "bq": parameter(4), "bv": parameter(4), "o": of(L, 4, 6)}, steps(6), 20,
-        {"beit": beit},
-    ),
-    "pool of CLIP": Function(
-        {"q": of(L, 6, 6), "k": of(L, 6, 6), "v": of(L, 6, 6), "o": of(L, 6, 5), "p": parameter(4, 6)}, steps(6), 54,
-        {"multi_head_attention_forward": pool_of_clip}, samples=100,
-    ),
-    "queries of another sequence": Function(
-        {"m": of(nn.MultiheadAttention, 6, 2, batch_first=True)}, two_sequences, 48,
-        {"fused": lambda s, x, y: s.m(x, y, y, need_weights=False)[0], "weights": lambda s, x, y: s.m(x, y, y)[0]},
-    ),
+    "positions": Function(POSITIONS | {"b": of(L, 5, 6)}, tokens, 35,
+        {"slice": lambda s, i: s.b(s.e(i) + s.p[: i.shape[1]]),
+        "lookup": lambda s, i: s.b(s.e(i) + F.embedding(torch.arange(i.shape[1]), s.p))}, samples=200),
+    "positions and tied head": Function(POSITIONS | {"n": of(nn.LayerNorm, 5)}, tokens, 3,
+        {"matmul": lambda s, i: s.n(s.e(i) + s.p[: i.shape[1]]) @ s.e.weight.T,
+        "linear": lambda s, i: F.linear(s.n(s.e(i) + s.p[: i.shape[1]]), s.e.weight)}, samples=200),
+    "biases joined by cat": Function({"w": of(L, 6, 12, bias=False), "bq": parameter(4), "bv": parameter(4),
+        "o": of(L, 4, 6)}, steps(6), 20, {"beit": beit}),
+    "pool of CLIP": Function({"q": of(L, 6, 6), "k": of(L, 6, 6), "v": of(L, 6, 6), "o": of(L, 6, 5),
+        "p": parameter(4, 6)}, steps(6), 54, {"multi_head_attention_forward": pool_of_clip}, samples=100),
+    "queries of another sequence": Function({"m": of(nn.MultiheadAttention, 6, 2, batch_first=True)}, two_sequences, 48,
+        {"fused": lambda s, x, y: s.m(x, y, y, need_weights=False)[0], "weights": lambda s, x, y: s.m(x, y, y)[0]}),
     "attention, slopes in a window": Function(
         HEADS, steps(6), 24,
         {
@@ -566,108 +521,65 @@ FURTHER: dict[str, Function] = {
             "fused": fused_with(lambda s: SLOPED),
         },
     ),
-    "attention, mask as input": Function(
-        HEADS, with_a_mask, 24,
-        {
-            "added": biased(lambda z, mask: (z + mask).softmax(-1)),
-            "products": biased(lambda z, mask: ratio(z.softmax(-1) * mask.exp())),
-            "exp over sum": biased(lambda z, mask: ratio((z + mask).exp())),
-            "exp times exp": biased(lambda z, mask: ratio(z.exp() * mask.exp())),
-            "log_softmax": biased(lambda z, mask: (mask + z).log_softmax(-1).exp()),
-            "fused": fused_with(lambda s, mask: mask),
-        },
-    ),
+    "attention, mask as input": Function(HEADS, with_a_mask, 24,
+        {"added": biased(lambda z, mask: (z + mask).softmax(-1)),
+        "products": biased(lambda z, mask: ratio(z.softmax(-1) * mask.exp())),
+        "exp over sum": biased(lambda z, mask: ratio((z + mask).exp())),
+        "exp times exp": biased(lambda z, mask: ratio(z.exp() * mask.exp())),
+        "log_softmax": biased(lambda z, mask: (mask + z).log_softmax(-1).exp()),
+        "fused": fused_with(lambda s, mask: mask)}),
     "attention, learned biases": Function(
         HEADS | {"t": parameter(2, 5)}, steps(6), 26,
-        {
-            "added": scores(lambda s, q, k: logits(q, k) + relative(s)),
-            "index_select": scores(
-                lambda s, q, k: logits(q, k) + s.t.index_select(1, (PLACES + 2).flatten()).view(2, 3, 3)
-            ),
+        {"added": scores(lambda s, q, k: logits(q, k) + relative(s)), "index_select": scores(lambda s, q, k: logits(q,
+            k) + s.t.index_select(1, (PLACES + 2).flatten()).view(2, 3, 3)),
             "embedding": scores(lambda s, q, k: F.embedding(PLACES + 2, s.t.T).permute(2, 0, 1) + logits(q, k)),
             "unfold": scores(lambda s, q, k: logits(q, k) + s.t.flip(1).unfold(1, 3, 1).flip(1)),
-            "fused": fused_with(relative),
-        },
+            "fused": fused_with(relative)},
     ),
-    "attention, grouped queries": Function(
-        {"q": of(L, 6, 8), "k": of(L, 6, 4), "v": of(L, 6, 4), "o": of(L, 8, 6)}, steps(6), 24,
-        each(REPEATED, grouped)
-        | {
-            "einsum": grouped_by_einsum, "view": grouped_view, "fused": grouped_fused,
-            "head by head": grouped_head_by_head, "einsum, positions first": grouped_behind_positions,
-        },
-    ),
-    "keys without biases behind a norm": Function(
-        {"n": of(nn.LayerNorm, 6), "o": of(L, 3, 7)} | {name: of(L, 6, 3, bias=False) for name in "qkv"}, steps(6), 36,
-        {"softmax": attention_without_biases},
-    ),
-    "embedding into an LSTM": Function(
-        RECURRENT | {"r": of(nn.LSTM, 4, 3, batch_first=True)}, tokens, 32, {"lstm": lambda s, i: s.h(s.r(s.e(i))[0])},
-    ),
-    "embedding into a GRU": Function(
-        RECURRENT | {"r": of(nn.GRU, 4, 3, batch_first=True)}, tokens, 26, {"gru": lambda s, i: s.h(s.r(s.e(i))[0])},
-    ),
-    "pixel shuffle": Function(
-        {"a": of(C, 3, 8, 1), "b": of(C, 2, 3, 1)}, images(3, 4), 6, each(SHUFFLES, between), samples=10
-    ),
-    "pixel unshuffle": Function(
-        {"a": of(C, 3, 2, 1), "b": of(C, 8, 3, 1)}, images(3, 4), 6, each(UNSHUFFLES, between), samples=20
-    ),
+    "attention, grouped queries": Function({"q": of(L, 6, 8), "k": of(L, 6, 4), "v": of(L, 6, 4), "o": of(L, 8, 6)},
+        steps(6), 24, each(REPEATED, grouped) | {"einsum": grouped_by_einsum, "view": grouped_view,
+        "fused": grouped_fused, "head by head": grouped_head_by_head,
+        "einsum, positions first": grouped_behind_positions}),
+    "keys without biases behind a norm": Function({"n": of(nn.LayerNorm, 6),
+        "o": of(L, 3, 7)} | {name: of(L, 6, 3, bias=False) for name in "qkv"}, steps(6), 36,
+        {"softmax": attention_without_biases}),
+    "embedding into an LSTM": Function(RECURRENT | {"r": of(nn.LSTM, 4, 3, batch_first=True)}, tokens, 32,
+        {"lstm": lambda s, i: s.h(s.r(s.e(i))[0])}),
+    "embedding into a GRU": Function(RECURRENT | {"r": of(nn.GRU, 4, 3, batch_first=True)}, tokens, 26,
+        {"gru": lambda s, i: s.h(s.r(s.e(i))[0])}),
+    "pixel shuffle": Function({"a": of(C, 3, 8, 1), "b": of(C, 2, 3, 1)}, images(3, 4), 6, each(SHUFFLES, between),
+        samples=10),
+    "pixel unshuffle": Function({"a": of(C, 3, 2, 1), "b": of(C, 8, 3, 1)}, images(3, 4), 6, each(UNSHUFFLES, between),
+        samples=20),
     "decoder": Function(DECODER, vectors, 4, decoder(lambda h: h), samples=30),
-    "decoder with leaky relu": Function(
-        DECODER, vectors, 2, decoder(F.leaky_relu), samples=100
-    ),
-    "neighbours": Function(
-        {"a": of(L, 8, 4), "b": of(L, 4, 6)}, edges, 16, each(GATHERED, neighbours), samples=40
-    ),
-    "mean of neighbours": Function(
-        {"a": of(L, 8, 4), "b": of(L, 4, 6)}, edges, 20, each(GATHERED, mean_of_neighbours), samples=40
-    ),
-    "bottleneck with a batch norm": Function(
-        {"a": of(L, 8, 4, bias=False), "n": of(nn.BatchNorm1d, 4), "b": of(L, 4, 6)}, steps(8), 24,
-        {
-            "batch_norm": lambda s, x: s.b(s.n(s.a(x).mT).mT),
-            "flat": lambda s, x: s.b(s.n(s.a(x).flatten(0, 1)).unflatten(0, x.shape[:2])),
-        },
-    ),
-    "cosine attention": Function(
-        WIDE_HEADS | {"t": parameter(2, 1, 1)}, steps(10), 56,
-        each(COSINES, lambda how: scores(lambda s, q, k: how(q, k) * s.t)), samples=60,
-    ),
-    "temperature per head": Function(
-        HEADS | {"t": parameter(2, 1, 1)}, steps(6), 26,
-        {
-            "behind": scores(lambda s, q, k: q @ k.mT * s.t), "queries": scores(lambda s, q, k: (q * s.t) @ k.mT),
-            "quotient": scores(lambda s, q, k: q @ (s.t * k).mT),
-        },
-    ),
-    "shared queries and keys": Function(
-        {name: HEADS[name] for name in "qvo"}, steps(6), 14, {"softmax": shared_queries, "fused": shared_queries_fused},
-    ),
+    "decoder with leaky relu": Function(DECODER, vectors, 2, decoder(F.leaky_relu), samples=100),
+    "neighbours": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, edges, 16, each(GATHERED, neighbours), samples=40),
+    "mean of neighbours": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, edges, 20, each(GATHERED, mean_of_neighbours),
+        samples=40),
+    "bottleneck with a batch norm": Function({"a": of(L, 8, 4, bias=False), "n": of(nn.BatchNorm1d, 4),
+        "b": of(L, 4, 6)}, steps(8), 24, {"batch_norm": lambda s, x: s.b(s.n(s.a(x).mT).mT),
+        "flat": lambda s, x: s.b(s.n(s.a(x).flatten(0, 1)).unflatten(0, x.shape[:2]))}),
+    "cosine attention": Function(WIDE_HEADS | {"t": parameter(2, 1, 1)}, steps(10), 56,
+        each(COSINES, lambda how: scores(lambda s, q, k: how(q, k) * s.t)), samples=60),
+    "temperature per head": Function(HEADS | {"t": parameter(2, 1, 1)}, steps(6), 26,
+        {"behind": scores(lambda s, q, k: q @ k.mT * s.t), "queries": scores(lambda s, q, k: (q * s.t) @ k.mT),
+        "quotient": scores(lambda s, q, k: q @ (s.t * k).mT)}),
+    "shared queries and keys": Function({name: HEADS[name] for name in "qvo"}, steps(6), 14,
+        {"softmax": shared_queries, "fused": shared_queries_fused}),
     "weighted mean": Function({"q": of(L, 8, 1), "v": of(L, 8, 4), "o": of(L, 4, 6)}, steps(8), 21, each(MEANS, read)),
     "masked mean": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, kept, 20, each(MASKED, masked)),
-    "one flat parameter": Function(
-        {"flat": parameter(sum(math.prod(size) for size in SIZES))}, steps(8), 20, each(CUTS, of_one_parameter),
-    ),
-    "logits to a constant": Function(
-        {"a": of(L, 8, 4), "b": of(L, 4, 5)}, steps(8), 5,
-        each(LOGITS, lambda how: lambda s, x: how(s.b(torch.tanh(s.a(x))))),
-    ),
-    "bag of embeddings": Function(
-        {"e": of(nn.Embedding, 9, 4), "b": of(L, 4, 6)}, tokens, 20,
-        each(BAGS, lambda how: lambda s, i: s.b(how(i, s.e.weight))), samples=100,
-    ),
-    "bilinear": Function(
-        {"a": of(L, 8, 4), "c": of(L, 8, 4), "m": of(nn.Bilinear, 4, 4, 5)}, two_equal_sequences, 32,
-        each(BILINEAR, lambda how: lambda s, x, y: how(s.a(x), s.c(y), s.m.weight, s.m.bias)), samples=60,
-    ),
+    "one flat parameter": Function({"flat": parameter(sum(math.prod(size) for size in SIZES))}, steps(8), 20,
+        each(CUTS, of_one_parameter)),
+    "logits to a constant": Function({"a": of(L, 8, 4), "b": of(L, 4, 5)}, steps(8), 5,
+        each(LOGITS, lambda how: lambda s, x: how(s.b(torch.tanh(s.a(x)))))),
+    "bag of embeddings": Function({"e": of(nn.Embedding, 9, 4), "b": of(L, 4, 6)}, tokens, 20,
+        each(BAGS, lambda how: lambda s, i: s.b(how(i, s.e.weight))), samples=100),
+    "bilinear": Function({"a": of(L, 8, 4), "c": of(L, 8, 4), "m": of(nn.Bilinear, 4, 4, 5)}, two_equal_sequences, 32,
+        each(BILINEAR, lambda how: lambda s, x, y: how(s.a(x), s.c(y), s.m.weight, s.m.bias)), samples=60),
     "product of three": Function({"u": parameter(8, 4), "v": parameter(4, 6)}, steps(8), 16, THREE),
-    "three linear layers": Function(
-        {"a": of(L, 8, 5), "m": of(L, 5, 5, bias=False), "b": of(L, 5, 7)}, steps(8), 55,
-        {"linear": lambda s, x: s.b(s.m(s.a(x))), "matmul": lambda s, x: s.b(s.a(x) @ s.m.weight.T)},
-    ),
-    "layer norm into a layer without bias": Function(
-        {"a": of(L, 8, 6), "n": of(nn.LayerNorm, 6), "b": of(L, 6, 7, bias=False)}, steps(8), 31,
-        {"linear": lambda s, x: s.b(s.n(s.a(x))), "matmul": lambda s, x: s.n(s.a(x)) @ s.b.weight.T},
-    ),
+    "three linear layers": Function({"a": of(L, 8, 5), "m": of(L, 5, 5, bias=False), "b": of(L, 5, 7)}, steps(8), 55,
+        {"linear": lambda s, x: s.b(s.m(s.a(x))), "matmul": lambda s, x: s.b(s.a(x) @ s.m.weight.T)}),
+    "layer norm into a layer without bias": Function({"a": of(L, 8, 6), "n": of(nn.LayerNorm, 6),
+        "b": of(L, 6, 7, bias=False)}, steps(8), 31,
+        {"linear": lambda s, x: s.b(s.n(s.a(x))), "matmul": lambda s, x: s.n(s.a(x)) @ s.b.weight.T}),
 }  # fmt: skip

@@ -17,14 +17,10 @@ VOCABULARY = 41
 
 @dataclass(frozen=True)
 class Model:
-    """A network of some library, and inputs for it.
+    """A network of some library, and inputs for it."""
 
-    Attributes:
-        make: Makes the network.
-        inputs: Makes an input, as keyword arguments or as a tuple; takes True for one of another length or size.
-    """
-
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module]  # makes the network
+    # makes an input, as keyword arguments or as a tuple; takes True for one of another length or size
     inputs: Callable[[bool], Any]
 
 
@@ -78,59 +74,21 @@ def causal(family: str, tied: bool | None = None, **settings: Any) -> Model:
     return hugging_face(family, settings.pop("head", "ForCausalLM"), **common | settings)
 
 
-LLAMA: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
+LLAMA: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32}  # fmt: skip
 MHA = {**LLAMA, "num_key_value_heads": 4}
-BERT: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-}
+BERT: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 32}  # fmt: skip
 NEOX = {**BERT, "num_attention_heads": 2}
 EXPERTS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
-VIT: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
-SEQ: dict[str, Any] = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 12,
-    "decoder_ffn_dim": 12,
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "max_position_embeddings": 32,
-}
-T5: dict[str, Any] = {
-    "d_model": 16,
-    "d_kv": 4,
-    "d_ff": 12,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "vocab_size": VOCABULARY,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+VIT: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 16, "patch_size": 4}  # fmt: skip
+SEQ: dict[str, Any] = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "vocab_size": VOCABULARY,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "max_position_embeddings": 32}  # fmt: skip
+T5: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "vocab_size": VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
 PAIR = ("input_ids", "decoder_input_ids")
 PIXELS = ("pixel_values",)
 MASKED = ("input_ids", "attention_mask")
@@ -141,30 +99,15 @@ TRANSFORMERS: dict[str, Model] = {
     "gpt2-untied": causal("GPT2", False, head="LMHeadModel", **GPT2),
     "gpt2-eager": causal("GPT2", head="LMHeadModel", attn_implementation="eager", **GPT2),
     "gpt2-mask": causal("GPT2", head="LMHeadModel", names=MASKED, inputs=tokens_and_mask, **GPT2),
-    "gpt_neo": causal(
-        "GPTNeo",
-        hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        max_position_embeddings=32,
-        window_size=4,
-        intermediate_size=12,
-    ),
+    "gpt_neo": causal("GPTNeo", hidden_size=16, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=32, window_size=4, intermediate_size=12),
     "gpt_neox": causal("GPTNeoX", **NEOX),
     "gpt_neox-sequential": causal("GPTNeoX", use_parallel_residual=False, **NEOX),
     "gptj": causal("GPTJ", **GPT2, rotary_dim=4),
     "gpt_bigcode": causal("GPTBigCode", **GPT2),
     "codegen": causal("CodeGen", **{**GPT2, "rotary_dim": 4}),
-    "opt": causal(
-        "OPT",
-        hidden_size=16,
-        ffn_dim=12,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        word_embed_proj_dim=16,
-    ),
+    "opt": causal("OPT", hidden_size=16, ffn_dim=12, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, word_embed_proj_dim=16),
     "bloom": causal("Bloom", hidden_size=16, n_layer=2, n_head=4),
     "llama": causal("Llama", False, **MHA),
     "llama-grouped": causal("Llama", False, **LLAMA),
@@ -176,35 +119,14 @@ TRANSFORMERS: dict[str, Model] = {
     "qwen2": causal("Qwen2", False, **LLAMA),
     "qwen2-tied": causal("Qwen2", True, **LLAMA),
     "qwen3": causal("Qwen3", False, head_dim=4, **LLAMA),
-    "qwen3-moe": causal(
-        "Qwen3Moe", False, head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, **LLAMA
-    ),
+    "qwen3-moe": causal("Qwen3Moe", False, head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
+        **LLAMA),
     "olmoe": causal("Olmoe", False, num_experts=4, num_experts_per_tok=2, **LLAMA),
-    "qwen2-moe": causal(
-        "Qwen2Moe",
-        False,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=6,
-        shared_expert_intermediate_size=6,
-        **LLAMA,
-    ),
-    "deepseek_v3": causal(
-        "DeepseekV3",
-        False,
-        **MHA,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        moe_intermediate_size=6,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-    ),
+    "qwen2-moe": causal("Qwen2Moe", False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
+        shared_expert_intermediate_size=6, **LLAMA),
+    "deepseek_v3": causal("DeepseekV3", False, **MHA, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+        topk_group=1, first_k_dense_replace=1, moe_intermediate_size=6, q_lora_rank=8, kv_lora_rank=8,
+        qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4),
     "gpt_oss": causal("GptOss", False, head_dim=4, sliding_window=4, **EXPERTS),
     "gemma": causal("Gemma", head_dim=4, **LLAMA),
     "gemma2": causal("Gemma2", head_dim=4, query_pre_attn_scalar=4, sliding_window=4, **LLAMA),
@@ -212,27 +134,12 @@ TRANSFORMERS: dict[str, Model] = {
     "gemma3": causal("Gemma3Text", network_of="Gemma3", head_dim=4, query_pre_attn_scalar=4, sliding_window=4, **LLAMA),
     "phi": causal("Phi", partial_rotary_factor=0.5, **LLAMA),
     "phi3": causal("Phi3", **LLAMA),
-    "falcon": causal(
-        "Falcon", hidden_size=16, num_hidden_layers=2, num_attention_heads=4, new_decoder_architecture=False
-    ),
-    "falcon-alibi": causal(
-        "Falcon",
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        alibi=True,
-        multi_query=False,
-        parallel_attn=False,
-        bias=True,
-    ),
-    "falcon-new": causal(
-        "Falcon",
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-    ),
+    "falcon": causal("Falcon", hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+        new_decoder_architecture=False),
+    "falcon-alibi": causal("Falcon", hidden_size=16, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+        multi_query=False, parallel_attn=False, bias=True),
+    "falcon-new": causal("Falcon", hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
+        new_decoder_architecture=True),
     "mpt": causal("Mpt", d_model=16, n_heads=4, n_layers=2, max_seq_len=32, expansion_ratio=2),
     "olmo": causal("Olmo", False, **LLAMA),
     "olmo2": causal("Olmo2", False, **LLAMA),
@@ -244,98 +151,52 @@ TRANSFORMERS: dict[str, Model] = {
     "nemotron": causal("Nemotron", head_dim=4, **LLAMA),
     "glm": causal("Glm", head_dim=4, **LLAMA),
     "mamba": causal("Mamba", hidden_size=8, state_size=4, num_hidden_layers=2, expand=2),
-    "rwkv": causal(
-        "Rwkv", hidden_size=8, attention_hidden_size=8, num_hidden_layers=2, intermediate_size=12, context_length=32
-    ),
+    "rwkv": causal("Rwkv", hidden_size=8, attention_hidden_size=8, num_hidden_layers=2, intermediate_size=12,
+        context_length=32),
     "bert": causal("Bert", head="ForMaskedLM", **BERT),
     "bert-untied": causal("Bert", False, head="ForMaskedLM", **BERT),
     "bert-mask": causal("Bert", head="ForMaskedLM", names=MASKED, inputs=tokens_and_mask, **BERT),
     "bert-classifier": causal("Bert", head="ForSequenceClassification", **BERT),
     "roberta": causal("Roberta", head="ForMaskedLM", **BERT),
     "albert": causal("Albert", head="ForMaskedLM", embedding_size=8, **BERT),
-    "distilbert": causal(
-        "DistilBert", head="ForMaskedLM", dim=16, hidden_dim=12, n_layers=2, n_heads=4, max_position_embeddings=32
-    ),
+    "distilbert": causal("DistilBert", head="ForMaskedLM", dim=16, hidden_dim=12, n_layers=2, n_heads=4,
+        max_position_embeddings=32),
     "electra": causal("Electra", head="ForMaskedLM", embedding_size=8, **BERT),
     "deberta": causal("Deberta", head="ForMaskedLM", relative_attention=True, pos_att_type=["c2p", "p2c"], **BERT),
-    "deberta_v2": causal(
-        "DebertaV2",
-        head="ForMaskedLM",
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        position_buckets=8,
-        **BERT,
-    ),
+    "deberta_v2": causal("DebertaV2", head="ForMaskedLM", relative_attention=True, pos_att_type=["c2p", "p2c"],
+        position_buckets=8, **BERT),
     "mpnet": causal("MPNet", head="ForMaskedLM", **BERT),
     "modernbert": causal("ModernBert", head="ForMaskedLM", **BERT),
     "xlm_roberta": causal("XLMRoberta", head="ForMaskedLM", **BERT),
     "t5": hugging_face("T5", "ForConditionalGeneration", PAIR, two_texts, **T5),
-    "t5-gated": hugging_face(
-        "T5",
-        "ForConditionalGeneration",
-        PAIR,
-        two_texts,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-        **T5,
-    ),
+    "t5-gated": hugging_face("T5", "ForConditionalGeneration", PAIR, two_texts, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False, **T5),
     "bart": hugging_face("Bart", "ForConditionalGeneration", PAIR, two_texts, **SEQ),
     "mbart": hugging_face("MBart", "ForConditionalGeneration", PAIR, two_texts, **SEQ),
     "pegasus": hugging_face("Pegasus", "ForConditionalGeneration", PAIR, two_texts, **SEQ),
     "marian": hugging_face("Marian", "MTModel", PAIR, two_texts, **SEQ),
-    "whisper": hugging_face(
-        "Whisper",
-        "ForConditionalGeneration",
-        ("input_features", "decoder_input_ids"),
-        lambda other: (torch.randn(2, 8, 16), torch.randint(3, VOCABULARY, (2, 6 if other else 4))),
-        num_mel_bins=8,
-        max_source_positions=8,
-        max_target_positions=16,
-        **{k: v for k, v in SEQ.items() if k != "max_position_embeddings"},
-    ),
+    "whisper": hugging_face("Whisper", "ForConditionalGeneration", ("input_features", "decoder_input_ids"),
+        lambda other: (torch.randn(2, 8, 16), torch.randint(3, VOCABULARY, (2, 6 if other else 4))), num_mel_bins=8,
+        max_source_positions=8, max_target_positions=16,
+        **{k: v for k, v in SEQ.items() if k != "max_position_embeddings"}),
     "vit": hugging_face("ViT", "ForImageClassification", PIXELS, image(16), **VIT),
     "deit": hugging_face("DeiT", "ForImageClassification", PIXELS, image(16), **VIT),
     "beit": hugging_face("Beit", "ForImageClassification", PIXELS, image(16), **VIT),
-    "dinov2": hugging_face(
-        "Dinov2",
-        "ForImageClassification",
-        PIXELS,
-        image(16, 24),
-        **{k: v for k, v in VIT.items() if k != "intermediate_size"},
-    ),
-    "swin": hugging_face(
-        "Swin",
-        "ForImageClassification",
-        PIXELS,
-        image(32),
-        image_size=32,
-        patch_size=4,
-        embed_dim=8,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-    ),
-    "convnext": hugging_face(
-        "ConvNext", "ForImageClassification", PIXELS, image(32, 64), hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 2, 1]
-    ),
-    "resnet": hugging_face(
-        "ResNet", "ForImageClassification", PIXELS, image(32, 64), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]
-    ),
-    "segformer": hugging_face(
-        "Segformer",
-        "ForImageClassification",
-        PIXELS,
-        image(32, 64),
-        hidden_sizes=[8, 8, 16, 16],
-        depths=[1, 1, 1, 1],
-        num_attention_heads=[1, 2, 2, 4],
-    ),
+    "dinov2": hugging_face("Dinov2", "ForImageClassification", PIXELS, image(16, 24),
+        **{k: v for k, v in VIT.items() if k != "intermediate_size"}),
+    "swin": hugging_face("Swin", "ForImageClassification", PIXELS, image(32), image_size=32, patch_size=4, embed_dim=8,
+        depths=[2, 2], num_heads=[2, 4], window_size=4),
+    "convnext": hugging_face("ConvNext", "ForImageClassification", PIXELS, image(32, 64), hidden_sizes=[8, 16, 16, 16],
+        depths=[1, 1, 2, 1]),
+    "resnet": hugging_face("ResNet", "ForImageClassification", PIXELS, image(32, 64), embedding_size=8,
+        hidden_sizes=[8, 16], depths=[1, 1]),
+    "segformer": hugging_face("Segformer", "ForImageClassification", PIXELS, image(32, 64), hidden_sizes=[8, 8, 16, 16],
+        depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4]),
     "clip-vision": hugging_face("CLIPVision", "Model", PIXELS, image(16), **VIT),
-    "clip-text": hugging_face(
-        "CLIPText", "Model", **{**BERT, "vocab_size": VOCABULARY, "eos_token_id": 2, "bos_token_id": 1}
-    ),
+    "clip-text": hugging_face("CLIPText", "Model",
+        **{**BERT, "vocab_size": VOCABULARY, "eos_token_id": 2, "bos_token_id": 1}),
     "siglip-vision": hugging_face("SiglipVision", "Model", PIXELS, image(16), **VIT),
-}
+}  # fmt: skip
 
 
 def timm_model(name: str, size: int = 32, larger: int | None = None, /, **settings: Any) -> Model:
@@ -379,16 +240,12 @@ TIMM: dict[str, Model] = {
     "cait": timm_model("cait_xxs24_224", **VIT_OF_TIMM),
     "xcit": timm_model("xcit_nano_12_p16_224", **VIT_OF_TIMM),
     "convit": timm_model("convit_tiny", **VIT_OF_TIMM),
-    "sam": timm_model(
-        "samvit_base_patch16",
-        64,
-        **ROTARY | {"img_size": 64, "global_attn_indexes": (1,), "window_size": 4, "neck_chans": 8},
-    ),
+    "sam": timm_model("samvit_base_patch16", 64,
+        **ROTARY | {"img_size": 64, "global_attn_indexes": (1,), "window_size": 4, "neck_chans": 8}),
     "swin": timm_model("swin_tiny_patch4_window7_224", **SWIN),
     "swinv2": timm_model("swinv2_tiny_window8_256", **SWIN),
-    "pit": timm_model(
-        "pit_ti_224", 64, img_size=64, patch_size=8, stride=4, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(2, 2, 2)
-    ),
+    "pit": timm_model("pit_ti_224", 64, img_size=64, patch_size=8, stride=4, base_dims=(8, 8, 8), depth=(1, 1, 1),
+        heads=(2, 2, 2)),
     "twins": timm_model("twins_svt_small", 64, img_size=64, num_heads=(2, 2, 2, 2), wss=(4, 4, 4, 2), **FOUR),
     "pvt_v2": timm_model("pvt_v2_b0", 64, 96, num_heads=(1, 2, 2, 2), **FOUR),
     "davit": timm_model("davit_tiny", 64, 96, depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4), window_size=4),
@@ -403,9 +260,8 @@ TIMM: dict[str, Model] = {
     "poolformer": timm_model("poolformer_s12", 64, 96),
     "edgenext": timm_model("edgenext_xx_small", 64, 96),
     "fastvit": timm_model("fastvit_t8", 64),
-    "sequencer": timm_model(
-        "sequencer2d_s", 64, img_size=64, layers=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16), hidden_sizes=(4, 4, 4, 4)
-    ),
+    "sequencer": timm_model("sequencer2d_s", 64, img_size=64, layers=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16),
+        hidden_sizes=(4, 4, 4, 4)),
     "mixer": timm_model("mixer_s32_224", 224),
     "resmlp": timm_model("resmlp_12_224", 224),
     "gmlp": timm_model("gmlp_ti16_224", 224),
@@ -437,7 +293,7 @@ TIMM: dict[str, Model] = {
     "rexnet": timm_model("rexnetr_100", 64, 96),
     "repvgg": timm_model("repvgg_a0", 64, 96),
     "selecsls": timm_model("selecsls42", 64, 96),
-}
+}  # fmt: skip
 
 
 def of_torch(make: Callable[[], nn.Module], inputs: Callable[[bool], Any]) -> Model:
@@ -462,14 +318,11 @@ def source_and_target(longer: bool) -> tuple[Tensor, ...]:
 LAYER: dict[str, Any] = {"d_model": 16, "nhead": 4, "dim_feedforward": 12, "batch_first": True}
 TORCH: dict[str, Model] = {
     "encoder": of_torch(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(**LAYER), 2), steps),
-    "encoder, norm first": of_torch(
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(norm_first=True, activation="gelu", **LAYER), 2), steps
-    ),
-    "encoder and decoder": of_torch(
-        lambda: nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **LAYER), source_and_target
-    ),
+    "encoder, norm first": of_torch(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(norm_first=True,
+        activation="gelu", **LAYER), 2), steps),
+    "encoder and decoder": of_torch(lambda: nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **LAYER),
+        source_and_target),
     "attention": of_torch(lambda: nn.MultiheadAttention(16, 4, batch_first=True), queries_and_keys),
-    "attention, keys of their own": of_torch(
-        lambda: nn.MultiheadAttention(16, 4, batch_first=True, add_bias_kv=True, add_zero_attn=True), queries_and_keys
-    ),
-}
+    "attention, keys of their own": of_torch(lambda: nn.MultiheadAttention(16, 4, batch_first=True, add_bias_kv=True,
+        add_zero_attn=True), queries_and_keys),
+}  # fmt: skip

@@ -79,25 +79,14 @@ NETWORKS = {
     "prelu": (lambda: mlp(nn.PReLU(8), nn.PReLU(7)), (5,)),
     "square": (lambda: mlp(Polynomial(2), Polynomial(2)), (5,)),
     "gaussian": (lambda: MultiLayerPerceptron((6, 5), 1, 3, 3, "gaussian"), (1, 3, 3)),
-    "batch_norm_after": (
-        lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-        (5,),
-    ),
-    "biased_before_batch_norm": (
-        lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)),
-        (5,),
-    ),
-    "layer_norm": (
-        lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 2)),
-        (5,),
-    ),
-    "grouped": (
-        lambda: nn.Sequential(
-            *(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.BatchNorm2d(12), nn.ReLU()),
-            *(nn.Conv2d(12, 6, 1, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2)),
-        ),
-        (3, 6, 6),
-    ),
+    "batch_norm_after": (lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2)), (5,)),
+    "biased_before_batch_norm": (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)),
+        (5,)),
+    "layer_norm": (lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 2)),
+        (5,)),
+    "grouped": (lambda: nn.Sequential(*(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4),
+        nn.BatchNorm2d(12), nn.ReLU()), *(nn.Conv2d(12, 6, 1, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2))),
+        (3, 6, 6)),
     "residual": (lambda: residual(nn.ReLU), (3,)),
     "residual_tanh": (lambda: residual(nn.Tanh), (3,)),
     "recurrent": (recurrent, (4,)),
@@ -108,30 +97,15 @@ NETWORKS = {
     "resnet20_a": (lambda: CIFARResNet(width=4, shortcut="A"), (3, 16, 16)),
     "resnet20_b": (lambda: CIFARResNet(width=4, shortcut="B"), (3, 16, 16)),
     "resnet18": (lambda: CIFARResNet18(width=3), (3, 16, 16)),
-    "depthwise": (
-        lambda: nn.Sequential(
-            *(nn.Conv2d(3, 8, 1), nn.Tanh(), nn.Conv2d(8, 8, 3, groups=8), nn.Tanh(), nn.Conv2d(8, 6, 3), nn.ReLU()),
-            *(nn.Flatten(), nn.Linear(96, 5)),
-        ),
-        (3, 8, 8),
-    ),
-    "two_groups": (
-        lambda: nn.Sequential(
-            *(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 6, 1), nn.ReLU()),
-            *(nn.Flatten(), nn.Linear(216, 5)),
-        ),
-        (3, 8, 8),
-    ),
-    "group_norm": (
-        lambda: nn.Sequential(
-            *(nn.Conv2d(3, 8, 1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 5), nn.ReLU()),
-            nn.Linear(5, 4),
-        ),
-        (3, 8, 8),
-    ),
+    "depthwise": (lambda: nn.Sequential(*(nn.Conv2d(3, 8, 1), nn.Tanh(), nn.Conv2d(8, 8, 3, groups=8), nn.Tanh(),
+        nn.Conv2d(8, 6, 3), nn.ReLU()), *(nn.Flatten(), nn.Linear(96, 5))), (3, 8, 8)),
+    "two_groups": (lambda: nn.Sequential(*(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=2), nn.ReLU(),
+        nn.Conv2d(12, 6, 1), nn.ReLU()), *(nn.Flatten(), nn.Linear(216, 5))), (3, 8, 8)),
+    "group_norm": (lambda: nn.Sequential(*(nn.Conv2d(3, 8, 1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Flatten(),
+        nn.Linear(512, 5), nn.ReLU()), nn.Linear(5, 4)), (3, 8, 8)),
     LARGE: (lambda: resnet18(num_classes=4), (3, 32, 32)),
     "inverted_residuals": (inverted_residuals, (3, 8, 8)),
-}
+}  # fmt: skip
 
 
 class Case(NamedTuple):

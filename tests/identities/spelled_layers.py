@@ -23,13 +23,12 @@ LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "columns": lambda x, w, b: (w @ x[..., None])[..., 0] + b,
     "baddbmm": lambda x, w, b: torch.baddbmm(b, x, w.T.expand(len(x), -1, -1)),
     "sum of products": lambda x, w, b: (x[..., None, :] * w).sum(-1) + b,
-    "cat of chunks": lambda x, w, b: torch.cat(
-        [F.linear(x, *part) for part in zip(w.chunk(2), b.chunk(2), strict=True)], -1
-    ),
+    "cat of chunks": lambda x, w, b: torch.cat([F.linear(x, *part) for part in zip(w.chunk(2), b.chunk(2),
+        strict=True)], -1),
     "sum of chunks": lambda x, w, b: sum(y @ v.T for y, v in zip(x.chunk(2, -1), w.chunk(2, 1), strict=True)) + b,
     "rows": lambda x, w, b: torch.stack([x @ row for row in w], -1) + b,
     "bias as a column": lambda x, w, b: packed(x) @ torch.cat([w, b[:, None]], 1).T,
-}
+}  # fmt: skip
 
 
 # ---- norms of the last axis, with gain and bias
@@ -95,10 +94,9 @@ RMS_NORM: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "einsum": lambda h, g, e: h * torch.rsqrt(torch.einsum("...d,...d->...", h, h)[..., None] / 6 + e) * g,
     "matmul": lambda h, g, e: h * torch.rsqrt((h[..., None, :] @ h[..., None])[..., 0] / 6 + e) * g,
     "power": lambda h, g, e: torch.einsum("btd,d->btd", h * (h.norm(dim=-1, keepdim=True).pow(2) / 6 + e) ** -0.5, g),
-    "reciprocal": lambda h, g, e: (
-        torch.mul(h, (h.var(-1, correction=0) + h.mean(-1) ** 2 + e).sqrt().reciprocal()[..., None]) * g
-    ),
-}
+    "reciprocal": lambda h, g, e: (torch.mul(h,
+        (h.var(-1, correction=0) + h.mean(-1) ** 2 + e).sqrt().reciprocal()[..., None]) * g),
+}  # fmt: skip
 
 
 def groups(h: Tensor) -> Tensor:
@@ -110,14 +108,13 @@ GROUP_NORM: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "layer_norm of a view": lambda h, g, b, e: F.layer_norm(groups(h), (3,), eps=e).flatten(-2) * g + b,
     "mean of squares": lambda h, g, b, e: scaled(centred(groups(h)), e).flatten(-2) * g + b,
     "gains of a view": lambda h, g, b, e: (scaled(centred(groups(h)), e) * g.view(2, 3) + b.view(2, 3)).flatten(-2),
-    "chunks": lambda h, g, b, e: torch.cat(
-        [F.layer_norm(*part, e) for part in zip(h.chunk(2, -1), [(3,)] * 2, g.chunk(2), b.chunk(2), strict=True)], -1
-    ),
+    "chunks": lambda h, g, b, e: torch.cat([F.layer_norm(*part, e) for part in zip(h.chunk(2, -1), [(3,)] * 2,
+        g.chunk(2), b.chunk(2), strict=True)], -1),
     "instance_norm": lambda h, g, b, e: F.instance_norm(groups(h).flatten(0, 1), eps=e).view_as(h) * g + b,
     "var_mean": lambda h, g, b, e: by_var_mean(groups(h), g.view(2, 3), b.view(2, 3), e).view_as(h),
     "addcmul": lambda h, g, b, e: torch.addcmul(b, scaled(centred(groups(h)), e).reshape(h.shape), g),
     "image": lambda h, g, b, e: F.group_norm(h.reshape(-1, 6, 1, 1), 2, g, b, e)[..., 0, 0].unflatten(0, h.shape[:2]),
-}
+}  # fmt: skip
 
 
 BATCH_NORM: dict[str, Callable[..., Tensor]] = {
@@ -128,14 +125,13 @@ BATCH_NORM: dict[str, Callable[..., Tensor]] = {
     "by hand": lambda h, m, v, g, b: (h - m) / torch.sqrt(v + 1e-5) * g + b,
     "folded": lambda h, m, v, g, b: h * (g * torch.rsqrt(v + 1e-5)) + (b - m * (g * torch.rsqrt(v + 1e-5))),
     "addcmul": lambda h, m, v, g, b: torch.addcmul(b, (h - m) * (v + 1e-5).rsqrt(), g),
-    "channels first": lambda h, m, v, g, b: (
-        (((h.mT - m[:, None]) * (v + 1e-5)[:, None] ** -0.5) * g[:, None] + b[:, None]).mT
-    ),
+    "channels first": lambda h, m, v, g, b: ((((h.mT - m[:, None]) * (v + 1e-5)[:, None] ** -0.5) * g[:, None] + b[:,
+        None]).mT),
     "mean last": lambda h, m, v, g, b: h * (g / (v + 1e-5).sqrt()) - m * (g / (v + 1e-5).sqrt()) + b,
     "negative": lambda h, m, v, g, b: b - (m - h) * g * (v + 1e-5) ** -0.5,
     "instance_norm": lambda h, m, v, g, b: F.instance_norm(h.mT, m, v, g, b, use_input_stats=False).mT,
     "depthwise": lambda h, m, v, g, b: F.conv1d(((h - m) / (v + 1e-5).sqrt()).mT, g[:, None, None], b, groups=6).mT,
-}
+}  # fmt: skip
 
 
 # ---- convolutions of (samples, 2, 6, 6) by 3 x 3
@@ -176,9 +172,8 @@ CONVOLUTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "transposed": lambda x, w, b: F.conv_transpose2d(x, w.transpose(0, 1).flip(2, 3), b)[..., 2:-2, 2:-2],
     "padded": lambda x, w, b: F.conv2d(F.pad(x, (1, 1, 1, 1)), w, b)[..., 1:-1, 1:-1],
     "chunks": lambda x, w, b: torch.cat([F.conv2d(x, *part) for part in zip(w.chunk(2), b.chunk(2), strict=True)], 1),
-    "sum over inputs": lambda x, w, b: sum(
-        F.conv2d(y, v) for y, v in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)
-    ) + b.view(-1, 1, 1),
+    "sum over inputs": lambda x, w, b: sum(F.conv2d(y, v) for y,
+        v in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)) + b.view(-1, 1, 1),
     "rows": rows,
     "products": lambda x, w, b: (windows(x)[:, None] * w[:, :, None, None]).sum((2, -1, -2)) + b.view(-1, 1, 1),
     "mirrored": lambda x, w, b: F.conv2d(x.flip(-1), w.flip(-1), b).flip(-1),
@@ -252,27 +247,21 @@ HALVES: dict[str, Callable[[Tensor], Tensor]] = {
 PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
     "strides": lambda x: torch.stack(turned(x[..., ::2], x[..., 1::2]), -1).flatten(-2),
     "unbind": lambda x: torch.stack(turned(*x.unflatten(-1, (2, 2)).unbind(-1)), -1).flatten(-2),
-    "view_as_complex": lambda x: torch.view_as_real(
-        torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous()) * torch.polar(torch.ones_like(ANGLES), ANGLES)
-    ).flatten(-2),
-    "complex": lambda x: torch.view_as_real(
-        torch.complex(x[..., ::2], x[..., 1::2]) * torch.exp(1j * ANGLES)
-    ).flatten(-2),
+    "view_as_complex": lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1,
+        (2, 2)).contiguous()) * torch.polar(torch.ones_like(ANGLES), ANGLES)).flatten(-2),
+    "complex": lambda x: torch.view_as_real(torch.complex(x[..., ::2],
+        x[..., 1::2]) * torch.exp(1j * ANGLES)).flatten(-2),
     "repeated": lambda x: x * COS.repeat_interleave(2, -1)
     + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * SIN.repeat_interleave(2, -1),
     "index": lambda x: x * COS.repeat_interleave(2, -1)
     + x[..., [1, 0, 3, 2]] * torch.stack([-SIN, SIN], -1).flatten(-2),
     "flip": lambda x: x * COS.repeat_interleave(2, -1)
     + x.unflatten(-1, (2, 2)).flip(-1).flatten(-2) * torch.stack([-SIN, SIN], -1).flatten(-2),
-    "matrices": lambda x: torch.einsum(
-        "tpij,bhtpj->bhtpi",
+    "matrices": lambda x: torch.einsum("tpij,bhtpj->bhtpi",
         torch.stack([torch.stack([COS, -SIN], -1), torch.stack([SIN, COS], -1)], -2),
-        x.unflatten(-1, (2, 2)),
-    ).flatten(-2),
+        x.unflatten(-1, (2, 2))).flatten(-2),
     "written": written_in_steps,
-    "narrow": lambda x: torch.cat(
-        [part for i in range(2) for part in (
-            x.narrow(-1, 2 * i, 1) * COS[:, i : i + 1] - x.narrow(-1, 2 * i + 1, 1) * SIN[:, i : i + 1],
-            x.narrow(-1, 2 * i, 1) * SIN[:, i : i + 1] + x.narrow(-1, 2 * i + 1, 1) * COS[:, i : i + 1],
-        )], -1),
+    "narrow": lambda x: torch.cat([part for i in range(2) for part in (x.narrow(-1, 2 * i, 1) * COS[:,
+        i : i + 1] - x.narrow(-1, 2 * i + 1, 1) * SIN[:, i : i + 1],
+        x.narrow(-1, 2 * i, 1) * SIN[:, i : i + 1] + x.narrow(-1, 2 * i + 1, 1) * COS[:, i : i + 1])], -1),
 }  # fmt: skip

@@ -21,21 +21,14 @@ Spelled = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Function:
-    """A function of weights and inputs, and how it may be written.
+    """A function of weights and inputs, and how it may be written."""
 
-    Attributes:
-        parts: What all spellings are made of, by name.
-        inputs: Makes inputs, from the number of samples.
-        nullity: The nullity of the Jacobian.
-        spellings: By name, what computes the function from the parts (a network that holds them) and inputs.
-        samples: The number of samples that determine the Jacobian's rank.
-    """
-
-    parts: dict[str, Any]
-    inputs: Callable[[int], tuple[Tensor, ...]]
-    nullity: int
+    parts: dict[str, Any]  # what all spellings are made of, by name
+    inputs: Callable[[int], tuple[Tensor, ...]]  # makes inputs, from the number of samples
+    nullity: int  # the nullity of the Jacobian
+    # by name, what computes the function from the parts (a network that holds them) and inputs
     spellings: dict[str, Spelled]
-    samples: int = 40
+    samples: int = 40  # the number of samples that determine the Jacobian's rank
 
     def network(self, spelling: str) -> nn.Module:
         """Make the network in a spelling, always with the same generic weights, in float64."""
@@ -271,18 +264,16 @@ RESIDUAL: dict[str, Spelled] = {
     "sum": residual(lambda x, y, s: sum([x, s.g * s.v.bias, s.g * F.linear(y, s.v.weight)])),
     "in place": residual(in_place),
     "folded gain": residual(lambda x, y, s: x + F.linear(y, s.g[:, None] * s.v.weight, s.g * s.v.bias)),
-    "baddbmm": residual(
-        lambda x, y, s: torch.baddbmm(x, y, (s.g[:, None] * s.v.weight).T.expand(len(x), -1, -1)) + s.g * s.v.bias
-    ),
+    "baddbmm": residual(lambda x, y, s: torch.baddbmm(x, y,
+        (s.g[:, None] * s.v.weight).T.expand(len(x), -1, -1)) + s.g * s.v.bias),
     "einsum": residual(lambda x, y, s: x + torch.einsum("btd,d->btd", s.v(y), s.g)),
     "einsum of three": residual(lambda x, y, s: x + torch.einsum("bti,oi,o->bto", y, s.v.weight, s.g) + s.g * s.v.bias),
     "diagonal": residual(lambda x, y, s: x + F.linear(y, torch.diag(s.g) @ s.v.weight, s.g * s.v.bias)),
     "negative bias": residual(lambda x, y, s: x - (-s.g * s.v.bias) + s.g * F.linear(y, s.v.weight)),
-    "folded conv1d": residual(
-        lambda x, y, s: x + F.conv1d(y.mT, (s.g[:, None] * s.v.weight)[..., None], s.g * s.v.bias).mT
-    ),
+    "folded conv1d": residual(lambda x, y, s: x + F.conv1d(y.mT, (s.g[:, None] * s.v.weight)[..., None],
+        s.g * s.v.bias).mT),
     "view": residual(lambda x, y, s: x.view_as(x) + (s.g * s.v(y)).reshape(x.shape)),
-}
+}  # fmt: skip
 
 
 def embedded(read: Callable[[Any, Tensor], Tensor]) -> Spelled:
@@ -295,15 +286,13 @@ EMBEDDED: dict[str, Spelled] = {
     "lookup": embedded(lambda s, i: s.e(i) + F.embedding(torch.arange(i.shape[1]), s.p)),
     "lookup of an axis more": embedded(lambda s, i: s.e(i) + F.embedding(torch.arange(i.shape[1])[None], s.p)),
     "index": embedded(lambda s, i: s.e.weight[i] + s.p[torch.arange(i.shape[1])]),
-    "index_select": embedded(lambda s, i:
-        s.e.weight.index_select(0, i.flatten()).view(*i.shape, -1) + s.p[: i.shape[1]]
-    ),
+    "index_select": embedded(lambda s, i: s.e.weight.index_select(0, i.flatten()).view(*i.shape,
+        -1) + s.p[: i.shape[1]]),
     "narrow": embedded(lambda s, i: s.p.narrow(0, 0, i.shape[1]) + s.e(i)),
     "expanded": embedded(lambda s, i: s.e(i).add(s.p[None, : i.shape[1]].expand(len(i), -1, -1))),
     "one hot": embedded(lambda s, i: F.one_hot(i, 9).to(s.p) @ s.e.weight + s.p[: i.shape[1]]),
-    "gather": embedded(lambda s, i:
-        s.e.weight.expand(len(i), -1, -1).gather(1, i[..., None].expand(-1, -1, 5)) + s.p[: i.shape[1]]
-    ),
+    "gather": embedded(lambda s, i: s.e.weight.expand(len(i), -1, -1).gather(1,
+        i[..., None].expand(-1, -1, 5)) + s.p[: i.shape[1]]),
     "steps first": embedded(lambda s, i: (s.e(i.T) + s.p[: i.shape[1], None]).transpose(0, 1)),
     "stack": embedded(lambda s, i: torch.stack([s.e(i[:, t]) + s.p[t] for t in range(i.shape[1])], 1)),
 }  # fmt: skip
@@ -341,9 +330,8 @@ COSINE: dict[str, Spelled] = {
     "linear": cosine(lambda h, w: F.linear(F.normalize(h, dim=-1), F.normalize(w))),
     "cosine_similarity": cosine(lambda h, w: F.cosine_similarity(h[..., None, :], w, -1, 1e-12)),
     "norm": cosine(lambda h, w: unit(h) @ unit(w).T),
-    "squares": cosine(
-        lambda h, w: (h * torch.rsqrt(h.square().sum(-1, keepdim=True))) @ (w / w.pow(2).sum(1, True).sqrt()).T
-    ),
+    "squares": cosine(lambda h, w: (h * torch.rsqrt(h.square().sum(-1, keepdim=True))) @ (w / w.pow(2).sum(1,
+        True).sqrt()).T),
     "divided later": cosine(lambda h, w: h @ w.T / torch.linalg.vector_norm(h, dim=-1, keepdim=True) / w.norm(dim=1)),
     "einsum": cosine(lambda h, w: torch.einsum("btd,od->bto", unit(h), unit(w))),
     "rms_norm": cosine(lambda h, w: F.rms_norm(h, (4,), eps=0.0) @ F.rms_norm(w, (4,), eps=0.0).T / 4),
@@ -393,42 +381,26 @@ MIDDLE = {"a": of(L, 8, 6), "n": of(nn.LayerNorm, 6), "b": of(L, 6, 7)}
 FUNCTIONS: dict[str, Function] = {
     "linear": Function({"a": of(L, 8, 4), "m": of(L, 4, 6), "b": of(L, 6, 3)}, steps(8), 20, each(LINEAR, layers)),
     "linear around a layer norm": Function(MIDDLE, steps(8), 38, each(LINEAR, around_a_norm)),
-    "layer norm": Function(
-        MIDDLE, steps(8), 38,
-        each(LAYER_NORM, lambda how: lambda s, x: s.b(how(s.a(x), s.n.weight, s.n.bias, s.n.eps))),
-    ),
-    "rms norm": Function(
-        {"a": of(L, 8, 6), "g": parameter(6), "b": of(L, 6, 7)}, steps(8), 21,
-        each(RMS_NORM, lambda how: lambda s, x: s.b(how(s.a(x), s.g, 1e-5))),
-    ),
-    "group norm": Function(
-        {"a": of(L, 8, 6), "n": of(nn.GroupNorm, 2, 6), "b": of(L, 6, 8)}, steps(8), 48,
-        each(GROUP_NORM, lambda how: lambda s, x: s.b(how(s.a(x), s.n.weight, s.n.bias, s.n.eps))),
-    ),
-    "batch norm": Function(
-        {"a": of(L, 8, 6), "n": of(nn.BatchNorm1d, 6), "b": of(L, 6, 4)}, steps(8), 12,
-        each(BATCH_NORM, lambda how: lambda s, x: s.b(torch.tanh(how(s.a(x), *statistics(s)))))
-        | {"folded into the layer": folded_batch_norm},
-    ),
-    "convolution": Function(
-        {"a": of(nn.Conv2d, 2, 4, 3), "n": of(nn.GroupNorm, 1, 4), "b": of(nn.Conv2d, 4, 2, 3)},
-        lambda samples: (torch.randn(samples, 2, 6, 6, dtype=torch.float64),), 12, each(CONVOLUTION, convolutions),
-    ),
+    "layer norm": Function(MIDDLE, steps(8), 38,
+        each(LAYER_NORM, lambda how: lambda s, x: s.b(how(s.a(x), s.n.weight, s.n.bias, s.n.eps)))),
+    "rms norm": Function({"a": of(L, 8, 6), "g": parameter(6), "b": of(L, 6, 7)}, steps(8), 21,
+        each(RMS_NORM, lambda how: lambda s, x: s.b(how(s.a(x), s.g, 1e-5)))),
+    "group norm": Function({"a": of(L, 8, 6), "n": of(nn.GroupNorm, 2, 6), "b": of(L, 6, 8)}, steps(8), 48,
+        each(GROUP_NORM, lambda how: lambda s, x: s.b(how(s.a(x), s.n.weight, s.n.bias, s.n.eps)))),
+    "batch norm": Function({"a": of(L, 8, 6), "n": of(nn.BatchNorm1d, 6), "b": of(L, 6, 4)}, steps(8), 12,
+        each(BATCH_NORM, lambda how: lambda s, x: s.b(torch.tanh(how(s.a(x),
+        *statistics(s))))) | {"folded into the layer": folded_batch_norm}),
+    "convolution": Function({"a": of(nn.Conv2d, 2, 4, 3), "n": of(nn.GroupNorm, 1, 4), "b": of(nn.Conv2d, 4, 2, 3)},
+        lambda samples: (torch.randn(samples, 2, 6, 6, dtype=torch.float64),), 12, each(CONVOLUTION, convolutions)),
     "attention, causal": Function(HEADS, steps(6), 24, ATTENTION),
     "attention, padded": Function(HEADS, with_padding, 24, PADDED),
     "rotary, halves": Function(WIDE_HEADS, steps(10), 48, each(HALVES, rotary), samples=60),
     "rotary, pairs": Function(WIDE_HEADS, steps(10), 48, each(PAIRS, rotary), samples=60),
     "gated": Function({"gate": of(L, 8, 6), "up": of(L, 8, 6), "down": of(L, 6, 4)}, steps(8), 6, GATED),
-    "residual": Function(
-        {
-            "i": of(L, 7, 5), "n1": of(nn.LayerNorm, 5), "u": of(L, 5, 4), "v": of(L, 4, 5), "g": parameter(5),
-            "n2": of(nn.LayerNorm, 5), "h": of(L, 5, 6),
-        }, steps(7), 54, RESIDUAL,
-    ),
-    "embedding and positions": Function(
-        {"e": of(nn.Embedding, 9, 5), "p": parameter(3, 5), "n": of(nn.LayerNorm, 5), "b": of(L, 5, 6)}, tokens, 38,
-        EMBEDDED, samples=200,
-    ),
+    "residual": Function({"i": of(L, 7, 5), "n1": of(nn.LayerNorm, 5), "u": of(L, 5, 4), "v": of(L, 4, 5),
+        "g": parameter(5), "n2": of(nn.LayerNorm, 5), "h": of(L, 5, 6)}, steps(7), 54, RESIDUAL),
+    "embedding and positions": Function({"e": of(nn.Embedding, 9, 5), "p": parameter(3, 5), "n": of(nn.LayerNorm, 5),
+        "b": of(L, 5, 6)}, tokens, 38, EMBEDDED, samples=200),
     "pooling": Function(MIDDLE, steps(8), 38, POOLED, samples=60),
     "cosine": Function({"a": of(L, 8, 4), "w": parameter(6, 4), "t": parameter()}, steps(8), 13, COSINE),
 }  # fmt: skip

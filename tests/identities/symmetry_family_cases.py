@@ -13,8 +13,8 @@ not a list of examples:
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from types import CodeType
 from typing import Any
@@ -123,35 +123,20 @@ Inputs = Callable[[int], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its inputs and its group.
+    """A network, its inputs and its group."""
 
-    Attributes:
-        family: Which family it belongs to.
-        make: Makes the network, with random weights and the same structure every time.
-        example: What it is traced on, from the batch size.
-        more: Further examples, where the program branches on the shape.
-        fresh: Inputs that no example shows: other lengths, other image sizes.
-        batches: Batch sizes on which elements are tried.
-        whole: The whole group.
-        spare: Units that nothing feeds or that nothing reads: they may move or stay, each of these groups by itself.
-        least: A smaller group that is right as well, where the whole one needs more than labels to be seen.
-        slack: Whether weights exist that no input reads, whose scales mean nothing.
-        charts: By name of a tensor, the number with which it is added wherever it is read, and scaled.
-        tolerance: Largest relative change of an output.
-    """
-
-    family: str
-    make: Callable[[], nn.Module]
-    example: Inputs
-    whole: Group
-    more: Sequence[Inputs] = ()
-    fresh: Sequence[Inputs] = ()
-    batches: Sequence[int] = (1, 5)
+    family: str  # which family it belongs to
+    make: Callable[[], nn.Module]  # makes the network, with random weights and the same structure every time
+    example: Inputs  # what it is traced on, from the batch size
+    whole: Group  # the whole group
+    more: Sequence[Inputs] = ()  # further examples, where the program branches on the shape
+    fresh: Sequence[Inputs] = ()  # inputs that no example shows: other lengths, other image sizes
+    batches: Sequence[int] = (1, 5)  # batch sizes on which elements are tried
+    # units that nothing feeds or that nothing reads: they may move or stay, each of these groups by itself
     spare: Sequence[Group] = ()
+    # a smaller group that is right as well, where the whole one needs more than labels to be seen
     least: Group | None = None
-    slack: bool = False
-    charts: Mapping[str, float] = field(default_factory=dict)
-    tolerance: float = EXACT
+    tolerance: float = EXACT  # largest relative change of an output
 
     def accepts(self, found: Group) -> bool:
         """Return whether a group is the whole one, with or without the spare units, or one that is named as enough."""
@@ -197,7 +182,7 @@ SIZES = [normal(3, 9, 12), normal(3, 12, 4), normal(3, 12, 12)]
 A, B = of(L, 5, 8), of(L, 8, 2)
 CA, CB = of(C, 3, 8, 3, padding=1), of(C, 8, 2, 1)
 USUAL = {X: ([], A, B), SEQUENCE: (LENGTHS, A, B), IMAGE: (SIZES, CA, CB)}
-SETTINGS = {"more", "batches", "spare", "least", "slack", "charts", "tolerance"}
+SETTINGS = {"more", "batches", "spare", "least", "tolerance"}
 
 
 def names(code: CodeType) -> set[str]:
@@ -273,14 +258,14 @@ added("gathered", lambda s, t: s.pos.gather(0, torch.arange(t)[:, None].expand(-
 added("second_axis_cut", lambda s, t: s.pos[:, :t], pos=parameter(1, 12, 8))
 added("transposed_table", lambda s, t: s.pos[:, :t].t(), pos=parameter(8, 12))
 added("cut_from_the_end", lambda s, t: s.pos[-t:])
-added("cut_with_an_offset", lambda s, t: s.pos[2 : t + 2], fresh=[normal(1, 5), normal(10, 5)], slack=True)
+added("cut_with_an_offset", lambda s, t: s.pos[2 : t + 2], fresh=[normal(1, 5), normal(10, 5)])
 added("stack_of_unbound_rows", lambda s, t: torch.stack(s.pos.unbind(0)[:t]), SHIFTED)
 added("split_at_the_length", lambda s, t: s.pos.split([t, 12 - t])[0])
 added("table_of_two_indices", lambda s, t: s.pos[torch.arange(t) // 4, torch.arange(t) % 4], pos=parameter(3, 4, 8))
 added("reversed_table", lambda s, t: s.pos.flip(0)[:t])
 added("sums_of_rows", lambda s, t: s.pos.cumsum(0)[:t])
-added("row_of_the_last_step", lambda s, t: s.pos[t - 1], slack=True)
-added("mean_of_the_rows_of_a_cut_table", lambda s, t: s.pos[:t].mean(0), slack=True)
+added("row_of_the_last_step", lambda s, t: s.pos[t - 1])
+added("mean_of_the_rows_of_a_cut_table", lambda s, t: s.pos[:t].mean(0))
 added("table_behind_a_linear_layer", lambda s, t: s.mix(s.pos[:t]), group([8], 14, 6, dense=[6]), pos=parameter(12, 6),
     mix=of(L, 6, 8))
 added("table_behind_a_perceptron", lambda s, t: s.n(relu(s.m(s.pos[:t]))), group([8, 6], 18, 4, dense=[4]),
@@ -298,17 +283,17 @@ tables.row("every_second_row", UNITS,
     lambda s, x: s.b(relu(s.a(x) + s.pos[::2][: x.shape[1]] - s.pos[1::2][: x.shape[1]])),
     fresh=[normal(1, 5), normal(7, 5)], pos=parameter(14, 8))
 
-@tables(UNITS, slack=True, b=of(L, 5, 3), pos=parameter(12, 8))
+@tables(UNITS, b=of(L, 5, 3), pos=parameter(12, 8))
 def relative_logits_cut_to_length(s, x):
     logits = relu(s.a(x)) @ s.pos.t()
     return s.b(logits[:, :, : x.shape[1]].softmax(-1) @ x)
 
 # The columns of the table meet nothing but themselves, which any orthogonal matrix passes.
 tables.row("largest_of_the_rows_of_a_cut_table", group([8], 8, 8) + Group(0.0, 0, 0, 0, 28),
-    lambda s, x: s.b(relu(s.a(x)) * torch.softmax(s.pos.narrow(0, 0, x.shape[1]) @ s.pos[0], 0).amax()), slack=True,
+    lambda s, x: s.b(relu(s.a(x)) * torch.softmax(s.pos.narrow(0, 0, x.shape[1]) @ s.pos[0], 0).amax()),
     pos=parameter(12, 8))
 
-@tables(UNITS, fresh=[normal(1, 5)], slack=True, pos=parameter(12, 8))
+@tables(UNITS, fresh=[normal(1, 5)], pos=parameter(12, 8))
 def rows_that_nothing_reads(s, x):
     first, _ = s.pos.chunk(2)
     return s.b(relu(s.a(x) + first.mean(0) + s.pos[9] - s.pos.split(3)[2].select(0, 1)))
@@ -334,7 +319,7 @@ tables.row("filter_cut_to_the_length", UNITS, lambda s, x: s.b(relu(F.conv1d(x, 
     on=normal(3, 10), fresh=[normal(3, 4), normal(3, 20)], w=parameter(8, 3, 6), b=of(nn.Conv1d, 8, 2, 1))
 
 # Hidden units are cut to the length: further lengths, which the self-test tries, tell all of them apart.
-@tables(group([], 5), fresh=[], more=[normal(3, 5)], slack=True, w=parameter(9, 5), v=parameter(2, 9))
+@tables(group([], 5), fresh=[], more=[normal(3, 5)], w=parameter(9, 5), v=parameter(2, 9))
 def width_cut_to_the_length(s, x):
     t = x.shape[1]
     return F.linear(relu(F.linear(x.mean(1), s.w[:t])), s.v[:, :t])
@@ -392,7 +377,7 @@ def relative_keys(s, x):
     relative = s.table[distances(x.shape[1], 11)]
     return attend(s, x, torch.einsum("ntd,tsd->nts", s.q(x), relative))
 
-@tables(HEAD, slack=True, mask=lambda: torch.tril(torch.ones(12, 12)), **ATTENTION)
+@tables(HEAD, mask=lambda: torch.tril(torch.ones(12, 12)), **ATTENTION)
 def mask_of_zeros_and_ones(s, x):
     t = x.shape[1]
     scores = (s.q(x) @ s.k(x).mT).masked_fill(s.mask[:t, :t] == 0, -math.inf)
@@ -403,7 +388,7 @@ def mask_of_truth_values(s, x):
     t = x.shape[1]
     return attend(s, x, torch.zeros(t, t).masked_fill(~s.mask[:t, :t], -math.inf))
 
-tables.row("mask_of_minus_infinity", HEAD, lambda s, x: attend(s, x, s.mask[: x.shape[1], : x.shape[1]]), slack=True,
+tables.row("mask_of_minus_infinity", HEAD, lambda s, x: attend(s, x, s.mask[: x.shape[1], : x.shape[1]]),
     mask=lambda: torch.full((12, 12), -math.inf).triu(1), **ATTENTION)
 
 tables.row("softmax_of_weights_of_steps", UNITS,
@@ -418,7 +403,7 @@ def added_into_a_copy_of_the_table(s, x):
     h[:, : x.shape[1]] += s.a(x)
     return s.b(relu(h[:, : x.shape[1]]))
 
-@tables(UNITS, slack=True, pos=parameter(12, 8))
+@tables(UNITS, pos=parameter(12, 8))
 def first_row_of_a_copy_to_zero(s, x):
     table = s.pos.clone()
     table[0] = 0.0
@@ -531,7 +516,7 @@ constants.row("two_summands", group([4, 4]), lambda s, x: s.b(relu(s.a(x) + s.k)
     k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
 constants.row("one_factor_for_all", UNITS, lambda s, x: s.b(relu(s.a(x)) * s.k), k=Fixed(lambda: torch.tensor(3.0)))
 constants.row("one_summand_for_all", group([8], 8), lambda s, x: s.b(relu(s.a(x) + s.k)),
-    charts={"a.bias": 0.5}, k=Fixed(lambda: torch.tensor(0.5)))
+    k=Fixed(lambda: torch.tensor(0.5)))
 
 class Standardise(nn.Module):
     """Subtracts a mean and divides by a deviation that are not saved."""
@@ -633,7 +618,7 @@ constants.row("summand_on_half_of_the_units", group([4, 4], 4), lambda s, x: s.b
     least=group([], 0), k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
 # The masked units are never read; the rest is as without the mask.
 constants.row("units_masked_by_a_constant", group([4], 4), lambda s, x: s.b(relu(s.a(x)) * s.k),
-    spare=[group([4], 4), group([4], 4, 4)], slack=True, k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
+    spare=[group([4], 4), group([4], 4, 4)], k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
 
 # Writing into tensors. Where only a part is written, the columns that read the rest read zeros (`ZEROS`): nothing
 # feeds these units, and a unit that is written over is read by nothing (`LOST`).
@@ -654,7 +639,7 @@ def into_zeros(name: str, write: Callable[..., Any], **settings: Any) -> None:
         out = zeros(x, 8)
         write(s, out, relu(s.a(x)))
         return s.b(out)
-    writes.row(name, FOUR, program, spare=[ZEROS], slack=True, a=HALF, **settings)
+    writes.row(name, FOUR, program, spare=[ZEROS], a=HALF, **settings)
 
 into_zeros("slice_of_zeros", lambda s, out, h: put(out, s_[:, 2:6], h))
 into_zeros("every_second_column", lambda s, out, h: put(out, s_[:, ::2], h))
@@ -671,9 +656,9 @@ into_zeros("scatter", lambda s, out, h: out.scatter_(1, torch.tensor([1, 6, 3, 0
 into_zeros("index_put", lambda s, out, h: out.index_put_(
     (torch.arange(len(h))[:, None], torch.tensor([1, 6, 3, 0])), h, accumulate=True))
 writes.row("index_add", FOUR, lambda s, x: s.b(zeros(x, 8).index_add(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x)))),
-    spare=[ZEROS], slack=True, a=HALF)
+    spare=[ZEROS], a=HALF)
 writes.row("slice_scatter", FOUR, lambda s, x: s.b(torch.slice_scatter(zeros(x, 8), relu(s.a(x)), 1, 2, 6)),
-    spare=[ZEROS], slack=True, a=HALF)
+    spare=[ZEROS], a=HALF)
 
 # The same units on both sides of the choice: they differ by the places at which they pass the activation.
 @writes(group([4, 4], 8), even=lambda: torch.arange(8) % 2 == 0)
@@ -704,13 +689,13 @@ def scores_masked_with_the_least_number(s, x):
 
 
 
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+@writes(FOUR, spare=[ZEROS], a=HALF)
 def add_into_a_slice_of_zeros(s, x):
     out = zeros(x, 8)
     out[:, 2:6] += relu(s.a(x))
     return s.b(out)
 
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+@writes(FOUR, spare=[ZEROS], a=HALF)
 def zeros_like_something(s, x):
     h = relu(s.a(x))
     out = torch.zeros_like(torch.cat([x, x], 1)[:, :8])
@@ -748,7 +733,7 @@ def halves_of_a_layer_interleaved(s, x):
     return s.b(out)
 
 # Units 3 and 4 of the first layer are written over.
-@writes(group([3, 5], 8), spare=[group([2], 2)], slack=True, a=of(L, 5, 5), c=of(L, 5, 5))
+@writes(group([3, 5], 8), spare=[group([2], 2)], a=of(L, 5, 5), c=of(L, 5, 5))
 def overlapping_writes(s, x):
     out = zeros(x, 8)
     out[:, :5] = relu(s.a(x))
@@ -770,7 +755,7 @@ def slice_of_a_filled_tensor(s, x):
 
 # The start is a part of the state: its units are free behind the ReLU.
 # What is written over might be more for a longer input, so that the start may stay as it is.
-@writes(FOURS, spare=[ZEROS], least=group([4], 4), slack=True, a=HALF, start=parameter(8))
+@writes(FOURS, spare=[ZEROS], least=group([4], 4), a=HALF, start=parameter(8))
 def slice_of_a_learned_start(s, x):
     out = s.start.expand(len(x), 8).clone()
     out[:, 2:6] = s.a(x)
@@ -795,27 +780,26 @@ def into_units(name: str, whole: Group, write: Callable[..., Any], start: Any = 
         return s.b(h if end is None else end(h))
     writes.row(name, whole, program, **settings)
 
-into_units("one_unit_to_zero", group([7], 7), lambda s, x, h: put(h, s_[:, 0], 0), slack=True,
+into_units("one_unit_to_zero", group([7], 7), lambda s, x, h: put(h, s_[:, 0], 0),
     spare=[group([], 1), group([], 1, 1)])
-into_units("one_unit_to_one", group([7], 7), lambda s, x, h: put(h, s_[:, 3], 1), least=group([7]), slack=True,
+into_units("one_unit_to_one", group([7], 7), lambda s, x, h: put(h, s_[:, 3], 1), least=group([7]),
     spare=[group([], 1)])
-into_units("narrow_to_zero", FOUR, lambda s, x, h: h.narrow(1, 2, 4).zero_(), spare=[LOST, ZEROS], slack=True)
-into_units("select_to_zero", group([7], 7), lambda s, x, h: h.select(1, 5).zero_(), slack=True,
+into_units("narrow_to_zero", FOUR, lambda s, x, h: h.narrow(1, 2, 4).zero_(), spare=[LOST, ZEROS])
+into_units("select_to_zero", group([7], 7), lambda s, x, h: h.select(1, 5).zero_(),
     spare=[group([], 1), group([], 1, 1)])
 # Unit 1 is read twice, so it does not change places with the others.
-into_units("one_unit_to_another", group([6], 7), lambda s, x, h: put(h, s_[:, 0], h[:, 1]), slack=True,
-    spare=[group([], 1)])
-into_units("one_unit_to_an_input", group([7], 7), lambda s, x, h: put(h, s_[:, 0], x[:, 2]), None, relu, slack=True,
+into_units("one_unit_to_another", group([6], 7), lambda s, x, h: put(h, s_[:, 0], h[:, 1]), spare=[group([], 1)])
+into_units("one_unit_to_an_input", group([7], 7), lambda s, x, h: put(h, s_[:, 0], x[:, 2]), None, relu,
     spare=[group([], 1), group([], 0, 1)])
 into_units("one_unit_to_another_layer", group([7], 8), lambda s, x, h: put(h, s_[:, 0], relu(s.c(x))[:, 0]),
-    spare=[group([], 1)], slack=True, c=of(L, 5, 1))
+    spare=[group([], 1)], c=of(L, 5, 1))
 # Units 1 and 2 have one scale, because their sum is read; they may change places.
 into_units("one_unit_to_a_sum", group([5, 2], 6), lambda s, x, h: put(h, s_[:, 0], h[:, 1] + h[:, 2]),
-    least=group([5], 5), spare=[group([], 1)], slack=True)
-into_units("copy_into_half", FOURS, lambda s, x, h: h[:, 2:6].copy_(relu(s.c(x))), spare=[LOST], slack=True, c=OTHER)
+    least=group([5], 5), spare=[group([], 1)])
+into_units("copy_into_half", FOURS, lambda s, x, h: h[:, 2:6].copy_(relu(s.c(x))), spare=[LOST], c=OTHER)
 into_units("two_units_swapped", UNITS, lambda s, x, h: put(h, s_[:, [0, 1]], h[:, [1, 0]]), least=group([6, 2], 8))
 into_units("masked_fill_of_columns", FOUR, lambda s, x, h: h.masked_fill_(torch.arange(8) < 4, 0.0),
-    spare=[LOST, ZEROS], least=EMPTY, slack=True)
+    spare=[LOST, ZEROS], least=EMPTY)
 into_units("product_through_the_transposed", group([8], 16, 8), lambda s, x, h: h.t().mul_(s.gain[:, None]),
     gain=parameter(8))
 # Pairs of units change places together.
@@ -876,7 +860,7 @@ def unbind_in_place(s, x):
     return s.b(h.flatten(1))
 
 # A view sees what is written into its base, and a copy does not. All weights of the other units are shifts.
-@writes(FOUR, spare=[Group(0, 4, 4, 0, 0)], slack=True, b=of(L, 4, 2))
+@writes(FOUR, spare=[Group(0, 4, 4, 0, 0)], b=of(L, 4, 2))
 def view_of_what_is_written_later(s, x):
     h = s.a(x)
     half = h[:, :4]
@@ -890,7 +874,7 @@ def copy_of_what_is_written_later(s, x):
     copied.relu_()
     return s.b(tanh(h)) + s.c(copied.t())
 
-@writes(FOURS, spare=[ZEROS], slack=True, c=B)
+@writes(FOURS, spare=[ZEROS], c=B)
 def clone_with_zeros(s, x):
     h = relu(s.a(x))
     g = h.clone()
@@ -913,7 +897,7 @@ def samples_in_turn(s, x):
 # A mask that the program makes from positions may be made from the input's size, so that its columns may stay.
 writes.row("where_of_columns", group([4, 4], 4, 4),
     lambda s, x: s.b(torch.where(torch.arange(8) < 4, relu(s.a(x)), tanh(s.c(x)))), spare=[LOST, group([4], 0, 4)],
-    least=EMPTY, slack=True, c=A)
+    least=EMPTY, c=A)
 
 # Two units are added: they change places within pairs and as pairs.
 @writes(group([4], 4, blocks=[2**4]), least=EMPTY, b=of(L, 4, 2))
@@ -1020,11 +1004,10 @@ def sums_of_units_step_by_step(s, x):
     return s.b(h)
 
 writes.row("index_fill", FOUR, lambda s, x: s.b(relu(s.a(x)).index_fill_(1, torch.tensor([0, 2, 4, 6]), 0.0)),
-    spare=[LOST, ZEROS], slack=True)
+    spare=[LOST, ZEROS])
 
 writes.row("scatter_of_zeros", FOUR,
-    lambda s, x: s.b(relu(s.a(x)).scatter(1, torch.tensor([1, 3, 5, 7]).expand(len(x), 4), 0.0)), spare=[LOST, ZEROS],
-    slack=True)
+    lambda s, x: s.b(relu(s.a(x)).scatter(1, torch.tensor([1, 3, 5, 7]).expand(len(x), 4), 0.0)), spare=[LOST, ZEROS])
 
 @writes(group([8], 0, 8), least=EMPTY)
 def result_into_empty(s, x):
@@ -1125,15 +1108,15 @@ shared.row("bias_of_two_convolutions", UNITS,
 shared.row("weight_of_a_grouped_and_of_a_plain_convolution", group([2], 0, 10, blocks=[16, 24]),
     lambda s, x: s.b(tanh(F.conv2d(tanh(s.a(x)), s.g, groups=4))) + s.c(tanh(F.conv2d(tanh(s.d(x)), s.g))),
     on=normal(4, 6, 6), least=EMPTY, a=of(C, 4, 8, 1), d=of(C, 4, 2, 1), g=parameter(8, 2, 1, 1), b=of(C, 8, 2, 1),
-    c=of(C, 8, 2, 1), slack=True)
+    c=of(C, 8, 2, 1))
 # Each channel is read at another pixel; of a larger image all pixels that are read are in the first channel.
 shared.row("a_pixel_of_each_channel", group([], 1), lambda s, x: s.b(relu(s.a(x)).flatten(1)[:, [0, 5, 10, 15]]),
-    slack=True, on=normal(1, 2, 2), a=of(C, 1, 4, 1), b=of(L, 4, 2))
+    on=normal(1, 2, 2), a=of(C, 1, 4, 1), b=of(L, 4, 2))
 # A bias that is doubled shifts a running mean by twice as much.
 shared.row("doubled_bias_in_front_of_a_norm", group([8], 16, 8, shifts=8),
     lambda s, x: s.b(relu(s.n(torch.addmm(s.bias, x, s.w, beta=2)))), w=parameter(5, 8), bias=parameter(8), n=NORM)
 # Rounding has no derivative, which is what scales are checked by.
-shared.row("units_rounded_to_integers", group([8]), lambda s, x: s.b((8 * relu(s.a(x))).int().to(x.dtype)), slack=True)
+shared.row("units_rounded_to_integers", group([8]), lambda s, x: s.b((8 * relu(s.a(x))).int().to(x.dtype)))
 # The second weight is in front of a norm; the bias ties its scales to those of the first.
 shared.row("bias_with_and_without_a_norm", group([8], 16),
     lambda s, x: s.b(relu(F.linear(x, s.w, s.bias))) + s.c(relu(s.n(F.linear(x, s.v, s.bias)))), least=UNITS,
@@ -1274,8 +1257,7 @@ parts.row("gate_expanded_to_the_others_shape", UNITS,
 parts.row("filters_of_channels_moved_about", group([8], 16),
     lambda s, x: s.b(relu(F.conv1d(relu(s.a(x)).mT, s.w.squeeze(1).unsqueeze(1), padding=1, groups=8)).mT),
     w=parameter(8, 1, 3))
-parts.row("step_chosen_by_the_input", UNITS,
-    lambda s, x: s.b(relu(s.a(x))[torch.arange(len(x)), x[:, :, 0].argmax(1)]))
+parts.row("step_chosen_by_the_input", UNITS, lambda s, x: s.b(relu(s.a(x))[torch.arange(len(x)), x[:, :, 0].argmax(1)]))
 parts.row("step_gathered_by_the_input", UNITS,
     lambda s, x: s.b(relu(s.a(x)).gather(1, x[:, :, 0].argmax(1)[:, None, None].expand(-1, -1, 8))))
 # An index of its own for each unit, and nothing that says how it would move along.

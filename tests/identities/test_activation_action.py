@@ -16,7 +16,6 @@ from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.tracing import tracer
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, capture, state_tensors
 
-torch.set_num_threads(1)
 EXACT = 1e-9  # of float64, relative to each number and to what is usual in its tensor; measured values are below 1e-11
 
 
@@ -160,16 +159,11 @@ MIXER = program(mixer, embed=of(L, 5, 6), tokens=of(L, 4, 7), back=of(L, 7, 4), 
 SMALL = {
     "sigmoids": (sequential(of(L, 5, 8), nn.Sigmoid, of(L, 8, 7), nn.Hardsigmoid, of(L, 7, 3)), (5,), {"affine": True}),
     "shift": (with_batch_norm, (5,), {}),
-    "flattened": (
-        sequential(of(C, 3, 4, 3), nn.ReLU, of(nn.MaxPool2d, 2), nn.Flatten, of(L, 36, 5), nn.Tanh, of(L, 5, 2)),
-        (3, 8, 8), {},
-    ),
+    "flattened": (sequential(of(C, 3, 4, 3), nn.ReLU, of(nn.MaxPool2d, 2), nn.Flatten, of(L, 36, 5), nn.Tanh,
+        of(L, 5, 2)), (3, 8, 8), {}),
     "linear": (sequential(of(C, 3, 4, 3), of(nn.AvgPool2d, 2), nn.Flatten, of(L, 36, 5), of(L, 5, 2)), (3, 8, 8), {}),
-    "grouped": (
-        sequential(of(C, 3, 8, 3), nn.ReLU, of(C, 8, 6, 1, groups=2), of(nn.GroupNorm, 2, 6), nn.GELU, nn.Flatten,
-                   of(L, 216, 2)),
-        (3, 8, 8), {},
-    ),
+    "grouped": (sequential(of(C, 3, 8, 3), nn.ReLU, of(C, 8, 6, 1, groups=2), of(nn.GroupNorm, 2, 6), nn.GELU,
+        nn.Flatten, of(L, 216, 2)), (3, 8, 8), {}),
     "rolled": (program(rolled, conv=of(C, 3, 4, 3), act=nn.ReLU, head=of(L, 36, 5), out=of(L, 5, 2)), (3, 5, 5), {}),
     "mixer": (MIXER, (4, 5), {}),
     "attention": (program(attention, project=of(L, 6, 36), dropped=nn.Dropout, out=of(L, 12, 6)), (5, 6), {}),

@@ -90,18 +90,14 @@ ADDRESSES = {
     "without parameters": lambda: ResidualPathways(Subsample(), nn.Sequential(nn.AvgPool2d(2), nn.Dropout(0.5))),
     "the input itself beside another path": lambda: ResidualPathways(nn.Identity(), CircularConv(2, 2), scale=0.7),
     "the input itself, twice": lambda: ResidualPathways(nn.Identity(), nn.Identity(), nn.Sequential(nn.Identity())),
-    "paths within paths": lambda: ResidualPathways(
-        ResidualPathways(CircularConv(2, 2), nn.Tanh()),
-        nn.Sequential(nn.ReLU(), ResidualPathways(nn.Sigmoid(), FactoredFullyConnected(2, 2, GRID), scale=1)),
-    ),
+    "paths within paths": lambda: ResidualPathways(ResidualPathways(CircularConv(2, 2), nn.Tanh()),
+        nn.Sequential(nn.ReLU(), ResidualPathways(nn.Sigmoid(), FactoredFullyConnected(2, 2, GRID), scale=1))),
     "one path": lambda: nn.Sequential(ResidualPathways(CircularConv(2, 2)), PolyphasePool()),
-    "activations in place": lambda: nn.Sequential(
-        CircularConv(2, 2), nn.ReLU(inplace=True), CircularConv(2, 2), nn.ELU(inplace=True)
-    ),
-    "dilated patches of a circular convolution": lambda: nn.Conv2d(
-        2, 2, 3, padding=2, dilation=2, padding_mode="circular"
-    ),
-}
+    "activations in place": lambda: nn.Sequential(CircularConv(2, 2), nn.ReLU(inplace=True), CircularConv(2, 2),
+        nn.ELU(inplace=True)),
+    "dilated patches of a circular convolution": lambda: nn.Conv2d(2, 2, 3, padding=2, dilation=2,
+        padding_mode="circular"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)

@@ -17,8 +17,6 @@ from torch import nn
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry
 
-torch.set_num_threads(1)
-
 EXACT = 1e-10
 
 
@@ -56,14 +54,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Unit]]]
     "two layers": (lambda: perceptron(5, 7, 6, 3), (4, 5), LAYERS[:2]),
     "three layers": (lambda: perceptron(5, 7, 6, 5, 3), (4, 5), LAYERS),
     "tanh": (lambda: perceptron(5, 7, 6, 3, activation=nn.Tanh), (4, 5), LAYERS[:2]),
-    "batch norms": (
-        convolutions, (4, 3, 7, 7),
-        [(["1.weight", "1.bias"], ["3.weight"]), (["4.weight", "4.bias"], ["6.weight"])],
-    ),
-    "branches": (
-        branches, (4, 5),
-        [(["up.0.weight", "up.0.bias"], ["down.0.weight"]), (["up.1.weight", "up.1.bias"], ["down.1.weight"])],
-    ),
+    "batch norms": (convolutions, (4, 3, 7, 7),
+        [(["1.weight", "1.bias"], ["3.weight"]), (["4.weight", "4.bias"], ["6.weight"])]),
+    "branches": (branches, (4, 5), [(["up.0.weight", "up.0.bias"], ["down.0.weight"]),
+        (["up.1.weight", "up.1.bias"], ["down.1.weight"])]),
 }  # fmt: skip
 
 BEFORE_NORM = {

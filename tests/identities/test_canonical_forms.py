@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import Program, assert_refused, of, one_in, parameter
 from orbit_cases import EXACT, LARGE, NETWORKS, difference, function_change, made, mlp
+from orbit_laws import assert_a_group_acts, assert_members_have_one_form, drawn
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,16 +24,9 @@ def squared_norm(network: nn.Module) -> float:
 @pytest.mark.parametrize(
     ("name", "scales"),
     # One pass over 11 million weights in float64 is enough.
-    one_in(
-        2,
-        [
-            (name, scales)
-            for name in NETWORKS
-            for scales in ("balanced", "unit")
-            if name != LARGE or scales == "balanced"
-        ],
-    ),
-)
+    one_in(2, [(name, scales) for name in NETWORKS for scales in ("balanced",
+        "unit") if name != LARGE or scales == "balanced"]),
+)  # fmt: skip
 @pytest.mark.long
 def test_one_form_for_the_whole_orbit(name: str, scales: str) -> None:
     network, _, symmetry = made(name)
@@ -266,17 +260,9 @@ def test_a_shift_that_layers_or_norms_share_is_one(function: Any, other: Any, di
             buffer.copy_(torch.rand_like(buffer) + 0.5)
     symmetry = trace_symmetry(network, torch.randn(2, 3, 8, 8).double())
     assert (symmetry.shifts, symmetry.dimension) == (6, dimension)
-    generator = torch.Generator().manual_seed(1)
-    one, two = symmetry.sample(generator), symmetry.sample(generator)
-    moved = symmetry.act(one, network)
-    pairs = [
-        (symmetry.act(two, moved), symmetry.act(symmetry.compose(two, one), network)),
-        (symmetry.act(symmetry.inverse(one), moved), network),
-        (canonicalize(symmetry, moved).network, canonicalize(symmetry, network).network),
-    ]
-    for left, right in pairs:
-        assert difference(left, right) < 1e-12
-    assert orbit_distance(symmetry, network, moved).upper < 1e-12
+    assert_a_group_acts(symmetry, network, 1e-12)
+    assert_members_have_one_form(symmetry, network, 1e-12)
+    assert orbit_distance(symmetry, network, symmetry.act(drawn(symmetry, 1), network)).upper < 1e-12
 
 
 def of_heads(s, x):
@@ -334,27 +320,11 @@ def test_post_norm_transformers_on_one_orbit_have_one_form() -> None:
         for parameter in network.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     symmetry = trace_symmetry(network, torch.randn(2, 4, 5, dtype=torch.float64))
-    other = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), network)
-    one, two = (canonicalize(symmetry, member).network.state_dict() for member in (network, other))
-    assert all(torch.allclose(one[name], two[name], rtol=0, atol=1e-10) for name in one)
+    assert_members_have_one_form(symmetry, network, 1e-10)
 
 
-class Written(nn.Module):
-    """A network whose forward is a function of its parts."""
-
-    def __init__(self, forward, **parts) -> None:
-        super().__init__()
-        self.written = forward
-        for name, part in parts.items():
-            if isinstance(part, nn.Module):
-                self.add_module(name, part)
-            elif isinstance(part, nn.Parameter):
-                self.register_parameter(name, part)
-            else:
-                self.register_buffer(name, part)
-
-    def forward(self, *inputs):
-        return self.written(self, *inputs)
+def written(forward, **parts) -> nn.Module:
+    return Program(forward, parts)
 
 
 def square(size: int = 6) -> nn.Parameter:
@@ -418,69 +388,34 @@ def gains_of_both_signs(size):
 
 
 SELF_TESTED = {
-    "symmetric matrix": (lambda: Written(lambda s, x: s.o(s.a(x) @ (s.w + s.w.T)), w=square(), **ends()), True),
-    "symmetric matrix between tanh": (
-        lambda: Written(lambda s, x: s.o((s.a(x).tanh() @ (s.w + s.w.T)).tanh()), w=square(), **ends()),
-        True,
-    ),
-    "antisymmetric matrix": (lambda: Written(lambda s, x: s.o(s.a(x) @ (s.w - s.w.T)), w=square(), **ends()), False),
-    "product of weights": (
-        lambda: Written(lambda s, x: s.o((x @ (s.v * s.w)).relu()), v=square(5), w=square(5), o=nn.Linear(5, 3)),
-        False,
-    ),
-    "symmetric matrix beside a path": (
-        lambda: Written(lambda s, x: s.o(s.a(x) + s.a(x).relu() @ (s.w + s.w.T)), w=square(), **ends()),
-        True,
-    ),
-    "mask times a weight": (
-        lambda: Written(lambda s, x: s.o((x @ (s.w * s.m)).relu()), w=square(5), m=mask(5, 5), o=nn.Linear(5, 3)),
-        True,
-    ),
-    "mask that divides": (
-        lambda: Written(lambda s, x: s.o((x @ (s.w * s.m)).relu()), w=square(5), m=2 * mask(5, 5), o=nn.Linear(5, 3)),
-        True,
-    ),
-    "mask of units": (lambda: Written(lambda s, x: s.o(s.a(x).relu() * s.m), m=mask(6), **ends()), True),
-    "three summands": (
-        lambda: Written(three_summands, **{k: nn.Parameter(torch.randn(6)) for k in "bc"}, **ends()),
-        True,
-    ),
-    "norm behind heads": (
-        lambda: Written(lambda s, x: beside_heads(s, x, s.n), n=gain_of_both_signs(), **heads()),
-        True,
-    ),
-    "norm behind heads and a bias": (
-        lambda: Written(lambda s, x: beside_heads(s, x, s.n), n=gain_of_both_signs(), **heads(bias=True)),
-        True,
-    ),
-    "tanh behind heads": (lambda: Written(lambda s, x: beside_heads(s, x, torch.tanh), **heads()), True),
-    "tanh in a stream of two signs": (
-        lambda: Written(
-            in_two_signs, m=nn.LayerNorm(6), u=nn.Linear(6, 5), w=nn.Linear(5, 6), **heads(bias=True)
-        ),
-        True,
-    ),
-    "half of a rotated stream": (
-        lambda: Written(
-            lambda s, x: s.o(0.5 * beside_a_norm(s, x)), a=nn.Linear(5, 4), n=gains_of_both_signs(4),
-            u=nn.Linear(4, 3), d=nn.Linear(3, 4), o=nn.Linear(4, 6),
-        ),
-        True,
-    ),
-    "rotated stream read by what writes it": (
-        lambda: Written(
-            lambda s, x: beside_a_norm(s, x) @ s.a.weight, a=nn.Linear(5, 4), n=gains_of_both_signs(4),
-            u=nn.Linear(4, 3), d=nn.Linear(3, 4),
-        ),
-        True,
-    ),
-    "embedding, types and positions": (
-        lambda: Written(
-            embedding, e=nn.Embedding(11, 6), t=nn.Embedding(2, 6), p=nn.Parameter(torch.randn(4, 6)),
-            n=nn.LayerNorm(6), h=nn.Linear(6, 8), o=nn.Linear(8, 3),
-        ),
-        True,
-    ),
+    "symmetric matrix": (lambda: written(lambda s, x: s.o(s.a(x) @ (s.w + s.w.T)), w=square(), **ends()), True),
+    "symmetric matrix between tanh": (lambda: written(lambda s, x: s.o((s.a(x).tanh() @ (s.w + s.w.T)).tanh()),
+        w=square(), **ends()), True),
+    "antisymmetric matrix": (lambda: written(lambda s, x: s.o(s.a(x) @ (s.w - s.w.T)), w=square(), **ends()), False),
+    "product of weights": (lambda: written(lambda s, x: s.o((x @ (s.v * s.w)).relu()), v=square(5), w=square(5),
+        o=nn.Linear(5, 3)), False),
+    "symmetric matrix beside a path": (lambda: written(lambda s, x: s.o(s.a(x) + s.a(x).relu() @ (s.w + s.w.T)),
+        w=square(), **ends()), True),
+    "mask times a weight": (lambda: written(lambda s, x: s.o((x @ (s.w * s.m)).relu()), w=square(5), m=mask(5, 5),
+        o=nn.Linear(5, 3)), True),
+    "mask that divides": (lambda: written(lambda s, x: s.o((x @ (s.w * s.m)).relu()), w=square(5), m=2 * mask(5, 5),
+        o=nn.Linear(5, 3)), True),
+    "mask of units": (lambda: written(lambda s, x: s.o(s.a(x).relu() * s.m), m=mask(6), **ends()), True),
+    "three summands": (lambda: written(three_summands, **{k: nn.Parameter(torch.randn(6)) for k in "bc"}, **ends()),
+        True),
+    "norm behind heads": (lambda: written(lambda s, x: beside_heads(s, x, s.n), n=gain_of_both_signs(), **heads()),
+        True),
+    "norm behind heads and a bias": (lambda: written(lambda s, x: beside_heads(s, x, s.n), n=gain_of_both_signs(),
+        **heads(bias=True)), True),
+    "tanh behind heads": (lambda: written(lambda s, x: beside_heads(s, x, torch.tanh), **heads()), True),
+    "tanh in a stream of two signs": (lambda: written(in_two_signs, m=nn.LayerNorm(6), u=nn.Linear(6, 5),
+        w=nn.Linear(5, 6), **heads(bias=True)), True),
+    "half of a rotated stream": (lambda: written(lambda s, x: s.o(0.5 * beside_a_norm(s, x)), a=nn.Linear(5, 4),
+        n=gains_of_both_signs(4), u=nn.Linear(4, 3), d=nn.Linear(3, 4), o=nn.Linear(4, 6)), True),
+    "rotated stream read by what writes it": (lambda: written(lambda s, x: beside_a_norm(s, x) @ s.a.weight,
+        a=nn.Linear(5, 4), n=gains_of_both_signs(4), u=nn.Linear(4, 3), d=nn.Linear(3, 4)), True),
+    "embedding, types and positions": (lambda: written(embedding, e=nn.Embedding(11, 6), t=nn.Embedding(2, 6),
+        p=nn.Parameter(torch.randn(4, 6)), n=nn.LayerNorm(6), h=nn.Linear(6, 8), o=nn.Linear(8, 3)), True),
 }  # fmt: skip
 
 

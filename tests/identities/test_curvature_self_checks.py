@@ -260,17 +260,11 @@ RIGHT = {
     "shifted windows": lambda: images(*with_windows(nn.Linear(2, 2), shift=1)),
     "attention over tokens": lambda: sequence(linear(), Do(functools.partial(attention, over="tokens")), linear()),
     "sequence reversed": lambda: sequence(*between(lambda x: x.flip(1), linear(), lambda x: x)),
-    "a learned token": lambda: (
-        nn.Sequential(Token(), linear(), nn.Tanh(), nn.Flatten(), nn.Linear((TOKENS + 1) * WIDTH, OUTPUTS)),
-        (TOKENS, WIDTH),
-    ),
-    "a token that is expanded": lambda: (
-        nn.Sequential(
-            *(Do(lambda x: torch.cat([x.new_ones(1, 1, WIDTH).expand(len(x), -1, -1), x], 1)), linear(), nn.Tanh()),
-            *(nn.Flatten(), nn.Linear((TOKENS + 1) * WIDTH, OUTPUTS)),
-        ),
-        (TOKENS, WIDTH),
-    ),
+    "a learned token": lambda: (nn.Sequential(Token(), linear(), nn.Tanh(), nn.Flatten(),
+        nn.Linear((TOKENS + 1) * WIDTH, OUTPUTS)), (TOKENS, WIDTH)),
+    "a token that is expanded": lambda: (nn.Sequential(*(Do(lambda x: torch.cat([x.new_ones(1, 1, WIDTH).expand(len(x),
+        -1, -1), x], 1)), linear(), nn.Tanh()), *(nn.Flatten(), nn.Linear((TOKENS + 1) * WIDTH, OUTPUTS))),
+        (TOKENS, WIDTH)),
     "a matrix that is transposed": lambda: sequence(with_rule()),
     "batch norm": lambda: flat_batch_norm(),
     "batch norm without affine": lambda: flat_batch_norm(affine=False),
@@ -279,13 +273,11 @@ RIGHT = {
     "a backward hook": lambda: hooked(lambda module, before, after: tuple(3 * g for g in before), backward=True),
     "residual": lambda: images(ResidualPathways(CircularConv(2, 2), nn.Sequential(CircularConv(2, 2), nn.Tanh()))),
     "polyphase": lambda: images(CircularConv(2, 2), PolyphasePool(), nn.Upsample(scale_factor=2)),
-    "a class that is masked": lambda: (
-        nn.Sequential(*sequence(*folded(linear()))[0], Do(lambda x: F.pad(x, (0, 1), value=-math.inf))),
-        (TOKENS, WIDTH),
-    ),
+    "a class that is masked": lambda: (nn.Sequential(*sequence(*folded(linear()))[0],
+        Do(lambda x: F.pad(x, (0, 1), value=-math.inf))), (TOKENS, WIDTH)),
     "an exact zero": lambda: sequence(linear(), Do(lambda x: 0 * x)),
     "a bias of which nothing comes through": lambda: sequence(linear(), Do(lambda x: x - x.mean(1, keepdim=True))),
-}
+}  # fmt: skip
 RIGHT_WITH_AUTOGRAD = {
     "a hook before the layer": lambda: hooked(lambda module, args: (3 * args[0],), pre=True),
     "queries that are expanded": lambda: (queried(5, expand=True), (TOKENS, WIDTH)),
@@ -340,9 +332,8 @@ WRONG = {
         rf"'3' \(Linear\) {MIXED}.*keep the rows of a sample together"),
     "windows, those of all samples together": (lambda: images(*with_windows(nn.Linear(2, 2), samples_first=False)),
         rf"'3' \(Linear\) {MIXED}.*windows"),
-    "samples as one sequence": (
-        lambda: sequence(*between(lambda x: x.flatten(0, 1)[None], linear(), lambda x: x.view(-1, TOKENS, WIDTH))),
-        rf"'3' \(Linear\).*{AXIS}"),
+    "samples as one sequence": (lambda: sequence(*between(lambda x: x.flatten(0, 1)[None], linear(),
+        lambda x: x.view(-1, TOKENS, WIDTH))), rf"'3' \(Linear\).*{AXIS}"),
     "samples reversed": (lambda: sequence(*between(lambda x: x.flip(0), linear(), lambda x: x.flip(0))), MIXED),
     "outputs reversed": (lambda: sequence(linear(), Do(lambda x: x.flip(0))), MIXED),
     "batch norm without affine and statistics": (lambda: flat_batch_norm(affine=False, track_running_stats=False),
@@ -353,9 +344,8 @@ WRONG = {
         rf"{MIXED}.*from module '3' \(Stubborn\)"),
     "batch norm, functional": (lambda: mixing(functional_batch_norm), MIXED),
     "the mean at the start": (lambda: prefixed(lambda x: x - x.mean(0)), MIXED),
-    "the mean at the start, of a masked class": (
-        lambda: (nn.Sequential(*prefixed(batch_mean)[0], Do(lambda x: F.pad(x, (0, 1), value=-math.inf))), TOKEN_SHAPE),
-        MIXED),
+    "the mean at the start, of a masked class": (lambda: (nn.Sequential(*prefixed(batch_mean)[0],
+        Do(lambda x: F.pad(x, (0, 1), value=-math.inf))), TOKEN_SHAPE), MIXED),
     "the mean at the end": (lambda: (nn.Sequential(*sequence(linear())[0], Do(lambda x: x - x.mean(0))),
         (TOKENS, WIDTH)), rf"The output of the network {MIXED}"),
     "a maximum over the batch": (lambda: mixing(lambda x: x / x.abs().amax()), rf"{MIXED}|{BEHIND}"),
@@ -384,9 +374,8 @@ WRONG = {
     "a rule that is transposed": (lambda: ruled(axes=lambda self, module, name: None), f"'matrix' {RULE}"),
     "a rule that has the mean over places": (lambda: ruled(lambda g: g | {"matrix": g["matrix"].mean(2, keepdim=True)},
         inputs=lambda self, module, x: {"matrix": x.mean(1, keepdim=True)}), f"'matrix' {RULE}"),
-    "a rule that takes places for samples": (
-        lambda: ruled(lambda g: g | {"matrix": g["matrix"].flatten(1, 2)[:, :, None]},
-        inputs=lambda self, module, x: {"matrix": x.flatten(0, 1)[:, None]}),
+    "a rule that takes places for samples": (lambda: ruled(lambda g: g | {"matrix": g["matrix"].flatten(1, 2)[:, :,
+        None]}, inputs=lambda self, module, x: {"matrix": x.flatten(0, 1)[:, None]}),
         "8 inputs and 8 gradients of 'matrix' for 2 rows"),
     "a rule that does not sum a shift": (lambda: ruled(lambda g: g | {"shift": g["matrix"]}),
         "'shift' at 4 places and inputs at 1; sum them over the places"),
@@ -395,30 +384,23 @@ WRONG = {
     "a rule without gradients": (lambda: ruled(lambda g: {"matrix": g["matrix"]}), r"no gradients for \['shift'\]"),
     "a rule of another size": (lambda: ruled(lambda g: g | {"shift": g["shift"][..., :2]}),
         "block of 2 parameters for 'shift', which has 3"),
-    "a rule with another A": (
-        lambda: ruled(in_factors=lambda self, module, x: {"matrix": 2 * x.flatten(0, 1).T @ x.flatten(0, 1)}),
-        "in_factors that are not those of its inputs"),
+    "a rule with another A": (lambda: ruled(in_factors=lambda self, module, x: {"matrix": 2 * x.flatten(0,
+        1).T @ x.flatten(0, 1)}), "in_factors that are not those of its inputs"),
     "a rule with A of another parameter": (lambda: ruled(in_factors=lambda self, module, x: {}),
         "in_factors that are not those of its inputs in shape"),
-    "a rule with another B": (
-        lambda: ruled(out_factors=lambda self, module, x, g: dict.fromkeys(("matrix", "shift"), torch.eye(WIDTH))),
-        "out_factors that are not those of its gradients"),
+    "a rule with another B": (lambda: ruled(out_factors=lambda self, module, x, g: dict.fromkeys(("matrix", "shift"),
+        torch.eye(WIDTH))), "out_factors that are not those of its gradients"),
 }  # fmt: skip
 ENCODER = rf"'encoder' .Linear.*'weight' .*{RULE}"
 WRONG_WITH_AUTOGRAD = {
     "a weight once more, transposed": (lambda: (tied(lambda w: w.t()), TOKEN_SHAPE), ENCODER),
     "a weight once more": (lambda: (tied(lambda w: 1e-3 * w), TOKEN_SHAPE), ENCODER),
     "a layer of one token": (lambda: (queried(1, expand=False), TOKEN_SHAPE), rf"'layer' .Linear.*{AXIS}"),
-    "a layer of as many queries as are tried": (
-        lambda: (queried(5, expand=False), TOKEN_SHAPE),
-        rf"{BEHIND}.*'layer'",
-    ),
+    "a layer of as many queries as are tried": (lambda: (queried(5, expand=False), TOKEN_SHAPE), rf"{BEHIND}.*'layer'"),
     "a layer of a multiple of them": (lambda: (queried(10, expand=False), TOKEN_SHAPE), rf"{BEHIND}.*'layer'"),
-    "experts for some samples": (
-        lambda: (experts(), TOKEN_SHAPE),
-        rf"'first' .Linear.*{AXIS}.*experts with routing, x\[mask\].*multiply its output by 0",
-    ),
-}
+    "experts for some samples": (lambda: (experts(), TOKEN_SHAPE),
+        rf"'first' .Linear.*{AXIS}.*experts with routing, x\[mask\].*multiply its output by 0"),
+}  # fmt: skip
 
 
 def engines(both, autograd):

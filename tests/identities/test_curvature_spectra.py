@@ -11,7 +11,7 @@ from hessian_eigenthings import HessianOperator, supervised_loss
 from hessian_eigenthings import lanczos as other_lanczos
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacrev, jvp
+from torch.func import functional_call, hessian, jacrev
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -249,43 +249,23 @@ def test_a_loss_without_second_derivative_is_refused_in_a_sentence(kind) -> None
 # ---- products
 
 
-def test_products_are_those_of_the_dense_hessian_of_jvp_and_of_curvlinops() -> None:
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+def test_products_are_those_of_curvlinops_column_by_column(kind) -> None:
     network, (x, y) = small(), samples()
-    operator = CurvatureOperator(network, uneven(x, y), F.cross_entropy)
-    value, w = loss_of(operator, network, x, y)
-    u, v = torch.randn(2, operator.size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    product, dense = operator @ v, hessian(value)(w)
-    theirs = curvlinops().HessianLinearOperator(
+    operator = CurvatureOperator(network, uneven(x, y), F.cross_entropy, kind=kind)
+    theirs = getattr(curvlinops(), f"{'Hessian' if kind == 'hessian' else 'GGN'}LinearOperator")(
         network, nn.CrossEntropyLoss(), list(network.parameters()), uneven(x, y), check_deterministic=False
     )
-    for other in (dense @ v, jvp(grad(value), (w,), (v,))[1], (theirs @ v).detach()):
-        torch.testing.assert_close(product, other, rtol=1e-10, atol=1e-14)
-    assert math.isclose(float(u @ product), float(v @ (operator @ u)), rel_tol=1e-10)
-    torch.testing.assert_close(
-        operator @ torch.stack([u, v], 1), dense @ torch.stack([u, v], 1), rtol=1e-10, atol=1e-14
-    )
-    torch.testing.assert_close(operator.matrix(), dense, rtol=1e-10, atol=1e-14)
-    gradient, loss = operator.gradient_and_loss()
-    torch.testing.assert_close(gradient, grad(value)(w), rtol=1e-10, atol=1e-14)
-    assert math.isclose(loss, float(value(w)), rel_tol=1e-12)
+    columns = torch.randn(operator.size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    expected = torch.stack([(theirs @ column).detach() for column in columns.T], 1)
+    torch.testing.assert_close(operator @ columns, expected, rtol=1e-10, atol=1e-14)
 
 
-def test_gauss_newton_of_squares_is_the_jacobian_twice_and_the_hessian_at_interpolation() -> None:
+def test_the_hessian_at_interpolation_is_the_gauss_newton_matrix() -> None:
     network, (x, _) = small(), samples(20)
-    y = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    operator = CurvatureOperator(network, (x, y), F.mse_loss, kind="gauss_newton")
-    w = operator.flatten(dict(network.named_parameters()))
-    jacobian = jacrev(lambda v: functional_call(network, operator.split(v), (x,)).flatten())(w)
-    expected = 2 / y.numel() * jacobian.T @ jacobian
-    torch.testing.assert_close(operator.matrix(), expected, rtol=1e-10, atol=1e-12)
-    theirs = curvlinops().GGNLinearOperator(
-        network, nn.MSELoss(), list(network.parameters()), [(x, y)], check_deterministic=False
-    )
-    torch.testing.assert_close(theirs @ w, expected @ w, rtol=1e-10, atol=1e-12)
     exact = network(x).detach()
     both = [CurvatureOperator(network, (x, exact), F.mse_loss, kind=kind) for kind in ("hessian", "gauss_newton")]
-    difference = both[0].matrix() - both[1].matrix()
-    assert difference.norm() < 1e-8 * both[1].matrix().norm()
+    assert (both[0].matrix() - both[1].matrix()).norm() < 1e-8 * both[1].matrix().norm()
 
 
 def test_named_parameters_alone_are_the_variables() -> None:
@@ -330,27 +310,10 @@ def test_directions_are_brought_to_length_one() -> None:
 # ---- spectra
 
 
-def test_toy_has_its_known_spectrum() -> None:
-    operator = of_landscape(toy, 0.0, 0.0, 1.7)
-    for which, expected in {"largest": [10, 6, 0], "smallest": [0, 6, 10], "magnitude": [10, 6, 0]}.items():
-        pairs = top_eigenpairs(operator, 3, which=which)
-        torch.testing.assert_close(pairs.values, torch.tensor(expected).double(), rtol=1e-10, atol=1e-10)
-        assert pairs.residuals.max() < 1e-10
-    found = trace(operator, 2)
-    assert (found.value, found.standard_error, found.squared_norm) == pytest.approx((16, 0, 136), abs=1e-10)
-    assert near_zero(torch.linalg.eigvalsh(operator.matrix())).below_gap == 1
-
-
 def test_a_loss_without_curvature_has_zero_products() -> None:
     operator = of_landscape(lambda w: w.sum(), 1.0, 2.0)
     assert torch.equal(operator @ torch.ones(2), torch.zeros(2))
     assert torch.equal(operator.matrix(), torch.zeros(2, 2).double())
-
-
-@pytest.mark.parametrize(("point", "nullity"), [((0.0, 0.0), 2), ((1.0, 0.0), 1)], ids=["crossing", "line"])
-def test_nullity_at_a_crossing_exceeds_the_dimension(point: tuple[float, float], nullity: int) -> None:
-    eigenvalues = torch.linalg.eigvalsh(of_landscape(lambda w: w[0] ** 2 * w[1] ** 2, *point).matrix())
-    assert near_zero(eigenvalues).absolute[1e-8] == nullity
 
 
 @pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
@@ -393,28 +356,11 @@ def test_copies_of_eigenvalues_are_found_where_the_krylov_space_ends() -> None:
     assert zero.values.tolist() == [0, 0, 0]
 
 
-def test_lanczos_gives_moments_and_no_copies(digits) -> None:
-    operator, matrix, eigenvalues = digits
-    q = torch.randn(operator.size, 2, generator=torch.Generator().manual_seed(5)).double()
-    found = lanczos(operator, 3 * q, 10)
-    q = q / q.norm(dim=0)
-    torch.testing.assert_close(found.weights.sum(1), torch.ones(2).double(), rtol=1e-10, atol=0)
-    power = q
-    for order in range(1, 6):
-        power = matrix @ power
-        nodes = (found.weights * found.nodes**order).sum(1)
-        torch.testing.assert_close(nodes, (q * power).sum(0), rtol=1e-10, atol=0)
-    nodes = lanczos(operator, q[:, :1], 80).nodes[0]
+def test_lanczos_gives_no_copies(digits) -> None:
+    operator, _, eigenvalues = digits
+    q = torch.randn(operator.size, 1, generator=torch.Generator().manual_seed(5)).double()
+    nodes = lanczos(operator, q, 80).nodes[0]
     assert int((nodes > eigenvalues[-1] - 1e-6).sum()) == 1  # five without reorthogonalisation
-
-
-def test_lanczos_ends_where_the_krylov_space_does() -> None:
-    matrix = torch.diag(torch.tensor([1.0, 2.0, *[0.0] * 8])).double()
-    starts = torch.stack([torch.ones(10), torch.eye(10)[0]], 1).double()
-    found = lanczos(MatrixOperator(matrix), starts, 6)
-    assert (found.weights > 1e-12).sum(1).tolist() == [3, 1]
-    torch.testing.assert_close(found.weights.sum(1), torch.ones(2).double(), rtol=1e-12, atol=0)
-    assert float((found.weights[0] * found.nodes[0]).sum()) == pytest.approx(0.3, rel=1e-12)
 
 
 def test_density_has_integral_one_and_is_near_the_dense_one_with_the_same_smoothing(digits) -> None:
@@ -556,26 +502,6 @@ def test_a_hessian_is_the_gauss_newton_matrix_and_the_rest() -> None:
 
 
 # ---- what they say of networks
-
-
-def test_curvature_of_a_scaling_direction_at_a_point_that_is_not_critical() -> None:
-    network, (x, y) = small(nn.ReLU), samples()
-    weights = {name: p.detach() for name, p in network.named_parameters()}
-    hess, gauss = (
-        CurvatureOperator(network, (x, y), F.cross_entropy, kind=kind) for kind in ("hessian", "gauss_newton")
-    )
-    slope = hess.gradient_and_loss()[0]
-    of = hess.split(slope)
-    for unit in range(8):
-        direction, image = ({name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(2))
-        for name, sign in (("0.weight", 1), ("0.bias", 1), ("2.weight", -1)):
-            at = (slice(None), unit) if name == "2.weight" else unit
-            direction[name][at] = sign * weights[name][at]
-            image[name][at] = -sign * of[name][at]
-        xi = hess.flatten(direction)
-        assert (gauss @ xi).norm() < 1e-10
-        assert abs(float(slope @ xi)) < 1e-10
-        torch.testing.assert_close(hess @ xi, hess.flatten(image), rtol=0, atol=1e-10)
 
 
 def test_nullity_at_interpolation_of_random_targets_is_what_equations_leave() -> None:

@@ -195,17 +195,15 @@ def test_probes_are_ridge_regressions_that_are_tested_on_other_samples():
         ),
         refused(functools.partial(jacobian_rank, nn.Linear(1, 1), torch.zeros(2, 1)), tolerance=0.0),
         refused(functools.partial(jacobian_rank, nn.Linear(1, 1), torch.zeros(2, 1)), max_bytes=0),
-        *(
-            refused(functools.partial(curve_geometry, Curve(torch.zeros(3, 2)), nn.Linear(1, 1), []), **bad)
-            for bad in ({"points": 1}, {"probes": 1}, {"eigenvalues": 0}, {"tolerance": 1.0}, {"density_steps": -1})
-        ),
-        refused(
-            with_labels, torch.zeros(40), says="the classes of the 40 inputs, integers of shape [40], got torch.float32"
-        ),
+        *(refused(functools.partial(curve_geometry, Curve(torch.zeros(3, 2)), nn.Linear(1, 1), []),
+            **bad) for bad in ({"points": 1}, {"probes": 1}, {"eigenvalues": 0}, {"tolerance": 1.0},
+            {"density_steps": -1})),
+        refused(with_labels, torch.zeros(40),
+            says="the classes of the 40 inputs, integers of shape [40], got torch.float32"),
         refused(with_labels, torch.zeros(3, dtype=torch.int64), says="got torch.int64 [3]"),
         refused(with_labels, torch.zeros(40, dtype=torch.int64), inputs=None, says="pass both, or neither"),
     ],
-)
+)  # fmt: skip
 def test_refused_arguments(change):
     change()
 

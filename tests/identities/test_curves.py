@@ -6,11 +6,7 @@ import pytest
 import torch
 from experiments import SmallCNN
 from helpers import assert_refused, randomize_statistics, refused
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn import functional as F
 
 from lightning_sym.connectivity import (
     Curve,
@@ -21,8 +17,8 @@ from lightning_sym.connectivity import (
     curve_coefficients,
     load_curve,
 )
-from lightning_sym.landscape import weight_tensors, weight_vector
-from lightning_sym.networks import MultiLayerPerceptron, recalibrate_batch_norm
+from lightning_sym.landscape import weight_vector
+from lightning_sym.networks import MultiLayerPerceptron
 
 KINDS = ("bezier", "chain")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -40,17 +36,6 @@ def perceptron(seed: int, **changes) -> MultiLayerPerceptron:
 # ---- the curve
 
 
-@given(st.sampled_from(KINDS), st.integers(2, 6), st.floats(0, 1), st.integers(0, 100))
-def test_a_curve_is_a_mean_of_its_control_points(kind, count, t, seed):
-    coefficients = curve_coefficients(kind, count, torch.tensor(t, dtype=torch.float64))
-    assert (coefficients >= 0).all()
-    assert float(coefficients.sum()) == pytest.approx(1, abs=1e-12)
-    curve = random_curve(kind, count, seed=seed)
-    torch.testing.assert_close(curve(t), coefficients @ curve.points, atol=1e-12, rtol=1e-12)
-    assert torch.equal(curve(0), curve.points[0])
-    assert torch.equal(curve(1.0), curve.points[-1])
-
-
 @kinds
 def test_ends_are_bitwise_those_given(kind):
     ends = torch.tensor([[-0.0, 0.1, 1e30], [0.3, -0.0, -1e-30]])
@@ -58,16 +43,6 @@ def test_ends_are_bitwise_those_given(kind):
     for place, end in ((0, ends[0]), (1, ends[1])):
         assert torch.equal(curve(place).view(torch.int32), end.view(torch.int32))
     torch.testing.assert_close(curve(torch.tensor([0.25])), torch.lerp(*ends, 0.25)[None])
-
-
-def test_a_bezier_curve_passes_its_bend_by_and_a_chain_meets_it():
-    bezier, chain = (random_curve(kind) for kind in KINDS)
-    start, bend, end = bezier.points
-    torch.testing.assert_close(bezier(0.5), (start + 2 * bend + end) / 4, atol=1e-14, rtol=0)
-    torch.testing.assert_close(chain(0.5), bend, atol=0, rtol=0)
-    t = torch.tensor([0.2, 0.7], dtype=torch.float64)
-    lines = torch.stack([2 * (0.2 * bend + 0.3 * start), 2 * (0.2 * end + 0.3 * bend)])
-    torch.testing.assert_close(chain(t), lines, atol=1e-14, rtol=0)
 
 
 @kinds
@@ -100,13 +75,6 @@ def test_length_is_that_of_chords():
     assert arc.length() < expected
 
 
-def test_summary_weighs_by_places_or_by_length():
-    t = torch.tensor([0.0, 0.5, 1.0])
-    curve = Curve(torch.tensor([[0.0], [1.0], [4.0]]), "chain")  # the second half is three times as long
-    summary = CurveSummary.of(torch.tensor([1.0, 3.0, 5.0]), curve.steps(t))
-    assert summary == CurveSummary(start=1.0, end=5.0, lowest=1.0, highest=5.0, mean=3.0, integral=(2 + 3 * 4) / 4)
-
-
 # ---- the plane
 
 
@@ -134,36 +102,6 @@ def test_plane_through_the_ends_and_the_bend(kind, count):
 # ---- gradients
 
 
-def loss_of(outputs: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, torch.tensor([0, 1, 2, 0]))
-
-
-@kinds
-@pytest.mark.parametrize("bends", [1, 2, 3])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_gradient_of_a_bend_is_its_coefficient_times_that_of_the_point(kind, bends, decay):
-    images = torch.randn(4, 1, 2, 2, dtype=torch.float64)
-    network = CurveNetwork(perceptron(0), perceptron(1), bends, decay)
-    with torch.no_grad():
-        network.bends.add_(torch.randn_like(network.bends))
-    coefficients = curve_coefficients(kind, bends + 2, torch.tensor(0.3).double())
-    network.coefficients.copy_(coefficients)
-    (found,) = torch.autograd.grad(loss_of(network(images)), network.bends)
-
-    control = torch.cat([network.ends[:1], network.bends.detach(), network.ends[1:]]).requires_grad_()
-    plain = perceptron(2)
-
-    def value(points: Tensor) -> Tensor:
-        tensors = weight_tensors(plain, points)
-        return loss_of(functional_call(plain, tensors, (images,))) + decay / 2 * points.square().sum()
-
-    (through,) = torch.autograd.grad(value(coefficients @ control), control)
-    point = (coefficients @ control).detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(value(point), point)
-    torch.testing.assert_close(found, through[1:-1], atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(found, coefficients[1:-1, None] * gradient, atol=1e-10, rtol=1e-10)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_a_curve_network_is_the_network_at_the_point(training):
     """Of one with batch norm, which uses the batch, and of tied weights."""
@@ -180,24 +118,6 @@ def test_a_curve_network_is_the_network_at_the_point(training):
     torch.testing.assert_close(network(images), ends[0].train()(images), atol=1e-12, rtol=1e-12)
     assert {name for name, parameter in network.named_parameters() if parameter.requires_grad} == {"bends"}
     assert sum(parameter.numel() for parameter in network.parameters()) == network.bends.numel()
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
-
-
-def test_tied_weights_stay_tied_along_a_curve():
-    ends, x = [Tied() for _ in range(2)], torch.randn(4, 3)
-    network = CurveNetwork(*ends)
-    network.coefficients.copy_(torch.tensor([0.0, 0.0, 1.0]))
-    torch.testing.assert_close(network(x), ends[1](x))
-    assert network.bends.shape == (1, 9 + 3 + 3)
 
 
 # ---- evaluation
@@ -221,19 +141,6 @@ def test_a_straight_curve_has_the_barriers_of_the_line():
         torch.testing.assert_close(found[split].loss, expected.loss, atol=1e-12, rtol=1e-12)
         assert found[split].loss_barrier == pytest.approx(expected.loss_barrier, abs=1e-12)
         assert found[split].recalibrated
-
-
-def test_statistics_of_one_batch_and_of_other_splits():
-    """With one full batch the batch's mean and unbiased variance; split otherwise the same means."""
-    images = torch.randn(24, 3, 4, 4, dtype=torch.float64) * 2 + 1
-    norm = nn.BatchNorm2d(3).double()
-    recalibrate_batch_norm(norm, [images])
-    values = images.transpose(0, 1).flatten(1)
-    torch.testing.assert_close(norm.running_mean, values.mean(1), atol=1e-10, rtol=0)
-    torch.testing.assert_close(norm.running_var, values.var(1), atol=1e-10, rtol=0)
-    for split in (list(images.split(6)), [images[1::2], images[::2]]):
-        recalibrate_batch_norm(norm, split)
-        torch.testing.assert_close(norm.running_mean, values.mean(1), atol=1e-10, rtol=0)
 
 
 # ---- files, and what is refused

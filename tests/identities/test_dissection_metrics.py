@@ -245,15 +245,10 @@ def test_unit_statistics_are_their_formulas_whatever_the_batches():
     assert all(math.isnan(value[3]) for value in found[:4])
 
 
-def test_unit_statistics_of_a_gaussian_and_of_a_spike():
+def test_without_classes_there_is_no_selectivity():
     metric = UnitStatistics(2)
-    spike = torch.zeros(100_000)
-    spike[0] = 1
-    metric.update(torch.stack([torch.randn(100_000, generator=generator(9)), spike], dim=1))
-    found = metric.compute()
-    assert abs(found.kurtosis[0] - 3) < 0.15
-    assert math.isclose(found.participation[1], 1e-5)
-    assert found.selectivity.isnan().all(), "there are no classes"
+    metric.update(torch.randn(9, 2, generator=generator(9)))
+    assert metric.compute().selectivity.isnan().all()
 
 
 def test_unit_statistics_refuse_what_does_not_fit():
@@ -263,25 +258,3 @@ def test_unit_statistics_refuse_what_does_not_fit():
         assert_refused(metric.compute, says="call update first")
     assert_refused(metric.update, torch.ones(2, 2), says="labels")
     assert_refused(metric.update, torch.ones(2, 2), torch.tensor([0, 3]), says="[0, 3)")
-
-
-@pytest.mark.parametrize("size", [6])
-def test_dissection_does_not_change_under_permutations_and_positive_scales(size):
-    """What the group of ReLU does to channels moves detectors with their units, and changes no overlap."""
-    count, concepts = 40, 5
-    maps = torch.randn(count, size, 4, 4, generator=generator(10), dtype=torch.float64).relu()
-    masks = torch.rand(count, concepts, 8, 8, generator=generator(11)) < 0.2
-    order = torch.randperm(size, generator=generator(12))
-    scales = 2.0 ** torch.randint(-4, 5, (size,), generator=generator(13))  # powers of two round nothing
-    moved = (maps * scales[:, None, None])[:, order]
-
-    def overlaps(maps):
-        quantile = TopQuantile(size, positions=count * 16, top=0.05)
-        quantile.update(maps)
-        metric = ConceptOverlap(quantile.compute(), concepts)
-        metric.update(maps, masks)
-        return metric.compute()
-
-    assert torch.equal(overlaps(moved), overlaps(maps)[order])
-    turned = in_bases(maps, random_rotation(size, generator(14))[None])
-    assert (overlaps(turned) - overlaps(maps)).abs().max() > 0.01

@@ -1,7 +1,6 @@
 """Ensembles: the cyclical learning rate, exact decompositions of scores, and laws that hold for any members."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -22,16 +21,6 @@ def predicted(members=4, samples=300, classes=5, seed=0):
 
 
 # ---- the learning rate
-
-
-@pytest.mark.parametrize("cycle", [2, 4, 84])
-def test_learning_rate_is_highest_at_the_ends_and_lowest_in_the_middle(cycle):
-    rate = [cyclical_learning_rate(step, cycle, 0.3, 0.01) for step in range(3 * cycle + 1)]
-    for start in range(0, 3 * cycle, cycle):
-        assert rate[start] == pytest.approx(0.3, abs=1e-12)
-        assert rate[start + cycle // 2] == pytest.approx(0.01, abs=1e-12)
-    steps = {round(abs(one - two), 12) for one, two in pairwise(rate)}
-    assert steps == {round(2 * 0.29 / cycle, 12)}  # straight lines of one slope
 
 
 @given(st.floats(0, 40), st.integers(2, 20), st.floats(1e-6, 1), st.floats(0, 1))
@@ -91,23 +80,6 @@ def test_what_an_ensemble_gains_is_how_different_its_members_are():
     torch.testing.assert_close(scores.ambiguity[-1], scores.alone.loss.mean() - scores.together.loss[-1])
     variance = (logs.exp() - mean).square().sum(2).mean()
     torch.testing.assert_close(scores.variance[-1], variance, atol=1e-12, rtol=0)
-
-
-@given(st.permutations(range(4)), st.integers(0, 5))
-def test_order_and_copies_of_members_change_nothing(order, seed):
-    logs, labels = predicted(samples=20, seed=seed)
-    scores, other = ensemble_scores(logs, labels), ensemble_scores(logs[order], labels)
-    one = ensemble_scores(logs[:1], labels)
-    copies = ensemble_scores(logs[[0, 0, 0]], labels)
-    for name, value in vars(scores.together).items():
-        torch.testing.assert_close(getattr(other.together, name)[-1], value[-1], atol=1e-12, rtol=0)
-        torch.testing.assert_close(getattr(one.together, name), getattr(one.alone, name), atol=1e-12, rtol=0)
-        torch.testing.assert_close(getattr(copies.together, name), getattr(copies.alone, name), atol=1e-12, rtol=0)
-    for name in ("ambiguity", "variance", "disagreement", "divergence"):
-        torch.testing.assert_close(getattr(other, name)[-1], getattr(scores, name)[-1], atol=1e-12, rtol=0)
-        assert getattr(copies, name)[-1].abs() < 1e-12
-    assert scores.together.loss[-1] <= scores.alone.loss.mean()
-    assert scores.together.brier[-1] <= scores.alone.brier.mean()
 
 
 def test_chunks_of_samples_make_no_difference(monkeypatch):

@@ -24,40 +24,6 @@ def distance(weights: tuple[Array, ...], p: float, q: float) -> Array:
     return 0.5 * (right - p) ** 2 + 0.5 * (left - q) ** 2
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("ball", (1, 0, 0)),
-        ("shell", (1, 0, 1)),
-        ("solid torus", (1, 1, 0)),
-        ("hollow torus", (1, 2, 1)),
-        ("two balls", (2, 0, 0)),
-        ("annulus", (1, 1)),
-        ("discs", (2, 0)),
-        ("intervals", (2,)),
-        ("nothing", (0, 0, 0)),
-        ("everything", (1, 0, 0)),
-    ],
-)
-def test_betti_numbers_of_known_shapes(name: str, expected: tuple[int, ...]) -> None:
-    x, y, z = box(60, 3, 1.2)
-    u, v = box(60, 2, 1.2)
-    radius, ring = np.sqrt(x**2 + y**2 + z**2), np.sqrt((np.sqrt(x**2 + y**2) - 0.7) ** 2 + z**2)
-    shapes = {
-        "ball": radius < 1,
-        "shell": (radius > 0.6) & (radius < 1),
-        "solid torus": ring < 0.3,
-        "hollow torus": (ring < 0.35) & (ring > 0.15),
-        "two balls": (np.sqrt((abs(x) - 0.6) ** 2 + y**2 + z**2) < 0.4),
-        "annulus": (np.hypot(u, v) > 0.5) & (np.hypot(u, v) < 1),
-        "discs": np.hypot(abs(u) - 0.6, v) < 0.4,
-        "intervals": abs(abs(u[:, 0]) - 0.6) < 0.3,
-        "nothing": radius < 0,
-        "everything": radius < 9,
-    }
-    assert betti_numbers(shapes[name]) == expected
-
-
 def test_only_pieces_are_counted_in_four_dimensions() -> None:
     radius = sum(axis**2 for axis in box(15, 4))
     assert betti_numbers(np.asarray((radius > 0.4) & (radius < 1))) == (1,)

@@ -121,29 +121,6 @@ def test_effective_parameters_go_from_the_rank_to_nothing():
     assert medium == pytest.approx(rank, abs=1e-3)
 
 
-@pytest.mark.parametrize("factor", [0.5, 3.0])
-def test_the_scale_of_the_paths_is_a_matter_of_units(factor):
-    """(theta, delta, s) and (s theta, delta / s^2, 1) are the same model, for a path that is linear in one tensor."""
-    x, y = data(5, (2, *GRID), 3, "classification")
-    values = []
-    for scale in (factor, 1.0):
-        network = relaxed_network(scale)
-        path = network[0].conv
-        for name, parameter in network[0].fc.named_parameters():
-            parameter.requires_grad_(False)
-            if name in ("theta2", "b2") and scale == 1:
-                parameter.data *= factor
-        if scale == 1:
-            for parameter in path.parameters():
-                parameter.data *= factor
-        groups = parameter_groups(network)
-        assert groups.names[0] == "0.conv"
-        found = Evidence.of(network, factors(network, [(x, y)]), groups)
-        shift = 2 * math.log(factor) if scale == 1 else 0.0
-        values.append(found.log_marginal_likelihood(torch.tensor([0.7 - shift, 0.1, -0.4, 0.2], dtype=torch.float64)))
-    assert values[1] == pytest.approx(values[0], rel=1e-10)
-
-
 def test_the_maximum_is_a_fixed_point_and_what_adam_finds():
     network = relaxed_network()
     found = evidence_of(network, *data(30, (2, *GRID), 3, "regression"), "regression", "per_path")

@@ -6,12 +6,18 @@ import math
 import pytest
 import torch
 from helpers import Program, assert_refused, of, parameter
+from orbit_laws import (
+    assert_a_group_acts,
+    assert_matching_undoes,
+    assert_tangents_change_no_output,
+    assert_values_move,
+    drawn,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import canonicalize, orbit_distance, orbit_tangents, trace_symmetry, weight_matching
 
-torch.set_num_threads(1)
 EXACT = 1e-12
 L, C, B, B2 = nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d
 FREE = functools.partial(of, L, bias=False)
@@ -57,47 +63,32 @@ FORMS = {
     "batch norm by hand": (by_hand, PLAIN, VECTOR, [4]),
     "two batch norms": (lambda s, x: s.b(s.m(s.n(s.a(x)))), PLAIN | {"m": of(B, 4)}, VECTOR, [4]),
     "batch norm and gain": (lambda s, x: s.b(s.g * s.n(s.a(x))), PLAIN | {"g": parameter(4)}, VECTOR, [4]),
-    "batch norm behind a softmax": (
-        lambda s, x: s.b(s.n(s.a(s.c(x).softmax(-1)))), PLAIN | {"c": of(L, 8, 6), "a": FREE(6, 4)}, VECTOR, [4],
-    ),
-    "stream": (
-        stream,
-        PLAIN | {"c": of(L, 5, 4), "d": of(L, 4, 5), "e": of(L, 5, 4), "g": parameter(4), "m": of(B, 4)}, VECTOR, [4],
-    ),
-    "inverted residuals": (
-        inverted,
-        {"a": of(C, 8, 3, 2, bias=False), "n": of(B2, 3), "d": of(C, 3, 5, 1), "c": of(C, 5, 3, 1), "m": of(B2, 3),
-         "b": of(L, 3, 5)}, IMAGE, [3],
-    ),
-    "convolutions": (
-        lambda s, x: s.b(F.avg_pool2d(s.n(s.a(x)), 2)),
-        {"a": of(C, 8, 4, 1, bias=False), "n": of(B2, 4), "b": of(C, 4, 6, 1)}, IMAGE, [4],
-    ),
-    "flattened": (
-        lambda s, x: s.b(s.n(s.a(x)).flatten(1)),
-        {"a": of(C, 8, 3, 2, bias=False), "n": of(B2, 3), "b": of(L, 48, 6)}, IMAGE, [3],
-    ),
+    "batch norm behind a softmax": (lambda s, x: s.b(s.n(s.a(s.c(x).softmax(-1)))),
+        PLAIN | {"c": of(L, 8, 6), "a": FREE(6, 4)}, VECTOR, [4]),
+    "stream": (stream, PLAIN | {"c": of(L, 5, 4), "d": of(L, 4, 5), "e": of(L, 5, 4), "g": parameter(4), "m": of(B, 4)},
+        VECTOR, [4]),
+    "inverted residuals": (inverted, {"a": of(C, 8, 3, 2, bias=False), "n": of(B2, 3), "d": of(C, 3, 5, 1),
+        "c": of(C, 5, 3, 1), "m": of(B2, 3), "b": of(L, 3, 5)}, IMAGE, [3]),
+    "convolutions": (lambda s, x: s.b(F.avg_pool2d(s.n(s.a(x)), 2)),
+        {"a": of(C, 8, 4, 1, bias=False), "n": of(B2, 4), "b": of(C, 4, 6, 1)}, IMAGE, [4]),
+    "flattened": (lambda s, x: s.b(s.n(s.a(x)).flatten(1)),
+        {"a": of(C, 8, 3, 2, bias=False), "n": of(B2, 3), "b": of(L, 48, 6)}, IMAGE, [3]),
     "gain": (lambda s, x: s.b(s.g * s.a(x)), GAIN, VECTOR, [4]),
     "gain and bias": (lambda s, x: s.b(s.g * s.a(x) + s.h), GAIN | {"h": parameter(4)}, VECTOR, [4]),
     "one and gain": (lambda s, x: s.b((1 + s.g) * s.a(x)), GAIN, VECTOR, [4]),
     "quotient": (lambda s, x: s.b(s.a(x) / s.g), GAIN, VECTOR, [4]),
     "gain of rows": (lambda s, x: s.b(x @ (s.g[:, None] * s.a.weight).T), GAIN | {"a": FREE(8, 4)}, VECTOR, [4]),
-    "gain that two share": (
-        lambda s, x: s.b(s.g * s.a(x) + s.g * s.c(torch.tanh(s.d(x)))), GAIN | {"c": of(L, 5, 4), "d": of(L, 8, 5)},
-        VECTOR, [4],
-    ),
+    "gain that two share": (lambda s, x: s.b(s.g * s.a(x) + s.g * s.c(torch.tanh(s.d(x)))),
+        GAIN | {"c": of(L, 5, 4), "d": of(L, 8, 5)}, VECTOR, [4]),
     "heads": (heads, {name: of(L, 5, 6) for name in "qkv"} | {"g": parameter(6), "b": of(L, 6, 4)}, (4, 3, 5), [3, 3]),
-    "heads behind a batch norm": (
-        normed_heads, {"a": FREE(9, 14), "n": of(B, 14), "b": of(L, 6, 4)}, (4, 3, 9), [2, 2, 3, 3],
-    ),
+    "heads behind a batch norm": (normed_heads, {"a": FREE(9, 14), "n": of(B, 14), "b": of(L, 6, 4)}, (4, 3, 9),
+        [2, 2, 3, 3]),
 }  # fmt: skip
 # What gains forbid, or the group does not know.
 FIXED = {
     "held": (lambda s, x: s.b(s.h * s.a(x) + s.g * s.a(x)), GAIN | {"h": parameter(4)}, VECTOR),
-    "of two streams": (
-        lambda s, x: s.b(s.g * s.a(x)) + s.d(torch.tanh(s.g * s.c(x))), GAIN | {"c": of(L, 8, 4), "d": of(L, 4, 6)},
-        VECTOR,
-    ),
+    "of two streams": (lambda s, x: s.b(s.g * s.a(x)) + s.d(torch.tanh(s.g * s.c(x))),
+        GAIN | {"c": of(L, 8, 4), "d": of(L, 4, 6)}, VECTOR),
     "read by an activation": (lambda s, x: s.b(torch.tanh(s.n(s.a(x)))), PLAIN, VECTOR),
     "output": (lambda s, x: s.n(s.a(x)), {"a": FREE(8, 4), "n": of(B, 4)}, VECTOR),
     "read by nothing": (lambda s, x: s.c(x) + 0 * s.b(s.g * s.a(x)), GAIN | {"c": of(L, 8, 6)}, VECTOR),
@@ -124,19 +115,6 @@ def traced(name):
     return network, trace_symmetry(network, x)
 
 
-def relative(one, two):
-    return float((one - two).abs().max() / two.abs().max())
-
-
-def output_of(network, name, x):
-    """Return what a module of a network puts out."""
-    found = []
-    handle = network.get_submodule(name).register_forward_hook(lambda _, __, out: found.append(out))
-    network(x)
-    handle.remove()
-    return found[0]
-
-
 each = pytest.mark.parametrize("name", FORMS)
 
 
@@ -155,19 +133,14 @@ def test_the_dimension_is_the_nullity(name):
 @each
 def test_matrices_keep_the_function_and_act_on_activations(name):
     network, symmetry = traced(name)
-    one = symmetry.identity()
-    torch.manual_seed(1)
-    for element in (one.replaced(gained=symmetry.sample().gained), symmetry.sample()):
+    _, x = made(*FORMS[name][:3], seed=5)
+    x = torch.cat([x, x.flip(0) * 2])[:11]
+    taps = [own for own in symmetry.taps if own in ("a", "n", "m", "b")]
+    for element in (symmetry.identity().replaced(gained=drawn(symmetry, 1).gained), drawn(symmetry, 1)):
         moved = symmetry.act(element, network)
-        other, x = made(*FORMS[name][:3], seed=5)
-        other.load_state_dict(moved.state_dict())
-        x = torch.cat([x, x.flip(0) * 2])[:11]
-        with torch.no_grad():
-            assert relative(other(x), network(x)) <= EXACT
-            for tap in [own for own in symmetry.taps if own in ("a", "n", "m", "b")]:
-                before, after = (output_of(own, tap, x) for own in (network, moved))
-                shown = symmetry.on_activations(element, tap, network).apply(before)
-                assert relative(shown, after) <= 1e-11, tap
+        torch.testing.assert_close(moved(x), network(x), rtol=EXACT, atol=10 * EXACT)
+        assert_values_move(symmetry, element, network, x, taps, 1e-11)
+    assert_a_group_acts(symmetry, network, 1e-9)
 
 
 @each
@@ -200,16 +173,14 @@ def test_tangents_span_the_kernel_of_the_jacobian():
 @each
 def test_planted_elements_are_undone_and_found(name):
     network, symmetry = traced(name)
-    torch.manual_seed(2)
-    moved = symmetry.act(symmetry.sample(), network)
     form = canonicalize(symmetry, network)
     assert form.difference <= 1e-11
     assert form.converged
     assert not form.notes
-    match = weight_matching(symmetry, network, moved)
-    size = float(torch.cat([own.detach().flatten() for own in network.parameters()]).norm())
-    assert match.distance_before > 0.1 * size
-    assert match.distance_after <= 1e-10 * size
+    moved = symmetry.act(drawn(symmetry, 2), network)
+    assert_matching_undoes(symmetry, network, moved, 1e-10)
+    if name == "stream":
+        assert orbit_distance(symmetry, network, moved).upper <= 1e-9
 
 
 def test_the_form_of_a_bottleneck_has_unit_gains():
@@ -237,11 +208,6 @@ def test_other_networks_are_matched_without_matrices(name):
     assert any("between gains" in note for note in distance.notes)
 
 
-def test_the_distance_of_one_orbit_is_nothing():
-    network, symmetry = traced("stream")
-    assert orbit_distance(symmetry, network, symmetry.act(symmetry.sample(), network)).upper <= 1e-9
-
-
 @pytest.mark.parametrize("name", FIXED)
 def test_what_holds_gains_has_no_matrices(name):
     network, x = made(*FIXED[name])
@@ -257,16 +223,9 @@ def test_tangents_pass_no_gain_of_zero():
     dead = symmetry.act(symmetry.identity(), network)
     with torch.no_grad():
         dead.n.weight[1] = 0
-    found = orbit_tangents(symmetry, dead)
-    assert found.rank == orbit_tangents(symmetry, network).rank - 3
     _, x = made(*FORMS["batch norm"][:2], (40, *VECTOR[1:]))
-    given = dict(dead.named_parameters())
-    steps = torch.from_numpy(found.vectors.toarray()).T
-    for step in steps:
-        parts = step.split([given[name].numel() for name in found.names])
-        tangent = {name: part.view_as(given[name]) for name, part in zip(found.names, parts, strict=True)}
-        _, change = torch.func.jvp(lambda own: torch.func.functional_call(dead, own, (x,)), (given,), (tangent,))
-        assert float(change.detach().abs().max()) <= 1e-11
+    found = assert_tangents_change_no_output(symmetry, dead, x, 1e-11)
+    assert found.rank == orbit_tangents(symmetry, network).rank - 3
 
 
 def test_activations_in_front_of_gains_need_the_network():

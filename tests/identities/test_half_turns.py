@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from helpers import Program, assert_refused, of
+from orbit_laws import assert_matching_undoes, assert_members_have_one_form, assert_values_move, drawn
 from torch import nn
 
 from lightning_sym.symmetry import canonicalize, orbit_distance, trace_symmetry, weight_matching
@@ -20,12 +21,8 @@ CASES = {
     "products": (lambda s, x: s.c(torch.tanh(s.b(sin(30 * (x @ s.a.weight.T - s.a.bias))))), (6, 2), 8, 0),
     "distributed": (lambda s, x: s.c(torch.tanh(s.b(sin(3 * s.a.bias + 30 * (x @ s.a.weight.T) + 1)))), (6, 2), 8, 0),
     "moved": (lambda s, x: s.c(torch.tanh(s.b(sin(s.a(x).view(-1, 2, 4) * 9).flatten(1)))), (6, 2), 8, 0),
-    "in parts": (
-        lambda s, x: s.c(torch.tanh(s.b(torch.cat([sin(part * 5) for part in s.a(x).chunk(2, -1)], -1)))),
-        (6, 2),
-        8,
-        0,
-    ),
+    "in parts": (lambda s, x: s.c(torch.tanh(s.b(torch.cat([sin(part * 5) for part in s.a(x).chunk(2, -1)], -1)))),
+        (6, 2), 8, 0),
     "random features": (lambda s, x: s.c(torch.tanh(s.b(cos(s.a(x))))), (6, 2), 8, 0),
     "read twice": (lambda s, x: s.c(torch.tanh(s.b(sin(v := s.a(x)) + cos(-v)))), (6, 2), 8, 0),
     "squares": (lambda s, x: s.c(torch.tanh(s.b(sin(s.a(x)) ** 2))), (6, 2), 8, 0),
@@ -39,7 +36,7 @@ CASES = {
     "without a bias": (lambda s, x: s.c(s.b(sin(s.e(x)))), (6, 2), 0, 0),
     "into a norm": (lambda s, x: s.c(s.b(s.norm(sin(s.a(x))))), (6, 2), 8, 8),
     "images": (lambda s, x: s.c(torch.tanh(s.b(sin(s.f(x)).mean((2, 3))))), (3, 2, 5, 5), 8, 0),
-}
+}  # fmt: skip
 PARTS = {
     "a": of(L, 2, 8), "b": of(L, 8, 7), "c": of(L, 7, 3), "d": of(L, 8, 7), "e": of(L, 2, 8, bias=False),
     "f": of(C, 2, 8, 3), "norm": of(nn.LayerNorm, 8),
@@ -90,15 +87,12 @@ def test_half_turns_leave_the_function_alone_and_change_the_weights(name):
 )
 def test_forms_and_matches_find_planted_half_turns(name):
     network, _, symmetry = traced(name)
-    generator = torch.Generator().manual_seed(1)
-    element = symmetry.sample(generator)
+    element = drawn(symmetry, 1)
     assert bool(element.half_turn.any())
     other = symmetry.act(element, network)
-    assert apart(canonicalize(symmetry, network).network, canonicalize(symmetry, other).network) < 1e-12
-    match = weight_matching(symmetry, network, other)
-    assert match.distance_before > 0.1
-    assert match.distance_after < 1e-11
-    assert apart(match.network, network) < 1e-11
+    assert_members_have_one_form(symmetry, network, 1e-12)
+    assert_matching_undoes(symmetry, network, other, 1e-11)
+    assert apart(weight_matching(symmetry, network, other).network, network) < 1e-11
     assert orbit_distance(symmetry, network, other).upper < 1e-11
 
 
@@ -127,24 +121,8 @@ def test_matches_take_half_turns_where_they_bring_networks_nearer():
 @pytest.mark.parametrize("name", ["siren", "multiples behind", "images", "moved", "in parts"])
 def test_values_in_front_of_a_sine_move_as_the_tap_says(name):
     network, x, symmetry = traced(name)
-    element = symmetry.sample(torch.Generator().manual_seed(2))
-    found = []
-    for net in (network, symmetry.act(element, network)):
-        values = {}
-        hooks = [
-            layer.register_forward_hook(
-                lambda m, i, out, name=own, values=values: values.__setitem__(name, out.detach().clone())
-            )
-            for own, layer in net.named_children()
-        ]
-        with torch.no_grad():
-            net(x)
-        for hook in hooks:
-            hook.remove()
-        found.append(values)
-    for own, before in found[0].items():
-        action = symmetry.on_activations(element, own, network)
-        torch.testing.assert_close(action.apply(before), found[1][own], rtol=0, atol=1e-11)
+    names = [name for name, _ in network.named_children()]
+    assert_values_move(symmetry, drawn(symmetry, 2), network, x, names, 1e-11)
 
 
 def test_momenta_turn_with_the_weights():

@@ -14,7 +14,6 @@ from torch.nn.utils import parametrizations, prune
 
 from lightning_sym.symmetry import trace_symmetry
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:parameters that evaluation never uses:UserWarning")
 
 MASK = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0]).bool()

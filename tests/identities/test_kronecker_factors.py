@@ -26,12 +26,7 @@ from lightning_sym.curvature import Evidence, factors, find_rule, parameter_grou
 from lightning_sym.curvature.blocks import in_parameter_order
 from lightning_sym.curvature.passes import loss_and_columns, softmax_root
 from lightning_sym.curvature.rules import gram
-from lightning_sym.layers import (
-    CircularConv,
-    FactoredFullyConnected,
-    SparseConv,
-    SparseFactoredFullyConnected,
-)
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv, SparseFactoredFullyConnected
 
 LIKELIHOODS = ["classification", "regression"]
 
@@ -229,16 +224,6 @@ def test_a_factored_layer_of_one_channel_is_exact_for_one_sample(channels, name,
     expected = dense_blocks(network, x, "classification")[f"0.{name}"]
     found = found_blocks(network, x, y, "classification", ffc=ffc)[f"0.{name}"]
     assert relative_error(found.dense(), expected) < 1e-10
-
-
-def test_the_trace_is_right_for_inputs_of_unit_norm():
-    network, shape = with_head("factored")
-    x, y = data(6, shape, 3, "classification")
-    x = x / x.flatten(2).norm(dim=2)[..., None, None]
-    expected = dense_blocks(network, x, "classification")["0.theta1"].trace()
-    block = found_blocks(network, x, y, "classification")["0.theta1"]
-    trace = torch.einsum("oo,cii->", block.out_factor, block.in_factor)
-    assert abs(trace / expected - 1) < 1e-12
 
 
 def with_data(layer, count=5, likelihood="classification"):

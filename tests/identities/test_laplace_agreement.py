@@ -312,13 +312,10 @@ def to_laplace_of_a_line(**settings):
         refused(to_laplace_of_a_line, log_noise=0.1, says="A classification has no noise"),
         refused(to_laplace_of_a_line, temperature=0.0),
         refused(to_laplace_of_a_line, engine="backpak", says="Did you mean 'backpack'"),
-        refused(
-            to_laplace_of_a_line,
-            groups=parameter_groups(nn.Sequential(nn.Linear(2, 2))),
-            says="'weight' has a curvature block but no precision group",
-        ),
+        refused(to_laplace_of_a_line, groups=parameter_groups(nn.Sequential(nn.Linear(2, 2))),
+            says="'weight' has a curvature block but no precision group"),
         refused(lambda: to_laplace_of_a_line().fit([]), says="call to_laplace again", error=RuntimeError),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_named(refusal):
     refusal()

@@ -105,15 +105,9 @@ def test_all_but_tilts_is_found_where_the_biases_of_norms_are_zero():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "vit",
-        "vit_rotary",
-        "cct",
-        "gpt2_tied",
-        "gpt2",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "llama_grouped")),
-    ],
-)
+    ["vit", "vit_rotary", "cct", "gpt2_tied", "gpt2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "llama_grouped"))],
+)  # fmt: skip
 def test_of_unrelated_transformers_only_the_distance_changes(name):
     a, _, symmetry, inputs = planted(name)
     torch.manual_seed(1)

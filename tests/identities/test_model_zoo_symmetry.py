@@ -16,8 +16,6 @@ from torch import nn
 
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 
-torch.set_num_threads(1)
-
 LIBRARIES = {"torch": TORCH, "transformers": TRANSFORMERS, "timm": TIMM}
 QUICK = {
     "torch": set(TORCH),
@@ -54,20 +52,14 @@ NORMED = (
     "one dimension, two with biases, that depend on the weights"
 )
 # What they mean, for the guide.
-MEANING = {
-    TIED: "the stream is permuted, not rotated, as no reader absorbs its last gain",
+MEANING = {TIED: "the stream is permuted, not rotated, as no reader absorbs its last gain",
     HEADS: "slopes of linear biases, masks of windows",
     PLACES: "rotary conventions that pair a unit with itself, relative positions",
-    TOGETHER: "signs of rotary pairs with gains that all heads share",
-    CHOSEN: "experts are chosen by groups first",
-    EQUAL: "masked values may be equal",
-    ONE_AXIS: "two kinds of units are written into one tensor",
-    OVERLAP: "attention over channels",
-    RELATIVE: "one table of relative positions for all heads, learned keys",
-    FACTORS: "tables of relative positions are made of fixed numbers",
-    ALONG: "learned positions are resized",
-    NORMED: "layer norms on queries and keys",
-}
+    TOGETHER: "signs of rotary pairs with gains that all heads share", CHOSEN: "experts are chosen by groups first",
+    EQUAL: "masked values may be equal", ONE_AXIS: "two kinds of units are written into one tensor",
+    OVERLAP: "attention over channels", RELATIVE: "one table of relative positions for all heads, learned keys",
+    FACTORS: "tables of relative positions are made of fixed numbers", ALONG: "learned positions are resized",
+    NORMED: "layer norms on queries and keys"}  # fmt: skip
 STAYS_FIXED: dict[str, set[str]] = {
     f"{library}: {name}": reasons
     for library, names, reasons in (

@@ -27,7 +27,6 @@ from lightning_sym.symmetry import (
 )
 from lightning_sym.symmetry.group.cells import gram_matrices
 
-torch.set_num_threads(1)
 EXACT = 1e-10
 TOKENS = torch.arange(2 * LENGTH).reshape(2, LENGTH) % VOCABULARY
 IMAGES = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

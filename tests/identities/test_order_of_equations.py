@@ -11,8 +11,6 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.solving import scales
 from lightning_sym.symmetry.tracing.equations import solve
 
-torch.set_num_threads(1)
-
 
 class Shuffled:
     """Solves equations in another order."""

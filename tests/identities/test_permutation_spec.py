@@ -26,15 +26,11 @@ def permuted(network: nn.Module, places: dict[str, list[tuple[str, int]]], sizes
         (MultiLayerPerceptron([8, 7], image_size=4), (1, 4, 4), 2, ()),
         (CIFARResNet(20, shortcut="B"), (3, 16, 16), 12, ()),
         (LeNet5(), (1, 28, 28), 3, ("conv2",)),
-        (
-            VisionTransformer(1, 8, patch_size=4, width=8, depth=2, heads=2),
-            (1, 8, 8),
-            3,
-            tuple(f"blocks.{i}.attention.{part}" for i in range(2) for part in ("query", "value")),
-        ),
+        (VisionTransformer(1, 8, patch_size=4, width=8, depth=2, heads=2), (1, 8, 8), 3,
+            tuple(f"blocks.{i}.attention.{part}" for i in range(2) for part in ("query", "value"))),
     ],
     ids=["perceptron", "resnet", "flattened", "transformer"],
-)
+)  # fmt: skip
 def test_permutations_of_whole_axes_keep_the_function(
     network: nn.Module, shape: tuple[int, ...], permutations: int, left_out: tuple[str, ...]
 ) -> None:

@@ -17,7 +17,6 @@ from lightning_sym.symmetry import Symmetry, local_dimension, trace_symmetry
 
 pytestmark = pytest.mark.long
 
-torch.set_num_threads(1)
 
 HIDDEN, OUTPUTS = 3, 5
 
@@ -43,15 +42,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, int, int, int, int]] = {
     "lstm": (lambda: network(nn.LSTM(3, HIDDEN, batch_first=True), sequence), 1, 1, 0, 0, 4),
     "lstm, last state": (lambda: network(nn.LSTM(3, HIDDEN, batch_first=True), last_state), 1, 1, 0, 0, 4),
     "lstm, projected": (lambda: network(nn.LSTM(3, HIDDEN, proj_size=2, batch_first=True), sequence), 1, 1, 0, 4, 4),
-    "lstm, both ways, without biases": (
-        lambda: network(nn.LSTM(3, HIDDEN, bidirectional=True, bias=False, batch_first=True), sequence), 2, 1, 0, 0, 0,
-    ),
+    "lstm, both ways, without biases": (lambda: network(nn.LSTM(3, HIDDEN, bidirectional=True, bias=False,
+        batch_first=True), sequence), 2, 1, 0, 0, 0),
     "gru": (lambda: network(nn.GRU(3, HIDDEN, batch_first=True), sequence), 1, 1, 0, 0, 2),
     "gru, two layers": (lambda: network(nn.GRU(3, HIDDEN, num_layers=2, batch_first=True), sequence), 2, 1, 0, 0, 4),
     "tanh": (lambda: network(nn.RNN(3, HIDDEN, batch_first=True), sequence), 1, 1, 0, 0, 1),
-    "relu, without biases": (
-        lambda: network(nn.RNN(3, HIDDEN, nonlinearity="relu", bias=False, batch_first=True), sequence), 1, 0, 1, 0, 0
-    ),
+    "relu, without biases": (lambda: network(nn.RNN(3, HIDDEN, nonlinearity="relu", bias=False, batch_first=True),
+        sequence), 1, 0, 1, 0, 0),
 }  # fmt: skip
 
 

@@ -98,16 +98,11 @@ def mean_of_units() -> nn.Module:
 
 @pytest.mark.parametrize(
     "refusal",
-    [
-        refused(removable_units, make(), torch.rand(2, *shape), says=f"{kind} has no units that can be removed one by")
-        for make, shape, kind in [
-            (normed, (6,), "Sequential"),
-            (grouped, (1, 6, 6), "Sequential"),
-            (mean_of_units, (6,), "Program"),
-            (lambda: nn.Linear(4, 2), (4,), "Linear"),
-        ]
-    ],
-)
+    [refused(removable_units, make(), torch.rand(2, *shape),
+        says=f"{kind} has no units that can be removed one by") for make, shape, kind in [(normed, (6,), "Sequential"),
+        (grouped, (1, 6, 6), "Sequential"), (mean_of_units, (6,), "Program"),
+        (lambda: nn.Linear(4, 2), (4,), "Linear")]],
+)  # fmt: skip
 def test_units_that_others_feel_are_refused(refusal):
     refusal()
 

@@ -8,18 +8,22 @@ import functools
 import pytest
 import torch
 from helpers import assert_refused
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from orbit_laws import (
+    assert_a_group_acts,
+    assert_dimension_is_the_nullity,
+    assert_members_have_one_form,
+    assert_tangents_change_no_output,
+    assert_values_move,
+    drawn,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import balance_heads, canonicalize, orbit_distance, trace_symmetry
 from lightning_sym.symmetry.dimension import local_dimension
-from lightning_sym.symmetry.tangents import orbit_tangents
 
 pytestmark = pytest.mark.long
 
-torch.set_num_threads(1)
 N, E, T = 5, 4, 6  # width of the input, of a head, and positions
 EXACT = 1e-10
 
@@ -131,9 +135,7 @@ def test_planes_are_found_in_all_conventions(turn):
 @pytest.mark.parametrize("turn", [halves, neighbours, complex_numbers, partial])
 def test_dimension_is_the_nullity_of_the_jacobian(turn):
     network, _, symmetry = traced(turn, heads=4, bias=True)
-    found = local_dimension(symmetry, network, torch.randn(16, T, N, dtype=torch.float64))
-    assert found.gap > 1e6
-    assert found.nullity == symmetry.dimension
+    assert_dimension_is_the_nullity(symmetry, network, torch.randn(16, T, N, dtype=torch.float64), 1e6)
     assert symmetry.worst_error <= EXACT
 
 
@@ -278,31 +280,18 @@ def test_one_position_is_traced_as_several(turn, check):
     x = torch.randn(2, T, N, dtype=torch.float64)
     symmetry = trace_symmetry(network, x[:, :1], check=check)
     assert symmetry.dimension == trace_symmetry(network, x, check=False).dimension
-    element = symmetry.sample(torch.Generator().manual_seed(0))
+    element = drawn(symmetry)
     torch.testing.assert_close(symmetry.act(element, network)(x), network(x), rtol=EXACT, atol=EXACT)
 
 
-def outputs_after(symmetry, element, network, x):
-    """The outputs of a changed network."""
-    return symmetry.act(element, network)(x)
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([{"heads": 4, "bias": True}, {"heads": 4, "keys": 4}]))
+@pytest.mark.parametrize("options", [{"heads": 4, "bias": True}, {"heads": 4, "keys": 4}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
 def test_phases_obey_the_laws_of_a_group(seed, options):
     network, x, symmetry = traced(halves, **options)
-    generator = torch.Generator().manual_seed(seed)
-    a, b = (symmetry.sample(generator) for _ in range(2))
-    assert a.phase.abs().max() > 0
-    one, two = symmetry.act(symmetry.compose(b, a), network), symmetry.act(b, symmetry.act(a, network))
-    back = symmetry.act(symmetry.inverse(a), symmetry.act(a, network))
-    for name, weight in network.state_dict().items():
-        torch.testing.assert_close(one.state_dict()[name], two.state_dict()[name], rtol=EXACT, atol=EXACT)
-        torch.testing.assert_close(back.state_dict()[name], weight, rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(outputs_after(symmetry, a, network, x), network(x), rtol=EXACT, atol=EXACT)
-    for tap in ("q", "k", "v"):  # what an element does to values follows from what it does to weights
-        before, after = getattr(network, tap)(x), getattr(symmetry.act(a, network), tap)(x)
-        torch.testing.assert_close(symmetry.on_activations(a, tap).apply(before), after, rtol=EXACT, atol=EXACT)
+    element = drawn(symmetry, seed)
+    assert element.phase.abs().max() > 0
+    assert_a_group_acts(symmetry, symmetry.act(element, network), EXACT, x)
+    assert_values_move(symmetry, element, network, x, "qkv", EXACT)
 
 
 class Tapped(nn.Module):
@@ -323,14 +312,8 @@ def test_values_between_the_planes_and_what_is_made_of_them_have_no_image():
     network = Attention(Tapped()).double()
     x = torch.randn(2, T, N, dtype=torch.float64)
     symmetry = trace_symmetry(network, x)
-    element = symmetry.sample(torch.Generator().manual_seed(0))
-    held = {}
-    for name, one in (("before", network), ("after", symmetry.act(element, network))):
-        keep = one.turn.whole.register_forward_hook(lambda *call, name=name: held.setdefault(name, call[2]))
-        one(x)
-        keep.remove()
-    image = symmetry.on_activations(element, "turn.whole").apply(held["before"])
-    torch.testing.assert_close(image, held["after"], rtol=EXACT, atol=EXACT)
+    element = drawn(symmetry)
+    assert_values_move(symmetry, element, network, x, ["turn.whole"], EXACT)
     assert_refused(lambda: symmetry.on_activations(element, "turn.inside"), says=["turn.inside shows", "mixing=False"])
     symmetry.on_activations(symmetry.sample(mixing=False), "turn.inside")
 
@@ -353,26 +336,17 @@ def test_tangents_of_phases_change_no_output_and_are_as_many_as_these():
     network, x = Scores().double(), torch.randn(2, T, N, dtype=torch.float64)
     symmetry = trace_symmetry(network, x)
     assert (symmetry.structure.phases, symmetry.dimension) == (E, 2 * E)
-    found = orbit_tangents(symmetry, network)
+    found = assert_tangents_change_no_output(symmetry, network, x, EXACT)
     assert (found.rank, found.vectors.shape[1]) == (2 * E, 2 * E)
-    weights = {key: value.detach() for key, value in network.named_parameters()}
-    for column in found.vectors.T.toarray():
-        parts = torch.from_numpy(column).split([weights[key].numel() for key in found.names])
-        tangent = {key: part.view_as(weights[key]) for key, part in zip(found.names, parts, strict=True)}
-        _, change = torch.func.jvp(lambda w: torch.func.functional_call(network, w, (x,)), (weights,), (tangent,))
-        assert float(change.abs().max()) < EXACT
 
 
 def test_planted_phases_are_recovered_by_the_canonical_form():
     network, _, symmetry = traced(neighbours, heads=4, bias=True)
-    other = symmetry.act(symmetry.sample(torch.Generator().manual_seed(3)), network)
-    one, two = (canonicalize(symmetry, member) for member in (network, other))
-    for name, weight in one.network.state_dict().items():
-        torch.testing.assert_close(two.network.state_dict()[name], weight, rtol=1e-8, atol=1e-8)
-    rows = one.network.q.weight.detach().reshape(2, 2, E // 2, 2, N)  # keys, queries, planes, coordinates
+    form = assert_members_have_one_form(symmetry, network, 1e-8, [3])
+    rows = form.q.weight.detach().reshape(2, 2, E // 2, 2, N)  # keys, queries, planes, coordinates
     assert float((rows[..., 0, :] * rows[..., 1, :]).sum((1, -1)).abs().max()) < EXACT
     assert canonicalize(symmetry, network, scales=None).notes
-    distance = orbit_distance(symmetry, network, other)
+    distance = orbit_distance(symmetry, network, symmetry.act(drawn(symmetry, 3), network))
     assert distance.lower <= distance.upper < 1e-6
     assert any("planes are turned" in note for note in distance.notes)
 
@@ -383,7 +357,7 @@ def test_second_moments_of_turned_weights_have_no_image():
     optimizer = torch.optim.Adam(moved.parameters())
     moved(x).square().sum().backward()
     optimizer.step()
-    only = symmetry.sample(torch.Generator().manual_seed(0))
+    only = drawn(symmetry)
     act = functools.partial(symmetry.act, network=moved, inplace=True, optimizer=optimizer)
     assert_refused(lambda: act(only), says=["second moments", "mixing=False"])
     act(symmetry.sample(mixing=False))

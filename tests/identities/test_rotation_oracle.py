@@ -15,11 +15,8 @@ EXACT = 1e-10
 CASES = {
     "perceptron": (lambda: MultiLayerPerceptron([7, 6, 5], image_size=4), (1, 4, 4), "scales"),
     "perceptron_tanh": (lambda: MultiLayerPerceptron([7, 6], image_size=4, activation="tanh"), (1, 4, 4), "signs"),
-    "perceptron_square": (
-        lambda: MultiLayerPerceptron([7, 6], image_size=4, activation="polynomial(2)"),
-        (1, 4, 4),
-        "scales and signs",
-    ),
+    "perceptron_square": (lambda: MultiLayerPerceptron([7, 6], image_size=4, activation="polynomial(2)"), (1, 4, 4),
+        "scales and signs"),
     "perceptron_linear": (lambda: MultiLayerPerceptron([7, 6], image_size=4, activation="identity"), (1, 4, 4), "all"),
     "lenet": (lambda: LeNet5(), (1, 28, 28), "scales"),
     "lenet_tanh": (lambda: LeNet5(activation="tanh"), (1, 28, 28), ""),  # max pooling takes the signs
@@ -28,7 +25,7 @@ CASES = {
     "myrtle_no_bn": (lambda: MyrtleCNN(3, image_size=8, batch_norm=False), (3, 8, 8), "scales"),
     "myrtle_tanh": (lambda: MyrtleCNN(3, image_size=8, activation="tanh"), (3, 8, 8), ""),
     "resnet": (lambda: CIFARResNet(width=2, shortcut="B"), (3, 8, 8), "scales"),
-}
+}  # fmt: skip
 PLAIN = [name for name in CASES if name != "resnet"]
 
 

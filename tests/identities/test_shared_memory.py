@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
-torch.set_num_threads(1)
-
 
 class Chain(nn.Module):
     """Linear layers, some of whose tensors share memory; a buffer or attribute ``extra`` is read where there is one.

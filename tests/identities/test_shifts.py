@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, assert_refused, of, sequential
+from helpers import Program, assert_refused, of, parameter, sequential
+from orbit_laws import assert_a_group_acts, assert_values_move, drawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.symmetry import Element, Symmetry, local_dimension, trace_symmetry
+from lightning_sym.symmetry import Symmetry, local_dimension, trace_symmetry
 
-torch.set_num_threads(1)
 EXACT = 1e-12
 L, N = nn.Linear, nn.LayerNorm
 WIDTH, HEADS, INNER, VOCABULARY, LENGTH = 8, 2, 6, 14, 5
@@ -73,10 +73,6 @@ def vision(s: Any, x: Tensor) -> Tensor:
     return s.head(s.norm(s.block(x))[:, -1])
 
 
-def parameter(*shape: int) -> Callable[[], nn.Parameter]:
-    return lambda: nn.Parameter(torch.randn(shape))
-
-
 def norm_by_hand(s: Any, x: Tensor) -> Tensor:
     x = s.first(x)
     x = s.gain * ((x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5))
@@ -116,8 +112,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     "one group": (sequential(of(nn.Conv2d, 3, 4, 1), of(nn.GroupNorm, 1, 4), nn.ReLU, of(nn.Conv2d, 4, 2, 1)),
         IMAGE, 1),
     # Keys and values have no bias to take off what the rows add that read the norm: a softmax and the output's bias do.
-    "attention without biases": (
-        of(Language, biased=False, gain=True), TOKENS, 2 * (LAYER - 4 * WIDTH) + LENGTH),
+    "attention without biases": (of(Language, biased=False, gain=True), TOKENS, 2 * (LAYER - 4 * WIDTH) + LENGTH),
     # Rows of `up`, means of what is written, biases of the norms, and the embedding: all rows by one multiple of the
     # last inverse gain, against positions; without gains each row by itself.
     "tied to gains": (of(tied_to, of(N, WIDTH, bias=False)), TOKENS, INNER + (LENGTH + INNER + 1) + 1),
@@ -128,15 +123,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     "norm by hand": (
         lambda: Program(norm_by_hand, {"first": of(L, 5, 4), "gain": parameter(4), "bias": parameter(4),
                                        "second": of(L, 4, 3)}), VECTOR, (5 + 1) + 4 + 3),
-    "groups": (
-        sequential(of(nn.Conv2d, 3, 6, 3), of(nn.GroupNorm, 3, 6), nn.ReLU, of(nn.Conv2d, 6, 4, 1),
-                   of(nn.GroupNorm, 2, 4)), IMAGE, 3 + 2),
-    "two norms in a sum": (
-        lambda: Program(
-            lambda s, x: s.out(torch.relu(s.norm1(s.a(x)) + s.norm2(s.b(x)))),
-            {"a": of(L, 5, 4), "b": of(L, 5, 4), "norm1": of(nn.BatchNorm1d, 4), "norm2": of(nn.BatchNorm1d, 4),
-             "out": of(L, 4, 2)},
-        ), VECTOR, 3 * 4),
+    "groups": (sequential(of(nn.Conv2d, 3, 6, 3), of(nn.GroupNorm, 3, 6), nn.ReLU, of(nn.Conv2d, 6, 4, 1),
+        of(nn.GroupNorm, 2, 4)), IMAGE, 3 + 2),
+    "two norms in a sum": (lambda: Program(lambda s, x: s.out(torch.relu(s.norm1(s.a(x)) + s.norm2(s.b(x)))),
+        {"a": of(L, 5, 4), "b": of(L, 5, 4), "norm1": of(nn.BatchNorm1d, 4), "norm2": of(nn.BatchNorm1d, 4),
+        "out": of(L, 4, 2)}), VECTOR, 3 * 4),
 }  # fmt: skip
 
 
@@ -155,10 +146,6 @@ def traced(name: str) -> tuple[nn.Module, Symmetry]:
         if tensor.is_floating_point():
             tensor.add_(0.3 * (torch.rand_like(tensor) if "var" in key else torch.randn_like(tensor)))
     return network, trace_symmetry(network, inputs(kind, 2))
-
-
-def drawn(symmetry: Symmetry, seed: int) -> Element:
-    return symmetry.sample(torch.Generator().manual_seed(seed))
 
 
 def apart(one: nn.Module, two: nn.Module) -> float:
@@ -181,32 +168,19 @@ def test_group_laws_and_action(name: str) -> None:
     network, symmetry = traced(name)
     a, b, c = (drawn(symmetry, seed) for seed in range(3))
     assert bool(a.shift.any())
-    moved = symmetry.act(a, network)
-    assert apart(symmetry.act(b, moved), symmetry.act(symmetry.compose(b, a), network)) < EXACT
-    assert apart(symmetry.act(symmetry.inverse(a), moved), network) < EXACT
+    assert_a_group_acts(symmetry, network, EXACT)
     left = symmetry.compose(symmetry.compose(c, b), a).shift
     right = symmetry.compose(c, symmetry.compose(b, a)).shift
-    nothing = symmetry.compose(symmetry.inverse(a), a).shift
     torch.testing.assert_close(left, right, rtol=EXACT, atol=EXACT)
-    assert float(nothing.abs().max()) < EXACT
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("name", "samples", "common"),
-    [
-        ("tied", 40, WIDTH),
-        ("attention by hand", 40, WIDTH),
-        ("linear", 100, 7),
-        ("instance norm", 20, 5),
-        ("attention without biases", 40, WIDTH),
-        ("tied to gains", 40, WIDTH - 1),
-        ("tied to a norm", 40, WIDTH - 1),
-        ("tied, with a bias", 40, WIDTH),
-        ("norm by hand", 40, 4),
-        ("groups", 40, None),
-    ],
-)
+    [("tied", 40, WIDTH), ("attention by hand", 40, WIDTH), ("linear", 100, 7), ("instance norm", 20, 5),
+        ("attention without biases", 40, WIDTH), ("tied to gains", 40, WIDTH - 1), ("tied to a norm", 40, WIDTH - 1),
+        ("tied, with a bias", 40, WIDTH), ("norm by hand", 40, 4), ("groups", 40, None)],
+)  # fmt: skip
 @pytest.mark.parametrize("log_softmax", [False, True])
 def test_all_of_it_is_there(name: str, samples: int, common: int | None, log_softmax: bool) -> None:
     """The nullity of the Jacobian, with the common shift of logits and without."""
@@ -237,14 +211,8 @@ def test_what_rows_add_shows_inside_the_network() -> None:
     """A constant that depends on the norm's bias and gain, so that the network is needed."""
     network, symmetry = traced("attention without biases")
     element, tokens = drawn(symmetry, 0), inputs(TOKENS, 3)
-    values: list[Tensor] = []
-    for own in (network, symmetry.act(element, network)):
-        hook = own.blocks[1].qkv.register_forward_hook(lambda _module, _given, out: values.append(out.detach()))
-        own(tokens)
-        hook.remove()
-    action = symmetry.on_activations(element, "blocks.1.qkv", network)
-    assert action.shift is not None
-    torch.testing.assert_close(action.apply(values[0]), values[1], rtol=1e-10, atol=1e-10)
+    assert symmetry.on_activations(element, "blocks.1.qkv", network).shift is not None
+    assert_values_move(symmetry, element, network, tokens, ["blocks.1.qkv"], 1e-10)
     assert_refused(symmetry.on_activations, element, "blocks.1.qkv", says=["blocks.1.norm1.bias", "shifts=False"])
 
 

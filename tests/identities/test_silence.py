@@ -25,8 +25,6 @@ from translation_cases import CASES as TRANSLATIONS
 
 from lightning_sym.symmetry import completeness, trace_symmetry
 
-torch.set_num_threads(1)
-
 L = nn.Linear
 Inputs = tuple[Tensor, ...]
 # Singular values of the Jacobian, relative to the largest: those that are zero are about 1e-15.
@@ -35,43 +33,30 @@ ZERO = 1e-12
 DRAWS = 30
 MOST_PARAMETERS = 200
 
-SILENT: dict[str, str] = {
-    "writes: sums_of_units_step_by_step": "has no derivative",
-}
+SILENT: dict[str, str] = {"writes: sums_of_units_step_by_step": "has no derivative"}
 # What `trace_symmetry` measures on inputs of further lengths, with further tokens, or at weights that it searches for.
-FURTHER = {
-    "shared: layer_norm_of_two_layers": "weights",
-    "shared: layer_norm_used_twice_in_series": "weights",
+FURTHER = {"shared: layer_norm_of_two_layers": "weights", "shared: layer_norm_used_twice_in_series": "weights",
     "weighted mean: steps": "lengths, of which the sum is divided by three",
     "bag of embeddings: sum": "lengths, of which the sum is divided by three",
-    "bag of embeddings: counts": "lengths, of which the sum is divided by three",
-}
+    "bag of embeddings: counts": "lengths, of which the sum is divided by three"}  # fmt: skip
 # What notes say of weights that are freer than the group: then the dimension is not the nullity.
-FREER = (
-    "incoming or outgoing numbers", "nothing reads", "biases could take up", "reads units more than once",
+FREER = ("incoming or outgoing numbers", "nothing reads", "biases could take up", "reads units more than once",
     "of which only the sum counts", "share its running mean", "scales could undo", "no scale in common",
-    "by zero, whose weights", "invertible matrices also mix these",
-)  # fmt: skip
+    "by zero, whose weights", "invertible matrices also mix these")  # fmt: skip
 # Where such a note is wrong.
 ALARMS: dict[str, str] = {}
 WIDE = FREER[0]  # then matrices of the group may change nothing
 
 
 class Case(NamedTuple):
-    """A network and its inputs.
+    """A network and its inputs."""
 
-    Attributes:
-        network: Makes it.
-        example: Makes inputs of a batch size.
-        more: Further examples to trace.
-        others: Inputs of other lengths.
-        positive: Whether weights are made positive, as units would be dead otherwise.
-    """
+    # positive: Whether weights are made positive, as units would be dead otherwise.
 
-    network: Callable[[], nn.Module]
-    example: Callable[[int], Any]
-    more: Sequence[Callable[[int], Inputs]] = ()
-    others: Sequence[Callable[[int], Inputs]] = ()
+    network: Callable[[], nn.Module]  # makes it
+    example: Callable[[int], Any]  # makes inputs of a batch size
+    more: Sequence[Callable[[int], Inputs]] = ()  # further examples to trace
+    others: Sequence[Callable[[int], Inputs]] = ()  # inputs of other lengths
 
 
 def program(function: Callable[..., Any], *shape: int, **parts: Any) -> Case:
@@ -84,58 +69,43 @@ PARTS = {
     "cut behind tanh": program(lambda s, x: s.b(torch.tanh(s.a(x))[..., :3]), 8, a=A, b=B),
     "cut behind relu": program(lambda s, x: s.b(torch.relu(s.a(x))[..., 3:]), 8, a=A, b=B),
     "cut behind two functions": program(lambda s, x: s.b(torch.tanh(torch.relu(s.a(x)))[..., 1:4]), 8, a=A, b=B),
-    "cut behind a gate": program(
-        lambda s, x: s.b((torch.tanh(s.a(x)) * torch.sigmoid(s.c(x)))[..., :3]), 8, a=A, b=B, c=A
-    ),
-    "cut twice": program(
-        lambda s, x: s.b(torch.tanh(s.c(torch.relu(s.a(x))[..., :4]))[..., :3]), 8, a=A, b=B, c=made(L, 4, 5)
-    ),
+    "cut behind a gate": program(lambda s, x: s.b((torch.tanh(s.a(x)) * torch.sigmoid(s.c(x)))[..., :3]), 8, a=A, b=B,
+        c=A),
+    "cut twice": program(lambda s, x: s.b(torch.tanh(s.c(torch.relu(s.a(x))[..., :4]))[..., :3]), 8, a=A, b=B,
+        c=made(L, 4, 5)),
     "index": program(lambda s, x: s.b(torch.tanh(s.a(x))[:, [0, 2, 4]]), 8, a=A, b=B),
-    "index_select": program(
-        lambda s, x: s.b(torch.relu(s.a(x)).index_select(1, torch.tensor([1, 2, 5]))), 8, a=A, b=B
-    ),
+    "index_select": program(lambda s, x: s.b(torch.relu(s.a(x)).index_select(1, torch.tensor([1, 2, 5]))), 8, a=A, b=B),
     "narrow": program(lambda s, x: s.b(torch.tanh(s.a(x)).narrow(-1, 2, 3)), 8, a=A, b=B),
     "chunk": program(lambda s, x: s.b(torch.tanh(s.a(x)).chunk(2, -1)[1]), 8, a=A, b=B),
-    "split": program(
-        lambda s, x: s.b((lambda h: h[0] * h[2])(torch.tanh(s.a(x)).split([3, 1, 3], -1))), 8, a=made(L, 8, 7), b=B
-    ),
-    "parts that are added": program(
-        lambda s, x: s.b((lambda h: h[..., :3] + h[..., 4:7])(torch.tanh(s.a(x)))), 8, a=made(L, 8, 8), b=B
-    ),
-    "one step of several": program(
-        lambda s, x: s.b(torch.tanh(s.a(x) + s.p)[:, 0]), 4, 8, a=A, p=parameter(4, 6), b=made(L, 6, 2)
-    ),
+    "split": program(lambda s, x: s.b((lambda h: h[0] * h[2])(torch.tanh(s.a(x)).split([3, 1, 3], -1))), 8,
+        a=made(L, 8, 7), b=B),
+    "parts that are added": program(lambda s, x: s.b((lambda h: h[..., :3] + h[..., 4:7])(torch.tanh(s.a(x)))), 8,
+        a=made(L, 8, 8), b=B),
+    "one step of several": program(lambda s, x: s.b(torch.tanh(s.a(x) + s.p)[:, 0]), 4, 8, a=A, p=parameter(4, 6),
+        b=made(L, 6, 2)),
     "cut behind a gain": program(lambda s, x: s.b(torch.tanh(s.a(x) * s.g)[..., :3]), 8, a=A, g=parameter(6), b=B),
     "cut behind a module": program(lambda s, x: s.b(s.t(s.a(x))[..., :3]), 8, a=A, b=B, t=nn.Tanh),
     "cut behind a mean": program(lambda s, x: s.b(torch.tanh(s.a(x)).mean(1)[..., :3]), 4, 8, a=A, b=B),
     "cut behind a view": program(lambda s, x: s.b(torch.tanh(s.a(x)).view(-1, 2, 3)[:, 0]), 8, a=A, b=B),
-    "cut behind a batch norm": program(
-        lambda s, x: s.b(s.n(s.a(x))[..., :3]), 8, a=A, b=B, n=made(nn.BatchNorm1d, 6)
-    ),
+    "cut behind a batch norm": program(lambda s, x: s.b(s.n(s.a(x))[..., :3]), 8, a=A, b=B, n=made(nn.BatchNorm1d, 6)),
     "cut behind a softmax": program(lambda s, x: s.b(torch.softmax(s.a(x), -1)[..., :3]), 8, a=A, b=B),
-    "cut, and read elsewhere": program(
-        lambda s, x: (lambda h: s.b(torch.relu(h)[..., :3]) + s.c(h))(torch.tanh(s.a(x))), 8, a=A, b=B, c=made(L, 6, 2)
-    ),
+    "cut, and read elsewhere": program(lambda s, x: (lambda h: s.b(torch.relu(h)[...,
+        :3]) + s.c(h))(torch.tanh(s.a(x))), 8, a=A, b=B, c=made(L, 6, 2)),
     "wider than the input": program(lambda s, x: s.b(s.a(x)), 5, a=made(L, 5, 6), b=made(L, 6, 9)),
-    "wider than the input, with a bias": program(
-        lambda s, x: s.b(s.a(x)), 5, a=made(L, 5, 6), b=made(L, 6, 9, bias=False)
-    ),
+    "wider than the input, with a bias": program(lambda s, x: s.b(s.a(x)), 5, a=made(L, 5, 6),
+        b=made(L, 6, 9, bias=False)),
     "wider than the output": program(lambda s, x: s.b(s.a(x)), 8, a=A, b=made(L, 6, 3)),
     "wider than both": program(lambda s, x: s.b(s.a(x)), 4, a=made(L, 4, 6), b=made(L, 6, 3)),
     "bottleneck": program(lambda s, x: s.b(s.a(x)), 8, a=made(L, 8, 4), b=made(L, 4, 7)),
-    "layers that are added": program(
-        lambda s, x: s.b(torch.relu(s.a(x) - 0.5 * s.c(x))), 8, a=made(L, 8, 3), c=made(L, 8, 3), b=B
-    ),
-    "layers of two values that are added": program(
-        lambda s, x: s.b(torch.relu(s.a(x) + s.c(torch.tanh(x)))), 8, a=made(L, 8, 3), c=made(L, 8, 3), b=B
-    ),
+    "layers that are added": program(lambda s, x: s.b(torch.relu(s.a(x) - 0.5 * s.c(x))), 8, a=made(L, 8, 3),
+        c=made(L, 8, 3), b=B),
+    "layers of two values that are added": program(lambda s, x: s.b(torch.relu(s.a(x) + s.c(torch.tanh(x)))), 8,
+        a=made(L, 8, 3), c=made(L, 8, 3), b=B),
     "exponential": program(lambda s, x: s.b(torch.exp(s.a(0.1 * x))), 8, a=made(L, 8, 3), b=B),
-    "exponential behind which tanh stands": program(
-        lambda s, x: s.b(torch.tanh(torch.exp(s.a(0.1 * x)))), 8, a=made(L, 8, 3), b=B
-    ),
-    "twice beside itself": program(
-        lambda s, x: s.b(torch.cat([torch.tanh(s.a(x))] * 2, -1)), 8, a=made(L, 8, 3), b=made(L, 6, 2)
-    ),
+    "exponential behind which tanh stands": program(lambda s, x: s.b(torch.tanh(torch.exp(s.a(0.1 * x)))), 8,
+        a=made(L, 8, 3), b=B),
+    "twice beside itself": program(lambda s, x: s.b(torch.cat([torch.tanh(s.a(x))] * 2, -1)), 8, a=made(L, 8, 3),
+        b=made(L, 6, 2)),
 }  # fmt: skip
 
 
@@ -327,10 +297,8 @@ def test_the_nullity_is_measured_at_all_tokens(tokens: list[list[int]]) -> None:
 
 # ---- networks of transformers and timm
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 6,
-    "max_position_embeddings": 6, "vocab_size": 14,
-}  # fmt: skip
+TEXT: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 6,
+    "max_position_embeddings": 6, "vocab_size": 14}  # fmt: skip
 GROUPED = TEXT | {"num_key_value_heads": 1}
 GPT = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 6, "n_inner": 6, "vocab_size": 14}
 BERT = TEXT | {"type_vocab_size": 1}

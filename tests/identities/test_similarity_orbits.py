@@ -16,7 +16,6 @@ from lightning_sym.symmetry import INTERTWINER_GROUPS, Element, Symmetry, trace_
 
 pytestmark = pytest.mark.long
 
-torch.set_num_threads(1)
 EXACT = 1e-10
 ONE = 1e-7  # squared distances are rounded to some 1e-14, relative to the squared norms
 NEARLY = 1e-4  # behind a layer norm one direction hardly varies, which is divided out where matrices mix
@@ -80,10 +79,8 @@ CASES = {
     **{name: (functools.partial(convolutions, name), (2, 6, 6), {}) for name in INTERTWINER_GROUPS},
     **{f"small {name}": case for name, case in SMALL.items()},
     "transformer": (Transformer, (6, 5), {}),
-    "sigmoid affine": (
-        lambda: nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 7), nn.Sigmoid(), nn.Linear(7, 3)),
-        (5,), {"affine": True},
-    ),
+    "sigmoid affine": (lambda: nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 7), nn.Sigmoid(),
+        nn.Linear(7, 3)), (5,), {"affine": True}),
     "linear": (lambda: nn.Sequential(*map(nn.Linear, (9, 4, 6, 5), (4, 6, 5, 3))), (9,), {}),
 }  # fmt: skip
 
@@ -127,27 +124,6 @@ def test_two_networks_on_one_orbit_have_similarity_1_at_every_tap(case):
                 assert abs(value - 1) < (NEARLY if mixed else ONE), (name, live)
         moved = [name for name in taps if not torch.allclose(before[name], after[name], rtol=0.1)]
         assert moved, "the elements do something"
-
-
-@pytest.mark.parametrize("case", one_in(4, CASES, 1))
-def test_elements_on_activations_change_no_similarity_to_another_network(case):
-    """The group of the metric is that of the network: on either side, for values that are not 1."""
-    symmetry, network, images = made(case)
-    torch.manual_seed(1)
-    other = randomise(CASES[case][0]()).double()
-    taps, values = seen(symmetry), []
-    before, after = (features_of(each, taps, images) for each in (network, other))
-    one, two = (drawn(symmetry, seed) for seed in (5, 6))
-    for name in taps:
-        x, y = before[name], after[name]
-        sides = ((one, network, x), (two, other, y))
-        moved = [symmetry.on_activations(g, name, whole).apply(each) for g, whole, each in sides]
-        for live in (False, True):
-            metric = GroupProcrustes.at(symmetry, name, live=live)
-            values.append(float(measured(metric, x, y)))
-            for pair in ((x, moved[1]), (moved[0], y), moved):
-                assert float(measured(metric, *pair)) == pytest.approx(values[-1], abs=EXACT), (name, live)
-    assert min(values) < 1 - OTHER
 
 
 # Dropout is the identity in evaluation, which is what is traced; its row is about training.

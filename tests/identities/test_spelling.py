@@ -22,8 +22,6 @@ from tried_spelling_cases import TRIED
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
-torch.set_num_threads(1)
-
 ALL = FUNCTIONS | FURTHER | TRIED
 LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
 # Rounding of float64 in outputs that are computed in another order.
@@ -102,21 +100,17 @@ def moved_around(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 # Functions that look like others, of which each is made of the parts of one, and have groups of their own.
 LOOKALIKES: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "padded from the other side": (
-        "convolution", lambda s, x: moved_around(torch.tanh(s.a(x)), s.b.weight, s.b.bias),
-    ),
-    "strides": ("convolution", lambda s, x: F.conv2d(
-        torch.einsum("bihwkl,oikl->bohw", x.unfold(2, 3, 1).unfold(3, 3, 1), s.a.weight) + s.a.bias[:, None, None],
-        s.b.weight, s.b.bias, stride=2)),
+    "padded from the other side": ("convolution", lambda s, x: moved_around(torch.tanh(s.a(x)), s.b.weight, s.b.bias)),
+    "strides": ("convolution", lambda s, x: F.conv2d(torch.einsum("bihwkl,oikl->bohw",
+        x.unfold(2, 3, 1).unfold(3, 3, 1), s.a.weight) + s.a.bias[:, None, None], s.b.weight, s.b.bias, stride=2)),
     "two times": ("convolution", lambda s, x: sum(
         F.conv2d(y, s.b.weight, s.b.bias) for y in (torch.tanh(s.a(x)), torch.tanh(s.a(x)).flip(-1)))),
     "other angles": ("rotary, halves", rotary(lambda q: torch.cat(
         [q[..., :2] * COS - q[..., 2:] * SIN, q[..., :2] * (2 * ANGLES).sin() + q[..., 2:] * (2 * ANGLES).cos()], -1))),
     "any matrices": ("rotary, halves", rotary(lambda q: torch.einsum("tij,bhtj->bhti", MATRICES, q))),
     "one more": ("masked mean", lambda s, x, keep: s.b((keep[..., None] * s.a(x)).sum(1) / (keep.sum(1, True) + 1))),
-    "count of others": ("mean of neighbours", lambda s, x, ends: s.b(
-        torch.zeros_like(s.a(x)).index_add(0, ends[1], s.a(x)[ends[0]])
-        / torch.zeros_like(x[:, :1]).index_add(0, ends[0], torch.ones_like(x[:, :1])[ends[0]]))),
+    "count of others": ("mean of neighbours", lambda s, x, ends: s.b(torch.zeros_like(s.a(x)).index_add(0, ends[1],
+        s.a(x)[ends[0]]) / torch.zeros_like(x[:, :1]).index_add(0, ends[0], torch.ones_like(x[:, :1])[ends[0]]))),
     "counts that are cut": ("bag of embeddings", lambda s, i: s.b(
         F.one_hot(i, 9).sum(1).clamp(max=1).to(s.e.weight) @ s.e.weight)),
 }  # fmt: skip
@@ -147,10 +141,9 @@ PARTS: dict[str, Callable[..., Tensor]] = {
     "flat rows": lambda s, x: s.b(torch.relu(s.a(x) + s.p.reshape(-1)[: 8 * x.shape[1]].reshape(-1, 8))),
     "flat rows, narrow": lambda s, x: s.b(torch.relu(s.a(x) + s.p.flatten().narrow(0, 0, 8 * x.shape[1]).view(-1, 8))),
     "flat columns": lambda s, x: s.b(torch.relu(s.a(x) + s.p.T.flatten()[: 8 * x.shape[1]].view(-1, 8))),
-    "group norm": lambda s, x: s.b(
-        torch.tanh(F.linear(x, F.group_norm(s.a.weight, 2), s.a.bias) + F.group_norm(s.p, 1)[0])
-    ),
-}
+    "group norm": lambda s, x: s.b(torch.tanh(F.linear(x, F.group_norm(s.a.weight, 2), s.a.bias) + F.group_norm(s.p,
+        1)[0])),
+}  # fmt: skip
 
 
 @functools.cache
@@ -225,17 +218,9 @@ def test_elements_keep_the_function(name: str, spelling: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "decoder",
-        "neighbours",
-        "gains that heads share",
-        "conditioned norm",
-        "gain per head",
-        "gains per head",
-        "temperature per head",
-        "shared queries and keys",
-    ],
-)
+    ["decoder", "neighbours", "gains that heads share", "conditioned norm", "gain per head", "gains per head",
+        "temperature per head", "shared queries and keys"],
+)  # fmt: skip
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))
     torch.manual_seed(3)

@@ -25,7 +25,6 @@ from lightning_sym.stitching import (
 )
 from lightning_sym.symmetry import INTERTWINER_GROUPS
 
-torch.set_num_threads(1)
 LAW = settings(max_examples=20, deadline=None, derandomize=True)
 PLANTED = 1e-10  # of solutions by normal equations, for features of condition number below 100
 SAMPLES = 60

@@ -21,7 +21,6 @@ from lightning_sym.networks import (
 )
 from lightning_sym.stitching import CutNetwork, FeatureMoments, FixedMap, PlantedStitches, StitchedNetwork
 
-torch.set_num_threads(1)
 EXACT = 1e-10  # of float64, relative to the largest logit; measured values are below 1e-13
 
 
@@ -66,28 +65,18 @@ OURS = {
     "resnet18 gelu": (lambda: CIFARResNet18(width=2, activation="gelu"), (3, 8, 8)),
     "cct": (lambda: CompactTransformer(1, 8, variant="2/3x1", width=4), (1, 8, 8)),
     "vit": (lambda: VisionTransformer(1, 8, 5, 4, 8, 2, 2, pool="sequence"), (1, 8, 8)),
-    "vit modern": (
-        lambda: VisionTransformer(1, 8, 5, 4, 8, 1, 2, 1, 1, "rms", "rotary", "swiglu", layer_scale=0.5),
-        (1, 8, 8),
-    ),
-}
+    "vit modern": (lambda: VisionTransformer(1, 8, 5, 4, 8, 1, 2, 1, 1, "rms", "rotary", "swiglu", layer_scale=0.5),
+        (1, 8, 8)),
+}  # fmt: skip
 WRAPPED = {
-    "torchvision resnet18": (
-        lambda: Network.wrap(functools.partial(torchvision.models.resnet18, num_classes=10)),
-        (3, 32, 32),
-        3,
-    ),
+    "torchvision resnet18": (lambda: Network.wrap(functools.partial(torchvision.models.resnet18, num_classes=10)),
+        (3, 32, 32), 3),
     "mobilenet_v2": (lambda: TorchvisionNetwork("mobilenet_v2", image_size=32), (3, 32, 32), 2),
-    "densenet": (
-        lambda: Network.wrap(
-            functools.partial(torchvision.models.DenseNet, 4, (2, 3, 2), num_init_features=6, bn_size=2, num_classes=10)
-        ),
-        (3, 32, 32),
-        8,
-    ),
+    "densenet": (lambda: Network.wrap(functools.partial(torchvision.models.DenseNet, 4, (2, 3, 2), num_init_features=6,
+        bn_size=2, num_classes=10)), (3, 32, 32), 8),
     "squeezenet": (lambda: Network.wrap(torchvision.models.squeezenet1_1), (3, 32, 32), 4),
     "vit": (lambda: Network.wrap(functools.partial(small_vit, 0)), (3, 16, 16), 4),
-}
+}  # fmt: skip
 
 
 # What others test too, more cheaply.

@@ -8,15 +8,19 @@ import math
 
 import pytest
 import torch
-from helpers import Program, assert_refused, of, parameter
+from helpers import Program, assert_refused, assert_same, of, parameter
+from orbit_laws import (
+    assert_dimension_is_the_nullity,
+    assert_same_weights,
+    assert_tangents_change_no_output,
+    assert_values_move,
+    drawn,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.dimension import local_dimension
-from lightning_sym.symmetry.tangents import orbit_tangents
 
-torch.set_num_threads(1)
 N, D, M, V = 6, 5, 4, 9  # width of the input, the stream, the branches and the output
 EXACT = 1e-10
 
@@ -97,26 +101,14 @@ def test_stream_behind_a_norm_is_rotated_between_its_gains(name):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_dimension_of_a_stream_is_the_nullity_of_the_jacobian(name):
-    network, _, symmetry = traced(name)
-    found = local_dimension(symmetry, network, torch.randn(80, N, dtype=torch.float64), tolerance=1e-8)
-    assert found.gap > 1e3
+def test_dimension_and_tangents_of_a_stream(name):
+    network, x, symmetry = traced(name)
+    inputs = torch.randn(80, N, dtype=torch.float64)
+    assert_dimension_is_the_nullity(symmetry, network, inputs, 1e3, tolerance=1e-8)
     # A layer norm does not see multiples of ones that are written, nor rows of 1 / gain that read it.
     assert symmetry.shifts == (N + M + M + (M + M + V) if name == "layer_norm" else 0)
-    assert found.nullity == symmetry.dimension
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_tangents_of_a_rotated_stream_are_as_many_as_its_dimension_and_change_no_output(name):
-    network, x, symmetry = traced(name)
-    found = orbit_tangents(symmetry, network)
+    found = assert_tangents_change_no_output(symmetry, network, x, EXACT)
     assert (found.rank, found.vectors.shape[1], found.statistics) == (symmetry.dimension, symmetry.dimension, 0)
-    weights = {key: value.detach() for key, value in network.named_parameters()}
-    for column in found.vectors.T.toarray():
-        parts = torch.from_numpy(column).split([weights[key].numel() for key in found.names])
-        tangent = {key: part.view_as(weights[key]) for key, part in zip(found.names, parts, strict=True)}
-        _, change = torch.func.jvp(lambda w: torch.func.functional_call(network, w, (x,)), (weights,), (tangent,))
-        assert float(change.abs().max()) < EXACT
 
 
 @pytest.mark.parametrize("name", ["mean of squares", "rms_norm", "layer_norm", "centred squares", "variance"])
@@ -127,7 +119,7 @@ def test_without_eps_a_stream_has_one_scale_more(name):
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 def test_rotations_are_orthogonal_and_leave_ones_alone_where_these_are_seen(name):
     _, _, symmetry = traced(name)
-    (matrix,) = symmetry.sample(torch.Generator().manual_seed(0)).rotation
+    (matrix,) = drawn(symmetry).rotation
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(D, dtype=torch.float64))
     ones = torch.ones(D, dtype=torch.float64)
     assert torch.allclose(matrix @ ones, ones) == NORMS[name][1]
@@ -138,20 +130,14 @@ def test_rotations_are_orthogonal_and_leave_ones_alone_where_these_are_seen(name
 WRITE, HEAD, GAIN = of(nn.Linear, 3, D, bias=False), of(nn.Linear, D, V), parameter(D)
 FORBIDDEN = {
     "tied embeddings": (lambda s, x: mean_square(s.write(x), s.gain, 1e-6) @ s.write.weight, {"gain": GAIN}),
-    "a norm in the stream": (
-        lambda s, x: (lambda h: s.head(mean_square(h + mean_square(h, s.gain, 1e-6), s.other_gain, 1e-6)))(s.write(x)),
-        {"gain": GAIN, "other_gain": GAIN, "head": HEAD},
-    ),
+    "a norm in the stream": (lambda s, x: (lambda h: s.head(mean_square(h + mean_square(h, s.gain, 1e-6), s.other_gain,
+        1e-6)))(s.write(x)), {"gain": GAIN, "other_gain": GAIN, "head": HEAD}),
     "an activation": (lambda s, x: s.head(torch.sigmoid(mean_square(s.write(x), 1, 1e-6))), {"head": HEAD}),
-    "a gain that is a bias as well": (
-        lambda s, x: s.head(mean_square(s.write(x), s.gain, 1e-6) + s.gain), {"gain": GAIN, "head": HEAD}
-    ),
-    "squares that are read one by one": (
-        lambda s, x: s.head(s.write(x) * (-(s.write(x) ** 2)).exp()), {"head": HEAD}
-    ),
-    "a norm of a part": (
-        lambda s, x: (lambda h: s.head(h * h[..., :2].norm(dim=-1, keepdim=True)))(s.write(x)), {"head": HEAD}
-    ),
+    "a gain that is a bias as well": (lambda s, x: s.head(mean_square(s.write(x), s.gain, 1e-6) + s.gain),
+        {"gain": GAIN, "head": HEAD}),
+    "squares that are read one by one": (lambda s, x: s.head(s.write(x) * (-(s.write(x) ** 2)).exp()), {"head": HEAD}),
+    "a norm of a part": (lambda s, x: (lambda h: s.head(h * h[..., :2].norm(dim=-1, keepdim=True)))(s.write(x)),
+        {"head": HEAD}),
     "a constant of each unit": (lambda s, x: s.head(mean_square(s.write(x) + torch.arange(D), 1, 0.1)), {"head": HEAD}),
 }  # fmt: skip
 
@@ -170,34 +156,30 @@ def test_stream_of_which_more_is_seen_is_not_rotated(name):
 
 def test_a_gain_that_holds_a_zero_is_refused_and_changes_nothing():
     network, _, symmetry = traced("rms_norm")
-    broken = Program(network.function, dict(network.named_children()) | dict(network.named_parameters(recurse=False)))
-    broken.load_state_dict(network.state_dict())
-    with torch.no_grad():
-        broken.other_gain = nn.Parameter(network.other_gain.clone().index_fill(0, torch.tensor([1]), 0.0))
+    broken = symmetry.act(symmetry.identity(), network)
+    broken.other_gain.data[1] = 0
     before = {name: value.clone() for name, value in broken.state_dict().items()}
-    element = symmetry.sample(torch.Generator().manual_seed(0))
+    element = drawn(symmetry)
     assert_refused(lambda: symmetry.act(element, broken, inplace=True), says=["other_gain", "zero", "mixing=False"])
-    assert all(torch.equal(value, before[name]) for name, value in broken.state_dict().items())
+    assert_same(before, dict(broken.state_dict()))
     symmetry.act(symmetry.sample(mixing=False), broken)
 
 
-def test_acting_in_place_and_on_single_tensors_is_acting_on_a_copy():
-    network, _, symmetry = traced("layer_norm")
-    element = symmetry.sample(torch.Generator().manual_seed(0))
-    state = symmetry.act(element, network).state_dict()
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_acting_in_place_on_single_tensors_and_on_files_is_acting_on_a_copy(name, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    network, _, symmetry = traced(name)
+    element = drawn(symmetry)
+    moved = symmetry.act(element, network)
     own = dict(network.named_parameters())
-    few = symmetry.act_on(element, {name: own[name] for name in ("up.weight", "gain")})
-    for name in ("up.weight", "gain"):
-        torch.testing.assert_close(few[name], state[name])
+    for key, tensor in symmetry.act_on(element, {key: own[key] for key in ("up.weight", "gain")}).items():
+        torch.testing.assert_close(tensor, moved.get_parameter(key))
     assert_refused(lambda: symmetry.act_on(element, {"up.weight": own["up.weight"]}), says="the gain gain")
-    again = Program(network.function, {})
-    for name, module in network.named_children():
-        again.add_module(name, nn.Linear(module.in_features, module.out_features, bias=False).double())
-    for name, tensor in network.named_parameters(recurse=False):
-        again.register_parameter(name, nn.Parameter(tensor.detach().clone()))
-    again.load_state_dict(network.state_dict())
-    for name, value in symmetry.act(element, again, inplace=True).state_dict().items():
-        torch.testing.assert_close(value, state[name])
+    assert_same_weights(symmetry.act(element, symmetry.act(symmetry.identity(), network), inplace=True), moved, 1e-14)
+    safetensors.save_file(dict(network.state_dict()), tmp_path / "model.safetensors")
+    written = safetensors.load_file(symmetry.act_on_files(element, tmp_path / "model.safetensors", tmp_path / "moved"))
+    for key, tensor in moved.state_dict().items():
+        torch.testing.assert_close(written[key], tensor)
 
 
 class Stream(nn.Module):
@@ -219,12 +201,8 @@ def test_activations_behind_a_gain_need_the_network_and_squares_have_no_image():
     with torch.no_grad():
         network.norm.weight.normal_()
     symmetry = trace_symmetry(network, x)
-    element = symmetry.sample(torch.Generator().manual_seed(1))
-    moved = symmetry.act(element, network)
-    action = symmetry.on_activations(element, "write")
-    torch.testing.assert_close(action.apply(network.write(x)), moved.write(x))
-    action = symmetry.on_activations(element, "norm", network)
-    torch.testing.assert_close(action.apply(network.norm(network.write(x))), moved.norm(moved.write(x)))
+    element = drawn(symmetry, 1)
+    assert_values_move(symmetry, element, network, x, ["write", "norm"], 1e-7)
     assert_refused(lambda: symmetry.on_activations(element, "norm"), says=["norm.weight", "mixing=False"])
     assert_refused(lambda: symmetry.on_activations(element, "square", network), says=["square holds squares"])
 
@@ -263,14 +241,3 @@ def test_stream_of_a_language_model_is_rotated_unless_embeddings_are_tied(kind):
         assert sizes == ([] if tie else [(8, kind == "GPT2")])
         assert any("embeddings are tied" in note for note in symmetry.notes) == tie
         assert not math.isnan(symmetry.worst_error)
-
-
-def test_element_with_rotations_acts_on_a_checkpoint_as_on_the_network(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    network, _, symmetry = traced("rms_norm")
-    safetensors.save_file(dict(network.state_dict()), tmp_path / "model.safetensors")
-    element = symmetry.sample(torch.Generator().manual_seed(0))
-    written = symmetry.act_on_files(element, tmp_path / "model.safetensors", tmp_path / "moved")
-    expected = symmetry.act(element, network).state_dict()
-    for name, tensor in safetensors.load_file(written).items():
-        torch.testing.assert_close(tensor, expected[name])

@@ -20,8 +20,6 @@ from torch.nn import functional as F
 
 from lightning_sym.symmetry import register_rule, trace_symmetry
 
-torch.set_num_threads(1)
-
 SINGLE = (1e-9, 1e-3)
 BRAIN = (1e-4, 0.3)
 # In single precision; what is wrong is off by a tenth.
@@ -175,18 +173,10 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "categories as floating point numbers": (program(lambda s, x: s.b(s.bend(torch.relu(s.a(x) + s.e(x[:, 0].long())))),
         **PARTS, e=of(nn.Embedding, 3, 8)), lambda: torch.cat([torch.tensor([[0.0], [2.0]]), torch.randn(2, 4)], 1)),
     "batch size that is written down": (program(lambda s, x: bent(s, x.reshape(2, 5)), **PARTS), X),
-    **{
-        f"two units, {layers} layers before": (
-            sequential(of(L, 5, 2), *[nn.ReLU, of(L, 2, 2)] * layers, Ranked, of(L, 2, 3)), X,
-        )
-        for layers in range(6)
-    },
-    **{
-        f"sign of one unit, {layers} layers before": (
-            sequential(of(L, 5, 4), *[nn.Tanh, of(L, 4, 4)] * layers, of(L, 4, 1), Positive, of(L, 1, 3)), X,
-        )
-        for layers in range(6)
-    },
+    **{f"two units, {layers} layers before": (sequential(of(L, 5, 2), *[nn.ReLU, of(L, 2, 2)] * layers, Ranked,
+        of(L, 2, 3)), X) for layers in range(6)},
+    **{f"sign of one unit, {layers} layers before": (sequential(of(L, 5, 4), *[nn.Tanh, of(L, 4, 4)] * layers,
+        of(L, 4, 1), Positive, of(L, 1, 3)), X) for layers in range(6)},
 }  # fmt: skip
 
 
@@ -231,16 +221,14 @@ E1 = {"a": A, "b": B}
 VALID: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int]] = {
     "logarithm of zeros": (program(lambda s, x: s.b(torch.relu(s.a(x))).relu().log(), **E1), X, 8),
     # 9 more: what a softmax does not see of the last layer.
-    "first sample is masked": (
-        program(lambda s, x: s.b(torch.relu(s.a(x))).masked_fill(torch.arange(len(x))[:, None] == 0,
-        -torch.inf).softmax(1), **E1), X, 17),
+    "first sample is masked": (program(lambda s, x: s.b(torch.relu(s.a(x))).masked_fill(torch.arange(len(x))[:,
+        None] == 0, -torch.inf).softmax(1), **E1), X, 17),
     "output that is zero": (program(lambda s, x: (s.b(torch.relu(s.a(x))), 0 * s.b(torch.relu(s.a(x)))), **E1), X, 8),
     "tiny outputs": (program(lambda s, x: 1e-30 * s.b(torch.relu(s.a(x))), **E1), X, 8),
     "huge outputs": (program(lambda s, x: 1e30 * s.b(torch.relu(s.a(x))), **E1), X, 8),
     # What is left of a difference of equal numbers is rounding.
-    "output that is rounding": (
-        program(lambda s, x: (lambda y: (y, (y - y.mean(1, keepdim=True)).mean(1)))(s.b(torch.relu(s.a(x)))), **E1), X,
-        8),
+    "output that is rounding": (program(lambda s, x: (lambda y: (y,
+        (y - y.mean(1, keepdim=True)).mean(1)))(s.b(torch.relu(s.a(x)))), **E1), X, 8),
     "output that is a difference": (
         program(lambda s, x: (lambda y: (y, (3 * y - y) / 2 - y))(s.b(torch.relu(s.a(x)))), **E1), X, 8),
     "integers beside": (program(lambda s, x: (s.b(torch.relu(s.a(x))), s.b(torch.relu(s.a(x))).argmax(1)), **E1), X, 8),
@@ -339,9 +327,8 @@ STRANGE: dict[str, Callable[[], nn.Module]] = {
     "scripted part": lambda: nn.Sequential(L(5, 8), torch.jit.script(nn.Sequential(nn.ReLU(), L(8, 8))), L(8, 3)),
     "traced network": lambda: torch.jit.trace(nn.Sequential(L(5, 8), nn.ReLU(), L(8, 3)), torch.randn(2, 5)),
     "autograd function": program(lambda s, x: s.b(Doubled.apply(s.a(x))), **E1),
-    "checkpoint": program(
-        lambda s, x: s.b(torch.utils.checkpoint.checkpoint(lambda y: torch.relu(s.a(y)), x, use_reentrant=False)), **E1
-    ),
+    "checkpoint": program(lambda s, x: s.b(torch.utils.checkpoint.checkpoint(lambda y: torch.relu(s.a(y)), x,
+        use_reentrant=False)), **E1),
     "inference mode": program(lambda s, x: torch.inference_mode()(lambda: s.b(torch.relu(s.a(x))))(), **E1),
     "branch on a value": program(lambda s, x: s.b(s.a(x).relu() if x.sum() > 0 else s.a(x).tanh()), **E1),
     "item": program(lambda s, x: s.b(torch.relu(s.a(x)) * x.abs().max().item()), **E1),

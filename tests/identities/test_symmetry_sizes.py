@@ -24,8 +24,6 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.dimension import local_dimension
 from lightning_sym.symmetry.trace import trace_symmetry
 
-torch.set_num_threads(1)
-
 EXACT = 1e-10
 
 
@@ -131,35 +129,21 @@ def test_dimension_of_a_compact_transformer_is_the_nullity_of_its_jacobian() -> 
 
 @dataclass
 class Model:
-    """A model of torchvision and its group.
+    """A model of torchvision and its group."""
 
-    Attributes:
-        sizes: How many axis groups of each size change places; None where only their number is stated.
-        groups: How many axis groups change places.
-        log10: Decimal logarithm of the number of permutations; None: the factorials of the sizes.
-        scales: Free magnitudes.
-        signs: Free signs.
-        shifts: Dimension of the shifts.
-        dense: Dimension of the dense cells and of those between gains, less their magnitudes.
-        rotations: Dimensions of the spaces in which streams are rotated.
-        tilts: Dimension of the tilts of layer norms.
-        notes: How many notes say what limits the group.
-        image: Side of the example image.
-        options: For torchvision's function.
-    """
-
+    # how many axis groups of each size change places; None where only their number is stated
     sizes: dict[int, int] | None
-    groups: int
-    log10: float | None
-    scales: int
-    signs: int
-    shifts: int = 0
-    dense: int = 0
-    rotations: tuple[int, ...] = ()
-    notes: int = 0
-    tilts: int = 0
-    image: int = 32
-    options: tuple[tuple[str, Any], ...] = ()
+    groups: int  # how many axis groups change places
+    log10: float | None  # decimal logarithm of the number of permutations; None: the factorials of the sizes
+    scales: int  # free magnitudes
+    signs: int  # free signs
+    shifts: int = 0  # dimension of the shifts
+    dense: int = 0  # dimension of the dense cells and of those between gains, less their magnitudes
+    rotations: tuple[int, ...] = ()  # dimensions of the spaces in which streams are rotated
+    notes: int = 0  # how many notes say what limits the group
+    tilts: int = 0  # dimension of the tilts of layer norms
+    image: int = 32  # side of the example image
+    options: tuple[tuple[str, Any], ...] = ()  # for torchvision's function
 
 
 # In the sums: in front of batch norms (both), then behind them or at ReLUs (magnitudes), then in streams.
@@ -200,14 +184,12 @@ MODELS: dict[str, Model] = {
         shifts=696 + 168 * 2),
     # 25 norms; 12 layers with 12 heads of 64; one sign of the stream; rotations. Shifts: docs/theory/translations.md;
     # patches, class token and 5 positions against one another and to their means; the last norm and the head.
-    "vit_b_16": Model(None, 37, log10_factorials({3072: 12, 12: 12}), 25 * 768 + 12 * 1536,
-        25 * 768 + 12 * 1536 + 1,
+    "vit_b_16": Model(None, 37, log10_factorials({3072: 12, 12: 12}), 25 * 768 + 12 * 1536, 25 * 768 + 12 * 1536 + 1,
         shifts=12 * (8 * 768 + 2 * 3072 + 2) + 2 * 768 + (768 + 1 + 1 + 5) - 2 + 768 + 1000,
         dense=12 * 2 * 12 * 64 * 63, rotations=(767,), options=(("image_size", 32),)),
     # Norms of 12 blocks, of three mergings (of four channels each) and the last; heads of 32; stem and four streams, of
     # which all but the first, into which a norm writes, are rotated. Mergings have no biases behind their norms.
-    "swin_t": Model(None, 40,
-        log10_factorials({96: 1, 384: 2, 768: 2, 1536: 6, 3072: 2, 3: 2, 6: 2, 12: 6, 24: 2}),
+    "swin_t": Model(None, 40, log10_factorials({96: 1, 384: 2, 768: 2, 1536: 6, 3072: 2, 3: 2, 6: 2, 12: 6, 24: 2}),
         8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, shifts=42011, dense=4416 * 2 * 31,
         rotations=(191, 383, 767), tilts=4 * (96 + 192 + 384), notes=1),
 }  # fmt: skip

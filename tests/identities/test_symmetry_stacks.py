@@ -4,6 +4,7 @@ Members change places together with what chooses them; inside each member its ow
 their own (docs/theory/intertwiners.md, 2.13 and 2.14). The groups are derived by hand.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import Program, parameter
+from orbit_laws import assert_a_group_acts, assert_dimension_is_the_nullity, assert_members_have_one_form, drawn
 from symmetry_family_cases import EXACT, difference, randomise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.symmetry import canonicalize, local_dimension, orbit_distance, trace_symmetry
-
-torch.set_num_threads(1)
+from lightning_sym.symmetry import Symmetry, orbit_distance, trace_symmetry
 
 E, D, M, OUT = 3, 5, 4, 2
 GATED = {"r": (E, D), "g": (E, M, D), "u": (E, M, D), "w": (E, OUT, M)}
@@ -28,20 +28,13 @@ DEEP = {"r": (E, D), "g": (E, M, D), "b": (E, M), "mid": (E, M, M), "w": (E, OUT
 
 @dataclass(frozen=True)
 class Case:
-    """A program on stacks.
-
-    Attributes:
-        parts: Shapes of its parameters.
-        shape: Of one sample.
-        orders: The orders of the factors of its group of permutations.
-        dimension: Of its group, with shifts.
-    """
+    """A program on stacks."""
 
     program: Callable[[Any, Tensor], Tensor]
-    parts: dict[str, tuple[int, ...]]
-    shape: tuple[int, ...]
-    orders: tuple[int, ...]
-    dimension: int
+    parts: dict[str, tuple[int, ...]]  # shapes of its parameters
+    shape: tuple[int, ...]  # of one sample
+    orders: tuple[int, ...]  # the orders of the factors of its group of permutations
+    dimension: int  # of its group, with shifts
 
     def make(self) -> nn.Module:
         return randomise(
@@ -187,31 +180,27 @@ def heads_on_an_axis(s: Any, x: Tensor) -> Tensor:
     return torch.einsum("bthe,hed->btd", z, s.o)
 
 
+@functools.cache
+def traced(name: str) -> tuple[Case, nn.Module, Symmetry]:
+    torch.manual_seed(0)
+    own = CASES[name]
+    network = own.make()
+    return own, network, trace_symmetry(network, own.inputs(4))
+
+
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_members_and_their_units_change_places(name: str) -> None:
     """The whole group; elements keep the function in a fresh network, for another number of samples."""
-    torch.manual_seed(0)
-    own = CASES[name]
-    network = own.make()
-    symmetry = trace_symmetry(network, own.inputs(4))
+    own, network, symmetry = traced(name)
     assert math.isclose(symmetry.log10_permutations, sum(math.log10(order) for order in own.orders), abs_tol=1e-9)
     assert symmetry.dimension == own.dimension, symmetry
-    x, generator = own.inputs(7), torch.Generator().manual_seed(1)
-    first, second = symmetry.sample(generator), symmetry.sample(generator)
-    moved, fresh = symmetry.act(first, network), own.make()
+    x = own.inputs(7)
+    moved, fresh = symmetry.act(drawn(symmetry, 1), network), own.make()
     fresh.load_state_dict(moved.state_dict())
     assert any(not torch.equal(one, two) for one, two in zip(fresh.parameters(), network.parameters(), strict=True))
     assert difference(fresh(x), network(x)) < EXACT
-    # The group's laws.
-    for one, two in (
-        (symmetry.act(symmetry.compose(second, first), network), symmetry.act(second, moved)),
-        (symmetry.act(symmetry.inverse(first), moved), network),
-    ):
-        assert all(
-            torch.allclose(a, b, rtol=EXACT, atol=EXACT)
-            for a, b in zip(one.parameters(), two.parameters(), strict=True)
-        )
+    assert_a_group_acts(symmetry, network, EXACT)
 
 
 # What is done to the integers that name experts, and the order of the group that is left to their places.
@@ -249,24 +238,16 @@ def test_integers_that_name_members_may_be_moved_and_cast(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two_largest", "two_layers_in_each_expert", "heads_on_an_axis"])
 def test_planted_elements_are_found_again(name: str) -> None:
-    torch.manual_seed(2)
-    own = CASES[name]
-    network = own.make()
-    symmetry = trace_symmetry(network, own.inputs(4))
-    moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(3)), network)
-    forms = [canonicalize(symmetry, member).network for member in (network, moved)]
-    assert all(torch.allclose(a, b, atol=1e-8) for a, b in zip(*(form.parameters() for form in forms), strict=True))
-    bounds = orbit_distance(symmetry, network, moved)
+    _, network, symmetry = traced(name)
+    assert_members_have_one_form(symmetry, network, 1e-8, [3])
+    bounds = orbit_distance(symmetry, network, symmetry.act(drawn(symmetry, 3), network))
     assert bounds.lower <= bounds.upper < 1e-8
 
 
 @pytest.mark.parametrize("name", ["mixture_of_all", "heads_on_an_axis"])
 def test_dimension_is_the_nullity_of_the_jacobian(name: str) -> None:
-    torch.manual_seed(4)
-    own = CASES[name]
-    network = own.make()
-    symmetry = trace_symmetry(network, own.inputs(4))
-    assert local_dimension(symmetry, network, own.inputs(100)).nullity == symmetry.dimension
+    own, network, symmetry = traced(name)
+    assert_dimension_is_the_nullity(symmetry, network, own.inputs(100), 0)
 
 
 def test_a_trace_inside_of_a_device_context_for_building() -> None:

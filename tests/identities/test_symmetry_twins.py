@@ -36,8 +36,6 @@ from lightning_sym.symmetry import (
 )
 from lightning_sym.symmetry import base as symmetry_base
 
-torch.set_num_threads(1)
-
 KEPT, BROKEN = 1e-9, 1e-6
 VECTOR, SEQUENCE, IMAGE = (4, 5), (4, 3, 8), (4, 3, 6, 6)
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from lightning_sym.symmetry import local_dimension, trace_symmetry
 
-torch.set_num_threads(1)
 WIDTH, INNER, HEADS, CLASSES, LENGTH = 8, 6, 2, 14, 5
 E = WIDTH // HEADS
 L, N = nn.Linear, nn.LayerNorm

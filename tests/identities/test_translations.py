@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, one_in
+from helpers import Program, of, one_in
+from orbit_laws import assert_dimension_is_the_nullity
 from test_spelling import ALL, LISTED, jacobian
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
@@ -112,17 +113,6 @@ def test_finite_translations_keep_the_function_and_add(name: str, spelling: str)
         assert float((after[name_of_tensor] - tensor).double().abs().max()) < 1e-12 * size
 
 
-@pytest.mark.parametrize("name", ["linear", "linear around a layer norm", "residual", "embedding and positions"])
-def test_translations_and_the_linear_part_are_the_null_space(name: str) -> None:
-    torch.manual_seed(3)
-    function = ALL[name]
-    network, inputs = function.network(next(iter(function.spellings))), function.inputs(2)
-    found, charts = translations(network, inputs)
-    linear = trace_symmetry(network, inputs, shifts=False, check=False).dimension
-    assert found.dimension + linear == function.nullity
-    assert rank(moving_parameters(found, charts, network)) == found.dimension
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_added_that_an_input_of_another_size_sees(name: str) -> None:
     case = CASES[name]
@@ -152,27 +142,12 @@ def test_nothing_is_added_that_an_input_of_another_size_sees(name: str) -> None:
             assert float(one.abs().max()) <= 1e-9 * float(other.abs().max())
 
 
-class _Cut(nn.Module):
-    """Two linear layers, the second of which reads some units of the first.
-
-    Args:
-        read: How many.
-    """
-
-    def __init__(self, read: int) -> None:
-        super().__init__()
-        self.first, self.second, self.read = nn.Linear(8, 6), nn.Linear(read, 5), read
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)[..., : self.read])
-
-
 @pytest.mark.parametrize("read", [3, 4, 5])
 def test_units_that_nothing_reads_count_once(read: int) -> None:
     torch.manual_seed(0)
-    network, inputs = _Cut(read).double(), torch.randn(64, 8, dtype=torch.float64)
-    parameters = dict(network.named_parameters())
-    jacobian = torch.func.jacrev(lambda own: torch.func.functional_call(network, own, (inputs,)).flatten())(parameters)
-    matrix = torch.cat([own.flatten(1) for own in jacobian.values()], 1)
-    nullity = matrix.shape[1] - int(torch.linalg.matrix_rank(matrix, rtol=1e-10))
-    assert trace_symmetry(network, inputs[:3]).dimension == nullity == (6 - read) * 9 + read * read + read
+    parts = {"first": of(nn.Linear, 8, 6), "second": of(nn.Linear, read, 5)}
+    network = Program(lambda s, x: s.second(s.first(x)[..., :read]), parts).double()
+    inputs = torch.randn(64, 8, dtype=torch.float64)
+    symmetry = trace_symmetry(network, inputs[:3])
+    assert symmetry.dimension == (6 - read) * 9 + read * read + read
+    assert_dimension_is_the_nullity(symmetry, network, inputs, 1e6)

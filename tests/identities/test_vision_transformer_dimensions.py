@@ -9,12 +9,8 @@ from torch import nn
 from lightning_sym.networks import VisionTransformer
 from lightning_sym.symmetry import local_dimension, trace_symmetry
 
-SETTINGS = list(
-    itertools.product(
-        ("layer", "rms"), ("learned", "rotary", "none"), ("gelu", "swiglu"), ("mean", "class", "sequence"), (1, 2),
-        (False, True), (False, True), (None, 0.5),
-    )
-)  # fmt: skip
+SETTINGS = list(itertools.product(("layer", "rms"), ("learned", "rotary", "none"), ("gelu", "swiglu"),
+    ("mean", "class", "sequence"), (1, 2), (False, True), (False, True), (None, 0.5)))  # fmt: skip
 # Settings that differ in everything from one to the next; the slow test draws others every 7 of them.
 FEW = [SETTINGS[index] for index in range(5, len(SETTINGS), 71)]
 

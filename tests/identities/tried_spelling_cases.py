@@ -75,10 +75,9 @@ OF_CHANNELS: dict[str, Callable[..., Tensor]] = {
     "channels last": lambda h, g, b, e: F.layer_norm(h.permute(0, 2, 3, 1), (4,), g, b, e).permute(0, 3, 1, 2),
     "by hand": by_mean_of_squares,
     "places in a row": lambda h, g, b, e: F.layer_norm(h.flatten(2).mT, (4,), g, b, e).mT.view_as(h),
-    "rms of centred": lambda h, g, b, e: (
-        F.rms_norm((h - h.mean(1, True)).movedim(1, -1), (4,), g, e).movedim(-1, 1) + first(b)
-    ),
-}
+    "rms of centred": lambda h, g, b, e: (F.rms_norm((h - h.mean(1, True)).movedim(1, -1), (4,), g, e).movedim(-1,
+        1) + first(b)),
+}  # fmt: skip
 
 
 WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -173,16 +172,14 @@ def expert(s: Any, x: Tensor, e: int) -> Tensor:
 
 
 EXPERTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
-    "einsum": lambda s, x, g: torch.einsum(
-        "bte,bteo->bto", g, torch.einsum("bteu,euo->bteo", torch.tanh(torch.einsum("bti,eiu->bteu", x, s.w) + s.c), s.v)
-    ),
+    "einsum": lambda s, x, g: torch.einsum("bte,bteo->bto", g,
+        torch.einsum("bteu,euo->bteo", torch.tanh(torch.einsum("bti,eiu->bteu", x, s.w) + s.c), s.v)),
     "loop": lambda s, x, g: sum(g[..., e, None] * expert(s, x, e) for e in range(3)),
     "stack": lambda s, x, g: (torch.stack([expert(s, x, e) for e in range(3)], -2) * g[..., None]).sum(-2),
     "stack, last axis": lambda s, x, g: (torch.stack([expert(s, x, e) for e in range(3)], -1) @ g[..., None])[..., 0],
-    "matmul": lambda s, x, g: (
-        torch.matmul(torch.tanh(torch.matmul(x[..., None, None, :], s.w) + s.c[:, None]), s.v)[..., 0, :] * g[..., None]
-    ).sum(2),
-}
+    "matmul": lambda s, x, g: (torch.matmul(torch.tanh(torch.matmul(x[..., None, None, :], s.w) + s.c[:, None]),
+        s.v)[..., 0, :] * g[..., None]).sum(2),
+}  # fmt: skip
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squares": lambda h, p: (h[..., None, :] - p).square().sum(-1),
     "norm": lambda h, p: (h.unsqueeze(-2) - p).norm(dim=-1) ** 2,
@@ -193,10 +190,9 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "expanded, einsum": lambda h, p: (
         h.square().sum(-1).unsqueeze(-1) + p.square().sum(1)[None] - torch.einsum("btd,md->btm", h, 2 * p)
     ),
-    "expanded, transposed": lambda h, p: torch.baddbmm(
-        h.pow(2).sum(-1, True) + p.T.pow(2).sum(0, True), h, p.T.expand(len(h), -1, -1), alpha=-2
-    ),
-}
+    "expanded, transposed": lambda h, p: torch.baddbmm(h.pow(2).sum(-1, True) + p.T.pow(2).sum(0, True), h,
+        p.T.expand(len(h), -1, -1), alpha=-2),
+}  # fmt: skip
 
 
 def recurrent(step: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
@@ -211,15 +207,11 @@ def recurrent(step: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
 
 
 STEPS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
-    "two layers": lambda r, x, h: torch.tanh(
-        F.linear(x, r.weight_ih_l0, r.bias_ih_l0) + F.linear(h, r.weight_hh_l0, r.bias_hh_l0)
-    ),
-    "one layer": lambda r, x, h: torch.tanh(
-        F.linear(torch.cat([x, h], -1), torch.cat([r.weight_ih_l0, r.weight_hh_l0], 1), r.bias_ih_l0 + r.bias_hh_l0)
-    ),
-    "cell": lambda r, x, h: torch.rnn_tanh_cell(
-        x, h, r.weight_ih_l0, r.weight_hh_l0, r.bias_ih_l0, r.bias_hh_l0
-    ),
+    "two layers": lambda r, x, h: torch.tanh(F.linear(x, r.weight_ih_l0, r.bias_ih_l0) + F.linear(h, r.weight_hh_l0,
+        r.bias_hh_l0)),
+    "one layer": lambda r, x, h: torch.tanh(F.linear(torch.cat([x, h], -1),
+        torch.cat([r.weight_ih_l0, r.weight_hh_l0], 1), r.bias_ih_l0 + r.bias_hh_l0)),
+    "cell": lambda r, x, h: torch.rnn_tanh_cell(x, h, r.weight_ih_l0, r.weight_hh_l0, r.bias_ih_l0, r.bias_hh_l0),
 }  # fmt: skip
 
 
@@ -260,10 +252,9 @@ SHARES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "behind": lambda q, k, v: (lambda w: (w @ v) / w.sum(-1, keepdim=True))(q @ k.mT),
     "sum of keys": lambda q, k, v: (q @ (k.mT @ v)) / (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True),
     "product with a sum": lambda q, k, v: (q @ (k.mT @ v)) / (q @ k.sum(2, keepdim=True).mT),
-    "einsum": lambda q, k, v: torch.einsum(
-        "bhed,bhie,bhi->bhid", torch.einsum("bhje,bhjd->bhed", k, v), q, 1 / torch.einsum("bhie,bhe->bhi", q, k.sum(2))
-    ),
-}
+    "einsum": lambda q, k, v: torch.einsum("bhed,bhie,bhi->bhid", torch.einsum("bhje,bhjd->bhed", k, v), q,
+        1 / torch.einsum("bhie,bhe->bhi", q, k.sum(2))),
+}  # fmt: skip
 
 
 def two_inputs(*widths: int) -> Callable[[int], tuple[Tensor, ...]]:
@@ -321,57 +312,35 @@ TRIED: dict[str, Function] = {
     "largest step": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, steps(8), 8, each(LARGEST, between)),
     "largest places": Function({"a": of(C, 2, 3, 3), "b": of(C, 3, 4, 2)}, images(2, 6), 6, each(POOLED, between)),
     "logsumexp of steps": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, steps(8), 4, each(EXPONENTIALS, between)),
-    "norm of channels into a convolution": Function(
-        {"a": of(C, 2, 4, 3), "n": of(nn.LayerNorm, 4), "b": of(C, 4, 3, 3)}, images(2, 6), 57,
-        each(OF_CHANNELS, of_channels), samples=20,
-    ),
-    "weight norm": Function(
-        {"v": parameter(4, 8), "g": parameter(4, 1), "c": parameter(4), "b": of(L, 4, 5)}, steps(8), 4,
-        each(WEIGHTS, lambda made: lambda s, x: s.b(torch.tanh(F.linear(x, made(s.v, s.g), s.c)))),
-    ),
+    "norm of channels into a convolution": Function({"a": of(C, 2, 4, 3), "n": of(nn.LayerNorm, 4),
+        "b": of(C, 4, 3, 3)}, images(2, 6), 57, each(OF_CHANNELS, of_channels), samples=20),
+    "weight norm": Function({"v": parameter(4, 8), "g": parameter(4, 1), "c": parameter(4), "b": of(L, 4, 5)}, steps(8),
+        4, each(WEIGHTS, lambda made: lambda s, x: s.b(torch.tanh(F.linear(x, made(s.v, s.g), s.c))))),
     "unit vectors": Function({"a": of(L, 8, 6), "b": of(L, 6, 7)}, steps(8), 16, each(UNITS, between)),
     "attention, one matrix": Function(HEADS, steps(6), 24, ATTENTION),
-    "attention, a mask of each head": Function(
-        HEADS, with_a_mask_of_each_head, 24, {"added": masked, "fused": masked_fused},
-    ),
-    "experts": Function(
-        {"g": of(L, 8, 3), "w": parameter(3, 8, 4), "c": parameter(3, 4), "v": parameter(3, 4, 5)}, steps(8), 9,
-        each(EXPERTS, experts),
-    ),
-    "prototypes": Function(
-        {"a": of(L, 8, 4), "p": parameter(6, 4)}, steps(8), 10,
-        each(DISTANCES, lambda far: lambda s, x: far(s.a(x), s.p)),
-    ),
-    "recurrent layer": Function(
-        {"r": of(nn.RNN, 6, 4, batch_first=True), "o": of(L, 4, 5)}, steps(6), 4,
-        {"rnn": lambda s, x: s.o(s.r(x)[0])} | each(STEPS, recurrent), samples=60,
-    ),
-    "LSTM": Function(
-        {"r": of(nn.LSTM, 6, 3, batch_first=True), "o": of(L, 3, 5)}, steps(6), 12,
-        {"lstm": lambda s, x: s.o(s.r(x)[0]), "gate by gate": gated}, samples=60,
-    ),
+    "attention, a mask of each head": Function(HEADS, with_a_mask_of_each_head, 24,
+        {"added": masked, "fused": masked_fused}),
+    "experts": Function({"g": of(L, 8, 3), "w": parameter(3, 8, 4), "c": parameter(3, 4), "v": parameter(3, 4, 5)},
+        steps(8), 9, each(EXPERTS, experts)),
+    "prototypes": Function({"a": of(L, 8, 4), "p": parameter(6, 4)}, steps(8), 10,
+        each(DISTANCES, lambda far: lambda s, x: far(s.a(x), s.p))),
+    "recurrent layer": Function({"r": of(nn.RNN, 6, 4, batch_first=True), "o": of(L, 4, 5)}, steps(6), 4,
+        {"rnn": lambda s, x: s.o(s.r(x)[0])} | each(STEPS, recurrent), samples=60),
+    "LSTM": Function({"r": of(nn.LSTM, 6, 3, batch_first=True), "o": of(L, 3, 5)}, steps(6), 12,
+        {"lstm": lambda s, x: s.o(s.r(x)[0]), "gate by gate": gated}, samples=60),
     "linear attention": Function(HEADS, steps(6), 8, each(SUMMED, linear_attention)),
     "linear attention, shares": Function(HEADS, steps(6), 12, each(SHARES, linear_attention)),
-    "one linear head": Function(
-        {"q": of(L, 9, 4), "k": of(L, 9, 4), "v": of(L, 9, 4), "o": of(L, 4, 5)}, steps(9), 33,
+    "one linear head": Function({"q": of(L, 9, 4), "k": of(L, 9, 4), "v": of(L, 9, 4), "o": of(L, 4, 5)}, steps(9), 33,
         {"weights": lambda s, x: s.o((s.q(x) @ s.k(x).mT) @ s.v(x)),
-         "keys and values": lambda s, x: s.o(s.q(x) @ (s.k(x).mT @ s.v(x)))},
-    ),
-    "difference of weights": Function(
-        {"q": of(L, 9, 4), "k": of(L, 9, 4), "v": of(L, 9, 4), "o": of(L, 4, 5), "w": parameter(1)}, steps(9), 32,
-        {"slices": of_difference}, samples=80,
-    ),
-    "weights that a layer makes": Function(
-        {"g": of(L, 6, 15), "b": of(L, 3, 5)}, two_inputs(6, 5), 3,
-        each(MADE, lambda made: lambda s, c, x: s.b(F.leaky_relu(made(s.g(c), x)))), samples=80,
-    ),
+        "keys and values": lambda s, x: s.o(s.q(x) @ (s.k(x).mT @ s.v(x)))}),
+    "difference of weights": Function({"q": of(L, 9, 4), "k": of(L, 9, 4), "v": of(L, 9, 4), "o": of(L, 4, 5),
+        "w": parameter(1)}, steps(9), 32, {"slices": of_difference}, samples=80),
+    "weights that a layer makes": Function({"g": of(L, 6, 15), "b": of(L, 3, 5)}, two_inputs(6, 5), 3,
+        each(MADE, lambda made: lambda s, c, x: s.b(F.leaky_relu(made(s.g(c), x)))), samples=80),
     "sorted places": Function({"a": of(L, 8, 4), "b": of(L, 4, 6)}, steps(8), 8, each(SORTED, between)),
-    "groups of an input": Function(
-        {"a": of(C, 4, 4, 3, groups=2), "b": of(C, 4, 3, 2)}, images(4, 5), 4,
-        each(GROUPED, lambda first: lambda s, x: s.b(torch.relu(first(s, x)))),
-    ),
-    "short filter": Function(
-        {"i": of(L, 9, 6), "w": parameter(3, 3), "o": of(L, 3, 5)}, steps(9), 9, {"shifted copies": short_filter}
-    ),
+    "groups of an input": Function({"a": of(C, 4, 4, 3, groups=2), "b": of(C, 4, 3, 2)}, images(4, 5), 4,
+        each(GROUPED, lambda first: lambda s, x: s.b(torch.relu(first(s, x))))),
+    "short filter": Function({"i": of(L, 9, 6), "w": parameter(3, 3), "o": of(L, 3, 5)}, steps(9), 9,
+        {"shifted copies": short_filter}),
     "squeeze and excite": Function(SQUEEZED, images(2, 6), 0, each(MEANS, squeezed), samples=60),
 }  # fmt: skip

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from lightning_sym.stitching import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort
 
-torch.set_num_threads(1)
 LAW = settings(max_examples=30, deadline=None, derandomize=True)
 EXACT = 1e-12  # rounding of sums of a few numbers in float64
 

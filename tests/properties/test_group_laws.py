@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from lightning_sym.symmetry import INTERTWINER_GROUPS, GroupElement, intertwiner_group, measure
 
-torch.set_num_threads(1)
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
 TIGHT = 1e-10  # of matrices whose entries are up to about e^4
 

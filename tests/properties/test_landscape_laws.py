@@ -120,23 +120,17 @@ def test_a_chain_meets_its_bends_and_goes_on_along_the_line_behind(count):
     assert not curve.second_derivative(t).any()
 
 
-@laws
-@given(st.floats(0.05, 0.95), st.floats(1e-3, 0.05), st.integers(0, 50))
-def test_difference_of_a_quadratic_curve_is_its_tangent(t, step, seed):
-    curve = Curve(normal(3, 9, seed=seed))
-    torch.testing.assert_close(curve(t + step) - curve(t - step), 2 * step * curve.tangent(t), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("t", [0.0, 1 / 3, 0.4, 1.0])
-def test_a_network_on_a_curve_is_each_of_its_tensors_on_it(kind, decay, t):
+@pytest.mark.parametrize("bends", [1, 2, 3])
+def test_a_network_on_a_curve_is_each_of_its_tensors_on_it(kind, decay, t, bends):
     """Also of a network with all that is odd; its gradient is that of the point, times the coefficient."""
     start, end, x, y = odd(0), odd(1), normal(5, 3), torch.tensor([0, 1, 1, 0, 1])
-    network = CurveNetwork(start, end, 2, decay)
+    network = CurveNetwork(start, end, bends, decay)
     with torch.no_grad():
         network.bends += normal(*network.bends.shape)
-    coefficients = curve_coefficients(kind, 4, torch.tensor(t).double())
+    coefficients = curve_coefficients(kind, bends + 2, torch.tensor(t).double())
     network.coefficients.copy_(coefficients)
     control = torch.cat([network.ends[:1], network.bends.detach(), network.ends[1:]])
     plain = copy.deepcopy(start)
@@ -156,31 +150,6 @@ def test_a_network_on_a_curve_is_each_of_its_tensors_on_it(kind, decay, t):
     assert torch.equal(network.network.phases, start.phases)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [2, 3, 6])
-def test_identities_of_the_hessian_along_a_curve(kind, count):
-    r""":math:`H\gamma' = \mathrm d g / \mathrm d t` and :math:`L'' = \gamma'^\top H\gamma' + g^\top\gamma''`."""
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x, y = normal(11, 3), torch.arange(11) % 2
-    curve = Curve(normal(count, 26, seed=3), kind)
-    write = curve.writer(network)
-
-    def at(t: float) -> tuple[CurvatureOperator, Tensor, float]:
-        write(t)
-        operator = CurvatureOperator(network, [(x[:4], y[:4]), (x[4:], y[4:])], F.cross_entropy)
-        return operator, *operator.gradient_and_loss()
-
-    t, step = 0.37, 1e-5
-    operator, slope, _ = at(t)
-    tangent, bend = curve.tangent(t), curve.second_derivative(t)
-    (_, before, _), (_, after, _) = at(t - step), at(t + step)
-    image = operator @ tangent
-    assert (image - (after - before) / (2 * step)).norm() < 1e-6 * image.norm()
-    value = [at(t + shift)[2] for shift in (-2e-4, 0, 2e-4)]
-    second = (value[0] - 2 * value[1] + value[2]) / 4e-8
-    assert second == pytest.approx(float(tangent @ image + slope @ bend), rel=1e-3, abs=1e-4)
-
-
 @laws
 @given(st.integers(2, 12), st.integers(0, 50))
 def test_summaries_are_sums(count, seed):
@@ -189,7 +158,8 @@ def test_summaries_are_sums(count, seed):
     parts = [(float(values[i]) + float(values[i + 1])) / 2 * float(steps[i]) for i in range(count - 1)]
     assert found.integral == pytest.approx(sum(parts) / float(steps.sum()), rel=1e-10, abs=1e-12)
     assert found.mean == pytest.approx(sum(values.tolist()) / count, rel=1e-10, abs=1e-12)
-    assert (found.lowest, found.highest) == (min(values.tolist()), max(values.tolist()))
+    ends = (found.start, found.end, found.lowest, found.highest)
+    assert ends == (float(values[0]), float(values[-1]), min(values.tolist()), max(values.tolist()))
     assert CurveSummary.of(values, 3 * steps).integral == pytest.approx(found.integral, rel=1e-10, abs=1e-12)
 
 
@@ -256,25 +226,6 @@ def test_nullity_of_a_layer_is_the_number_of_its_scalings(activation, nullity):
     linear = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     operator = CurvatureOperator(linear, (x, x[:, :3]), F.mse_loss, kind="gauss_newton")
     assert near_zero(torch.linalg.eigvalsh(operator.matrix()), [1e-12]).relative[1e-12] == 21
-
-
-def test_spectra_change_with_scales_and_not_with_the_order_of_units():
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double()
-    x, y = normal(20, 3), torch.arange(20) % 2
-
-    def moved(scales: Tensor, order: Tensor) -> Tensor:
-        other = copy.deepcopy(network)
-        with torch.no_grad():
-            other[0].weight.copy_((scales[:, None] * network[0].weight)[order])
-            other[0].bias.copy_((scales * network[0].bias)[order])
-            other[2].weight.copy_((network[2].weight / scales)[:, order])
-        torch.testing.assert_close(other(x), network(x), rtol=1e-10, atol=1e-12)
-        return torch.linalg.eigvalsh(CurvatureOperator(other, (x, y), F.cross_entropy).matrix())
-
-    ones, order = torch.ones(5).double(), torch.tensor([3, 1, 4, 0, 2])
-    torch.testing.assert_close(moved(ones, order), moved(ones, torch.arange(5)), rtol=1e-10, atol=1e-10)
-    assert moved(10 * ones, order)[-1] > 2 * moved(ones, order)[-1]
 
 
 # ---- eigenvalues
@@ -355,8 +306,10 @@ def test_densities_have_integral_one(values, steps):
 @laws
 @given(spectra())
 def test_probes_of_random_signs(values):
-    assert trace(MatrixOperator(values.diag()), 2).value == pytest.approx(float(values.sum()), rel=1e-10, abs=1e-12)
-    assert trace(MatrixOperator(values.diag()), 3).standard_error <= 1e-10 * float(values.abs().sum())
+    exact = trace(MatrixOperator(values.diag()), 3)
+    assert exact.value == pytest.approx(float(values.sum()), rel=1e-10, abs=1e-12)
+    assert exact.squared_norm == pytest.approx(float(values.square().sum()), rel=1e-10)
+    assert exact.standard_error <= 1e-10 * float(values.abs().sum())
     matrix = rotated(values).matrix
     found = trace(MatrixOperator(matrix), 400)
     squared = float(matrix.square().sum())

@@ -21,10 +21,9 @@ from torchmetrics import Metric
 from torchmetrics.functional.shape import procrustes_disparity
 
 from lightning_sym._linear_algebra import random_orthogonal
-from lightning_sym.similarity import CKA, ChannelStatistics, GroupProcrustes, OrthogonalProcrustes, gram, hsic
+from lightning_sym.similarity import CKA, ChannelStatistics, GroupProcrustes, OrthogonalProcrustes
 from lightning_sym.symmetry import intertwiner_group
 
-torch.set_num_threads(1)
 LAW = settings(max_examples=15, deadline=None, derandomize=True)
 EXACT = 1e-10  # of float64; a similarity near 1 is another matter, as the distance is a square root
 SEEDS, SIZES = st.integers(0, 2**31), st.integers(1, 6)
@@ -64,9 +63,8 @@ MEASURES: dict[str, tuple[Callable[[], Metric], set[str], float]] = {
     "tanh": (lambda: GroupProcrustes("tanh"), MONOMIAL - {"scales"}, 0.09),
     "gaussian": (lambda: GroupProcrustes("gaussian"), {"permutation", "one scale"}, 0.09),
     "gelu": (lambda: GroupProcrustes("gelu"), {"permutation", "one scale"}, 0.09),
-    "sigmoid affine": (
-        lambda: GroupProcrustes(intertwiner_group("sigmoid", affine=True)), MONOMIAL - {"scales"} | {"shift"}, 0.09
-    ),
+    "sigmoid affine": (lambda: GroupProcrustes(intertwiner_group("sigmoid", affine=True)),
+        MONOMIAL - {"scales"} | {"shift"}, 0.09),
     "identity": (lambda: GroupProcrustes("identity"), ALL - {"shift"}, 0.01),
     "orthogonal": (OrthogonalProcrustes, ALL - {"scales", "shift"}, 0.03),
     "orthogonal centred": (lambda: OrthogonalProcrustes(center=True), ALL - {"scales"}, 0.03),
@@ -321,32 +319,3 @@ def test_linear_cka_agrees_with_ckatorch_and_pytorch_cka(seed, n, sizes, side):
         assert float(measured(CKA(estimator=estimator), x, y, [1])) == close(judge, abs=EXACT)
     # This one has no negative values.
     assert max(float(measured(CKA(), x, y)), 0) == close(float(cka.cka_from_features(*flat)), abs=EXACT)
-
-
-@given(seed=SEEDS, n=st.integers(2, 20), channels=SIZES, positions=st.integers(1, 4), h=st.sampled_from([None, 0.1, 3]))
-@LAW
-def test_the_laplace_kernel_is_positive_definite(seed, n, channels, positions, h):
-    x = normal(seed, n, channels, positions)
-    kernel = gram(x, "laplace", h)
-    torch.testing.assert_close(kernel, kernel.mT, atol=1e-14, rtol=0)
-    torch.testing.assert_close(kernel.diagonal(), torch.ones(n).double())
-    assert float(torch.linalg.eigvalsh(kernel)[0]) > -1e-13
-
-
-def test_the_max_kernel_is_not_positive_definite():
-    points = torch.tensor([[1.0, 0], [0, 1], [1, 1]], dtype=torch.float64)[:, :, None]
-    assert float(torch.linalg.eigvalsh(gram(points, "max"))[0]) == close(1 - math.sqrt(2), abs=1e-12)
-
-
-def test_the_unbiased_criterion_has_the_population_value_for_its_mean():
-    """Of linear kernels it is the squared norm of the covariance; the biased one is several standard errors off."""
-    covariance = torch.tensor([[0.6, 0.0, 0.2], [0.0, -0.3, 0.1]], dtype=torch.float64)
-    found = {True: [], False: []}
-    for x, noise in zip(normal(0, 4000, 6, 2), normal(1, 4000, 6, 3), strict=True):
-        for unbiased, values in found.items():
-            y = x @ covariance + noise
-            values.append(hsic(gram(x[:, :, None], "linear"), gram(y[:, :, None], "linear"), unbiased=unbiased))
-    means, errors = ({key: getattr(torch.stack(v), how)() for key, v in found.items()} for how in ("mean", "std"))
-    population = float(covariance.square().sum())
-    assert abs(float(means[True]) - population) < 3 * float(errors[True]) / math.sqrt(4000)
-    assert abs(float(means[False]) - population) > 9 * float(errors[False]) / math.sqrt(4000)

@@ -13,7 +13,6 @@ from torch import nn
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.trace import trace_symmetry
 
-torch.set_num_threads(1)
 LAW = settings(max_examples=3, deadline=None, derandomize=True)
 TIGHT = 1e-12  # relative to the largest entry of each tensor
 
@@ -129,99 +128,48 @@ def gained_heads(s, x):
 L, C = nn.Linear, nn.Conv2d
 RECURRENT = program(recurrent, inner=of(L, 5, 6), again=of(L, 6, 6), head=of(L, 6, 2))
 NETWORKS = {
-    "rotated stream": (
-        program(stream, write=of(L, 5, 6), norm=of(nn.RMSNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
-                scale=parameter(6), last_norm=of(nn.RMSNorm, 6)),
-        (2, 5),
-    ),
-    "gains and ones": (
-        program(gains_and_ones, write=of(L, 5, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
-                gain=parameter(6), last_gain=parameter(6)),
-        (2, 5),
-    ),
-    "centred stream": (
-        program(stream, write=of(L, 5, 6), norm=of(nn.LayerNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
-                scale=parameter(6), last_norm=of(nn.RMSNorm, 6)),
-        (2, 5),
-    ),
-    "tilted stream": (
-        program(stream, write=of(L, 5, 6), norm=of(nn.LayerNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6),
-                head=of(L, 6, 3, bias=False), scale=parameter(6), last_norm=of(nn.LayerNorm, 6)),
-        (2, 5),
-    ),
-    "unbiased attention": (
-        program(unbiased, inner=of(L, 5, 4), norm=of(nn.LayerNorm, 4), qkv=of(L, 4, 12, bias=False), out=of(L, 4, 4),
-                gain=parameter(4), last_norm=of(nn.LayerNorm, 4), head=of(L, 4, 3)),
-        (2, 3, 5),
-    ),
-    "products": (
-        program(products, a=of(L, 5, 6), b=of(L, 5, 6), c=of(L, 5, 6), gain=parameter(6), other_gain=parameter(6),
-                norm=of(nn.RMSNorm, 6), head=of(L, 6, 3)),
-        (2, 5),
-    ),
-    "mixed groups": (
-        program(mixed_groups, first=of(C, 3, 5, 1), grouped=of(C, 8, 6, 1, groups=2), last=of(C, 6, 2, 1)), (2, 3, 4, 4)
-    ),
+    "rotated stream": (program(stream, write=of(L, 5, 6), norm=of(nn.RMSNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6),
+        head=of(L, 6, 3), scale=parameter(6), last_norm=of(nn.RMSNorm, 6)), (2, 5)),
+    "gains and ones": (program(gains_and_ones, write=of(L, 5, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
+        gain=parameter(6), last_gain=parameter(6)), (2, 5)),
+    "centred stream": (program(stream, write=of(L, 5, 6), norm=of(nn.LayerNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6),
+        head=of(L, 6, 3), scale=parameter(6), last_norm=of(nn.RMSNorm, 6)), (2, 5)),
+    "tilted stream": (program(stream, write=of(L, 5, 6), norm=of(nn.LayerNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6),
+        head=of(L, 6, 3, bias=False), scale=parameter(6), last_norm=of(nn.LayerNorm, 6)), (2, 5)),
+    "unbiased attention": (program(unbiased, inner=of(L, 5, 4), norm=of(nn.LayerNorm, 4), qkv=of(L, 4, 12, bias=False),
+        out=of(L, 4, 4), gain=parameter(4), last_norm=of(nn.LayerNorm, 4), head=of(L, 4, 3)), (2, 3, 5)),
+    "products": (program(products, a=of(L, 5, 6), b=of(L, 5, 6), c=of(L, 5, 6), gain=parameter(6),
+        other_gain=parameter(6), norm=of(nn.RMSNorm, 6), head=of(L, 6, 3)), (2, 5)),
+    "mixed groups": (program(mixed_groups, first=of(C, 3, 5, 1), grouped=of(C, 8, 6, 1, groups=2), last=of(C, 6, 2, 1)),
+        (2, 3, 4, 4)),
     "recurrent": (RECURRENT, (2, 3, 5)),
-    "grouped queries": (
-        program(grouped_queries, q=of(L, 5, 12), k=of(L, 5, 4, bias=False), v=of(L, 5, 4), gain=parameter(12),
-                head=of(L, 12, 2)),
-        (2, 3, 5),
-    ),
-    "bottlenecks": (
-        program(bottlenecks, first=of(L, 8, 6), norm=of(nn.LayerNorm, 6), write=of(L, 6, 3, bias=False),
-                one=of(nn.BatchNorm1d, 3), expand=of(L, 3, 5), plain=of(L, 5, 3), gain=parameter(3), again=of(L, 3, 5),
-                project=of(L, 5, 3), two=of(nn.BatchNorm1d, 3), head=of(L, 3, 4)),
-        (2, 8),
-    ),
-    "linear bottleneck": (
-        lambda: nn.Sequential(
-            nn.Conv2d(4, 6, 1), nn.LeakyReLU(), nn.Conv2d(6, 3, 1, bias=False), nn.BatchNorm2d(3), nn.Conv2d(3, 6, 1),
-            nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1),
-        ),
-        (2, 4, 3, 3),
-    ),
-    "gained heads": (
-        program(gained_heads, inner=of(L, 5, 14), norm=of(nn.BatchNorm1d, 14), gain=parameter(6), head=of(L, 6, 4)),
-        (2, 3, 5),
-    ),
-    "perceptron": (
-        lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), (2, 5)
-    ),
-    "linear": (
-        lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4), nn.Linear(4, 2)), (2, 5)
-    ),
-    "convolutions": (
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6),
-            nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(24, 5), nn.BatchNorm1d(5), nn.Sigmoid(),
-            nn.Linear(5, 2),
-        ),
-        (2, 3, 8, 8),
-    ),
-    "attention": (
-        program(attention, inner=of(L, 5, 8), norm=of(nn.LayerNorm, 8), head=of(L, 8, 3),
-                attention=of(nn.MultiheadAttention, 8, 2, batch_first=True)),
-        (2, 4, 5),
-    ),
-    "grouped": (
-        program(grouped, first=of(C, 3, 4, 1), grouped=of(C, 4, 8, 3, padding=1, groups=2), norm=of(nn.BatchNorm2d, 8),
-                transposed=of(nn.ConvTranspose2d, 8, 8, 3, padding=1, groups=2), last=of(C, 15, 2, 1)),
-        (2, 3, 4, 4),
-    ),
-    "sines": (
-        program(sines, first=of(C, 2, 4, 3), second=of(L, 4, 5), third=of(L, 5, 4), again=of(L, 5, 4),
-                last=of(L, 4, 3)),
-        (2, 2, 5, 5),
-    ),
-    "rotary": (
-        program(rotary, inner=of(L, 5, 6), q=of(L, 6, 8), k=of(L, 6, 8), v=of(L, 6, 8), out=of(L, 8, 5),
-                head=of(L, 5, 3)),
-        (2, 4, 5),
-    ),
-    "embedding": (
-        lambda: nn.Sequential(nn.Embedding(9, 4), nn.RMSNorm(4), nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 2)), None
-    ),
+    "grouped queries": (program(grouped_queries, q=of(L, 5, 12), k=of(L, 5, 4, bias=False), v=of(L, 5, 4),
+        gain=parameter(12), head=of(L, 12, 2)), (2, 3, 5)),
+    "bottlenecks": (program(bottlenecks, first=of(L, 8, 6), norm=of(nn.LayerNorm, 6), write=of(L, 6, 3, bias=False),
+        one=of(nn.BatchNorm1d, 3), expand=of(L, 3, 5), plain=of(L, 5, 3), gain=parameter(3), again=of(L, 3, 5),
+        project=of(L, 5, 3), two=of(nn.BatchNorm1d, 3), head=of(L, 3, 4)), (2, 8)),
+    "linear bottleneck": (lambda: nn.Sequential(nn.Conv2d(4, 6, 1), nn.LeakyReLU(), nn.Conv2d(6, 3, 1, bias=False),
+        nn.BatchNorm2d(3), nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1)), (2, 4, 3, 3)),
+    "gained heads": (program(gained_heads, inner=of(L, 5, 14), norm=of(nn.BatchNorm1d, 14), gain=parameter(6),
+        head=of(L, 6, 4)), (2, 3, 5)),
+    "perceptron": (lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)),
+        (2, 5)),
+    "linear": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4), nn.Linear(4, 2)),
+        (2, 5)),
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(24, 5),
+        nn.BatchNorm1d(5), nn.Sigmoid(), nn.Linear(5, 2)), (2, 3, 8, 8)),
+    "attention": (program(attention, inner=of(L, 5, 8), norm=of(nn.LayerNorm, 8), head=of(L, 8, 3),
+        attention=of(nn.MultiheadAttention, 8, 2, batch_first=True)), (2, 4, 5)),
+    "grouped": (program(grouped, first=of(C, 3, 4, 1), grouped=of(C, 4, 8, 3, padding=1, groups=2),
+        norm=of(nn.BatchNorm2d, 8), transposed=of(nn.ConvTranspose2d, 8, 8, 3, padding=1, groups=2),
+        last=of(C, 15, 2, 1)), (2, 3, 4, 4)),
+    "sines": (program(sines, first=of(C, 2, 4, 3), second=of(L, 4, 5), third=of(L, 5, 4), again=of(L, 5, 4),
+        last=of(L, 4, 3)), (2, 2, 5, 5)),
+    "rotary": (program(rotary, inner=of(L, 5, 6), q=of(L, 6, 8), k=of(L, 6, 8), v=of(L, 6, 8), out=of(L, 8, 5),
+        head=of(L, 5, 3)), (2, 4, 5)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.RMSNorm(4), nn.Linear(4, 6), nn.PReLU(),
+        nn.Linear(6, 2)), None),
 }  # fmt: skip
 each = pytest.mark.parametrize("name", sorted(NETWORKS))
 seeds = st.integers(0, 2**40)

@@ -208,10 +208,7 @@ def other_map(**placed: str) -> Callable[[Path], None]:
 
 REFUSALS = {
     "no file": (damaged(lambda index: index.parent / "absent.safetensors"), "There is no file"),
-    "missing shard": (
-        damaged(lambda index: second(index).unlink()),
-        "model-00002-of-00003.safetensors is missing",
-    ),
+    "missing shard": (damaged(lambda index: second(index).unlink()), "model-00002-of-00003.safetensors is missing"),
     "cut shard": (damaged(cut), "model-00002-of-00003.safetensors is damaged or no safetensors"),
     "empty shard": (damaged(lambda index: second(index).write_bytes(b"")), "is damaged or no safetensors"),
     "pickle": (damaged(lambda index: torch.save({"a": 1}, second(index)) and None), "is damaged or no safetensors"),
@@ -219,29 +216,17 @@ REFUSALS = {
     "outside": (damaged(other_map(nothing="../up.safetensors")), "expected files in its folder"),
     "no index": (damaged(lambda index: index.write_text("{}") and None), "is no index of a checkpoint"),
     "no JSON": (damaged(lambda index: index.write_bytes(b"\xff\x00") and None), "is no index of a checkpoint"),
-    "twice": (
-        damaged(lambda index: shutil.copy(second(index), index.parent / "model-00003-of-00003.safetensors") and None),
-        "as",
-    ),
+    "twice": (damaged(lambda index: shutil.copy(second(index),
+        index.parent / "model-00003-of-00003.safetensors") and None), "as"),
     "missing tensor": (changed(lambda state: state.pop("down.weight")), "holds no down.weight"),
-    "other width": (
-        changed(lambda state: state.update(stored(network(7)))),
-        "of shape [7]; expected [6], as in the traced",
-    ),
-    "surplus": (
-        changed(lambda state: state.update({"more.weight": torch.ones(2)})),
-        "holds more.weight, which",
-    ),
+    "other width": (changed(lambda state: state.update(stored(network(7)))),
+        "of shape [7]; expected [6], as in the traced"),
+    "surplus": (changed(lambda state: state.update({"more.weight": torch.ones(2)})), "holds more.weight, which"),
     "other constant": (changed(lambda state: state["order"].fill_(1)), "holds other values of the constant order"),
-    "infinite": (
-        changed(lambda state: state["down.weight"][0].fill_(torch.inf)),
-        "with values that are not finite",
-    ),
-    "eight bits": (
-        changed(lambda state: state.update({"down.weight": state["down.weight"].to(torch.float8_e4m3fn)})),
-        "down.weight as torch.float8_e4m3fn",
-    ),
-}
+    "infinite": (changed(lambda state: state["down.weight"][0].fill_(torch.inf)), "with values that are not finite"),
+    "eight bits": (changed(lambda state: state.update({"down.weight": state["down.weight"].to(torch.float8_e4m3fn)})),
+        "down.weight as torch.float8_e4m3fn"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("write", "says"), REFUSALS.values(), ids=REFUSALS)

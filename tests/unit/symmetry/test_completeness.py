@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry import Symmetry, completeness, trace_symmetry
 
-torch.set_num_threads(1)
-
 L = nn.Linear
 
 

@@ -107,14 +107,9 @@ def test_distinct_entries() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "run"),
-    [
-        ("other", lambda t: t.roll((1, -2), (0, 1))),
-        ("other", lambda t: torch.nn.functional.pad(t, (0, 1, 2, 0))),
-        ("cut", lambda t: t.narrow(1, 1, 2)),
-        ("cut", lambda t: t.select(1, 2)),
-        ("cut", lambda t: t.split(3, 1)),
-    ],
-)
+    [("other", lambda t: t.roll((1, -2), (0, 1))), ("other", lambda t: torch.nn.functional.pad(t, (0, 1, 2, 0))),
+        ("cut", lambda t: t.narrow(1, 1, 2)), ("cut", lambda t: t.select(1, 2)), ("cut", lambda t: t.split(3, 1))],
+)  # fmt: skip
 def test_moves_behind_leading_axes_are_those_of_each_part(kind: str, run) -> None:  # type: ignore[no-untyped-def]
     made = run(torch.zeros(3, 4))
     after = tuple(made[0].shape) if isinstance(made, tuple) else tuple(made.shape)

@@ -13,8 +13,6 @@ from lightning_sym.connectivity import Barrier, average, barrier, interpolate
 from lightning_sym.connectivity.interpolation import curve_losses
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, recalibrate_batch_norm
 
-torch.set_num_threads(1)
-
 
 class Everything(nn.Module):
     """Tied and frozen parameters, buffers of all kinds, several dtypes."""

@@ -32,9 +32,8 @@ LINEAR = {
     "mm": lambda x, w, b: (x.reshape(-1, x.shape[-1]).mm(w.t()) + b).view(*x.shape[:-1], -1),
     "bmm": lambda x, w, b: torch.bmm(x, w.T.expand(x.shape[0], -1, -1)) + b,
     "addmm": lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w.T).unflatten(0, x.shape[:-1]),
-    "addmm with factors": lambda x, w, b: torch.addmm(b / 2, x.flatten(0, -2), w.T / 3, beta=2, alpha=3).unflatten(
-        0, x.shape[:-1]
-    ),
+    "addmm with factors": lambda x, w, b: torch.addmm(b / 2, x.flatten(0, -2), w.T / 3, beta=2, alpha=3).unflatten(0,
+        x.shape[:-1]),
     "baddbmm": lambda x, w, b: torch.baddbmm(b.expand(1, x.shape[1], len(b)), x, w.T[None].expand(len(x), -1, -1)),
     "mv": lambda x, w, b: torch.stack([torch.stack([torch.mv(w, t) + b for t in s]) for s in x]),
     "addmv": lambda x, w, b: torch.stack([torch.stack([torch.addmv(b, w, t) for t in s]) for s in x]),
@@ -49,20 +48,18 @@ LINEAR = {
     "product and kept sum": lambda x, w, b: (x.unsqueeze(-2) * w).sum(-1, keepdim=True).squeeze(-1) + b,
     "conv1d": lambda x, w, b: F.conv1d(x.mT, w[..., None], b).mT,
     "conv2d": lambda x, w, b: F.conv2d(x.mT[..., None], w[..., None, None], b)[..., 0].mT,
-    "multi_dot": lambda x, w, b: (
-        torch.linalg.multi_dot([x.flatten(0, 1), w.T, torch.eye(len(w), dtype=w.dtype)]).view(*x.shape[:-1], -1) + b
-    ),
+    "multi_dot": lambda x, w, b: (torch.linalg.multi_dot([x.flatten(0, 1), w.T,
+        torch.eye(len(w), dtype=w.dtype)]).view(*x.shape[:-1], -1) + b),
     "written into": lambda x, w, b: (x @ w.T).add_(b),
     "viewed bias": lambda x, w, b: x @ w.T + b.view(1, 1, -1).expand(*x.shape[:-1], -1),
     "addcmul": lambda x, w, b: torch.addcmul(b, x @ w.T, torch.ones((), dtype=w.dtype)),
-}
+}  # fmt: skip
 LINEAR |= {
-    "beside one another": lambda x, w, b: torch.cat(
-        [F.linear(x, *part) for part in zip(w.split(1), b.split(1), strict=True)], -1
-    ),
+    "beside one another": lambda x, w, b: torch.cat([F.linear(x, *part) for part in zip(w.split(1), b.split(1),
+        strict=True)], -1),
     "added up": lambda x, w, b: sum(y @ v.T for y, v in zip(x.split((2, 3), -1), w.split((2, 3), 1), strict=True)) + b,
     "bias last": lambda x, w, b: F.conv1d(x.mT, w[..., None]).mT + b,
-}
+}  # fmt: skip
 MOVES = {
     "view_as": lambda h: h.view_as(h),
     "expand_as": lambda h: h.expand_as(h),
@@ -86,9 +83,8 @@ OTHERS = {
     "mean by a product": lambda h: h + torch.einsum("btd,t->bd", h, torch.full((3,), 1 / 3, dtype=h.dtype))[:, None],
     "mean by a row": lambda h: h + torch.full((1, 3), 0.25, dtype=h.dtype) @ h,
     "mean by a column": lambda h: h + h @ torch.full((4,), 0.25, dtype=h.dtype)[:, None],
-    "pooled": lambda h: (
-        h + F.adaptive_avg_pool1d(h.mT, 1).mT + F.avg_pool1d(h.mT, 3).mT + F.avg_pool1d(h, 3, 1)[..., :1]
-    ),
+    "pooled": lambda h: (h + F.adaptive_avg_pool1d(h.mT, 1).mT + F.avg_pool1d(h.mT, 3).mT + F.avg_pool1d(h, 3, 1)[...,
+        :1]),
     "mean of a transpose": lambda h: h + h.permute(2, 0, 1).mean((-1, 1)),
     "negatives": lambda h: (0 + h * 1) / 1 - (-h.tanh()) + (-h.sin()),
     "like others": lambda h: h + torch.ones_like(h) - h.new_full((4,), 2) + torch.full_like(h, 3) * h.new_zeros(4),
@@ -98,7 +94,7 @@ OTHERS = {
     "seen after a write": lambda h: (torch.relu_(g := h * 1), g)[1] + h,
     "seen in a view": lambda h: (g := h * 1, g[..., 0].mul_(2), g)[2],
     "filled": lambda h: (g := torch.zeros_like(h), g.copy_(h), g)[2] + 1,
-}
+}  # fmt: skip
 
 
 def two_layers(first, between=lambda h: h):
@@ -124,15 +120,10 @@ MASKED = {
 }
 PRODUCTS = {
     "matmul": (lambda q, k: q @ k.mT, lambda w, v: (w @ v).transpose(1, 2)),
-    "einsum": (
-        lambda q, k: torch.einsum("bhqe,bhke->bhqk", q, k),
-        lambda w, v: torch.einsum("bhqk,bhke->bqhe", w, v),
-    ),
-    "bmm": (
-        lambda q, k: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, q.shape[:2]),
-        lambda w, v: torch.bmm(w.flatten(0, 1), v.flatten(0, 1)).unflatten(0, v.shape[:2]).transpose(1, 2),
-    ),
-}
+    "einsum": (lambda q, k: torch.einsum("bhqe,bhke->bhqk", q, k), lambda w, v: torch.einsum("bhqk,bhke->bqhe", w, v)),
+    "bmm": (lambda q, k: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, q.shape[:2]),
+        lambda w, v: torch.bmm(w.flatten(0, 1), v.flatten(0, 1)).unflatten(0, v.shape[:2]).transpose(1, 2)),
+}  # fmt: skip
 
 
 def attention(mask, products=PRODUCTS["matmul"], read=None):

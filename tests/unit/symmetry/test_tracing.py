@@ -19,8 +19,6 @@ from lightning_sym.symmetry.described import joined
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.rules import register_rule
 
-torch.set_num_threads(1)
-
 L, C = nn.Linear, nn.Conv2d
 X = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
 
@@ -147,19 +145,15 @@ NOISY = program(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3))
     "refusal",
     [
         refused(trace_symmetry, X, mlp(), says="expected a network", error=TypeError),
-        *[
-            refused(trace_symmetry, mlp(), nothing, says="must be a tensor", error=TypeError)
-            for nothing in ("text", None, (), [1.0, 2.0], {"x": 1})
-        ],
+        *[refused(trace_symmetry, mlp(), nothing, says="must be a tensor", error=TypeError) for nothing in ("text",
+            None, (), [1.0, 2.0], {"x": 1})],
         refused(trace_symmetry, mlp(), torch.empty(0, 5), says="empty"),
         refused(trace_symmetry, mlp(), torch.randn(2, 6), says="does not run on the example input"),
         refused(trace_symmetry, odd(torch.ones(8) + 0j), X, says="odd has dtype torch.complex64", error=TypeError),
         refused(trace_symmetry, odd(torch.arange(8)), X, says="odd has dtype torch.int64", error=TypeError),
-        *[
-            refused(trace_symmetry, holding(name, value), X, says=f"{name} holds values that are not finite")
-            for name in ("3.weight", "1.running_var")
-            for value in (math.nan, math.inf, -math.inf)
-        ],
+        *[refused(trace_symmetry, holding(name, value), X,
+            says=f"{name} holds values that are not finite") for name in ("3.weight",
+            "1.running_var") for value in (math.nan, math.inf, -math.inf)],
         refused(trace_symmetry, NOISY, X, says="change from run to run"),
         refused(acted_on, mlp(9), says="0.weight; expected shape [8, 5]"),
         refused(acted_on, nn.Sequential(L(5, 8), nn.ReLU()), says="no such tensor: 2.weight"),
@@ -168,12 +162,10 @@ NOISY = program(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3))
         refused(lambda: perceptron().act(mlp(), sampled()), says="expected an element", error=TypeError),
         refused(sampled, 0, says="generator must be", error=TypeError),
         *[refused(sampled, scale=scale) for scale in (-1.0, math.nan, math.inf)],
-        *[
-            refused(register_rule, what, says="a rule belongs to", error=TypeError)
-            for what in (torch.relu, "relu", nn.ReLU(), 3)
-        ],
+        *[refused(register_rule, what, says="a rule belongs to", error=TypeError) for what in (torch.relu, "relu",
+            nn.ReLU(), 3)],
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_refused(refusal: Any) -> None:
     refusal()
 
@@ -233,15 +225,10 @@ def test_line_that_depends_on_data_is_named(line: str, network: Any) -> None:
 
 @pytest.mark.parametrize(
     "wrap",
-    [
-        parametrizations.spectral_norm,
-        parametrizations.weight_norm,
-        parametrizations.orthogonal,
-        nn.utils.spectral_norm,
-        nn.utils.weight_norm,
-    ],
+    [parametrizations.spectral_norm, parametrizations.weight_norm, parametrizations.orthogonal, nn.utils.spectral_norm,
+        nn.utils.weight_norm],
     ids=["spectral_norm", "weight_norm", "orthogonal", "old_spectral_norm", "old_weight_norm"],
-)
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 def test_parametrised_weights(wrap: Any) -> None:
     network = mlp()
@@ -486,14 +473,10 @@ class Result:
 
 @pytest.mark.parametrize(
     "pack",
-    [
-        lambda a, b: {"a": a, "b": {"c": b}},
-        lambda a, b: (a, [b]),
-        lambda a, b: Result(a, (b,)),
-        lambda a, b: (a, None, 3, b),
-    ],
+    [lambda a, b: {"a": a, "b": {"c": b}}, lambda a, b: (a, [b]), lambda a, b: Result(a, (b,)),
+        lambda a, b: (a, None, 3, b)],
     ids=["dict", "tuple", "dataclass", "mixed"],
-)
+)  # fmt: skip
 def test_outputs_of_any_kind(pack: Any) -> None:
     def forward(s: Any, x: Tensor) -> Any:
         h = torch.relu(s.a(x))
@@ -529,12 +512,11 @@ def test_network_without_units(network: nn.Module) -> None:
 SPREADS = {"expand": lambda number: number.expand(6), "repeat": lambda number: number.repeat(6)}
 USES = {
     "bias of a linear map": lambda net, x, spread: F.linear(x, net.first.weight, spread(net.number)).relu(),
-    "bias of a convolution": lambda net, x, spread: F.conv1d(
-        x[..., None], net.first.weight[..., None], spread(net.number)
-    )[..., 0].relu(),
+    "bias of a convolution": lambda net, x, spread: F.conv1d(x[..., None], net.first.weight[..., None],
+        spread(net.number))[..., 0].relu(),
     "bias of addmm": lambda net, x, spread: torch.addmm(spread(net.number), x, net.first.weight.T).relu(),
     "slopes": lambda net, x, spread: F.prelu(net.first(x), spread(net.number)),
-}
+}  # fmt: skip
 
 
 def one_number(use, spread, shape):
