@@ -178,8 +178,29 @@ def align(
             found.match_all(match, forced=how != "auto")
         if how != "activations" and len(networks) > 2 and max_rounds > 1 and any(found.moved):
             found.make_rounds(match_in_rounds, max_rounds, seed, balance=scales and balance)
-    elements, own, spreads = tuple(found.elements), tuple(found.found), tuple(found.spreads)
-    return Alignment(elements, own, tuple(found.networks), tuple(found.reasons), tuple(found.distances), spreads)
+    return found.alignment()
+
+
+def in_one_order(symmetry: Symmetry, networks: Sequence[nn.Module], *, seed: int = 0) -> Alignment | None:
+    """Return the alignment that leaves all networks unchanged, if :func:`align` would do so without a search.
+
+    Args:
+        symmetry: The symmetry of the architecture, possibly without its translations (``shifts=False``).
+        networks: At least one; the first is the reference. Not changed.
+        seed: As for :func:`align`.
+
+    Returns:
+        The alignment; None if only a search can decide.
+
+    Raises:
+        ValueError: If a network is not of the traced architecture.
+    """
+    for number, network in enumerate(networks):
+        check_architecture(symmetry, network, f"network {number}")
+    with torch.no_grad(), unchecked():
+        found = _Search(symmetry, networks, 0, NetworkFiles())
+        found.leave_in_order(seed, None, scales=True, translated=True)
+    return None if found.open else found.alignment()
 
 
 def _check_arguments(networks: Sequence[nn.Module], how: str, batches: Batches | None, reference: int) -> None:
@@ -300,6 +321,11 @@ class _Search:
         """The indices of the networks that have moved."""
         return [number for number in self.others if not self.reasons[number]]
 
+    def alignment(self) -> Alignment:
+        """Return the result."""
+        parts = (self.elements, self.found, self.networks, self.reasons, self.distances, self.spreads)
+        return Alignment(*(tuple(own) for own in parts))  # type: ignore[arg-type]
+
     def _leave(self, number: int, distance: float, reason: str) -> None:
         self.reasons[number], self.distances[number] = reason, (distance, distance)
         self.elements[number], self.networks[number] = self.symmetry.identity(), self.given[number]
@@ -311,17 +337,21 @@ class _Search:
             distance = parameter_distance(self.given[self.reference], self.given[number])
             self._leave(number, distance, "was not aligned")
 
-    def leave_in_order(self, seed: int, device: torch.device | str | None, *, scales: bool) -> None:
+    def leave_in_order(
+        self, seed: int, device: torch.device | str | None, *, scales: bool, translated: bool = False
+    ) -> None:
         """Leave networks in the order of the reference that scales, matrices and rotations hardly bring nearer.
 
         Args:
             seed: Seed of the search, and of sketches.
             device: As for :func:`weight_matching`.
             scales: Whether scales, matrices and rotations may change.
+            translated: Whether there may be translations that the symmetry does not include.
         """
         symmetry, target = self.symmetry, self.given[self.reference]
         for number in self.others:
-            found = sketched(symmetry, symmetry.tensors(target), symmetry.tensors(self.given[number]), seed=seed)
+            tensors = symmetry.tensors(target), symmetry.tensors(self.given[number])
+            found = sketched(symmetry, *tensors, seed=seed, translated=translated)
             before = found.distance
             if before == 0:
                 self._leave(number, 0.0, "has the weights of the reference")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_sym._text import nearest
 from lightning_sym.connectivity.interpolation import Barrier, Loss
 from lightning_sym.merging.adapters import Adapter, with_adapter
-from lightning_sym.merging.alignment import Alignment
+from lightning_sym.merging.alignment import Alignment, in_one_order
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
 from lightning_sym.merging.checkpoint import Checkpoint, Found, model_of
@@ -189,18 +189,23 @@ def merge_checkpoints(
         max_rounds=1 if asked.has_base or align_only else 20,
     )
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
-        symmetry = trace(check=False)
-        aligned = find(symmetry)
-        if aligned.moved:  # only then elements act
-            proven = trace()
-            aligned = aligned if proven.fingerprint == symmetry.fingerprint else find(proven)
-            symmetry = proven
+        aligned = None
+        if align in ("auto", "none") and not align_only:
+            symmetry = trace(check=False, shifts=False)
+            aligned = find(symmetry) if align == "none" else in_one_order(symmetry, networks, seed=seed)
+        if aligned is None:  # elements may act
+            symmetry = trace()
+            aligned = find(symmetry)
         largest = _check_unchanged(symmetry, aligned, networks)
         equal = tuple(
             _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
         )
     settled = recalibrate or align_only
-    notes = (*_reasons(asked, aligned), *notes, *differing, *converted, *_notes(symmetry, network, data, settled))
+    notes = (*_reasons(asked, aligned), *notes, *differing, *converted, *_notes(network, data, settled))
+    if aligned.moved:
+        notes = (*notes, *symmetry.notes)
+    else:
+        symmetry.notes = (*symmetry.notes, "translations are not included, as no network moves")
     merged = asked.merged(aligned.networks)
     tensors: Mapping[str, Tensor] = state_tensors(aligned.networks[1]) if align_only else merged
     losses, barriers = None, None
@@ -412,10 +417,10 @@ def _equality_notes(names: Sequence[str], equal: Sequence[Equality]) -> tuple[st
     return tuple(notes)
 
 
-def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bool) -> tuple[str, ...]:
+def _notes(result: nn.Module, data: Data | None, settled: bool) -> tuple[str, ...]:
     notes = []
     if data is None:
         notes.append("without data there are no losses, no barrier and no recalibration (--data)")
     if batch_norms(result) and not settled:
         notes.append("the batch norm statistics are averages and match no network (--recalibrate)")
-    return (*notes, *symmetry.notes)
+    return tuple(notes)

@@ -65,7 +65,9 @@ class Sketch:
         return not self.doubtful
 
 
-def sketched(symmetry: Symmetry, a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, seed: int = 0) -> Sketch:
+def sketched(
+    symmetry: Symmetry, a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, seed: int = 0, translated: bool = False
+) -> Sketch:
     """Compare a network with a reference, tensor by tensor.
 
     Args:
@@ -73,6 +75,7 @@ def sketched(symmetry: Symmetry, a: Mapping[str, Tensor], b: Mapping[str, Tensor
         a: The tensors of the reference by name, as :meth:`Symmetry.tensors` returns them.
         b: Those of the other network.
         seed: Seed of the random sums and samples.
+        translated: Whether there may be translations that the symmetry does not include.
 
     Returns:
         The comparison; its distance is not finite if a parameter or a floating buffer is not.
@@ -86,6 +89,7 @@ def sketched(symmetry: Symmetry, a: Mapping[str, Tensor], b: Mapping[str, Tensor
         for pattern, part in own.parts:
             parts.setdefault(part.tensor, []).append((own, pattern, part))
     freedom = _Freedom(symmetry, a, b, generator)
+    freedom.shifted |= translated
     squares = []
     for name in a:
         if name not in symmetry.parameter_names:
