@@ -28,7 +28,7 @@ import torch
 from _timing import Results, Runs, parser, result, run, timed
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sym.merging import align, merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ def gpt2() -> tuple[nn.Module, Call]:
     """Return a GPT-2 with 124 million weights and an example."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config()).eval(), Call.of(None, {"input_ids": torch.arange(8)[None]})
+    return GPT2LMHeadModel(GPT2Config()).train(False), Call.of(None, {"input_ids": torch.arange(8)[None]})
 
 
 def vit_b_16() -> tuple[nn.Module, Call]:
@@ -62,9 +62,11 @@ def vit_b_16() -> tuple[nn.Module, Call]:
 
 def plain_average(files: list[Path], out: Path) -> None:
     """Average the tensors of files."""
-    opened = [safe_open(file, "pt") for file in files]
-    names = opened[0].keys()
-    means = {name: sum(own.get_tensor(name) for own in opened) / len(opened) for name in names}
+    opened = [safe_open(file, "pt") for file in files]  # type: ignore[no-untyped-call]
+    means: dict[str, Tensor] = {}
+    for name in opened[0].keys():  # noqa: SIM118 (not a dict)
+        first, *others = [own.get_tensor(name) for own in opened]
+        means[name] = sum(others, first) / len(opened)
     save_file(means, out)
 
 

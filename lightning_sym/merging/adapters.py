@@ -317,7 +317,7 @@ def merge_adapters(
         rank: Rank of the result, >= 1, not for "aligned" and "factors"; default: for each module the largest rank of an
             adapter.
         weights: One number per adapter; for means >= 0, and divided by their sum. None: equal weights.
-        **settings: Of the formula, as for :func:`lightning_sym.merging.methods.merge_tensors`.
+        **settings: Settings of the formula, as for :func:`lightning_sym.merging.methods.merge_tensors`.
 
     Returns:
         The result and the errors. Biases of B are merged like products, and whole modules are averaged. Above 1024

@@ -90,7 +90,7 @@ def _in_folder(given: str, folder: Path) -> list[Found]:
         return [Found(str(zoo.path / member.file), zoo.path / member.file) for member in zoo]
     if (folder / _ADAPTER).is_file():
         return [Found(given, _adapter_weights(folder), adapter=folder)]
-    # Of checkpoints of one training, and of a cache of transformers.
+    # Folders of checkpoints of one training, and caches of transformers, hold others.
     inside = (path for path in (*folder.iterdir(), *folder.glob("snapshots/*")) if path.is_dir())
     inner = sorted(str(path.relative_to(folder)) for path in inside if configuration_in(path) is not None)
     hint = f" It holds {', '.join(inner[:3])}: give one of them." if inner else ""
@@ -231,7 +231,7 @@ class Checkpoint:
             shards=shards,
             dtypes={name: tensor.dtype for name, tensor in floating.items()},
             stored=tensors,
-            # Of tied tensors, the one with the first name comes first.
+            # The first name of tied tensors comes first.
             names={
                 renamed[key]: names[name]
                 for key, name in sorted(fit.names.items(), key=lambda one: names[one[1]] != one[1])
@@ -295,7 +295,7 @@ class Checkpoint:
         return out / written
 
     def _planned(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, dict[str, Planned]]:
-        """Return what to write, by file and by name in the file."""
+        """Return the tensors to write, by file and by name in the file."""
         rows = list(self._rows())
         counts: dict[torch.dtype, int] = {}
         for _, _, _, tensor in rows:

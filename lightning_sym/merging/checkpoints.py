@@ -314,7 +314,7 @@ def _read_all(
     found: list[Checkpoint] = []
     notes: list[str] = []
     for one in asked.found:
-        model = found[0].network if found else network  # whose values stand for ignored tensors
+        model = found[0].network if found else network  # its values replace ignored tensors
         own = Checkpoint.read(one.file, model, prefix, copies, ignore)
         if one.adapter is not None:
             adapted = with_adapter(state_tensors(own.network), Adapter.read(one.adapter))

@@ -99,7 +99,7 @@ class MergeConfig:
     def read(cls, file: str | Path) -> "MergeConfig":
         """Read a YAML file, and check everything in it that needs no weights.
 
-        Paths in the file start at its own folder. Of the models, only a ``config.json`` is read, for the range of
+        Paths in the file start at its own folder. Only a ``config.json`` of the models is read, for the range of
         ``slices``.
 
         Args:

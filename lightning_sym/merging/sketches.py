@@ -405,7 +405,7 @@ def _sampled(one: Tensor, two: Tensor, generator: torch.Generator) -> tuple[Tens
 
 
 def _removed_by_scales(one: Tensor, two: Tensor, axes: Sequence[int]) -> float:
-    """Return by how much factors along some axes of the second tensor can reduce the squared distance."""
+    """Return the largest reduction of the squared distance by factors along axes of the second tensor."""
     if not axes:
         return 0.0
     others = [axis for axis in range(one.ndim) if axis not in axes]
@@ -436,7 +436,7 @@ def _largest_square(change: Tensor, axes: Iterable[int], generator: torch.Genera
 
 
 def _removed_by_maps(one: Tensor, two: Tensor, axis: int, generator: torch.Generator) -> float:
-    """Return by how much a linear map along an axis of the second tensor can reduce the squared distance, nearly."""
+    """Estimate the largest reduction of the squared distance by a linear map along an axis of the second tensor."""
     x, y = (own.movedim(axis, -1).reshape(-1, own.shape[axis]) for own in (one, two))
     count, size = x.shape
     change = x - y
