@@ -82,7 +82,7 @@ def check_every_value(
         return captures[-1]
 
     monkeypatch.setattr(tracer, "capture", keep)
-    symmetry = trace_symmetry(network, example, **settings)
+    symmetry = trace_symmetry(network, example, check=False, **settings)  # what follows is a stricter test
 
     def values(network: nn.Module) -> dict[str, Tensor]:
         watching = Watching(captures[0])

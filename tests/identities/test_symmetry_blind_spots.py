@@ -179,13 +179,13 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         f"two units, {layers} layers before": (
             sequential(of(L, 5, 2), *[nn.ReLU, of(L, 2, 2)] * layers, Ranked, of(L, 2, 3)), X,
         )
-        for layers in range(6)
+        for layers in (0, 2, 5)
     },
     **{
         f"sign of one unit, {layers} layers before": (
             sequential(of(L, 5, 4), *[nn.Tanh, of(L, 4, 4)] * layers, of(L, 4, 1), Positive, of(L, 1, 3)), X,
         )
-        for layers in range(6)
+        for layers in (0, 2, 5)
     },
 }  # fmt: skip
 
