@@ -29,6 +29,9 @@ demo: $(VENV)/.installed
 board: $(VENV)/.installed
 	$(BIN)/tensorboard --logdir runs
 
+# Compiled tests are kept in any case: to write the asserts of all of them anew takes each process ten seconds.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 

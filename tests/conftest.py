@@ -1,8 +1,10 @@
 """For all tests: one thread, and no pictures on a screen; runs of several processes; a zoo."""
 
+import functools
 import inspect
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -39,6 +41,27 @@ def _own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = sys.modules.get("lightning_sym.symmetry.tracing.rules")
     for name in ("_RULES", "_MODULE_RULES") if rules is not None else ():
         monkeypatch.setattr(rules, name, dict(getattr(rules, name)))
+
+
+@pytest.fixture(scope="module")
+def unproven() -> Iterator[None]:
+    """Trace networks without the self-test in what tasks, reports and callbacks run, for runs about other things.
+
+    The self-test takes a second for each run; the tests of the symmetries themselves keep it.
+
+    Yields:
+        Nothing.
+    """
+    from lightning_sym import callbacks, symmetry, tasks  # noqa: F401 (brings all that traces)
+
+    trace = functools.partial(symmetry.trace_symmetry, check=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if re.match(r"lightning_sym\.(tasks|stitching|reports|callbacks)\b", name) and "trace_symmetry" in vars(
+                module
+            ):
+                patch.setattr(module, "trace_symmetry", trace)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,12 @@ def halves_planes(symmetry: Symmetry, tap: Tap) -> bool:
 
 
 def check_every_value(
-    monkeypatch: pytest.MonkeyPatch, network: nn.Module, example: tuple[Any, ...], tolerance: float, **settings: Any
+    monkeypatch: pytest.MonkeyPatch,
+    network: nn.Module,
+    example: tuple[Any, ...],
+    tolerance: float,
+    draws: int = 3,
+    **settings: Any,
 ) -> Symmetry:
     """Let random elements act on a network, and compare the values of all operations."""
     captures: list[Capture] = []
@@ -81,7 +86,7 @@ def check_every_value(
         return captures[-1]
 
     monkeypatch.setattr(tracer, "capture", keep)
-    symmetry = trace_symmetry(network, example, **settings)
+    symmetry = trace_symmetry(network, example, check=False, **settings)  # what follows is a stricter test
 
     def values(network: nn.Module) -> dict[str, Tensor]:
         watching = Watching(captures[0])
@@ -93,7 +98,7 @@ def check_every_value(
 
     before = values(network)
     assert symmetry.taps
-    for seed in range(3):
+    for seed in range(draws):
         element = symmetry.sample(torch.Generator().manual_seed(seed))
         after = values(symmetry.act(element, network))
         for name, tap in symmetry.taps.items():
@@ -192,7 +197,8 @@ ARCHITECTURES = {**OURS, **WRAPPED}
 @pytest.mark.parametrize("name", one_in(3, listed(ARCHITECTURES)))
 def test_every_value_of_an_architecture_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, images = made(ARCHITECTURES[name], 1)
-    check_every_value(monkeypatch, source.network, (images,), EXACT)
+    # One element moves hundreds of units there; of small groups, one may be close to the identity.
+    check_every_value(monkeypatch, source.network, (images,), EXACT, draws=1)
 
 
 # The same seen from outside: a linear map that is the identity, behind a value, turns into the inverse of what acts.

@@ -106,34 +106,34 @@ def tokens(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.unflatten(1, (3, -1)), targets)
 
 
-def labels(*values: int, count: int = 50, width: int = 0) -> Tensor:
+def labels(*values: int, count: int = 17, width: int = 0) -> Tensor:
     """Return labels that are 0, 1, 2 in turn, or rows of them, but for the last batches, which begin with others."""
     found = torch.arange(count) % 3
-    found[33 : 33 + len(values)] = torch.tensor(values, dtype=torch.int64)
+    found[11 : 11 + len(values)] = torch.tensor(values, dtype=torch.int64)
     return found if not width else found[:, None].expand(-1, width).clone()
 
 
 def ragged() -> Tensor:
     """Return labels of two tokens, the second of which has none at three samples of a later batch."""
     found = labels(width=2)
-    found[40:43, 1] = -100
+    found[12:15, 1] = -100
     return found
 
 
 WEIGHTS = torch.tensor([1.0, 1.0, 1.01], dtype=torch.float64)
 IGNORING = {
     "label": (F.cross_entropy, labels(-100)),
-    "labels of a whole batch": (F.cross_entropy, torch.cat([labels()[:32], torch.full((16,), -100), labels()[:2]])),
+    "labels of a whole batch": (F.cross_entropy, torch.cat([labels()[:10], torch.full((5,), -100), labels()[:2]])),
     "another label": (nn.CrossEntropyLoss(ignore_index=2), labels()),
-    "tokens": (tokens, torch.cat([labels(width=2)[:48], torch.full((2, 2), -100)])),
+    "tokens": (tokens, torch.cat([labels(width=2)[:15], torch.full((2, 2), -100)])),
     "negative log likelihood": (lambda f, y: F.nll_loss(f.log_softmax(1), y, ignore_index=-1), labels(-1, 0, -1)),
 }
 NO_MEANS = {
-    "class weights": (nn.CrossEntropyLoss(weight=WEIGHTS), torch.cat([labels()[:32] % 2, labels()[:18]])),
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHTS), torch.cat([labels()[:10] % 2, labels()[:7]])),
     "class weights and smoothing": (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), labels()),
     "tokens, some of which have no label": (tokens, ragged()),
     "sum in a later batch": (lambda f, y: F.cross_entropy(f, y) * (1 if (y < 2).any() else len(y)),
-        torch.cat([labels()[:32], torch.full((18,), 2)])),
+        torch.cat([labels()[:10], torch.full((7,), 2)])),
     "distance from the mean of the batch": (lambda f, y: ((f - f.mean(0)) * (y > 2)[:, None]).square().mean(),
         labels(3)),
     "the hardest half": (lambda f, y: F.cross_entropy(f, y, reduction="none").topk((len(y) + 1) // 2)[0].mean(),
@@ -153,7 +153,8 @@ def of_labels(loss, y: Tensor, kind="hessian") -> tuple[CurvatureOperator, nn.Mo
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 6 if y.shape[1:] == (2,) else 3)).double()
     x, _ = samples(len(y))
-    return CurvatureOperator(network, uneven(x, y), loss, kind=kind), network, x
+    batches = list(zip(x.split(5), y.split(5), strict=True))
+    return CurvatureOperator(network, batches, loss, kind=kind), network, x
 
 
 @pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])

@@ -349,7 +349,7 @@ def test_a_rule_gives_the_group_of_operations_of_torch(name: str) -> None:
     inputs, other = case.inputs(2, 3), case.inputs(3, 5)
     make = with_rule(case.build, case.rule)
     symmetry, network = trace_symmetry(make(), inputs), make()
-    assert described(symmetry) == described(trace_symmetry(plain(case.build), inputs))
+    assert described(symmetry) == described(trace_symmetry(plain(case.build), inputs, check=False))
     moved = make()
     moved.load_state_dict(symmetry.act(symmetry.sample(generator), network).state_dict())
     with torch.no_grad():

@@ -174,9 +174,9 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         **PARTS, e=of(nn.Embedding, 3, 8)), lambda: torch.cat([torch.tensor([[0.0], [2.0]]), torch.randn(2, 4)], 1)),
     "batch size that is written down": (program(lambda s, x: bent(s, x.reshape(2, 5)), **PARTS), X),
     **{f"two units, {layers} layers before": (sequential(of(L, 5, 2), *[nn.ReLU, of(L, 2, 2)] * layers, Ranked,
-        of(L, 2, 3)), X) for layers in range(6)},
+        of(L, 2, 3)), X) for layers in (0, 2, 5)},
     **{f"sign of one unit, {layers} layers before": (sequential(of(L, 5, 4), *[nn.Tanh, of(L, 4, 4)] * layers,
-        of(L, 4, 1), Positive, of(L, 1, 3)), X) for layers in range(6)},
+        of(L, 4, 1), Positive, of(L, 1, 3)), X) for layers in (0, 2, 5)},
 }  # fmt: skip
 
 

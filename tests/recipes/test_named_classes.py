@@ -1,6 +1,7 @@
 """Every class that a recipe or a guide may name is built by the command line, with and without arguments."""
 
 import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Literal, get_origin
@@ -121,23 +122,24 @@ def configurations():
     made = {"class_path": nested(tasks.ZooTask)}
     digits = {"class_path": nested(datamodules.DigitsDataModule)}
     perceptron = {"class_path": nested(networks.MultiLayerPerceptron)}
+    models, data = [], []
     for kind in NETWORKS:
         sizes = ("in_channels", "image_size", "num_classes")
         arguments = {n: value for n, value in others(kind).items() if n not in sizes} | (
             {"model": "resnet18"} if kind is networks.TorchvisionNetwork else {}
         )
         network = {"class_path": nested(kind), "init_args": arguments}
-        yield kind.__name__, {"model": {**made, "init_args": {"network": network}}, "data": digits}
+        models.append((kind.__name__, {**made, "init_args": {"network": network}}))
     for kind in TASKS:
         arguments = others(kind)
         if "network" in inspect.signature(kind).parameters:
             arguments["network"] = perceptron
-        yield kind.__name__, {"model": {"class_path": nested(kind), "init_args": arguments}, "data": digits}
+        models.append((kind.__name__, {"class_path": nested(kind), "init_args": arguments}))
     model = {**made, "init_args": {"network": perceptron}}
     for kind in DATA:
-        yield kind.__name__, {"model": model, "data": {"class_path": nested(kind), "init_args": others(kind)}}
+        data.append((kind.__name__, {"class_path": nested(kind), "init_args": others(kind)}))
     changes = [{"class_path": nested(kind), "init_args": others(kind)} for kind in TRANSFORMS]
-    yield "transforms", {"model": model, "data": {**digits, "init_args": {"transforms": changes}}}
+    data.append(("transforms", {**digits, "init_args": {"transforms": changes}}))
     reports = [{"class_path": nested(kind), "init_args": others(kind)} for kind in CALLBACKS]
     yield "callbacks", {"model": model, "data": digits, "trainer": {"callbacks": reports}}
     choices = (("SGD", "StepLR", {"step_size": 3}), ("AdamW", "CosineAnnealingLR", {"T_max": 4}),
@@ -148,7 +150,10 @@ def configurations():
             "lr_scheduler": {"class_path": f"torch.optim.lr_scheduler.{scheduler}", "init_args": own},
             "loss": {"class_path": "lightning_sym.tasks.SquaredDistance", "init_args": {}},
         }
-        yield f"{optimizer}, {scheduler}", {"model": {**made, "init_args": {**model["init_args"], **chosen}}}
+        models.append((f"{optimizer}, {scheduler}", {**made, "init_args": {**model["init_args"], **chosen}}))
+    # The sections do not know of one another: one file tests a model and a datamodule.
+    for (one, asked), (other, given) in itertools.zip_longest(models, data, fillvalue=("digits", digits)):
+        yield f"{one}, {other}", {"model": asked if one != "digits" else model, "data": given}
 
 
 def contains(found, wanted):

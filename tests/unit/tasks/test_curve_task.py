@@ -30,15 +30,24 @@ all_digits = functools.partial(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return a task, its line and its curves, after the training of docs/theory/curves.md, 1.5."""
-    folder = tmp_path_factory.mktemp("digits")
+    return after(60, tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Return the same after two epochs."""
+    return after(2, tmp_path_factory.mktemp("begun"))
+
+
+def after(epochs, folder):
     network = MultiLayerPerceptron(widths=[32], image_size=8)
     members = ZooTask(network, 2, execution="vmap", optimizer=functools.partial(SGD, weight_decay=1e-4), keep="last")
     export = ZooExport(str(folder / "zoo"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning says that there is no validation
-        fit(members, all_digits(), export, folder=folder, max_epochs=60)
+        fit(members, all_digits(), export, folder=folder, max_epochs=epochs)
         task = CurveTask(str(folder / "zoo"), decay=1e-4, optimizer=SGD)
-        fit(task, all_digits(), max_epochs=60)
+        fit(task, all_digits(), max_epochs=epochs)
     ends = [weight_vector(task.member(number)) for number in (0, 1)]
     return task, {"line": Curve.straight(*ends), **{name.kind: curve for name, curve in task.curves.items()}}
 
@@ -64,6 +73,7 @@ def test_loss_stays_low_along_a_curve_and_not_along_the_line(trained):
     assert 0.4 < plane.coordinates(plane.points)[2, 0] / curves["line"].length() < 0.6
 
 
+@pytest.mark.long
 def test_the_loss_is_flatter_along_a_curve_than_beside_it(trained):
     """The table of docs/theory/curves.md, 4.4."""
     task, curves = trained
@@ -82,8 +92,8 @@ def test_the_loss_is_flatter_along_a_curve_than_beside_it(trained):
     assert all(point.jacobian.nullity >= 32 for point in shape.points)
 
 
-def test_ends_stay_bitwise_and_only_bends_are_trained(trained):
-    task, curves = trained
+def test_ends_stay_bitwise_and_only_bends_are_trained(begun):
+    task, curves = begun
     zoo = ModelZoo.open(task.zoo)
     for kind in ("bezier", "chain"):
         for end, number in ((0, 0), (-1, 1)):
@@ -97,8 +107,8 @@ def test_ends_stay_bitwise_and_only_bends_are_trained(trained):
     )
 
 
-def test_what_is_logged(trained):
-    task, _ = trained
+def test_what_is_logged(begun):
+    task, _ = begun
     logged = task.trainer.callback_metrics
     assert set(task.names) == {CurveName(0, 1, "bezier"), CurveName(0, 1, "chain")}
     assert {"train/loss", "train/accuracy", "train/loss/max"} <= logged.keys()

@@ -402,6 +402,7 @@ class Located:
         assert space.parts is not None
         self.space, self.parts, self.tensors = space, space.parts, tensors
         self.weights = Weights(space, tensors, tiny)
+        self._frames: dict[bytes, tuple[Tensor, Tensor] | None] = {}
 
     @cached_property
     def forms(self) -> FormsAt:
@@ -496,22 +497,36 @@ class Located:
 
         Lengths are counted in multiples of the invisible directions, as linear elements carry these along.
         """
-        basis = self._patterns[unseen.ravel()]
-        basis = basis[:, np.diff(basis.tocsc().indptr) > 0]
-        if not basis.shape[1]:
+        frame = self._frame(unseen)
+        if frame is None:
             return made
         axes = [axis for axis, size in enumerate(unseen.shape) if size > 1]
         if not axes:
             return torch.zeros_like(made)
         lead = made.ndim - unseen.ndim
         moved = made.movedim([lead + axis for axis in axes], list(range(-len(axes), 0)))
-        scale = scales(basis)
-        left, sizes, _ = np.linalg.svd((sparse.diags(scale) @ basis).toarray(), full_matrices=False)
-        frame, by = torch.from_numpy(left[:, sizes > _NOTHING * sizes[0]]), torch.from_numpy(scale)
-        flat = moved.reshape(-1, len(scale)) * by
-        flat = (flat - flat @ frame @ frame.T) / by
+        directions, by = frame
+        flat = moved.reshape(-1, len(by)) * by
+        flat = (flat - flat @ directions @ directions.T) / by
         back: Tensor = flat.reshape(moved.shape).movedim(list(range(-len(axes), 0)), [lead + axis for axis in axes])
         return back
+
+    def _frame(self, unseen: Ints) -> tuple[Tensor, Tensor] | None:
+        """Return an orthonormal basis of the invisible directions, shape (places, rank), and the scales of the places.
+
+        None if there are no such directions. It is kept: fits of shifts ask for it in each of their iterations.
+        """
+        key = unseen.tobytes()
+        if key not in self._frames:
+            basis = self._patterns[unseen.ravel()]
+            basis = basis[:, np.diff(basis.tocsc().indptr) > 0]
+            self._frames[key] = None
+            if basis.shape[1]:
+                scale = scales(basis)
+                left, sizes, _ = np.linalg.svd((sparse.diags(scale) @ basis).toarray(), full_matrices=False)
+                directions = torch.from_numpy(left[:, sizes > _NOTHING * sizes[0]])
+                self._frames[key] = directions, torch.from_numpy(scale)
+        return self._frames[key]
 
     def _changed(self, step: Step, known: Floats) -> Weights:
         """Return the weights with their additions, as far as a relation's sum needs them."""
