@@ -64,8 +64,8 @@ def plain_average(files: list[Path], out: Path) -> None:
     """Average the tensors of files."""
     opened = [safe_open(file, "pt") for file in files]  # type: ignore[no-untyped-call]
     means: dict[str, Tensor] = {}
-    for name in opened[0].keys():  # noqa: SIM118 (not a dict)
-        first, *others = [own.get_tensor(name) for own in opened]
+    for name in opened[0].keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
+        first, *others = [own.get_tensor(name) for own in opened]  # type: ignore[no-untyped-call]
         means[name] = sum(others, first) / len(opened)
     save_file(means, out)
 
