@@ -42,7 +42,7 @@ one parent, are not changed.
   --lambda 1           factor of the merged differences; --normalize true|false, --t 0.5 likewise
   --align              auto (default): weights, where that helps; weights or activations: search in any case; none
   --align-only         write the second model, aligned to the first, its function unchanged; nothing is merged
-  --recalibrate        recompute the batch norm statistics of the result
+  --recalibrate        recompute the batch norm statistics of the result; without batch norms, those of units (REPAIR)
   --ignore PATTERN     leave out tensors by name, as 'ema.*'; several patterns with commas
   --out-dtype bfloat16 type of the result
   --rank 8             rank of a merged adapter

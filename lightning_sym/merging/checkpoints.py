@@ -22,6 +22,8 @@ from lightning_sym.merging.folders import check_configurations
 from lightning_sym.merging.methods import Tally
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.merging.parameters import Layers, MergeSettings
+from lightning_sym.merging.repair import repair
+from lightning_sym.merging.result import MergedTensors
 from lightning_sym.merging.sources import Sources
 from lightning_sym.models import example_of
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
@@ -132,7 +134,8 @@ def merge_checkpoints(
             "activations" (with ``train``) force the search. "none" merges the networks without it.
         align_only: Write the second checkpoint with the permutation and scales of the first, the same function, instead
             of merging them.
-        recalibrate: Recompute the batch norm statistics of the result; needs ``train``.
+        recalibrate: Recompute the batch norm statistics of the result, or, without batch norms, give hidden units the
+            mean and the deviation of the merged networks (REPAIR); needs ``train``.
         ignore: Patterns of names of tensors that are left out, or copied from the reference.
         out_dtype: Type of the result's tensors, such as "bfloat16"; None for those of the reference.
         data: Test batches ``(inputs, targets)`` that can be read several times, for losses and barriers.
@@ -165,8 +168,6 @@ def merge_checkpoints(
     if network is None:
         model = model_of(asked.found[0])
         network, inputs = model.network, example_of(model) if inputs is None else inputs
-    if recalibrate and not batch_norms(network):
-        raise ValueError("recalibrate needs batch norms, but the network has none; leave it out.")
     differing = check_configurations([written.file, *(one.file for one in asked.found)])
     layers = Layers([name for name, own in state_tensors(network).items() if own.is_floating_point()])
     notes = (*notes, *asked.settings.check(layers))
@@ -212,7 +213,7 @@ def merge_checkpoints(
     if recalibrate or data is not None:
         result = copies.copy(networks[0], tensors.items())
         if recalibrate and statistics is not None:
-            recalibrate_batch_norm(result, statistics)
+            _recalibrate(result, asked.parents(aligned.networks), statistics, merged)
         tensors = state_tensors(result)
     if data is not None:
         evaluated = Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
@@ -223,7 +224,7 @@ def merge_checkpoints(
         if not align_only and aligned.moved and losses[PLAIN][0] < losses[ALIGNED][0]:
             aligned, merged = _undone(symmetry, aligned, networks), asked.merged(networks)
             if recalibrate and statistics is not None:
-                recalibrate_batch_norm(plain, statistics)
+                _recalibrate(plain, asked.parents(networks), statistics, merged)
             tensors = state_tensors(plain)
     found = MergedCheckpoints(
         out=Path(out),
@@ -332,6 +333,14 @@ def _call(inputs: Any, dtype: torch.dtype) -> Call:
 
 
 # ---- alignment
+
+
+def _recalibrate(network: nn.Module, parents: Sequence[nn.Module], data: Inputs, merged: MergedTensors) -> None:
+    """Recompute the statistics of batch norms, or else repair the units of hidden layers."""
+    if batch_norms(network):
+        recalibrate_batch_norm(network, data)
+    else:
+        repair(network, parents, data, merged.shares)
 
 
 def _check_unchanged(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module]) -> float:

@@ -40,12 +40,31 @@ class MergedTensors(Mapping[str, Tensor]):
         """Compute a tensor, in the type of the reference."""
         tensors, own = [state[name].detach() for state in self._states], self._reference[name].detach()
         if name in self._statistics:
-            shares = _shares(self._settings, name, self._layers, has_base=self._has_base)
-            merged = merge_tensors("linear", [*tensors, own], weight=shares)
+            held = [*tensors, own] if self._has_base else tensors
+            merged = merge_tensors("linear", held, weight=self.shares(name))
         else:
             base = own if self._has_base else None
             merged = self._settings.merged(name, tensors, base, self._layers, self.tally)
         return merged.to(own.dtype)
+
+    def shares(self, name: str) -> list[float]:
+        """Return the share of each network, and last of a base, in statistics: none is negative, and their sum is 1.
+
+        Args:
+            name: Name of the tensor whose weights count.
+        """
+        shared = {key: setting.at(name, self._layers) for key, setting in self._settings.shared.items()}
+        each = self._settings.per_model
+        weights = [own["weight"].at(name, self._layers) if "weight" in own else 1.0 for own in each]
+        if "t" in shared:
+            weights = [1 - shared["t"], shared["t"]]
+        positive = [max(weight, 0.0) for weight in weights]
+        total = sum(positive)
+        if not self._has_base:
+            return [weight / total if total else 1 / len(positive) for weight in positive]
+        adds_up = "lambda" in shared and not shared["normalize"]  # to the factor of the sum of differences
+        factor = min(max(shared.get("lambda", 1.0), 0.0) * (total if adds_up else float(total > 0)), 1.0)
+        return [*(factor * weight / (total or 1.0) for weight in positive), 1 - factor]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -55,22 +74,6 @@ class MergedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def _shares(settings: MergeSettings, name: str, layers: Layers, *, has_base: bool) -> list[float]:
-    """Return the share of each network, and of the base, in the statistics of batch norms, none negative."""
-    shared = {key: setting.at(name, layers) for key, setting in settings.shared.items()}
-    weights = [own["weight"].at(name, layers) if "weight" in own else 1.0 for own in settings.per_model]
-    if "t" in shared:
-        weights = [1 - shared["t"], shared["t"]]
-    positive = [max(weight, 0.0) for weight in weights]
-    total = sum(positive)
-    if not has_base:
-        return [*(positive if total else [1.0] * len(positive)), 0.0]
-    adds_up = "lambda" in shared and not shared["normalize"]  # to the factor of the sum of differences
-    factor = max(shared.get("lambda", 1.0), 0.0) * (total if adds_up else float(total > 0))
-    factor = min(factor, 1.0)
-    return [*(factor * weight / (total or 1.0) for weight in positive), 1 - factor]
 
 
 def _statistics_of(network: nn.Module) -> set[str]:

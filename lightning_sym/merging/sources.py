@@ -79,6 +79,14 @@ class Sources:
         places = [order.index(place) + has_base for place in range(len(models))]
         return cls(tuple(found), tuple(_distinct_names(found)), tuple(places), method, has_base)
 
+    def parents(self, networks: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return the networks in the order of :meth:`MergedTensors.shares`.
+
+        Args:
+            networks: One for each of :attr:`found`.
+        """
+        return [*(networks[place] for place in self.models), *(networks[:1] if self.has_base else [])]
+
     def merged(self, networks: Sequence[nn.Module]) -> MergedTensors:
         """Merge networks, one tensor at a time.
 

@@ -796,7 +796,6 @@ def test_misspelt_options_do_not_wait_for_torch() -> None:
         ("a.pt b.pt --out=m.safetensors --recalibrate", "recalibrate needs data to run the networks on; pass data"),
         ("a.pt b.pt --out=m.safetensors --align=activations", "align='activations' needs data"),
         ("a.pt b.pt a.pt --out=m.safetensors --align-only", "align_only writes the second of two checkpoints"),
-        ("a.pt b.pt --out=m.safetensors --recalibrate --data=DigitsDataModule", "but the network has none"),
         ("a.pt b.pt --out=m.safetensors --align-only --recalibrate --data=DigitsDataModule", "align_only writes none"),
         ("a.pt b.pt --out=m.safetensors --data=DiabetesDataModule", "the network does not run on the example input"),
         ("a.pt b.pt --out=m.safetensors --data=Digits", "There is no class 'Digits'."),
