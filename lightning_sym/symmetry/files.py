@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_sym._documents import load_json
 from lightning_sym._files import hold, not_written, write_atomically
 from lightning_sym._text import nearest
+from lightning_sym.symmetry.proof import all_finite
 
 _CHUNK = 1 << 24
 # Names of dtypes in the format.
@@ -474,7 +475,7 @@ def _next(results: Iterator[tuple[str, Tensor]], name: str, stored: Stored, shar
 def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Convert a tensor to another dtype; its numbers must stay finite."""
     tensor = tensor.to(dtype)
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if tensor.is_floating_point() and not all_finite(tensor):
         raise ValueError(
             f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales, or a type of "
             "larger range."
