@@ -79,15 +79,8 @@ class MergingReport(RunReport):
     """
 
     needs = (
-        "tasks",
-        "task_of",
-        "task_batch",
-        "parent_of",
-        "parent",
-        "symmetry",
-        "kept",
-        "gathered_by_member",
-        "classifies",
+        *("tasks", "task_of", "task_batch", "parent_of", "parent", "symmetry", "zoo", "network", "numbers", "kept"),
+        *("gathered_by_member", "evaluation_batch"),
     )
     example = "FineTuneTask"
 

@@ -50,6 +50,7 @@ from lightning_sym.callbacks import (
     LearningCoefficient,
     MarginalLikelihood,
     MatchingReport,
+    MergingReport,
     PlaneGrid,
     PruningReport,
     RotationReport,
@@ -81,6 +82,7 @@ from lightning_sym.tasks import (
     DissectionTask,
     EquivalenceTask,
     EquivarianceTask,
+    FineTuneTask,
     MatchingTask,
     RashomonPruning,
     RotationTask,
@@ -426,6 +428,13 @@ SCENARIOS |= {
         members=1,
         interrupt="0 1",
         waits=True,  # for the losses that decide
+    ),
+    "merging": functools.partial(
+        of_a_zoo,
+        task=lambda path: FineTuneTask(perceptron(), zoo=path, tasks=[1, 2], members=2, optimizer=adam),
+        callbacks=[MergingReport],
+        make=perceptron,
+        waits=True,  # for alignments, which are computed on the CPU
     ),
     "curve_geometry": functools.partial(
         of_a_zoo,
