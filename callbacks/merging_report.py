@@ -65,7 +65,8 @@ class MergingReport(RunReport):
 
     On rank 0, in ``results``: ``summary.csv`` and ``.json`` (scores by setting and method, means over parents),
     ``accuracies.csv`` and ``.json`` (each parent and task), ``merging.png`` and ``tasks.png`` (in TensorBoard under
-    ``figures/MergingReport``). Logged are ``merging/<setting>/<method>/plain`` and ``.../aligned``; a table is printed.
+    ``figures/MergingReport``). Logged are ``merging/<setting>/<method>/aligned`` and, as details,
+    ``.../plain``; a table is printed.
 
     Args:
         methods: Settings of each method by its name, as for :func:`lightning_sym.merging.methods.merge_tensors`; of

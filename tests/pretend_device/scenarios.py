@@ -431,7 +431,7 @@ SCENARIOS |= {
     ),
     "merging": functools.partial(
         of_a_zoo,
-        task=lambda path: FineTuneTask(perceptron(), zoo=path, tasks=[1, 2], members=2, optimizer=adam),
+        task=lambda path: FineTuneTask(perceptron(), zoo=path, members=3, optimizer=adam),
         callbacks=[MergingReport],
         make=perceptron,
         waits=True,  # for alignments, which are computed on the CPU

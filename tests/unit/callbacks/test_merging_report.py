@@ -129,7 +129,7 @@ def test_tables_numbers_and_pictures(zoo, tmp_path):
     own = chosen(rows, setting=ONE_PARENT, method="linear", align=PLAIN)
     scores = [row["accuracy"] for row in own if row["task"] != PARENT_TASK]
     assert linear["plain"] == pytest.approx(sum(scores) / len(scores))
-    assert report.results.numbers["merging/one_parent/linear/plain"] == linear["plain"]
+    assert report.results.numbers["details/merging/one_parent/linear/plain"] == linear["plain"]
     assert {path.name for path in (tmp_path / "results").glob("*.png")} == {"merging.png", "tasks.png"}
 
 
