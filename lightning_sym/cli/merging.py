@@ -38,7 +38,7 @@ one parent, are not changed.
   --method METHOD      linear (default), slerp, nuslerp, karcher, multislerp, task_arithmetic, ties, dare_linear,
                        dare_ties, breadcrumbs, breadcrumbs_ties, della, della_linear, model_stock, passthrough
   --base MODEL         differences from it are merged; needed by the methods from task_arithmetic to model_stock
-  --weight 0.5,0.3     of each model, or one number for all; likewise --density, --gamma, --epsilon, --scale
+  --weight 0.5,0.3     of each model, or one number for all; likewise --density (1), --gamma, --epsilon, --scale
   --lambda 1           factor of the merged differences; --normalize true|false, --t 0.5 likewise
   --align              auto (default): weights, where that helps; weights or activations: search in any case; none
   --align-only         write the second model, aligned to the first, its function unchanged; nothing is merged
@@ -136,8 +136,10 @@ def read_options(args: Sequence[str]) -> Asked:
     given, files = read_own("merge", args, _OPTIONS, _FLAGS)
     folders = [file for file in files if Path(file.partition("+")[0]).is_dir() or Path(file).is_dir()]
     configured = len(files) == 1 and files[0].endswith((".yml", ".yaml"))
+    missing = [file for file in files if not (file in folders or Path(file).exists())]
+    needless = bool(folders or configured or missing)  # a file that is missing is named later
     for name in ("network", "out"):
-        if not class_of(given.get(name)) and not (name == "network" and name not in given and (folders or configured)):
+        if not class_of(given.get(name)) and not (name == "network" and name not in given and needless):
             raise ValueError(f"Missing: --{name}.")
     for name in _FLAGS:
         if given.get(name, True) is not True:
@@ -288,6 +290,9 @@ def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None
     for name, content in results.files.items():
         write_atomically(asked.report / name, content)
     console = Console(width=80)
+    method = "aligned" if found.align_only else f"merged by {found.settings.method.name}"
+    base = f", base {found.names[0]}" if found.has_base else ""
+    console.print(f"{len(found.names)} networks, {method}{base}", highlight=False, markup=False)
     for table in results.tables:
         if table.name != "curves":
             table.show(console)

@@ -9,13 +9,12 @@ from lightning_sym.merging.parameters import Setting
 from lightning_sym.merging.sources import Sources
 
 
-def configuration_of(asked: Sources, align: str, out_dtype: str | None) -> str:
+def configuration_of(asked: Sources, options: Mapping[str, Any]) -> str:
     """Return the configuration in YAML that merges the same models in the same way.
 
     Args:
         asked: The models and the method.
-        align: How the models are aligned.
-        out_dtype: Type of the result; None for that of the reference.
+        options: Further entries of the configuration; empty ones are left out.
     """
     settings = asked.settings
     models = [
@@ -28,7 +27,7 @@ def configuration_of(asked: Sources, align: str, out_dtype: str | None) -> str:
     content["parameters"] = {name: _value(own) for name, own in settings.shared.items()}
     if "normalize" in settings.shared:
         content["parameters"]["normalize"] = bool(content["parameters"]["normalize"])
-    content |= {"align": align, "seed": settings.seed} | ({} if out_dtype is None else {"out_dtype": out_dtype})
+    content |= {"seed": settings.seed, **{name: value for name, value in options.items() if value}}
     return yaml.safe_dump(_without_empty(content), sort_keys=False)
 
 
@@ -60,6 +59,8 @@ def card_of(asked: Sources, reasons: Sequence[str], configuration: str, title: s
             "```yaml",
             configuration.rstrip(),
             "```",
+            "",
+            "Relative paths start at the folder in which the models were merged.",
             "",
         ]
     )

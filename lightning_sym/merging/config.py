@@ -35,6 +35,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 # Parameters of mergekit that change nothing here. Means on the sphere are iterated until they converge.
 _IDLE: Mapping[str, tuple[str, ...] | None] = {
     "int8_mask": None,
+    "rescale": ("task_arithmetic",),
     "max_iter": ("karcher",),
     "tol": ("karcher",),
     "eps": ("multislerp",),
@@ -43,7 +44,7 @@ _IDLE: Mapping[str, tuple[str, ...] | None] = {
 _FIXED: Mapping[str, Mapping[str, bool]] = {
     "rescale": {
         **dict.fromkeys(("dare_linear", "dare_ties", "della", "della_linear"), True),
-        **dict.fromkeys(("task_arithmetic", "ties", "breadcrumbs", "breadcrumbs_ties"), False),
+        **dict.fromkeys(("ties", "breadcrumbs", "breadcrumbs_ties"), False),
     },
     "filter_wise": {"model_stock": False},
     "nuslerp_flatten": {"nuslerp": True},
@@ -117,7 +118,7 @@ class MergeConfig:
         except UnicodeDecodeError:
             raise ValueError(f"{path} is not a text file; expected YAML.") from None
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+            raise ValueError(f"{path} is not valid YAML: {_problem(error)}.") from None
         try:
             return replace(_read(path, content), text=text)
         except ValueError as error:
@@ -181,6 +182,8 @@ class _Entry:
 
 
 def _read(file: Path, content: object) -> MergeConfig:
+    if isinstance(content, Mapping) and content.get("tokenizer") == {"source": "base"}:
+        content = {key: value for key, value in content.items() if key != "tokenizer"} | {"tokenizer_source": "base"}
     top = _mapping(content, "the file", (*_THEIRS, *_OURS), _REFUSED)
     if "merge_method" not in top:
         raise ValueError("merge_method is missing; expected for example merge_method: linear.")
@@ -211,6 +214,8 @@ def _read(file: Path, content: object) -> MergeConfig:
                 "among the models to merge it, as mergekit does"
             )
         entries, base = [*listed, *others], None
+    elif base is None and method.base == "needed":
+        raise ValueError(f"{method.name} needs base_model, the parent of the models.")
     else:
         entries = others
     seed = top.get("seed", 0)
@@ -391,6 +396,8 @@ def _check_whole(node: object, path: str, where: str) -> None:
             "slices."
         )
     if node != [0, depth]:
+        if node[1] > depth:
+            raise ValueError(f"{where} is {node}, but {model} has {depth} layers; expected [0, {depth}].")
         raise ValueError(f"{where} is {node} of [0, {depth}], but {_ELSEWHERE}; expected all layers.")
 
 
@@ -477,6 +484,14 @@ def _class(top: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     if not isinstance(given.get("class_path"), str) or not isinstance(arguments, dict):
         raise ValueError(f"{key} must be a name, or class_path and init_args, got {brief(node)}.")
     return {"class_path": given["class_path"], "init_args": arguments}
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """Return what is wrong in a YAML file, and in which line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    context = "" if error.context is None else f"{error.context}, "
+    return f"{context}{error.problem} (line {error.problem_mark.line + 1})"
 
 
 def trusted_class(named: Mapping[str, Any], room: str, source: str) -> tuple[str, dict[str, Any]]:

@@ -99,7 +99,8 @@ def _check_architecture(first: Path, other: Path) -> None:
     contents = [configuration_in(folder) or {} for folder in (first, other)]
     if _differing(contents):  # versions of transformers write other sets of entries
         contents = [with_defaults(content) for content in contents]
-    for key, (ours, theirs) in _differing(contents).items():
+    differing = _differing(contents)
+    for key, (ours, theirs) in sorted(differing.items(), key=lambda one: one[0] != "model_type"):
         if key.endswith("vocab_size") and None not in (ours, theirs):
             raise ValueError(
                 f"{other} has a vocabulary of {theirs} and {first} one of {ours}; save {other} with "

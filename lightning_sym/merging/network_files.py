@@ -82,8 +82,8 @@ class NetworkFiles:
             reason = error.strerror or str(error)
             raise OSError(
                 error.errno,
-                f"Cannot keep a copy of the weights in {self.folder}: {reason}; no file remains. Free space, "
-                "or write the result to another disk",
+                f"Cannot keep a copy of the weights in {self.folder}: {reason}; no file remains. Free space "
+                "there, or write the result to another folder",
             ) from error
 
     @staticmethod

@@ -341,7 +341,7 @@ def _check_models(method: MergeMethod, models: int, has_base: bool) -> None:
     if models < method.fewest or (method.most is not None and models > method.most):
         least = f"{method.fewest}" if method.fewest == method.most else f"at least {method.fewest}"
         besides = "" if method.base == "unused" else " besides the base"
-        raise ValueError(f"{method.name} merges {least} models{besides}, got {models}.")
+        raise ValueError(f"{method.name} merges {least} model{'s' * (method.fewest > 1)}{besides}, got {models}.")
 
 
 def _one_per_model(value: object, name: str, models: int) -> list[Setting]:

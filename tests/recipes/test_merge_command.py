@@ -639,10 +639,11 @@ def test_folders_of_transformers_become_a_folder_that_they_load(kind: str, shard
     for name in ("optimizer.pt", "README.md", ".hidden", "tf_model.h5"):
         Path("n0", name).write_text("no part of the result")
     succeed("merge", "n0", "n1", "--out=merged")
-    left_out = {"optimizer.pt", "README.md", ".hidden", "tf_model.h5", "pytorch_model.bin"}
+    left_out = {"optimizer.pt", ".hidden", "tf_model.h5", "pytorch_model.bin"}
     there = {path.name for path in Path("n0").iterdir()} - left_out
     assert {path.name for path in Path("merged").iterdir()} == there | ({"model.safetensors"} if not shards else set())
     assert Path("merged/tokenizer.json").read_text() == "{}"
+    assert "`linear`" in Path("merged/README.md").read_text()
     again, info = transformers.AutoModelForCausalLM.from_pretrained("merged", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -765,6 +766,8 @@ def test_help_names_all_methods() -> None:
     ],
 )
 def test_command_lines_that_are_not_understood(options: str, says: str) -> None:
+    for name in ("a.pt", "b.pt", "a.yml"):
+        Path(name).touch()
     result = call("merge", *options.split())
     assert result.status == 2
     assert says in result.error

@@ -608,7 +608,7 @@ def free_of(path, free):
         ("{models: [{model: code}]}", "merge_method is missing"),
         ("{merge_method: sce, models: [{model: code}]}", "'sce' is not available yet"),
         ("{merge_method: weights, models: [{model: code}]}", "--align weights"),
-        ("{merge_method: ties, models: [{model: code}]}", "ties needs a base"),
+        ("{merge_method: ties, models: [{model: code}]}", "ties needs base_model"),
         (
             "{merge_method: slerp, models: [{model: code}, {model: maths}]}",
             "slerp needs base_model, the model at t = 0",
@@ -714,3 +714,18 @@ def test_run_needs_the_batches_of_a_named_datamodule(folder, driven):
     assert not driven
     config.run("out", data=[1])
     assert driven["data"] == [1]
+
+
+def test_the_tokenizer_of_the_base_and_settings_of_other_methods_are_accepted(folder):
+    text = (
+        "{merge_method: task_arithmetic, base_model: parent, tokenizer: {source: base}, models: [{model: code, "
+        "parameters: {density: 0.5}}], parameters: {rescale: true, int8_mask: true}}"
+    )
+    config = read(folder, text)
+    assert config.notes == ("models[0].parameters.density changes nothing, as task_arithmetic has no density",)
+    assert config.base.endswith("parent")
+
+
+def test_a_line_of_broken_yaml_is_named(folder):
+    Path(folder, "broken.yml").write_text("merge_method: linear\nmodels: [\n  {model: code\n")
+    assert_refused(MergeConfig.read, Path(folder, "broken.yml"), says=["is not valid YAML", "(line 4)"])

@@ -170,9 +170,13 @@ def test_a_network_of_another_parent_is_said_not_to_come_from_the_base(files: li
     save_file(dict(network(5).state_dict()), "other.safetensors")
     inputs = {"network": network(7), "inputs": X, "base": "parent.safetensors", "method": "ties"}
     found = merge_checkpoints(["a.safetensors", "other.safetensors"], "m.safetensors", **inputs)
-    assert "other.safetensors moved: does not seem to come from the base parent.safetensors" in found.notes
+    assert "other.safetensors: does not seem to come from the base parent.safetensors" in found.notes
     assert found.tally.cosines.shape == (2, 2)
-    assert not any("a.safetensors moved" in note for note in found.notes)
+    symmetry = trace_symmetry(network(), X)
+    save_file(planted(symmetry, files[2], 3), "moved.safetensors")
+    found = merge_checkpoints(["a.safetensors", "moved.safetensors"], "n.safetensors", **inputs)
+    assert any(note.startswith("moved.safetensors was aligned (distance ") for note in found.notes)
+    assert not any("does not seem" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
