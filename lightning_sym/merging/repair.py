@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,20 +57,13 @@ def repair(
                 with evaluating(parent):
                     found.collect(parent, names, inputs)
             for name in names:
-                weights = shares(f"{name}.weight")
-                rows = [found.last[name] for found in targets]
-                mean = sum(w * m for w, (m, _) in zip(weights, rows, strict=True))
-                deviation = sum(w * v.sqrt() for w, (_, v) in zip(weights, rows, strict=True))
-                goals[name] = torch.as_tensor(mean), torch.as_tensor(deviation)
+                goals[name] = _averaged([found.last[name] for found in targets], shares(f"{name}.weight"))
             own.collect(network, names, inputs, goals)
         if not names:
             raise ValueError("recalibrate needs data, but there are no batches.")
         for name in names:
-            weights = shares(f"{name}.weight")
-            pooled = [found.pooled(name) for found in targets]
-            goal_mean = torch.as_tensor(sum(w * m for w, (m, _) in zip(weights, pooled, strict=True)))
-            goal = torch.as_tensor(sum(w * v.sqrt() for w, (_, v) in zip(weights, pooled, strict=True)))
-            _fold(network.get_submodule(name), *own.pooled(name), goal_mean, goal)
+            goal = _averaged([found.pooled(name) for found in targets], shares(f"{name}.weight"))
+            _fold(network.get_submodule(name), *own.pooled(name), *goal)
     return names
 
 
@@ -95,7 +89,7 @@ class _Statistics:
         """Run a network on a batch, and correct each layer to the goals before the next one runs."""
 
         def hook(name: str) -> Callable[..., Tensor | None]:
-            def seen(module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
+            def seen(module: Any, _inputs: object, output: Tensor) -> Tensor | None:
                 axis = _axis(module, output)
                 rows = output.movedim(axis, 0).flatten(1).double()
                 mean, variance = rows.mean(1), rows.var(1, unbiased=False)
@@ -125,7 +119,14 @@ class _Statistics:
         return mean, (squares / count - mean.square()).clamp_min(0)
 
 
-def _axis(module: nn.Module, output: Tensor) -> int:
+def _averaged(rows: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the averages of means and of standard deviations, from pairs of means and variances."""
+    means = torch.stack([weight * mean for weight, (mean, _) in zip(weights, rows, strict=True)])
+    deviations = torch.stack([weight * variance.sqrt() for weight, (_, variance) in zip(weights, rows, strict=True)])
+    return means.sum(0), deviations.sum(0)
+
+
+def _axis(module: Any, output: Tensor) -> int:
     """Return the axis of the units of a layer's output."""
     return -1 if isinstance(module, nn.Linear) else output.ndim - module.weight.ndim + 1
 
@@ -139,7 +140,7 @@ def _correction(
     return factor, goal_mean - factor * mean if biased else torch.zeros_like(mean)
 
 
-def _fold(module: nn.Module, mean: Tensor, variance: Tensor, goal_mean: Tensor, goal: Tensor) -> None:
+def _fold(module: Any, mean: Tensor, variance: Tensor, goal_mean: Tensor, goal: Tensor) -> None:
     """Put the correction of a layer into its weight and bias."""
     factor, added = _correction(mean, variance, goal_mean, goal, biased=module.bias is not None)
     weight = module.weight

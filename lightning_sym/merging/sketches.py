@@ -24,7 +24,9 @@ from lightning_sym.symmetry.group.assignment import (
     MatchingGroup,
     Pattern,
     Slices,
+    best_assignment,
     block_systems,
+    copied_blocks,
     matched_groups,
 )
 
@@ -119,6 +121,10 @@ def sketched(
     if not math.isfinite(total):
         return Sketch(math.nan, frozenset(), math.nan)
     doubtful = frozenset(own.group.index for own in sketches if own.is_doubtful())
+    for copied in copied_blocks(symmetry.structure):
+        gains, _ = copied.gains(symmetry.structure, a, b)
+        if not np.array_equal(best_assignment(gains), np.arange(len(gains))):
+            doubtful |= copied.orbits
     return Sketch(math.sqrt(total), doubtful, freedom.explained() / total if total else 0.0)
 
 

@@ -213,3 +213,33 @@ def test_parts_of_the_group_move_what_they_may():
         assert moved <= before + 1e-9
     with pytest.raises(ValueError, match="blocks"):
         weight_matching(symmetry, a, b, freedom=["block"])
+
+
+def test_query_heads_inside_a_group_are_matched_under_noise():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=24, intermediate_size=10, num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=2,
+        vocab_size=13, max_position_embeddings=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    a = transformers.LlamaForCausalLM(config).double().eval()
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        for own in b.parameters():
+            own.add_(0.2 * own.std() * torch.randn_like(own))
+    c = copy.deepcopy(b)
+    attention, size = c.model.layers[0].self_attn, config.head_dim
+    heads = torch.tensor([5, 3, 4, 2, 0, 1])  # groups are exchanged, and heads inside each are permuted
+    rows = (heads[:, None] * size + torch.arange(size)).flatten()
+    groups = (torch.tensor([1, 0])[:, None] * size + torch.arange(size)).flatten()
+    with torch.no_grad():
+        attention.q_proj.weight.copy_(attention.q_proj.weight[rows])
+        attention.o_proj.weight.copy_(attention.o_proj.weight[:, rows])
+        for own in (attention.k_proj, attention.v_proj):
+            own.weight.copy_(own.weight[groups])
+    ids = torch.randint(13, (2, 6))
+    torch.testing.assert_close(b(ids).logits, c(ids).logits, rtol=0, atol=1e-10)
+    symmetry = trace_symmetry(a, input_ids=ids, check=False)
+    one, two = (weight_matching(symmetry, a, own, scales=False) for own in (b, c))
+    assert two.distance_before > 1.2 * one.distance_before
+    assert two.distance_after == pytest.approx(one.distance_after, rel=1e-9)

@@ -488,6 +488,74 @@ def block_systems(structure: Structure, groups: list[MatchingGroup]) -> list[Blo
     return systems
 
 
+@dataclass(frozen=True)
+class CopiedBlocks:
+    """Blocks of copies that are permuted inside a block, such as the query heads of a group.
+
+    Attributes:
+        table: The slots of each block. Shape (blocks, slots).
+        orbits: Indices of the orbits with these copies.
+        pairs: Pairs of positions with one role: blocks at the first and at the second one, and the positions. Each of
+            shape (pairs,).
+    """
+
+    table: Ints
+    orbits: frozenset[int]
+    pairs: tuple[Ints, Ints, Ints, Ints]
+
+    def gains(
+        self, structure: Structure, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
+    ) -> tuple[Floats, frozenset[str]]:
+        """Return the gain of each block at each place, shape (blocks, blocks), and the tensors that hold copies.
+
+        Args:
+            structure: The structure of the group.
+            target: Tensors to move to, by name.
+            current: Tensors to move, by name.
+        """
+        gains = np.zeros((len(self.table), len(self.table)))
+        names: set[str] = set()
+        first, second, ours, theirs = self.pairs
+        where = structure.slots_at(ours)
+        for index in np.unique(where):
+            slot, held = structure.slots[index], where == index
+            if slot.tensor not in current or len(slot.axes) > 1:
+                continue
+            names.add(slot.tensor)
+            one, two = (own[slot.tensor].detach().movedim(slot.axes[0], 0) for own in (target, current))
+            at, of = (torch.from_numpy(own[held] - slot.offset).to(one.device) for own in (ours, theirs))
+            products = (one[at] * two[of]).reshape(len(at), -1).sum(1).double().cpu().numpy()
+            np.add.at(gains, (first[held], second[held]), products)
+        return gains, frozenset(names)
+
+
+def copied_blocks(structure: Structure) -> list[CopiedBlocks]:
+    """Return the blocks of copies inside blocks."""
+    found = []
+    for table in structure.blocks:
+        row_of = {int(slot): row for row, slots in enumerate(table) for slot in slots}
+        orbits: set[int] = set()
+        rows: list[Ints] = []
+        for index in range(len(structure.orbits)):
+            copies = structure.copies_of(index)
+            if copies is None:
+                continue
+            units = np.flatnonzero(np.isin(copies.slots, list(row_of)).all(1))
+            for column in np.flatnonzero(copies.columns.copy >= 0) if len(units) else ():
+                orbits.add(index)
+                at = structure.columns[index][units, column]
+                mine = [row_of[int(slot)] for slot in copies.slots[units, copies.columns.copy[column]]]
+                for copy in range(copies.count):
+                    partner = copies.columns.partner[column, copy]
+                    if partner >= 0:
+                        theirs = [row_of[int(slot)] for slot in copies.slots[units, copy]]
+                        rows.append(np.stack([mine, theirs, at, structure.columns[index][units, partner]]))
+        if rows:
+            first, second, ours, theirs = np.concatenate(rows, 1)
+            found.append(CopiedBlocks(table, frozenset(orbits), (first, second, ours, theirs)))
+    return found
+
+
 def best_blocks(
     system: Blocks, tables: Mapping[int, Tables], raw: Mapping[tuple[int, str], Tensor], *, mixing: bool = True
 ) -> tuple[Ints, dict[int, Chosen]]:

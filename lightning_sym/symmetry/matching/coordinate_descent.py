@@ -19,12 +19,15 @@ from lightning_sym.symmetry.distances import inner, squared_difference
 from lightning_sym.symmetry.group.assignment import (
     Blocks,
     Chosen,
+    CopiedBlocks,
     Gain,
     MatchingGroup,
     Pattern,
     Tables,
+    best_assignment,
     best_blocks,
     block_systems,
+    copied_blocks,
     matched_groups,
     parts_of,
     within_cells,
@@ -64,6 +67,7 @@ class Descent:
         element: Maps B to that point.
         groups: The groups to assign.
         systems: The blocks to permute.
+        copies: The blocks of copies to permute inside blocks.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Descent:
         self.freedom = frozenset(freedom)
         self.groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
         self.systems = block_systems(symmetry.structure, self.groups) if "blocks" in self.freedom else []
+        self.copies = copied_blocks(symmetry.structure) if "blocks" in self.freedom else []
         self._held: set[int] = set()  # groups that keep their assignment
         self._kept_signs: dict[int, set[int]] = {}  # by group, columns of signs that must not be flipped separately
         # By weight, the biases that absorb flips of its columns.
@@ -172,6 +177,7 @@ class Descent:
         for index, free in cells.items():
             self.groups[index] = replace(self.groups[index], cells=free)
         self.systems = [s for s in self.systems if not cells.keys() & s.groups.keys()]
+        self.copies = [own for own in self.copies if not cells.keys() & own.orbits]
         self._kept_signs = dict(signs)
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
@@ -348,6 +354,15 @@ class Descent:
                 parts[mixer.name] = mixer.mixing_blocks(parts[mixer.name], table, group.units, places, order)
         return self.attempt(parts, frozenset().union(*(group.tensors for group in groups.values())))
 
+    def _improve_copies(self, own: CopiedBlocks) -> bool:
+        """Permute blocks of copies inside their block."""
+        gains, tensors = own.gains(self.symmetry.structure, self.target, self.current)
+        order = best_assignment(gains)
+        if np.array_equal(order, np.arange(len(order))):
+            return False
+        parts = {**self.symmetry.identity().parts, **self.parts_of({}, own.table, own.table[order])}
+        return self.attempt(parts, tensors)
+
     def improve_alone(self, *, every: bool = True) -> bool:
         """Let factors try additional steps; signs only where assignments miss some, or with `every`."""
         columns = [
@@ -417,6 +432,10 @@ class Descent:
                 if self._improve_blocks(self.systems[number]):
                     touch(set(self.systems[number].groups))
                     dirty.update(able & set(self.systems[number].groups))
+            improved = [self._improve_copies(own) for own in self.copies]
+            if any(improved):
+                dirty.update(able)
+                dirty_systems.update(range(len(self.systems)))
             order = torch.randperm(len(self.groups), generator=generator).tolist()
             # Mixed groups come last: before, assignments can still recognise units.
             for index in sorted(order, key=lambda index: not self.groups[index].assigned):
