@@ -76,7 +76,6 @@ class MergeConfig:
         rank: Rank of merged adapters; None for the default.
         out_dtype: Type of the result: ``out_dtype``, or ``dtype`` without it. None for that of the reference.
             Computation is in float32 or float64.
-        tokenizer: Path of a base that gives only the tokenizer; None if the reference gives it.
         notes: Parts of the file that change nothing.
         text: The file's content, for the description of the result.
     """
@@ -92,7 +91,6 @@ class MergeConfig:
     recalibrate: bool = False
     rank: int | None = None
     out_dtype: str | None = None
-    tokenizer: str | None = None
     notes: tuple[str, ...] = ()
     text: str = field(default="", repr=False)
 
@@ -199,7 +197,7 @@ def _read(file: Path, content: object) -> MergeConfig:
             raise ValueError(f"slices[0].base_model is {base}, but base_model is {named}; expected one base.")
         base = named
     scopes = (*scopes, shared)
-    tokenizer = None
+    unused = None
     listed = [entry for entry in entries if entry.path == base]
     others = [entry for entry in entries if entry.path != base]
     if method.name == "slerp":
@@ -208,10 +206,10 @@ def _read(file: Path, content: object) -> MergeConfig:
         entries, base = [*(listed or [_Entry(base, {}, "base_model")]), *others], None
     elif base is not None and method.base == "unused":
         if not listed:
-            tokenizer = base
+            unused = base
             notes.append(
-                f"{method.name} uses no base, and {base} is not among the models: only its tokenizer is used; list it "
-                "among the models to merge it, as mergekit does"
+                f"{method.name} uses no base, and {base} is not among the models: it is not used, and the tokenizer is "
+                "that of the first model; list it among the models to merge it, as mergekit does"
             )
         entries, base = [*listed, *others], None
     elif base is None and method.base == "needed":
@@ -223,7 +221,7 @@ def _read(file: Path, content: object) -> MergeConfig:
         raise ValueError(f"seed must be an integer >= 0, got {seed!r}.")
     dtype = _word(top, "dtype", _DTYPES)
     reference = base or entries[0].path if entries else None
-    _check_tokenizer(top, file.parent, tokenizer or reference)
+    _check_tokenizer(top, file.parent, unused or reference)
     notes += _template(top, reference or "")
     _text(top, "name", "")
     return MergeConfig(
@@ -238,7 +236,6 @@ def _read(file: Path, content: object) -> MergeConfig:
         recalibrate=_flag(top, "recalibrate"),
         rank=_rank(top.get("rank")),
         out_dtype=_word(top, "out_dtype", _DTYPES) or dtype,
-        tokenizer=tokenizer,
         notes=tuple(notes),
     )
 

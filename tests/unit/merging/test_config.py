@@ -459,12 +459,12 @@ def test_paths_start_at_the_folder_of_the_file(folder, monkeypatch):
     assert MergeConfig.read("configs/config.yml").models == (f"{folder}/code",)
 
 
-def test_unused_base_outside_the_models_gives_only_the_tokenizer(folder):
+def test_an_unused_base_outside_the_models_is_not_used(folder):
     config = read(folder, "{merge_method: linear, base_model: parent, models: [{model: code}], tokenizer_source: base}")
-    assert (names(config), Path(config.tokenizer).name) == ((["code"], None), "parent")
+    assert names(config) == (["code"], None)
     assert config.notes == (
-        f"linear uses no base, and {folder}/parent is not among the models: only its tokenizer is used; list it among "
-        "the models to merge it, as mergekit does",
+        f"linear uses no base, and {folder}/parent is not among the models: it is not used, and the tokenizer is that "
+        "of the first model; list it among the models to merge it, as mergekit does",
     )
 
 
