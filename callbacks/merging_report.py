@@ -1,4 +1,4 @@
-"""Merged fine-tunes, as they are and aligned: the tables and the pictures."""
+"""Merged fine-tunes, unaligned and aligned: the tables and the pictures."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,7 +151,7 @@ class MergingReport(RunReport):
     def _merged(
         self, task: FineTuneTask, parent: int, family: "_Family", following: "_Family | None"
     ) -> Iterator[tuple[dict[str, Any], nn.Module]]:
-        """Yield networks, with what to say about each."""
+        """Yield networks, with a description of each."""
         symmetry, base, tuned = task.symmetry, family[0], dict(family[1])
         names = list(map(_name, task.tasks))
 

@@ -31,7 +31,7 @@ one parent, are not changed.
   MODEL                a state dict, Lightning checkpoint, .safetensors, an index of shards, or a folder of transformers
                        (config.json beside weights); FOLDER+ADAPTER for a LoRA adapter on it; nothing in them is run
   ZOO                  the folder of a zoo: all of its members
-  CONFIG.yml           a configuration of mergekit whose models are local, in place of the options of the method
+  CONFIG.yml           a configuration of mergekit with local models; it replaces the options of the method
   --out OUT            a new .safetensors; a new folder if the base (else the first model) is an index or a folder, with
                        its other files. Names, types, shards are those of that model. A report is written to OUT-report
 
@@ -209,6 +209,8 @@ def run(asked: Asked) -> None:
         raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
     if all((Path(file) / "adapter_config.json").is_file() for file in asked.files):
         return _merge_adapters(asked)
+    if asked.rank is not None:
+        raise ValueError("--rank is that of merged adapters; leave it out, or give folders of adapters alone.")
     config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
     named = None if asked.data is None else (class_of(asked.data), arguments_of(asked.data))
     if config is not None and config.data is not None and named is None:
@@ -232,8 +234,9 @@ def run(asked: Asked) -> None:
     if asked.network is not None:
         about |= {"network": class_of(asked.network), "arguments": arguments_of(asked.network)}
         model = build_light(functools.partial(build_model, about["network"], about["arguments"]))
-    elif config is None and (asked.shape or asked.tokens):
-        model = model_of(find_checkpoints(asked.base or asked.files[0])[0])
+    elif asked.shape or asked.tokens:
+        first = asked.base or asked.files[0] if config is None else config.base or config.models[0]
+        model = model_of(find_checkpoints(first)[0])
     if model is not None:
         options["network"] = model.network
     if data is not None and asked.shape is None:
@@ -261,10 +264,18 @@ def _merge_adapters(asked: Asked) -> None:
     from lightning_sym.merging import Adapter, merge_adapters
 
     others = {"base": asked.base, "network": asked.network, "data": asked.data, "recalibrate": asked.recalibrate}
-    others |= {"align-only": asked.align_only, "ignore": asked.ignore, "out-dtype": asked.out_dtype}
+    others |= {
+        "align": asked.align != "none" and asked.align,
+        "prefix": asked.prefix,
+        "align-only": asked.align_only,
+        "ignore": asked.ignore,
+        "out-dtype": asked.out_dtype,
+    }
     if useless := [name for name, value in others.items() if value]:
         raise ValueError(f"--{useless[0]} does not apply to adapters alone; expected MODEL+ADAPTER, or leave it out.")
     settings = dict(asked.settings)
+    if asked.seed is not None and asked.method != "linear":
+        settings["seed"] = asked.seed
     weights = settings.pop("weight", None)
     weights = [weights] * len(asked.files) if isinstance(weights, int | float) else weights
     adapters = [Adapter.read(file) for file in asked.files]

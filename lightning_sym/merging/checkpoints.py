@@ -222,7 +222,7 @@ def merge_checkpoints(
         tensors = state_tensors(result)
     if data is not None:
         evaluated = Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
-        plain = copies.copy(networks[0], asked.merged(networks).items())
+        plain = result if align_only else copies.copy(networks[0], asked.merged(networks).items())
         losses = evaluated.losses(asked.names, networks, plain, result, align_only)
         barriers = evaluated.barriers(networks, aligned.networks)
         notes += warnings_of(losses, barriers, align, align_only)

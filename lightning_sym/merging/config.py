@@ -22,7 +22,7 @@ _THEIRS = (
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source"),
     *("chat_template", "name"),
 )
-_OURS = ("align", "network", "data", "seed", "ignore", "recalibrate", "rank")
+_OURS = ("align", "network", "data", "seed", "ignore", "recalibrate")
 _ELSEWHERE = "putting layers together needs mergekit"
 _REFUSED = {
     "modules": "merging by modules needs mergekit; list the models under models",
@@ -73,7 +73,6 @@ class MergeConfig:
         data: The datamodule, likewise; None without one.
         ignore: Patterns of tensors' names that are left out.
         recalibrate: Whether to recompute batch norm statistics.
-        rank: Rank of merged adapters; None for the default.
         out_dtype: Type of the result: ``out_dtype``, or ``dtype`` without it. None for that of the reference.
             Computation is in float32 or float64.
         notes: Parts of the file that change nothing.
@@ -89,7 +88,6 @@ class MergeConfig:
     data: Mapping[str, Any] | None = None
     ignore: tuple[str, ...] = ()
     recalibrate: bool = False
-    rank: int | None = None
     out_dtype: str | None = None
     notes: tuple[str, ...] = ()
     text: str = field(default="", repr=False)
@@ -234,7 +232,6 @@ def _read(file: Path, content: object) -> MergeConfig:
         data=_class(top, "data"),
         ignore=_patterns(top.get("ignore", ())),
         recalibrate=_flag(top, "recalibrate"),
-        rank=_rank(top.get("rank")),
         out_dtype=_word(top, "out_dtype", _DTYPES) or dtype,
         notes=tuple(notes),
     )
@@ -456,12 +453,6 @@ def _flag(top: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def _rank(value: object) -> int | None:
-    if value is not None and not is_integer(value):
-        raise ValueError(f"rank must be an integer >= 1, got {brief(value)}.")
-    return value  # type: ignore[return-value]
-
-
 def _patterns(node: object) -> tuple[str, ...]:
     patterns = (node,) if isinstance(node, str) else node
     if not isinstance(patterns, list | tuple) or not all(isinstance(one, str) and one for one in patterns):
@@ -484,7 +475,7 @@ def _class(top: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """Return what is wrong in a YAML file, and in which line."""
+    """Describe an error in a YAML file, with its line."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     context = "" if error.context is None else f"{error.context}, "

@@ -104,7 +104,8 @@ def _place(one: Found) -> tuple[Path, Path | None]:
 
 def _without(value: Any, among: Sequence[int], count: int) -> Any:
     """Return the values of a setting without those of the given networks."""
-    if isinstance(value, list | tuple) and len(value) == count:
+    per_network = isinstance(value, list | tuple) and not all(isinstance(own, Mapping) for own in value)  # no filters
+    if per_network and len(value) == count:
         return [own for place, own in enumerate(value) if place not in among]
     return value
 

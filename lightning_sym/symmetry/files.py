@@ -453,7 +453,7 @@ def _write_file(
                 places[own.shared] = Path(file.name), 8 + len(head) + header[name]["data_offsets"][0], own.dtype
         if tensor.numel() != math.prod(own.shape):
             raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(own.shape)}.")
-        # What is copied as it is may hold anything.
+        # Unchanged copies may hold any numbers.
         is_copy = own.shared is None and tensor.dtype == own.dtype
         _write(file, tensor if is_copy else _fitting(tensor, own.dtype, name))
 

@@ -420,7 +420,6 @@ def test_arguments_hold_the_settings_of_the_file_and_own_keys(folder):
         seed: 7
         ignore: "ema.*"
         recalibrate: true
-        rank: 16
         network: {class_path: torchvision:resnet18, init_args: {num_classes: 10}}
         data: MNIST5k
         """,
@@ -438,7 +437,6 @@ def test_arguments_hold_the_settings_of_the_file_and_own_keys(folder):
         "notes": (),
     }
     assert config.settings.seed == 7
-    assert config.rank == 16
     assert config.network == {"class_path": "torchvision:resnet18", "init_args": {"num_classes": 10}}
     assert config.data == {"class_path": "MNIST5k", "init_args": {}}
     assert config.notes == ()
@@ -501,7 +499,6 @@ GOOD = {
     "seed": 1,
     "ignore": ["ema.*"],
     "recalibrate": False,
-    "rank": 4,
 }
 
 
@@ -585,7 +582,7 @@ def test_value_of_another_kind_is_refused_in_one_sentence(path, value, folder):
         assert "\n" not in sentence
     else:
         free = FREE if value != True else (*FREE, "recalibrate", "normalize")  # noqa: E712  # also 1
-        numbers = isinstance(value, float) or (value == -7 and path[-1] not in ("seed", "rank", "density", "normalize"))
+        numbers = isinstance(value, float) or (value == -7 and path[-1] not in ("seed", "density", "normalize"))
         assert numbers or free_of(path, free)
         assert config.settings.method.name == "ties"
 

@@ -203,3 +203,10 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_read(
         Path(f"{name}.safetensors").write_bytes(b"not read")
     assert_refused(merged, *names.split(), **settings, says=says)
     assert not Path("m.safetensors").exists()
+
+
+def test_filters_are_no_list_with_one_value_per_model(files: list[dict[str, Tensor]]) -> None:
+    filters = [{"filter": "0.", "value": 0.3}, {"value": 0.6}]
+    once = merged("parent", "a", base="parent", method="task_arithmetic", weight=filters)
+    for name, tensor in merged("a", base="parent", method="task_arithmetic", weight=filters).items():
+        assert torch.equal(tensor, once[name])
